@@ -1,0 +1,5 @@
+"""``python -m xla_fsdp.consolidate``."""
+
+from .cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,61 @@
+"""Everything that can be wrong with a set of rank files, one name each.
+
+Every message is one line, begins with the file (or list entry) at fault, and says what was found
+and what was expected.
+"""
+
+
+class CheckpointError(Exception):
+    """Base of all errors raised for the content or the location of a checkpoint."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """No file matches the prefix and suffix."""
+
+
+class UnreadableFileError(CheckpointError):
+    """A file cannot be read: truncated, corrupt, not a torch file, or no permission."""
+
+
+class UnsafeFileError(CheckpointError):
+    """Reading a file would need objects outside torch's safe set; nothing in it was executed."""
+
+
+class ForeignFileError(CheckpointError):
+    """A file matches the pattern but is not a rank file."""
+
+
+class MissingMetadataError(ForeignFileError):
+    """A file holds a model but not the ``shard_metadata`` needed to rebuild it."""
+
+
+class InvalidMetadataError(CheckpointError):
+    """``shard_metadata`` is present but incomplete, contradictory or of an unknown version."""
+
+
+class MetadataMismatchError(InvalidMetadataError):
+    """Two ranks describe the same model differently."""
+
+
+class WorldSizeError(CheckpointError):
+    """Files of different world sizes, or more ranks than the world has."""
+
+
+class MissingRankError(CheckpointError):
+    """At least one rank of the world has no file."""
+
+
+class DuplicateRankError(CheckpointError):
+    """Two files claim the same rank."""
+
+
+class ShardMismatchError(CheckpointError):
+    """Tensors do not fit together: missing or extra keys, or unexpected shapes or dtypes."""
+
+
+class TiedWeightError(CheckpointError, ValueError):
+    """A request to tie two names that the checkpoint does not allow."""
+
+
+class OutputError(CheckpointError):
+    """The result cannot be written where it was asked for."""

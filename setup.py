@@ -1,0 +1,27 @@
+"""Package metadata. Versions are pinned where another one does not work (see README.md)."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+README = Path(__file__).with_name("README.md")
+
+setup(
+    name="xla_fsdp",
+    version="0.1.0",
+    description="Fully sharded data parallel training for PyTorch on XLA",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=["xla_fsdp", "xla_fsdp._cpu", "xla_fsdp.consolidate"],
+    package_dir={"xla_fsdp.consolidate": "consolidate"},
+    # torch_xla is built against one torch version; a newer torch fails to load it.
+    install_requires=["torch==2.9.0", "torch_xla==2.9.0", "numpy", "safetensors"],
+    extras_require={
+        "tpu": ["torch_xla[tpu]==2.9.0"],
+        "pod": ["cloud-tpu-client==0.10", "absl-py"],
+        "examples": ["absl-py", "rich", "scikit-learn", "tensorboard", "torchvision==0.24.0"],
+        "test": ["cloudpickle", "pytest", "psutil"],
+        "lint": ["ruff==0.14.4"],
+    },
+)

@@ -1,0 +1,207 @@
+"""Which files are read, which file is written, and that it is written whole or not at all."""
+
+import os
+import stat
+
+import pytest
+import torch
+from test_consolidate_support import (
+    SUFFIX,
+    assert_refused,
+    assert_same,
+    expected_state_dict,
+    path_of,
+    rank_files,
+    save,
+    small_model,
+)
+
+from xla_fsdp.consolidate import (
+    ForeignFileError,
+    MissingMetadataError,
+    MissingRankError,
+    OutputError,
+    consolidate_sharded_model_checkpoints,
+    storage,
+)
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def write(directory, world_size=2, prefix="ckpt"):
+    return save(rank_files(small_model(), world_size), directory, prefix)
+
+
+@pytest.mark.parametrize("prefix", ["a[1]", "a*", "a?b", "[", "a]", "[!a]", "with space", "ünï"])
+def test_prefix_is_literal(tmp_path, prefix):
+    path = write(tmp_path, prefix=prefix)
+    write(tmp_path, world_size=3, prefix="a1")  # what the pattern a[1] would match
+    write(tmp_path, world_size=3, prefix="axb")
+    full, _ = consolidate_sharded_model_checkpoints(path, SUFFIX)
+    assert_same(full, expected_state_dict(small_model()))
+
+
+def test_directory_of_the_prefix_is_literal(tmp_path):
+    directory = tmp_path / "run[0]*"
+    directory.mkdir()
+    prefix = write(directory)
+    full, path = consolidate_sharded_model_checkpoints(prefix, SUFFIX)
+    assert_same(full, expected_state_dict(small_model()))
+    assert os.path.dirname(path) == str(directory)
+
+
+def test_relative_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(".")
+    for save_path in ("", "full.pth", "./other.pth"):
+        _, path = consolidate_sharded_model_checkpoints("ckpt", SUFFIX, save_path)
+        assert path == (save_path or "ckpt_consolidated.pth")
+        assert os.path.isfile(path)
+
+
+@pytest.mark.parametrize("save_name", ["", "ckpt_full.pth", "ckpt_rank-x-of-2.pth"])
+def test_second_run_ignores_the_output_of_the_first(tmp_path, save_name):
+    prefix = write(tmp_path)
+    save_path = str(tmp_path / save_name) if save_name else ""
+    for _ in range(2):  # the default suffix *.pth matches the output
+        full, path = consolidate_sharded_model_checkpoints(prefix, save_path=save_path)
+        assert_same(full, expected_state_dict(small_model()))
+        assert os.path.dirname(path) == str(tmp_path)
+
+
+def test_output_of_the_intree_class_is_ignored_under_its_default_name_only(tmp_path, capsys):
+    prefix = write(tmp_path)
+    torch.save({"model": {"w": torch.zeros(2)}}, prefix + "_consolidated.pth")
+    full, _ = consolidate_sharded_model_checkpoints(prefix, save_path=str(tmp_path / "o.pt"))
+    assert_same(full, expected_state_dict(small_model()))
+
+    torch.save({"model": {"w": torch.zeros(2)}}, prefix + "_other.pth")
+    assert_refused(capsys, tmp_path, prefix, MissingMetadataError, prefix + "_other.pth",
+                   suffix="*.pth")
+
+
+def test_other_file_under_the_default_name_is_foreign(tmp_path, capsys):
+    prefix = write(tmp_path)
+    torch.save({"weights": 3}, prefix + "_consolidated.pth")
+    assert_refused(capsys, tmp_path, prefix, ForeignFileError, prefix + "_consolidated.pth",
+                   suffix="*.pth")
+
+
+def test_only_an_earlier_output_is_there(tmp_path, capsys):
+    prefix = write(tmp_path)
+    consolidate_sharded_model_checkpoints(prefix)
+    for rank in range(2):
+        path_of(tmp_path, rank, 2).unlink()
+    assert_refused(capsys, tmp_path, prefix, MissingRankError, prefix + "_consolidated.pth",
+                   suffix="*.pth")
+
+
+@pytest.mark.parametrize("link", ["same", "dotted", "symlink", "hardlink"])
+def test_an_input_is_not_overwritten(tmp_path, capsys, link):
+    prefix = write(tmp_path)
+    source = path_of(tmp_path, 1, 2)
+    save_path = {"same": source, "dotted": f"{tmp_path}/./{source.name}"}.get(link, tmp_path / "l")
+    if link == "symlink":
+        os.symlink(source, save_path)
+    if link == "hardlink":
+        os.link(source, save_path)
+    assert_refused(capsys, tmp_path, prefix, OutputError, source, "overwrite", save_path=save_path)
+
+
+def test_missing_directory(tmp_path, capsys):
+    prefix = write(tmp_path)
+    save_path = tmp_path / "no" / "full.pth"
+    assert_refused(capsys, tmp_path, prefix, OutputError, save_path, "does not exist",
+                   save_path=save_path)
+
+
+def test_output_is_a_directory(tmp_path, capsys):
+    prefix = write(tmp_path)
+    assert_refused(capsys, tmp_path, prefix, OutputError, tmp_path, "is a directory",
+                   save_path=tmp_path)
+
+
+def test_earlier_content_is_replaced(tmp_path):
+    prefix = write(tmp_path)
+    (tmp_path / "full.pth").write_bytes(b"old")
+    consolidate_sharded_model_checkpoints(prefix, SUFFIX, str(tmp_path / "full.pth"))
+    found = torch.load(tmp_path / "full.pth", weights_only=True)["model"]
+    assert_same(found, expected_state_dict(small_model()))
+
+
+def test_output_has_ordinary_permissions(tmp_path):
+    prefix = write(tmp_path)
+    mask = os.umask(0o027)
+    try:
+        _, path = consolidate_sharded_model_checkpoints(prefix, SUFFIX)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o640
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left"), RuntimeError("writer failed")])
+def test_failed_write_leaves_the_old_file(tmp_path, capsys, monkeypatch, failure):
+    prefix = write(tmp_path)
+    (tmp_path / "full.pth").write_bytes(b"old")
+
+    def fail(content, file):
+        file.write(b"half a file")
+        raise failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.torch, "save", fail)
+        assert_refused(capsys, tmp_path, prefix, OutputError,
+                       tmp_path / "full.pth", failure.args[-1])
+    assert (tmp_path / "full.pth").read_bytes() == b"old"
+
+
+def test_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
+    prefix = write(tmp_path)
+    before = sorted(tmp_path.iterdir())
+
+    def interrupt(content, file):
+        file.write(b"half a file")
+        # What is there in the meantime is hidden from every pattern.
+        assert storage.find_files(str(tmp_path) + "/", "*") == [str(path) for path in before]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage.torch, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        consolidate_sharded_model_checkpoints(prefix, SUFFIX)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_output_is_complete_when_it_appears(tmp_path, monkeypatch):
+    prefix = write(tmp_path)
+    seen = []
+
+    def replace(source, target, rename=os.replace):
+        seen.append(torch.load(source, weights_only=True)["model"].keys())
+        assert not os.path.exists(target)
+        rename(source, target)
+
+    monkeypatch.setattr(storage.os, "replace", replace)
+    full, _ = consolidate_sharded_model_checkpoints(prefix, SUFFIX)
+    assert seen == [full.keys()]
+
+
+def test_files_from_before_torch_1_6(tmp_path):
+    files = rank_files(small_model(), 2)
+    for rank, file in enumerate(files):
+        torch.save(file, path_of(tmp_path, rank, 2), _use_new_zipfile_serialization=False)
+    full, _ = consolidate_sharded_model_checkpoints(str(tmp_path / "ckpt"), SUFFIX)
+    assert_same(full, expected_state_dict(small_model()))
+
+
+def test_inputs_are_left_as_they_were(tmp_path):
+    prefix = write(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    full, _ = consolidate_sharded_model_checkpoints(prefix, SUFFIX, save_model=False)
+    for tensor in full.values():
+        tensor.zero_()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_library_prints_nothing(tmp_path, capfd):
+    consolidate_sharded_model_checkpoints(write(tmp_path), SUFFIX)
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,182 @@
+"""Checkpoints written by torch_xla's own class become the plain model's state_dict."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_consolidate_intree_writer import CASES
+from test_consolidate_support import assert_refused, run_cli
+
+from xla_fsdp.consolidate import (
+    InvalidMetadataError,
+    ShardMismatchError,
+    consolidate_sharded_model_checkpoints,
+    consolidate_sharded_state_dicts,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("error"),
+    pytest.mark.skipif(not importlib.util.find_spec("torch_xla"), reason="needs torch_xla"),
+]
+TIED = {"head.weight": "emb.weight"}
+LOSSY = {"tied", "tied-flat", "bfloat16-buffers-cpu"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("intree")
+    script = Path(__file__).with_name("test_consolidate_intree_writer.py")
+    subprocess.run(
+        [sys.executable, str(script), str(directory)],
+        check=True,
+        env={**os.environ, "PJRT_DEVICE": "CPU"},
+        timeout=300,
+    )
+    return directory
+
+
+def load(written, case, **options):
+    full, path = consolidate_sharded_model_checkpoints(
+        f"{written / case}/", "rank-*-of-*.pth", save_model=False, **options
+    )
+    assert path is None
+    return full, torch.load(written / case / "plain.pt", weights_only=True)
+
+
+def contents(written, case):
+    paths = sorted((written / case).glob("rank-*.pth"))
+    return [torch.load(path, weights_only=True) for path in paths]
+
+
+def assert_equal_models(full, plain):
+    # The wrapper itself changes the order of the keys, so only the set can be compared.
+    assert full.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert full[name].dtype == tensor.dtype, name
+        assert full[name].shape == tensor.shape, name
+        assert torch.equal(full[name], tensor), name
+
+
+@pytest.mark.parametrize("case", sorted(CASES.keys() - LOSSY))
+def test_equals_the_plain_model(written, case):
+    full, plain = load(written, case)
+    assert_equal_models(full, plain)
+    for tensor in full.values():
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize("case", sorted(CASES.keys() - LOSSY))
+def test_state_dicts_in_memory(written, case):
+    files = contents(written, case)
+    full = consolidate_sharded_state_dicts(
+        [file["model"] for file in files], files[0]["shard_metadata"]
+    )
+    assert_equal_models(full, torch.load(written / case / "plain.pt", weights_only=True))
+
+
+def test_metadata_of_the_writer_lacks_what_the_lossy_cases_need(written):
+    """If torch_xla ever records these, the reader should use them: then this test fails."""
+    assert contents(written, "bfloat16-buffers-cpu")[0]["shard_metadata"]["buffer_info"] == {}
+    for case in ("tied", "tied-flat"):
+        assert "head" not in str(contents(written, case)[0])
+
+
+def test_cast_buffers_without_recorded_dtype_are_returned_as_stored(written):
+    full, plain = load(written, "bfloat16-buffers-cpu")
+    assert full.keys() == plain.keys()
+    assert full["block.1.running_mean"].dtype == torch.bfloat16
+    assert torch.equal(full["block.1.running_mean"].float(), plain["block.1.running_mean"])
+
+
+@pytest.mark.parametrize("case", ["tied", "tied-flat"])
+def test_tied_names_are_lost_unless_named(written, case):
+    full, plain = load(written, case)
+    assert full.keys() == {"emb.weight"}
+    full, plain = load(written, case, tied=TIED)
+    assert_equal_models(full, plain)
+    assert full["head.weight"] is full["emb.weight"]
+
+
+def test_tied_names_on_the_command_line(written, tmp_path, capsys):
+    arguments = ("--ckpt_prefix", f"{written / 'tied'}/", "--ckpt_suffix", "rank-*",
+                 "--save_path", tmp_path / "full.pth")
+    code, out, _ = run_cli(capsys, *arguments, "--tied", "head.weight=emb.weight")
+    assert code == 0
+    full = torch.load(tmp_path / "full.pth", weights_only=True)["model"]
+    assert full.keys() == {"emb.weight", "head.weight"}
+    assert "1 parameters (15 elements)" in out[-1]
+    code, _, err = run_cli(capsys, *arguments, "--tied", "head.weight=nope")
+    assert code == 2
+    assert "'nope': no such parameter" in err[-1]
+
+
+@pytest.mark.parametrize("field", ["world_size", "rank", "shard_info", "flatten_info"])
+def test_incomplete_metadata(written, tmp_path, capsys, field):
+    for index, file in enumerate(contents(written, "flat-2")):
+        if index == 1:
+            del file["shard_metadata"][field]
+        torch.save(file, tmp_path / f"ckpt{index}.pth")
+    assert_refused(capsys, tmp_path, f"{tmp_path}/", InvalidMetadataError,
+                   tmp_path / "ckpt1.pth", field, suffix="ckpt*.pth")
+
+
+def break_missing_flatten_info(meta):
+    meta["flatten_info"].popitem()
+
+
+def break_numels(meta):
+    names, shapes, numels = next(iter(meta["flatten_info"].values()))
+    numels[0] += 1
+
+
+def break_columns(meta):
+    key = next(iter(meta["flatten_info"]))
+    names, shapes, numels = meta["flatten_info"][key]
+    meta["flatten_info"][key] = names, shapes[:-1], numels
+
+
+def break_size(meta):
+    next(iter(next(iter(meta["shard_info"].values())).values()))["_orig_size"] = [1]
+
+
+def break_name(meta):
+    next(iter(next(iter(meta["shard_info"].values())).values()))["_orig_name"] = 3
+
+
+def break_buffer(meta):
+    meta["buffer_info"]["table"] = {"_orig_dtype": "float32"}
+
+
+@pytest.mark.parametrize("damage", [
+    break_missing_flatten_info, break_numels, break_columns, break_size, break_name, break_buffer,
+])
+def test_contradictory_metadata(written, tmp_path, capsys, damage):
+    for index, file in enumerate(contents(written, "flat-2")):
+        if index == 1:
+            damage(file["shard_metadata"])
+        torch.save(file, tmp_path / f"ckpt{index}.pth")
+    assert_refused(capsys, tmp_path, f"{tmp_path}/", InvalidMetadataError,
+                   tmp_path / "ckpt1.pth", suffix="ckpt*.pth")
+
+
+def test_undescribed_shard(written, tmp_path, capsys):
+    for index, file in enumerate(contents(written, "plain-2")):
+        if index == 1:
+            file["model"]["block._fsdp_shard_other"] = torch.zeros(3)
+        torch.save(file, tmp_path / f"ckpt{index}.pth")
+    assert_refused(capsys, tmp_path, f"{tmp_path}/", ShardMismatchError,
+                   tmp_path / "ckpt1.pth", "block._fsdp_shard_other", suffix="ckpt*.pth")
+
+
+def test_suffix_and_output_of_the_huggingface_trainer(written, tmp_path):
+    for rank, file in enumerate(contents(written, "flat-2")):
+        torch.save(file, tmp_path / f"rank{rank}-of-2-pytorch_model.bin")
+    full, path = consolidate_sharded_model_checkpoints(
+        ckpt_prefix=f"{tmp_path}/", ckpt_suffix="rank*-of-*-pytorch_model.bin", save_model=False
+    )
+    assert path is None
+    assert_equal_models(full, torch.load(written / "flat-2" / "plain.pt", weights_only=True))

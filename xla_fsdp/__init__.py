@@ -1,0 +1,52 @@
+"""Fully sharded data parallel training for PyTorch on XLA.
+
+Names are imported when they are first used: ``xla_fsdp.launch`` must be able to set up the
+runtime's environment, and ``xla_fsdp.consolidate`` runs where there is no torch_xla.
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from .launch import CollectiveMismatchError, RankError, launch
+    from .remat import checkpoint_module
+    from .wrap import (
+        always_wrap_policy,
+        lambda_auto_wrap_policy,
+        recursive_wrap,
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+    )
+    from .wrapper import XlaFullyShardedDataParallel
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "launch": "launch",
+    "RankError": "launch",
+    "CollectiveMismatchError": "launch",
+    "XlaFullyShardedDataParallel": "wrapper",
+    "checkpoint_module": "remat",
+    "always_wrap_policy": "wrap",
+    "lambda_auto_wrap_policy": "wrap",
+    "recursive_wrap": "wrap",
+    "size_based_auto_wrap_policy": "wrap",
+    "transformer_auto_wrap_policy": "wrap",
+    "consolidate_sharded_model_checkpoints": "consolidate",
+    "consolidate_sharded_state_dicts": "consolidate",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

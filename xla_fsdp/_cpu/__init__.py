@@ -1,0 +1,1 @@
+"""How ranks run as threads of one process on CPU (private)."""

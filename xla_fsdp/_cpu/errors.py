@@ -1,0 +1,32 @@
+"""What a CPU launch raises."""
+
+from __future__ import annotations
+
+
+class RankError(RuntimeError):
+    """A rank raised. ``__cause__`` is its exception.
+
+    Attributes:
+        rank: the number of the first rank that raised, or ``None`` if no single rank is to blame.
+        traceback: that rank's traceback as text, or ``""``.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+    def __reduce__(self):
+        return type(self), (self.args[0], self.rank, self.traceback)
+
+
+class CollectiveMismatchError(RankError):
+    """Ranks wait for each other at different places; the message says where each one is."""
+
+
+class RankTimeoutError(RankError):
+    """Ranks waited longer than ``timeout`` for one that never came; the message says where it is."""
+
+
+class RankStopped(BaseException):
+    """Unwinds a rank because another one failed. Not an ``Exception``: user code must not eat it."""

@@ -1,0 +1,101 @@
+"""The life of one rank's thread, from its function's first line to its result."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from typing import Any, Callable
+
+import torch
+
+from ..ranks import RankContext, _set_current_rank
+from .cuts import adopt_autograd_thread
+from .errors import RankError, RankStopped
+from .mode import RankMode
+from .session import Session
+
+
+class RankThread(threading.Thread):
+    """Runs ``fn(rank, *args)`` as one rank.
+
+    A daemon: a rank that is stuck in C++ must not keep the process from ending.
+
+    Attributes:
+        result: what ``fn`` returned, XLA tensors in it moved to the CPU.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        context: RankContext,
+        fn: Callable,
+        args: tuple,
+        on_end: Callable[[], None],
+    ) -> None:
+        super().__init__(name=f"rank {context.rank}", daemon=True)
+        self.result: Any = None
+        self._session = session
+        self._context = context
+        self._fn = fn
+        self._fn_args = args
+        self._on_end = on_end
+
+    def run(self) -> None:
+        session, context = self._session, self._context
+        session.thread_idents[context.rank] = threading.get_ident()
+        session.adopt_thread(context)
+        try:
+            with RankMode(session, context):
+                adopt_autograd_thread(session, context)
+                value = self._call()
+                session.finish(context)
+                self.result = _to_cpu(value)
+        except RankStopped:
+            pass
+        except BaseException as error:  # whatever it is, the caller gets it
+            session.gate.stop(_rank_error(session, context, error))
+        finally:
+            _set_current_rank(None)
+            # The caller may keep the error and so this frame: it must not keep the model.
+            del self._fn, self._fn_args
+            self._on_end()
+
+    def _call(self) -> Any:
+        try:
+            return self._fn(self._context.rank, *self._fn_args)
+        except SystemExit as error:
+            if error.code in (None, 0):
+                return None
+            raise
+
+
+def _rank_error(session: Session, context: RankContext, error: BaseException) -> RankError:
+    text = "".join(traceback.format_exception(error))
+    others = [line for line in session.gate.places().splitlines()]
+    del others[context.rank]
+    message = f"rank {context.rank} of {context.size} raised {type(error).__name__}: {error}\n\n{text}"
+    if others:
+        message += "\nThe other ranks were stopped:\n" + "\n".join(others)
+    failure = RankError(message, context.rank, text)
+    failure.__cause__ = error
+    return failure
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu() if value.is_xla else value
+    if isinstance(value, tuple):
+        items = [_to_cpu(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is list:
+        return [_to_cpu(item) for item in value]
+    if isinstance(value, dict):
+        items = {key: _to_cpu(item) for key, item in value.items()}
+        return items if type(value) is dict else _rebuilt_dict(value, items)
+    return value
+
+
+def _rebuilt_dict(value: dict, items: dict) -> dict:
+    copy = value.copy()
+    copy.update(items)
+    return copy

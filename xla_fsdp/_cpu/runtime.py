@@ -1,0 +1,111 @@
+"""This process's one XLA runtime with N CPU devices: settings, start, and what went wrong with it."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch_xla
+import torch_xla.core.xla_env_vars as xenv
+import torch_xla.runtime as xr
+
+MAX_RANKS = 8
+DEFAULT_RANKS = 4
+
+
+class CpuRuntime:
+    """The runtime, started at most once in a process.
+
+    Attributes:
+        launching: held for the length of a launch.
+        leftover: rank threads that a failed launch could not stop.
+    """
+
+    def __init__(self) -> None:
+        self.launching = threading.Lock()
+        self.leftover: list[threading.Thread] = []
+        self._started_here = False
+
+    def size_for(self, num_devices: int | None) -> int:
+        """How many ranks to run.
+
+        Raises:
+            ValueError, TypeError: ``num_devices`` or ``CPU_NUM_DEVICES`` is not 1 to 8.
+        """
+        if num_devices is not None:
+            return _checked(num_devices, "num_devices")
+        if torch_xla._XLAC._xla_runtime_is_initialized():
+            return _checked(xr.addressable_device_count(), "the number of devices of the runtime")
+        text = os.environ.get("CPU_NUM_DEVICES")
+        if text is None:
+            return DEFAULT_RANKS
+        if not text.isdecimal():
+            raise ValueError(
+                f"CPU_NUM_DEVICES must be a number from 1 to {MAX_RANKS}, got {text!r}; "
+                "unset it or pass num_devices"
+            )
+        return _checked(int(text), "CPU_NUM_DEVICES")
+
+    def start(self, size: int) -> None:
+        """Starts the runtime with ``size`` devices, or checks the one that runs.
+
+        Raises:
+            RuntimeError: it runs with another number of devices or without the settings that
+                ranks need, or ranks of an earlier launch are still stuck in it.
+        """
+        self.leftover = [thread for thread in self.leftover if thread.is_alive()]
+        if self.leftover:
+            names = ", ".join(sorted(thread.name for thread in self.leftover))
+            raise RuntimeError(
+                f"an earlier launch in this process failed and could not stop {names}; its "
+                "devices are not usable any more. Start a new process."
+            )
+        settings = _settings(size)
+        if not torch_xla._XLAC._xla_runtime_is_initialized():
+            os.environ.update(settings)
+            self._started_here = True
+            found = xr.addressable_device_count()  # starts it
+        else:
+            found = xr.addressable_device_count()
+        if found != size:
+            raise RuntimeError(
+                f"launch needs {size} CPU devices, but this process's XLA runtime was already "
+                f"started with {found}. It cannot be restarted: use num_devices={found}, or call "
+                "launch in a new process before anything touches an XLA device (or set "
+                f"CPU_NUM_DEVICES={size} before that)."
+            )
+        if not self._started_here:
+            wrong = {k: v for k, v in settings.items() if os.environ.get(k) != v}
+            if wrong:
+                text = " ".join(f"{key}={value}" for key, value in wrong.items())
+                raise RuntimeError(
+                    "this process's XLA runtime was already started, without settings that ranks "
+                    "on one CPU need (they would hang). Call launch before anything touches an "
+                    f"XLA device, or start the process with {text}"
+                )
+
+
+def _settings(size: int) -> dict[str, str]:
+    return {
+        xenv.PJRT_DEVICE: "CPU",
+        "CPU_NUM_DEVICES": str(size),
+        # Each collective that waits blocks a thread, in torch_xla's pool and in XLA's.
+        "XLA_THREAD_POOL_SIZE": _at_least("XLA_THREAD_POOL_SIZE", 2 * size),
+        "NPROC": _at_least("NPROC", 4 * size),
+        # Dropping a donated buffer waits for its program with the GIL held: ranks then deadlock.
+        "XLA_ENABLE_PARAM_ALIASING": "0",
+    }
+
+
+def _at_least(name: str, minimum: int) -> str:
+    text = os.environ.get(name, "")
+    return text if text.isdecimal() and int(text) >= minimum else str(minimum)
+
+
+def _checked(count: int, name: str) -> int:
+    allowed = f"an int from 1 to {MAX_RANKS}"
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name} must be {allowed} on CPU, got {count!r}")
+    if not 1 <= count <= MAX_RANKS:
+        raise ValueError(f"{name} must be {allowed} on CPU, got {count!r}")
+    return count

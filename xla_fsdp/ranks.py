@@ -1,0 +1,115 @@
+"""The rank a thread runs as, inside a CPU launch.
+
+On TPU a rank is a process and torch_xla itself knows who it is. On CPU ranks are threads of one
+process, and everything that differs between them hangs off one :class:`RankContext`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+
+
+class Collective(NamedTuple):
+    """A collective that a rank has traced and not yet run."""
+
+    channel: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    label: str
+    where: str  # file:line of the caller; ranks may reach one collective from different lines
+
+    @property
+    def key(self) -> tuple:
+        """What must be equal on every rank."""
+        return self[:5]
+
+    def __str__(self) -> str:
+        text = f"{self.kind}{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+        text += f" channel {self.channel}"
+        if self.label:
+            text += f" {self.label!r}"
+        if self.where:
+            text += f" ({self.where})"
+        return text
+
+
+class RankContext:
+    """One rank of a CPU launch: who it is, and the collectives it has traced.
+
+    Attributes:
+        rank: this rank's number, ``0 <= rank < size``.
+        size: how many ranks the launch has.
+        device: the rank's XLA device.
+        pending: collectives traced since the last full sync, in order.
+        active: whether the launch is still on. Threads that autograd or the user keeps outlive it.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.pending: list[Collective] = []
+        self.active = True
+        self._issued = 0
+        self._lock = threading.Lock()
+
+    def next_channel(
+        self, kind: str, shape, dtype: torch.dtype, label: str = "", *, where: str = ""
+    ) -> int:
+        """A fresh channel id for a collective traced now, which is recorded as pending.
+
+        Ids start again at 1 after each full sync: the id is part of the program, so the same step
+        must get the same ids or it would compile again. Any thread of the rank may call this,
+        autograd's too.
+
+        Args:
+            kind: the operation, for example ``"all_gather"``.
+            shape: the shape of the collective's input.
+            dtype: its element type.
+            label: what it is for (parameter, unit), for reports; must not differ between ranks.
+            where: ``file:line`` of the caller, for reports; may differ between ranks.
+        """
+        with self._lock:
+            self._issued += 1
+            record = Collective(self._issued, kind, tuple(shape), dtype, label, where)
+            self.pending.append(record)
+            return self._issued
+
+    def record(self, channel: int, kind: str, shape, dtype: torch.dtype, where: str) -> None:
+        """Records a collective whose caller chose the channel id; known ids are left alone."""
+        with self._lock:
+            if all(known.channel != channel for known in self.pending):
+                self.pending.append(Collective(channel, kind, tuple(shape), dtype, "", where))
+
+    def forget(self) -> None:
+        """Every traced collective was dispatched or dropped: ids start again."""
+        with self._lock:
+            self.pending = []
+            self._issued = 0
+
+    def __repr__(self) -> str:
+        return f"RankContext(rank={self.rank}, size={self.size}, device={str(self.device)!r})"
+
+
+class _ThisThread(threading.local):
+    context: RankContext | None = None
+
+
+_this_thread = _ThisThread()
+
+
+def current_rank() -> RankContext | None:
+    """The rank this thread runs as, or ``None`` outside a CPU launch.
+
+    Known on the rank's own thread, on threads it starts, and on the autograd thread of its device.
+    """
+    context = _this_thread.context
+    return context if context is not None and context.active else None
+
+
+def _set_current_rank(context: RankContext | None) -> None:
+    _this_thread.context = context

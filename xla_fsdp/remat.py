@@ -1,0 +1,241 @@
+"""Gradient checkpointing: activations are recomputed in the backward instead of kept.
+
+Nothing is nested: the forward builds its ordinary graph, only every tensor that autograd would
+save is replaced by its number. The first number that the backward asks for runs the forward again
+and collects the tensors it would have saved, in the same order. So gradients, hooks and units see
+one graph and one backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, Callable, Iterator
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from torch import nn
+
+from .order import after
+from .tree import map_tensors, tensors_in
+
+
+def checkpoint_module(module: nn.Module) -> nn.Module:
+    """Makes ``module`` recompute its activations in the backward; returns the module itself.
+
+    Its forward takes and returns what it did before: keyword and non-tensor arguments, any
+    structure of outputs. The recomputation sees the same inputs, random numbers, autocast setting
+    and parameters; buffers that a forward updates (batch statistics) are updated once. Memory:
+    the inputs stay, everything between them and the outputs goes.
+
+    Wrap the result, ``FSDP(checkpoint_module(layer))``, so that one gather serves recomputation
+    and backward.
+
+    Raises:
+        RuntimeError: in the backward, if the recomputation saves other tensors than the forward
+            did (a forward that depends on something that changed in between).
+    """
+    forward = module.forward
+    if not (isinstance(forward, functools.partial) and forward.func is _checkpointed):
+        module.forward = functools.partial(_checkpointed, module, forward)
+    return module
+
+
+def _checkpointed(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    replay = _Replay(module, forward, args, kwargs)
+    outputs = replay.run()
+
+    def hook(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.grad_fn is not None:
+            tensor.register_hook(replay.note_gradient)
+        return tensor
+
+    return map_tensors(hook, outputs)
+
+
+class _Keep(torch.autograd.Function):
+    """Saves tensors the way an operator would, under the hooks that are active around the module.
+
+    So an enclosing checkpoint forgets the inputs of the inner one, and offloading moves them. The
+    extra scalar input makes sure that there is a node to save them on.
+    """
+
+    @staticmethod
+    def forward(ctx, scalar, *tensors):
+        ctx.save_for_backward(*tensors)
+        return scalar.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise AssertionError("the output of this node is never used")
+
+
+class _Replay:
+    """One checkpointed forward, and how to run it again.
+
+    Lifetime: owned by the numbers that stand in for saved tensors, that is by the graph. What the
+    recomputation collected lives to the end of the backward that asked for it.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict):
+        self.module = module
+        self.forward = forward
+        self.inputs = (args, kwargs)
+        self.device = _device_of(tensors_in((args, kwargs)), module)
+        self.random = _random_state(self.device)
+        self.draws = True
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in {self.device.type, "cpu"}
+        ]
+        self.cache_autocast = torch.is_autocast_cache_enabled()
+        self.count = 0
+        self.gradient: torch.Tensor | None = None
+        self.recomputed: dict[int, list[torch.Tensor]] = {}  # by graph task
+
+    def run(self) -> Any:
+        """The forward itself."""
+        args, kwargs = self.inputs
+        tensors = tensors_in(self.inputs)
+        self.needs_grad = [tensor.requires_grad for tensor in tensors]
+        kept = _Keep.apply(torch.zeros((), requires_grad=True), *tensors)
+        self.kept = kept
+        # From here on the arguments are only a frame: the tensors themselves belong to `kept`.
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        self.inputs = map_tensors(lambda t: _Slot(numbers[id(t)]), self.inputs)
+        with torch.autograd.graph.saved_tensors_hooks(self._number, self._value):
+            outputs = self.forward(*args, **kwargs)
+        # Recomputation only disturbs the random numbers of others if it draws any.
+        self.draws = not _same_state(self.random, _random_state(self.device))
+        return outputs
+
+    def note_gradient(self, gradient: torch.Tensor) -> None:
+        """Remembers the first gradient that arrives: recomputation must not start before it."""
+        if self.gradient is None:
+            self.gradient = gradient.detach()
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def _value(self, number: int) -> torch.Tensor:
+        task = torch._C._current_graph_task_id()
+        if task not in self.recomputed:
+            self.recomputed[task] = self._recompute()
+            if task != -1:
+                torch.autograd.Variable._execution_engine.queue_callback(
+                    lambda: self._forget(task)
+                )
+        return self.recomputed[task][number]
+
+    def _forget(self, task: int) -> None:
+        self.recomputed.pop(task, None)
+        self.gradient = None
+
+    def _recompute(self) -> list[torch.Tensor]:
+        tensors = [tensor.detach() for tensor in self.kept.grad_fn.saved_tensors]
+        on_xla = [number for number, t in enumerate(tensors) if t.device == self.device]
+        if self.device.type == "xla" and self.gradient is not None:
+            # Without a barrier the compiler would see the same computation twice, do it once and
+            # keep the result: what checkpointing is there to avoid.
+            tied = after([tensors[number] for number in on_xla], [self.gradient])
+            for number, tensor in zip(on_xla, tied, strict=True):
+                tensors[number] = tensor
+        for tensor, needs in zip(tensors, self.needs_grad, strict=True):
+            if needs:
+                tensor.requires_grad_()
+        args, kwargs = _fill(self.inputs, tensors)
+        collected: list[torch.Tensor] = []
+
+        def collect(tensor: torch.Tensor) -> None:
+            collected.append(tensor.detach())
+
+        def refuse(_: None) -> torch.Tensor:
+            raise RuntimeError("the recomputation of a checkpointed module ran a backward itself")
+
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in self.autocast:
+                stack.enter_context(
+                    torch.autocast(kind, dtype, enabled, cache_enabled=self.cache_autocast)
+                )
+            stack.enter_context(_buffers_as_they_are(self.module))
+            if self.draws:
+                stack.enter_context(_random_numbers_from(self.random, self.device))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(collect, refuse))
+            self.forward(*args, **kwargs)
+        if len(collected) != self.count:
+            raise RuntimeError(
+                f"the recomputation of {type(self.module).__name__} saved {len(collected)} tensors "
+                f"for the backward, its forward saved {self.count}; a checkpointed module must "
+                "compute the same way twice (mode, flags and counters it reads must not change "
+                "between forward and backward)"
+            )
+        return collected
+
+
+class _Slot:
+    """Stands for input tensor ``number`` in the kept arguments."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+
+def _fill(value: Any, tensors: list[torch.Tensor]) -> Any:
+    return map_tensors(lambda slot: tensors[slot.number], value, leaf=_Slot)
+
+
+def _device_of(tensors: list[torch.Tensor], module: nn.Module) -> torch.device:
+    candidates = [*tensors, *module.parameters(), *module.buffers()]
+    on_xla = [tensor.device for tensor in candidates if tensor.device.type == "xla"]
+    if on_xla:
+        return on_xla[0]
+    return candidates[0].device if candidates else torch_xla.device()
+
+
+def _random_state(device: torch.device) -> int | torch.Tensor:
+    if device.type == "xla":
+        return xm.get_rng_state(str(device))
+    return torch.get_rng_state()
+
+
+def _same_state(first: int | torch.Tensor, second: int | torch.Tensor) -> bool:
+    return bool(torch.equal(first, second)) if torch.is_tensor(first) else first == second
+
+
+@contextlib.contextmanager
+def _random_numbers_from(state: int | torch.Tensor, device: torch.device) -> Iterator[None]:
+    def put(value: int | torch.Tensor) -> None:
+        if device.type == "xla":
+            xm.set_rng_state(value, str(device))
+        else:
+            torch.set_rng_state(value)
+
+    now = _random_state(device)
+    put(state)
+    try:
+        yield
+    finally:
+        put(now)
+
+
+@contextlib.contextmanager
+def _buffers_as_they_are(module: nn.Module) -> Iterator[None]:
+    """Undoes what happens to the module's buffers within, in place or by assignment."""
+    before = [
+        (owner, name, buffer, buffer._version, torch.clone(buffer))
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, version, value in before:
+                owner._buffers[name] = buffer
+                if buffer._version != version:
+                    buffer.copy_(value)

@@ -1,0 +1,141 @@
+"""Cutting parameters into shards and putting them together again, in plain torch.
+
+A *layout* says how one stored tensor (a parameter, or several flattened one after the other) is
+split over ``size`` ranks. Shape letters in the comments: ``n`` elements, ``p`` elements with
+padding, ``c = p / size`` elements a rank.
+
+Layout ``flat``: the elements in order, zero-padded to a multiple of ``size * 128``, rank ``r``
+keeping elements ``r*c .. (r+1)*c``. 128 is the width of a TPU vector register: shards travel as
+``(c/128, 128)``, a shape that the compiler gathers and reduce-scatters without copies.
+Layout ``dim0``: rows, zero-padded to a multiple of ``size``, trailing dimensions kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Sequence
+
+import torch
+
+LANES = 128
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter inside a stored tensor: its shape, and where its elements start."""
+
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one stored tensor is split over the ranks. ``kind`` is ``"flat"`` or ``"dim0"``."""
+
+    kind: str
+    members: tuple[Member, ...]
+    size: int
+
+    @classmethod
+    def flat(cls, shapes: Sequence[torch.Size], size: int) -> Layout:
+        """Members of the given shapes, one after the other in one vector."""
+        members: list[Member] = []
+        offset = 0
+        for shape in shapes:
+            members.append(Member(tuple(shape), offset))
+            offset += members[-1].numel
+        return cls("flat", tuple(members), size)
+
+    @classmethod
+    def rows(cls, shape: torch.Size, size: int) -> Layout:
+        """One parameter split along dimension 0."""
+        return cls("dim0", (Member(tuple(shape), 0),), size)
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return sum(member.numel for member in self.members)
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape of the shards of all ranks put together."""
+        if self.kind == "dim0":
+            rows, *rest = self.members[0].shape
+            return (math.ceil(rows / self.size) * self.size, *rest)
+        return (math.ceil(self.numel / (self.size * LANES)) * self.size * LANES,)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        first, *rest = self.padded_shape
+        return (first // self.size, *rest)
+
+    @property
+    def wire_shape(self) -> tuple[int, ...]:
+        """Shape in which a shard is gathered, and a gradient shard arrives."""
+        return self.shard_shape if self.kind == "dim0" else (self.shard_shape[0] // LANES, LANES)
+
+    def cut(self, values: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+        """This rank's shard of the full ``values`` (one tensor a member); a copy.
+
+        Only the members that reach into the shard are read, so cutting a vector of many large
+        parameters does not build that vector.
+        """
+        if self.kind == "dim0":
+            rows = self.shard_shape[0]
+            kept = values[0][rank * rows : (rank + 1) * rows]
+            missing = rows - kept.shape[0]
+            return torch.cat([kept, kept.new_zeros(missing, *kept.shape[1:])])
+        (length,) = self.shard_shape
+        begin, end = rank * length, (rank + 1) * length
+        pieces, filled = [], 0
+        for member, value in zip(self.members, values, strict=True):
+            low, high = max(begin - member.offset, 0), min(end - member.offset, member.numel)
+            if low < high:
+                pieces.append(value.reshape(-1)[low:high])
+                filled += high - low
+        pieces.append(values[0].new_zeros(length - filled))
+        return torch.cat(pieces)
+
+    def split(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+        """The members' full values, out of the shards of all ranks in wire shape.
+
+        The results are not views: freeing one must free its memory even while another lives.
+        """
+        if self.kind == "dim0":
+            (member,) = self.members
+            if gathered.shape[0] == member.shape[0]:
+                return [torch.view_copy(gathered, member.shape)]
+            return [torch.slice_copy(gathered, 0, 0, member.shape[0])]
+        whole = gathered.view(-1)
+        full = []
+        for member in self.members:
+            piece = whole
+            if member.numel != whole.numel():
+                piece = torch.slice_copy(whole, 0, member.offset, member.offset + member.numel)
+            full.append(torch.view_copy(piece, member.shape))
+        return full
+
+    def join(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Full gradients (one a member, ``None`` for zero) laid out as the reduce-scatter wants.
+
+        Returns ``(size * wire_shape[0], ...)``, zero in the padding. At least one gradient must be
+        given.
+        """
+        like = next(grad for grad in grads if grad is not None)
+        if self.kind == "dim0":
+            missing = self.padded_shape[0] - like.shape[0]
+            return torch.cat([like, like.new_zeros(missing, *like.shape[1:])]) if missing else like
+        pieces = [
+            grad.reshape(-1) if grad is not None else like.new_zeros(member.numel)
+            for member, grad in zip(self.members, grads, strict=True)
+        ]
+        missing = self.padded_shape[0] - self.numel
+        if missing:
+            pieces.append(like.new_zeros(missing))
+        joined = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return joined.view(-1, LANES)

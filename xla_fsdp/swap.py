@@ -1,0 +1,43 @@
+"""Freeing gathered parameters, and keeping what autograd shares with them out of harm's way.
+
+The only module that exchanges the data behind an XLA tensor. An XLA tensor has no storage to
+release: it is freed by resizing it to one element, which drops its hold on the device buffer (or,
+while tracing, on the pending computation) wherever the tensor object is still referenced.
+"""
+
+from __future__ import annotations
+
+from typing import Iterable, Sequence
+
+import torch
+import torch_xla
+
+
+def free_(tensors: Iterable[torch.Tensor], placeholder: torch.Tensor) -> None:
+    """Resizes each tensor to one element, in place. ``placeholder`` is a one-element XLA tensor.
+
+    Views and copies taken earlier keep their own values: they do not share data on XLA.
+    """
+    for tensor in tensors:
+        with torch.autograd._unsafe_preserve_version_counter(tensor):
+            torch_xla._XLAC._replace_xla_tensor(tensor, placeholder)
+
+
+def fill_(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Gives freed tensors their values again, in place; shapes become those of ``values``."""
+    for tensor, value in zip(tensors, values, strict=True):
+        with torch.autograd._unsafe_preserve_version_counter(tensor):
+            torch_xla._XLAC._replace_xla_tensor(tensor, value)
+
+
+def release_original_(parameter: torch.Tensor) -> None:
+    """Drops the values of a parameter that has been sharded; the object stays, empty.
+
+    Other modules may still hold the object (tied weights that are wrapped later), so it cannot
+    simply be forgotten: with it the full values would stay in memory.
+    """
+    with torch.no_grad():
+        if parameter.device.type == "xla":
+            free_([parameter], parameter.new_zeros(1))
+        else:
+            parameter.data = parameter.data.new_empty(0)

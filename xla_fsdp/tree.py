@@ -1,0 +1,81 @@
+"""Walking over the tensors in whatever a module takes or returns."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Callable
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+
+def map_tensors(fn: Callable[[Any], Any], value: Any, leaf: type = torch.Tensor) -> Any:
+    """``value`` with ``fn`` applied to every tensor in it, containers rebuilt in their own type.
+
+    Looks into dict (any mapping), list, tuple, named tuple, set, dataclass instance and
+    ``PackedSequence``; anything else is passed through. A container in which no tensor changed is
+    returned itself, so objects with an identity of their own keep it. ``leaf`` is the type to look
+    for instead of tensors.
+    """
+    if isinstance(value, leaf):
+        return fn(value)
+    if isinstance(value, PackedSequence):
+        # Only the data is the module's; lengths and permutations must keep dtype and device.
+        data = map_tensors(fn, value.data, leaf)
+        return value if data is value.data else value._replace(data=data)
+    if isinstance(value, Mapping):
+        items = {key: map_tensors(fn, item, leaf) for key, item in value.items()}
+        return value if _same(items.values(), value.values()) else _rebuilt(value, items)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        old = list(value)
+        new = [map_tensors(fn, item, leaf) for item in old]
+        if _same(new, old):
+            return value
+        return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        old_fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        fields = {name: map_tensors(fn, item, leaf) for name, item in old_fields.items()}
+        if _same(fields.values(), old_fields.values()):
+            return value
+        # Not dataclasses.replace: fields may be init=False or checked in __post_init__.
+        clone = copy.copy(value)
+        for name, item in fields.items():
+            object.__setattr__(clone, name, item)
+        return clone
+    return value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The distinct tensors that :func:`map_tensors` would visit, in order."""
+    found: dict[int, torch.Tensor] = {}
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        found.setdefault(id(tensor), tensor)
+        return tensor
+
+    map_tensors(collect, value)
+    return list(found.values())
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with every floating-point tensor in it in ``dtype``."""
+    return map_tensors(
+        lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value
+    )
+
+
+def _same(new, old) -> bool:
+    return all(a is b for a, b in zip(new, old, strict=True))
+
+
+def _rebuilt(mapping: Mapping, items: dict) -> Mapping:
+    if type(mapping) is dict:
+        return items
+    # A shallow copy keeps whatever else a mapping class carries: a defaultdict's factory, the
+    # attributes of a model-output class.
+    clone = copy.copy(mapping)
+    for key, item in items.items():
+        clone[key] = item
+    return clone

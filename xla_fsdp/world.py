@@ -1,0 +1,161 @@
+"""The ranks a model is sharded over, and the collectives between them.
+
+This is the only module that emits XLA collectives. Everything above it takes a :class:`World` as
+an object, so a pretended world (planning for a pod) or a recording one (tests) is just another
+object with the same four methods.
+
+All collectives are traced, not run: they take lazy tensors and return lazy tensors. They are true
+all-gathers and reduce-scatters with unpinned layouts; a pinned all-gather would be an all-reduce of
+a padded tensor, which sends twice the bytes and differs from rank to rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Sequence
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+from .ranks import RankContext, current_rank
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class World:
+    """Who shares the shards of a parameter.
+
+    Attributes:
+        rank: this rank's place among the ``size`` ranks that hold one parameter together.
+        size: how many shards a parameter has.
+        groups: global ordinals of every sharding group, each of ``size`` ordinals.
+        replica_groups: ordinals that hold the *same* shard and average their gradients after the
+            reduce-scatter, or ``()`` where every shard exists once.
+        device: the XLA device of this rank. Autograd runs on threads of its own that do not know
+            it, hence it is kept here.
+        context: the rank's place in a CPU launch, which numbers its collectives; ``None`` on TPU.
+    """
+
+    rank: int
+    size: int
+    groups: Groups
+    device: torch.device
+    replica_groups: Groups = ()
+    context: RankContext | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def current(
+        cls,
+        sharding_groups: Sequence[Sequence[int]] | None = None,
+        sharding_rank: int | None = None,
+        sharding_world_size: int | None = None,
+        replication_groups: Sequence[Sequence[int]] | None = None,
+    ) -> World:
+        """The world of the calling rank; the arguments are those of the FSDP constructor.
+
+        Raises:
+            ValueError: ``sharding_groups`` without rank and size, or any of the three that do not
+                fit together.
+        """
+        total = xr.world_size()
+        if sharding_groups is None:
+            if sharding_rank is not None or sharding_world_size is not None:
+                raise ValueError(
+                    "sharding_rank and sharding_world_size need sharding_groups, which is None; "
+                    "leave all three out to shard over every rank"
+                )
+            rank, size = xr.global_ordinal(), total
+            groups: Groups = (tuple(range(total)),)
+        else:
+            rank, size = _require_group_arguments(sharding_rank, sharding_world_size)
+            groups = _checked_groups("sharding_groups", sharding_groups, size)
+        replicas: Groups = ()
+        if replication_groups:
+            replicas = _checked_groups("replication_groups", replication_groups, None)
+        return cls(rank, size, groups, torch_xla.device(), replicas, current_rank())
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same shard."""
+        return len(self.replica_groups[0]) if self.replica_groups else 1
+
+    def all_gather(self, shard: torch.Tensor, label: str = "") -> torch.Tensor:
+        """Concatenates every rank's ``shard`` on dimension 0: ``(d, ...)`` to ``(size*d, ...)``."""
+        return self._gather(shard, self.groups, label)
+
+    def reduce_scatter(self, full: torch.Tensor, label: str = "") -> torch.Tensor:
+        """Sums ``full`` over the ranks and keeps this rank's rows of dimension 0.
+
+        Two ranks with ``[1, 2, 3, 4]`` and ``[5, 6, 7, 8]``: rank 0 gets ``[6, 8]`` (1+5, 2+6),
+        rank 1 gets ``[10, 12]`` (3+7, 4+8). ``(size*d, ...)`` to ``(d, ...)``.
+        """
+        if self.size == 1:
+            return full
+        token = torch_xla._XLAC._get_all_reduce_token(str(self.device))
+        return torch_xla._XLAC._xla_reduce_scatter(
+            xm.REDUCE_SUM, full, token, 1.0, 0, self.size, list(map(list, self.groups)), False,
+            self._channel("reduce_scatter", full, label), None,
+        )[0]  # fmt: skip
+
+    def all_reduce_sum(self, value: torch.Tensor, label: str = "") -> torch.Tensor:
+        """The sum of ``value`` over the sharding group; same shape, meant for few elements."""
+        return self._all_reduce(value, self.groups, xm.REDUCE_SUM, label)
+
+    def all_reduce_max(self, value: torch.Tensor, label: str = "") -> torch.Tensor:
+        """The elementwise maximum of ``value`` over the sharding group; same shape."""
+        return self._all_reduce(value, self.groups, xm.REDUCE_MAX, label)
+
+    def sum_over_replicas(self, shard: torch.Tensor, label: str = "") -> torch.Tensor:
+        """The sum of a gradient shard over the ranks that hold the same shard; same shape."""
+        return self._all_reduce(shard, self.replica_groups, xm.REDUCE_SUM, label)
+
+    def _all_reduce(self, value, groups: Groups, kind: str, label: str) -> torch.Tensor:
+        if not groups or len(groups[0]) == 1:
+            return value
+        if self.context is None:
+            return xm.all_reduce(kind, value, groups=list(map(list, groups)), pin_layout=False)
+        # torch_xla's all-reduce takes no channel id, without which ranks on one CPU cannot meet
+        # when they compile separately.
+        rows = self._gather(value[None], groups, label)
+        return rows.sum(0) if kind == xm.REDUCE_SUM else rows.amax(0)
+
+    def _gather(self, shard: torch.Tensor, groups: Groups, label: str) -> torch.Tensor:
+        size = len(groups[0])
+        if size == 1:
+            return shard
+        return torch_xla._XLAC._xla_all_gather(
+            shard, 0, size, list(map(list, groups)), False,
+            self._channel("all_gather", shard, label), None,
+        )  # fmt: skip
+
+    def _channel(self, kind: str, tensor: torch.Tensor, label: str) -> int | None:
+        if self.context is None:
+            return None
+        return self.context.next_channel(kind, tuple(tensor.shape), tensor.dtype, label)
+
+
+def _require_group_arguments(rank: int | None, size: int | None) -> tuple[int, int]:
+    if rank is None or size is None:
+        raise ValueError(
+            "sharding_groups needs sharding_rank and sharding_world_size as well, "
+            f"got sharding_rank={rank} and sharding_world_size={size}"
+        )
+    if not 0 <= rank < size:
+        raise ValueError(f"sharding_rank must be in 0..{size - 1}, got {rank}")
+    return rank, size
+
+
+def _checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None) -> Groups:
+    checked = tuple(tuple(int(ordinal) for ordinal in group) for group in groups)
+    size = len(checked[0]) if size is None and checked else size
+    flat = [ordinal for group in checked for ordinal in group]
+    if not checked or any(len(group) != size for group in checked):
+        raise ValueError(
+            f"every group of {name} must have {size} ordinals, got {[list(g) for g in checked]}"
+        )
+    if len(set(flat)) != len(flat):
+        raise ValueError(f"{name} names an ordinal twice: {[list(g) for g in checked]}")
+    return checked

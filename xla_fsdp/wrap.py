@@ -1,0 +1,130 @@
+"""Which submodules become units of their own: policies, and the walk that applies them.
+
+A policy is a function ``policy(module, recurse, unwrapped_params) -> bool``. It is asked with
+``recurse=True`` whether to look into a module's children, and with ``recurse=False`` whether to
+wrap the module itself, ``unwrapped_params`` being the parameters in it that no wrapped child took.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Collection
+
+from torch import nn
+
+Policy = Callable[..., bool]
+
+# Lists of modules have no forward, so there is nothing a wrapper could hook on to.
+CONTAINERS = frozenset({nn.ModuleList, nn.ModuleDict})
+# Reads the weights of its children itself, without calling them.
+LEAVES = frozenset({nn.MultiheadAttention})
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Wraps every submodule."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Wraps the submodules for which ``lambda_fn`` is true."""
+    return True if recurse else bool(lambda_fn(module))
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    transformer_layer_cls: Collection[type[nn.Module]],
+) -> bool:
+    """Wraps the submodules of the given classes, typically the transformer block."""
+    return True if recurse else isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    unwrapped_params: int,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: Collection[type[nn.Module]] | None = None,
+    exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
+) -> bool:
+    """Wraps what has at least ``min_num_params`` parameters not wrapped further down.
+
+    ``force_leaf_modules`` are classes not looked into, ``exclude_wrap_modules`` classes never
+    wrapped; the defaults are ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES`` and
+    ``size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES``.
+    """
+    leaves, excluded = force_leaf_modules, exclude_wrap_modules
+    if leaves is None:
+        leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES
+    if excluded is None:
+        excluded = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES
+    barred = tuple(leaves if recurse else excluded)
+    return unwrapped_params >= min_num_params and not isinstance(module, barred)
+
+
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = LEAVES
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = CONTAINERS
+
+
+def recursive_wrap(
+    module: nn.Module,
+    auto_wrap_policy: Policy,
+    wrapper_cls: Callable[..., nn.Module],
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_params: Collection[nn.Parameter] = (),
+    only_wrap_children: bool = False,
+    **kwargs: Any,
+) -> tuple[nn.Module, int]:
+    """Wraps the submodules that the policy chooses, innermost first, in place.
+
+    ``kwargs`` go to ``wrapper_cls``; a module attribute ``_wrap_overrides`` (a dict) takes
+    precedence over them. A module that is used under several names is wrapped once and stays
+    shared.
+
+    Returns:
+        The module (wrapped itself if the policy says so and ``only_wrap_children`` is false), and
+        the number of parameters wrapped in it.
+    """
+    return _Wrapping(
+        auto_wrap_policy, wrapper_cls, set(ignored_modules), set(ignored_params), kwargs
+    ).wrap(module, only_wrap_children)
+
+
+class _Wrapping:
+    def __init__(self, policy, wrapper, ignored_modules, ignored_params, kwargs):
+        self.policy = policy
+        self.wrapper = wrapper
+        self.ignored_modules = ignored_modules
+        self.ignored_params = ignored_params
+        self.kwargs = kwargs
+        self.done: dict[nn.Module, tuple[nn.Module, int]] = {}
+
+    def wrap(self, module: nn.Module, only_children: bool = False) -> tuple[nn.Module, int]:
+        if module not in self.done:
+            self.done[module] = self._wrap(module, only_children)
+        return self.done[module]
+
+    def _wrap(self, module: nn.Module, only_children: bool) -> tuple[nn.Module, int]:
+        total = sum(p.numel() for p in module.parameters() if p not in self.ignored_params)
+        if not self.policy(module=module, recurse=True, unwrapped_params=total):
+            return module, 0
+        wrapped = 0
+        # Not named_children(), which skips a module's second name.
+        for name, child in list(module._modules.items()):
+            if child is None or child in self.ignored_modules:
+                continue
+            seen = child in self.done
+            replacement, taken = self.wrap(child)
+            module._modules[name] = replacement
+            wrapped += 0 if seen else taken
+        if only_children or not self.policy(
+            module=module, recurse=False, unwrapped_params=total - wrapped
+        ):
+            return module, wrapped
+        options = {**self.kwargs, **getattr(module, "_wrap_overrides", {})}
+        return self.wrapper(module, **options), total

@@ -1,0 +1,341 @@
+"""``XlaFullyShardedDataParallel``: the module around a module."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+import torch_xla
+from torch import nn
+
+from . import metadata
+from .build import UnitBuilder
+from .clip import clip_grad_norm_
+from .options import FSDPOptions
+from .recipe import parameters_saved_as_recipes
+from .tree import cast_floats
+from .wrap import recursive_wrap
+from .world import World
+
+_PREFIX = "_fsdp_wrapped_module."
+
+
+class XlaFullyShardedDataParallel(nn.Module):
+    """Shards a module's parameters, gradients and optimizer state over the ranks.
+
+    Between its uses the module holds one shard a rank of each parameter. A forward gathers the
+    full parameters, computes, and frees them; the backward gathers them again, and reduce-scatters
+    the gradients, so that ``parameter.grad`` is the mean gradient of this rank's shard. Create the
+    optimizer after wrapping and call ``optimizer.step()`` directly: the shards need no further
+    reduction.
+
+    Wrap the layers of a large model one by one (by hand, inside out, or with
+    ``auto_wrap_policy``), then the whole: only one layer's parameters are then full at a time.
+    Parameters keep their dotted names in ``named_parameters()`` and ``state_dict()``; their values
+    are shards, one-dimensional unless ``shard_param_on_dim_0``.
+
+    Args:
+        module: the module to wrap. May be on CPU, on the XLA device or on the meta device. Its
+            values must be the same on every rank (same seed, or same checkpoint).
+        reshard_after_forward: free the full parameters after the forward and gather them again
+            for the backward (ZeRO-3). ``False``: keep them in between (ZeRO-2).
+        flatten_parameters: store all parameters of this wrapper as one vector (one for each dtype,
+            and for trainable and frozen ones), ``flat_param_0``, ...
+        execute_sharding_on_init: run the slicing at once if the module was on the XLA device, so
+            that its full parameters leave device memory before the next layer is wrapped.
+        optimization_barrier_in_forward: gather only once the module's inputs exist. Otherwise the
+            compiler may gather all units at the start of the step.
+        optimization_barrier_in_backward: the same for the gather of the backward and the gradient
+            that arrives at the module.
+        sync_on_finalization: call ``torch_xla.sync()`` at the end of every backward through the
+            root, so that the optimizer step is a program of its own.
+        disable_reshard_on_root: keep the root's own parameters from forward to backward whatever
+            ``reshard_after_forward`` says, since its backward follows at once.
+        compute_dtype: dtype in which parameters are gathered, the module computes and gradients
+            are reduced: ``torch.float32``, ``torch.float16`` or ``torch.bfloat16``. Floating-point
+            inputs are cast to it. Shards keep the dtype of the parameters. Default: no casting.
+        buffer_dtype: dtype of floating-point buffers (default ``compute_dtype``).
+        fp32_reduce_scatter: reduce gradients in float32 although they are computed in a narrower
+            ``compute_dtype``; doubles the bytes of the reduction.
+        sharding_groups: global ordinals of the ranks that share one copy of the parameters, for
+            every copy, e.g. ``[[0, 1], [2, 3]]``; needs ``sharding_rank`` (this rank's place in
+            its group) and ``sharding_world_size``. Default: one group of all ranks.
+        shard_param_on_dim_0: shard along dimension 0 and keep the other dimensions.
+        replication_groups: ordinals that hold the same shard, e.g. ``[[0, 2], [1, 3]]``, over
+            which gradients are averaged in addition (hybrid sharding). Without it, as with
+            tensor-parallel groups, the copies of ``sharding_groups`` are independent.
+        auto_wrap_policy: wraps submodules first, see :mod:`xla_fsdp.wrap`; all options are
+            forwarded to them.
+        auto_wrapper_callable: what to wrap submodules with instead of this class, e.g.
+            ``lambda m, *a, **k: FSDP(checkpoint_module(m), *a, **k)``.
+        param_init_fn: gives values to a submodule on the meta device; default
+            ``reset_parameters()``, one submodule at a time.
+        pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
+            accepted and without effect. Layouts are never pinned (a pinned gather is an all-reduce
+            of twice the bytes); every unit gathers and reduces its parameters together.
+
+    Raises:
+        RuntimeError: the module is already wrapped, or has no ``forward``.
+        ValueError, TypeError: an option has a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reshard_after_forward: bool = True,
+        flatten_parameters: bool = False,
+        execute_sharding_on_init: bool = True,
+        optimization_barrier_in_forward: bool = True,
+        optimization_barrier_in_backward: bool = True,
+        sync_on_finalization: bool = False,
+        disable_reshard_on_root: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        fp32_reduce_scatter: bool = False,
+        sharding_groups: Sequence[Sequence[int]] | None = None,
+        sharding_rank: int | None = None,
+        sharding_world_size: int | None = None,
+        shard_param_on_dim_0: bool = False,
+        pin_layout_in_collective_ops: bool = True,
+        reduce_scatter_bucket_size_mb: int | None = 0,
+        coalesce_all_gather_ops: bool = False,
+        auto_wrap_policy: Callable[..., bool] | None = None,
+        auto_wrapper_callable: Callable[..., nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        replication_groups: Sequence[Sequence[int]] | None = None,
+    ):
+        _require_wrappable(module)
+        given = locals()
+        options = FSDPOptions(**{name: given[name] for name in FSDPOptions.__dataclass_fields__})
+        super().__init__()
+        if auto_wrap_policy is not None:
+            _auto_wrap(module, auto_wrap_policy, auto_wrapper_callable or type(self), options)
+        self.options = options
+        world = World.current(
+            sharding_groups, sharding_rank, sharding_world_size, replication_groups
+        )
+        on_device = any(p.device.type == "xla" and not p.is_meta for p in module.parameters())
+        builder = UnitBuilder(module, self, options, world, _is_wrapper)
+        self._unit = builder.build()
+        self._fsdp_wrapped_module = module
+        # Unknown until the first forward: the outermost wrapper is the root.
+        self._is_root: bool | None = None
+        self._register_state_dict_hook(metadata.clean_state_dict_keys)
+        self.register_load_state_dict_pre_hook(metadata.restore_state_dict_keys)
+        if execute_sharding_on_init and on_device:
+            torch_xla.sync()
+
+    # -- what users ask of a wrapper ------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the ranks that share the parameters."""
+        return self._unit.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the parameters."""
+        return self._unit.world.size
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the wrapper does not have are the wrapped module's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_fsdp_wrapped_module":  # not built yet: there is nobody to ask
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Items of the wrapped module, should it be an ``nn.Sequential``."""
+        return self.module[key]
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def extra_repr(self) -> str:
+        shown = ["reshard_after_forward", "flatten_parameters", "compute_dtype"]
+        values = ", ".join(f"{name}={getattr(self.options, name)}" for name in shown)
+        return f"rank={self.rank}, world_size={self.world_size}, {values}"
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, under the names that the parameters have in the unwrapped module."""
+        self._settle()
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name.replace(_PREFIX, ""), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers, under the names that they have in the unwrapped module."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield name.replace(_PREFIX, ""), buffer
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """This rank's shards and all buffers; see :meth:`get_shard_metadata`."""
+        self._settle()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict, *args: Any, **kwargs: Any) -> Any:
+        """Loads what :meth:`state_dict` of the same rank of as many ranks returned.
+
+        Takes the shards of ``torch_xla.distributed.fsdp`` as well, if wrapped alike.
+        """
+        self._settle()
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def get_shard_metadata(self) -> dict[str, Any]:
+        """How to put the ``state_dict()`` of all ranks together.
+
+        Save it beside the state dict, under ``"shard_metadata"``, for
+        ``python -m xla_fsdp.consolidate``. Plain dicts, lists, numbers and strings.
+        """
+        return metadata.shard_metadata(self)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> torch.Tensor:
+        """Scales all gradients so that their total norm is at most ``max_norm``; see
+        :func:`xla_fsdp.clip.clip_grad_norm_`. Must be called on every rank."""
+        return clip_grad_norm_(self._wrapped_units(), self.parameters(), max_norm, norm_type, groups)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backwards leave gradients unreduced; the first backward after it reduces the sum.
+
+        Saves the reductions of all but the last micro-batch, at the price of the full gradients in
+        memory.
+        """
+        units = self._wrapped_units()
+        before = [unit.require_sync for unit in units]
+        for unit in units:
+            unit.require_sync = False
+        try:
+            yield
+        finally:
+            for unit, value in zip(units, before, strict=True):
+                unit.require_sync = value
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
+        """Divides gradients by ``pre`` before and by ``post`` after the reduction.
+
+        The defaults average over all ranks. ``recursive``: in all wrappers inside as well.
+        """
+        for name, value in (("pre", pre), ("post", post)):
+            if not value > 0:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        for unit in self._wrapped_units() if recursive else [self._unit]:
+            unit.predivide, unit.postdivide = float(pre), float(post)
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        return self._unit.predivide
+
+    @property
+    def gradient_postdivide_factor(self) -> float:
+        return self._unit.postdivide
+
+    # -- forward --------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self._unit
+        if self.options.compute_dtype is not None:
+            args = cast_floats(args, self.options.compute_dtype)
+            kwargs = cast_floats(kwargs, self.options.compute_dtype)
+        if unit.computing:  # a module that calls itself: its parameters are there
+            return self.module(*args, **kwargs)
+        if self._is_root is None:
+            self._become_root()
+        self._settle(recursive=False)
+        one = unit.begin((args, kwargs))
+        keep = False
+        try:
+            with parameters_saved_as_recipes():
+                outputs = self.module(*args, **kwargs)
+            keep = self._keeps_parameters()
+        finally:
+            unit.end(one, keep)
+        return unit.watch(one, outputs) if torch.is_grad_enabled() else outputs
+
+    def _keeps_parameters(self) -> bool:
+        """Whether the full parameters stay in memory from this forward to its backward."""
+        if not torch.is_grad_enabled():
+            return False
+        if torch._C._current_graph_task_id() != -1:
+            # Recomputation inside a backward: their own backward follows at once.
+            return True
+        if self._is_root and self.options.disable_reshard_on_root:
+            return True
+        return not self.options.reshard_after_forward
+
+    def _become_root(self) -> None:
+        for name, module in self.named_modules():
+            if isinstance(module, XlaFullyShardedDataParallel):
+                module._is_root = module is self
+                path = name.replace(_PREFIX, "").removesuffix(_PREFIX.rstrip("."))
+                module._unit.label = f"{path}." if path else ""
+                module._unit.on_backward_end = None
+        self._unit.on_backward_end = self._end_backward
+
+    def _end_backward(self) -> None:
+        with torch.no_grad():
+            for unit in self._wrapped_units():
+                unit.flush()
+        if self.options.sync_on_finalization:
+            # Not torch_xla.sync(): this is autograd's thread, whose default device is another's.
+            device = str(self._unit.world.device)
+            torch_xla._XLAC._xla_step_marker(device, [], wait=False)
+
+    def _settle(self, recursive: bool = True) -> None:
+        if "_unit" in self.__dict__:
+            for unit in self._wrapped_units() if recursive else [self._unit]:
+                unit.settle()
+
+    def _wrapped_units(self) -> list:
+        wrappers = (m for m in self.modules() if isinstance(m, XlaFullyShardedDataParallel))
+        return [wrapper._unit for wrapper in wrappers]
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, XlaFullyShardedDataParallel)
+
+
+def _require_wrappable(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if _is_wrapper(module):
+        raise RuntimeError(
+            "this module is already wrapped; to nest, wrap the inner modules first and the module "
+            "around them afterwards"
+        )
+    unimplemented = nn.Module.forward
+    if getattr(type(module), "forward", unimplemented) is unimplemented and (
+        getattr(getattr(module, "forward", None), "__func__", unimplemented) is unimplemented
+        and "forward" not in module.__dict__
+    ):
+        raise RuntimeError(
+            f"{type(module).__name__} has no forward, so a wrapper would never know when its "
+            "parameters are needed; wrap its elements, or the module that calls them"
+        )
+
+
+def _auto_wrap(module, policy, wrapper, options: FSDPOptions) -> None:
+    for name, child in module.named_modules():
+        if _is_wrapper(child):
+            raise ValueError(
+                f"with auto_wrap_policy no submodule may be wrapped already, but {name!r} is; wrap "
+                "either by hand or by policy"
+            )
+    recursive_wrap(
+        module, policy, wrapper, only_wrap_children=True, **options.as_kwargs()
+    )
