@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Iterator
 
 from torch import nn
 
@@ -29,14 +29,16 @@ def shard_metadata(wrapper: XlaFullyShardedDataParallel) -> dict[str, Any]:
     names: dict[ShardedTensor, list[list[str]]] = {}
     keys: dict[ShardedTensor, str] = {}
     buffers: dict[str, str] = {}
-    for path, unit in _units(wrapper):
+    for path, module in _wrappers(wrapper):
+        unit = module._unit
         first_number = {}
         number = 0
         for tensor in unit.tensors:
             first_number[tensor] = number
             number += len(tensor.layout.members)
             names.setdefault(tensor, [[] for _ in tensor.layout.members])
-            keys.setdefault(tensor, _join(path, tensor.key))
+            if tensor.flattened and module._parameters.get(tensor.key) is tensor.shard:
+                keys.setdefault(tensor, _join(path, tensor.key))
         for place in unit.places:
             tensor, member = _member_at(unit, place.index, first_number)
             known = names[tensor][member]
@@ -46,7 +48,9 @@ def shard_metadata(wrapper: XlaFullyShardedDataParallel) -> dict[str, Any]:
         for name, dtype in unit.buffer_dtypes.items():
             buffers[_join(path, name)] = str(dtype).removeprefix("torch.")
     parameters = {
-        keys[tensor]: _described(tensor.layout, members) for tensor, members in names.items()
+        # A flattened vector is stored under its own name, a parameter under its first.
+        keys.get(tensor, members[0][0]): _described(tensor.layout, members)
+        for tensor, members in names.items()
     }
     world = wrapper._unit.world
     return {
@@ -59,12 +63,11 @@ def shard_metadata(wrapper: XlaFullyShardedDataParallel) -> dict[str, Any]:
     }
 
 
-def _units(wrapper: nn.Module):
+def _wrappers(wrapper: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     # Also a wrapper's second name: the parameters in it have one more each.
     for name, module in wrapper.named_modules(remove_duplicate=False):
-        unit = module.__dict__.get("_unit")
-        if unit is not None:
-            yield clean_name(name), unit
+        if "_unit" in module.__dict__:
+            yield clean_name(name), module
 
 
 def _member_at(unit, index: int, first_number: dict) -> tuple[ShardedTensor, int]:
@@ -103,26 +106,22 @@ def restore_state_dict_keys(
     module, state_dict, prefix: str, local_metadata, strict, missing, unexpected, errors
 ) -> None:
     """Load hook: the reverse, for own keys and for those of ``torch_xla.distributed.fsdp``."""
-    own = {_join(prefix.removesuffix("."), tensor.key) for tensor in module._unit.tensors}
+    own = {tensor.key for tensor in module._unit.tensors if tensor.flattened}
     for key in list(state_dict):
-        if key.startswith(prefix) and not key.startswith(prefix + _WRAPPED):
-            clean = intree_name(key)
-            if "flat_param_" in clean and clean in own:
-                state_dict[clean] = state_dict.pop(key)
-            else:
-                state_dict[prefix + _WRAPPED + clean[len(prefix) :]] = state_dict.pop(key)
+        if key.startswith(prefix):
+            name = intree_name(key[len(prefix) :])
+            value = state_dict.pop(key)
+            state_dict[prefix + name if name in own else prefix + _WRAPPED + name] = value
 
 
 def intree_name(key: str) -> str:
     """The dotted parameter name of a state-dict key of ``torch_xla.distributed.fsdp``.
 
-    ``blocks.0._fsdp_shard<S>_fsdp_wrapped_module<S>_fpw_module<S>fc<S>weight``, ``<S>`` being a
-    separator, is ``blocks.0.fc.weight``. Other keys are returned as they are, without wrappers.
+    ``_fsdp_wrapped_module.0._fsdp_shard<S>_fsdp_wrapped_module<S>_fpw_module<S>fc<S>weight``,
+    ``<S>`` being a separator, is ``0.fc.weight``. Clean names are returned as they are.
     """
-    if _INTREE_SHARD in key or _INTREE_FLATTENED in key:
-        key = key.replace(_INTREE_SEPARATOR, ".").replace(f"{_INTREE_SHARD}.", "")
-        key = key.replace(_WRAPPED, "").replace(_INTREE_FLATTENED, "")
-    return key
+    key = key.replace(_INTREE_SEPARATOR, ".").replace(f"{_INTREE_SHARD}.", "")
+    return key.replace(_WRAPPED, "").replace(_INTREE_FLATTENED, "")
 
 
 def _rename(state_dict: dict, old: str, new: str) -> None:

@@ -143,7 +143,9 @@ class _Replay:
             # keep the result: what checkpointing is there to avoid.
             tied = after([tensors[number] for number in on_xla], [self.gradient])
             for number, tensor in zip(on_xla, tied, strict=True):
-                tensors[number] = tensor
+                # The copy has a graph node with one output: torch_xla 2.9 aborts the process when
+                # the indices of an embedding come straight out of a barrier, which has several.
+                tensors[number] = torch.view_copy(tensor, tensor.shape)
         for tensor, needs in zip(tensors, self.needs_grad, strict=True):
             if needs:
                 tensor.requires_grad_()
@@ -226,7 +228,7 @@ def _random_numbers_from(state: int | torch.Tensor, device: torch.device) -> Ite
 def _buffers_as_they_are(module: nn.Module) -> Iterator[None]:
     """Undoes what happens to the module's buffers within, in place or by assignment."""
     before = [
-        (owner, name, buffer, buffer._version, torch.clone(buffer))
+        (owner, name, buffer, torch.clone(buffer))
         for owner in module.modules()
         for name, buffer in owner._buffers.items()
         if buffer is not None
@@ -235,7 +237,7 @@ def _buffers_as_they_are(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for owner, name, buffer, version, value in before:
+            for owner, name, buffer, value in before:
                 owner._buffers[name] = buffer
-                if buffer._version != version:
-                    buffer.copy_(value)
+                # Not only if the version counter moved: batch norm updates without moving it.
+                buffer.copy_(value)

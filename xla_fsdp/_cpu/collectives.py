@@ -53,7 +53,7 @@ class Collectives:
         """See ``xm.all_reduce``: a tensor gives a new tensor, a list is reduced in place."""
         tensors = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
         context = self._rank_of(tensors)
-        if context is None:
+        if context is None or self._session.size == 1:  # torch_xla: no more than a copy
             return self._original["all_reduce"](
                 reduce_type, inputs, scale=scale, groups=groups, pin_layout=pin_layout
             )
@@ -117,7 +117,7 @@ class Collectives:
 
         def scatter(value: torch.Tensor) -> torch.Tensor:
             kind = f"reduce_scatter({reduce_type})"
-            channel = context.next_channel(kind, value.shape, value.dtype, where=where.here())
+            channel = self._channel(context, kind, value, groups)
             return self._original["reduce_scatter"](
                 reduce_type, value, scale, scatter_dim % value.dim(), shard_count,
                 groups=self._groups(groups), pin_layout=False, channel_id=channel,
@@ -199,10 +199,15 @@ class Collectives:
         groups: Groups,
         kind: str = "all_gather",
     ) -> torch.Tensor:
-        channel = context.next_channel(kind, value.shape, value.dtype, where=where.here())
+        channel = self._channel(context, kind, value, groups)
         return self._original["all_gather"](
             value, dim, groups=self._groups(groups), pin_layout=False, channel_id=channel
         )
+
+    @staticmethod
+    def _channel(context: RankContext, kind: str, value: torch.Tensor, groups: Groups) -> int:
+        label = f"groups {[list(group) for group in groups]}" if groups else ""
+        return context.next_channel(kind, value.shape, value.dtype, label, where=where.here())
 
     def _groups(self, groups: Groups) -> list[list[int]]:
         if not groups:

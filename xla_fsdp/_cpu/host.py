@@ -42,11 +42,13 @@ def run_ranks(
     """
     runtime.start(size)
     session = Session(size, timeout)
+    caller_device = torch_xla._XLAC._xla_get_default_device()
+    caller_seed = torch_xla._XLAC._xla_get_rng_seed(caller_device)
     patches = Patches()
     ended = threading.Semaphore(0)
     threads = [RankThread(session, c, fn, tuple(args), ended.release) for c in session.contexts]
     try:
-        _install(session, patches)
+        _install(session, patches, caller_seed)
         for thread in threads:
             thread.start()
         _wait(session, threads, ended)
@@ -55,6 +57,7 @@ def run_ranks(
         _wait(session, threads, ended)
     finally:
         _clean_up(runtime, session, patches, threads)
+        torch_xla._XLAC._xla_set_rng_seed(caller_seed, caller_device)
     if session.gate.failure is not None:
         raise session.gate.failure
     return [thread.result for thread in threads]
@@ -75,8 +78,8 @@ def _wait(session: Session, threads: list[RankThread], ended: threading.Semaphor
             return
         if now - stopping_since > _INTERRUPT_AFTER and not interrupted:
             interrupted = True
-            for thread in threads:
-                if thread.is_alive():
+            for rank, thread in enumerate(threads):
+                if thread.is_alive() and not session.dispatching[rank]:
                     _raise_in(thread, RankStopped)
 
 
@@ -102,10 +105,9 @@ def _raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
     )
 
 
-def _install(session: Session, patches: Patches) -> None:
+def _install(session: Session, patches: Patches, seed: int) -> None:
     devices = xm.get_xla_supported_devices()
     torch_xla._XLAC._xla_set_replication_devices(xm.xla_replication_devices(devices))
-    seed = torch_xla._XLAC._xla_get_rng_seed(torch_xla._XLAC._xla_get_default_device())
     for device in devices:
         torch_xla._XLAC._set_all_reduce_token(device, None)
         torch_xla._XLAC._xla_set_rng_seed(seed, device)

@@ -116,6 +116,17 @@ _READS = _MAY_READ | _collect({
         "nonzero unique __dlpack__ masked_select",
     torch: "tensor is_nonzero equal allclose nonzero unique masked_select",
 })  # fmt: skip
+# Not reads, but torch_xla has no kernel for them and computes them on the CPU. The list need not be
+# complete: a cut that nobody sees works too, unless the ranks disagree.
+_CPU_ONLY = (
+    "angle addbmm bincount bucketize histc nansum searchsorted unique_consecutive vdot"
+)
+_READS |= _collect({
+    torch: _CPU_ONLY,
+    torch.Tensor: _CPU_ONLY,
+    torch.linalg: "eig eigvals householder_product matrix_exp solve_triangular",
+    F: "fold grid_sample huber_loss multi_margin_loss unfold",
+})  # fmt: skip
 
 # Every operator that torch tags as drawing from a generator, and the Python functions over them.
 _RANDOM = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
+from types import TracebackType
 from typing import Any, Callable
 
 import torch
@@ -13,6 +15,8 @@ from .cuts import adopt_autograd_thread
 from .errors import RankError, RankStopped
 from .mode import RankMode
 from .session import Session
+
+_OWN_FILES = (__file__, os.path.join(os.path.dirname(__file__), "worker.py"))
 
 
 class RankThread(threading.Thread):
@@ -70,6 +74,7 @@ class RankThread(threading.Thread):
 
 
 def _rank_error(session: Session, context: RankContext, error: BaseException) -> RankError:
+    error.__traceback__ = _users_part(error.__traceback__)
     text = "".join(traceback.format_exception(error))
     others = [line for line in session.gate.places().splitlines()]
     del others[context.rank]
@@ -79,6 +84,14 @@ def _rank_error(session: Session, context: RankContext, error: BaseException) ->
     failure = RankError(message, context.rank, text)
     failure.__cause__ = error
     return failure
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    # The frames that lead from this file to the user's function say nothing about the error.
+    first = trace
+    while first is not None and first.tb_frame.f_code.co_filename in _OWN_FILES:
+        first = first.tb_next
+    return first or trace
 
 
 def _to_cpu(value: Any) -> Any:

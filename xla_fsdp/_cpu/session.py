@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
+from dataclasses import replace
 from typing import Any, Callable, Sequence
 
 import torch
@@ -35,6 +37,8 @@ class Session:
         contexts: one a rank; rank r runs on device ``xla:r``.
         gate: where they meet.
         generators: their random states.
+        thread_idents: the ranks' threads, once they run.
+        dispatching: which ranks must not be interrupted, because others depend on their program.
     """
 
     def __init__(self, size: int, timeout: float) -> None:
@@ -43,6 +47,7 @@ class Session:
         self.gate = Gate(size, timeout, lambda rank: where.of_thread(self.thread_idents[rank]))
         self.generators = RankGenerators(self.contexts)
         self.thread_idents: list[int | None] = [None] * size
+        self.dispatching = [False] * size
         # torch_xla's own functions, kept here because the module's names are replaced meanwhile.
         self._step_marker = _XLAC._xla_step_marker
         self._sync_multi = _XLAC._xla_sync_multi
@@ -148,8 +153,10 @@ class Session:
         _XLAC._xla_wait_device_ops(devices=[self._real_devices[context.rank]])
 
     def _finish_dispatch(self, context: RankContext) -> None:
-        if context.rank == 0:
-            gc.collect()  # garbage in cycles counts as live: graphs would differ between ranks
+        # Garbage in cycles counts as live, so graphs could differ between ranks. All ranks have come,
+        # nothing moves: rank 0 looks after all devices.
+        if context.rank == 0 and any(map(_has_pending, self.contexts)):
+            gc.collect()
         device = str(context.device)
         self._step_marker(device, [], wait=False, reset_scope=True)
 
@@ -160,16 +167,19 @@ class Session:
         # let a device join a collective of both. It also keeps ranks close, and XLA gives a rank
         # only 15 seconds to join.
         self._wait_for_device(context)
-        self.gate.meet(context.rank, arrival)
-        dispatched = Arrival(arrival.what, "dispatched", arrival.where)
-        if context.rank == 0:
-            dispatch()
-            self.gate.meet(0, dispatched)
-        else:
-            self.gate.meet(context.rank, dispatched)
-            dispatch()
+        turn = _Turn() if context.rank == 0 else None
+        turn = self.gate.meet(context.rank, replace(arrival, payload=turn))[0]
+        self.dispatching[context.rank] = True
+        try:
+            # From here to the end of this block nothing may stop a rank: XLA would wait for it.
+            if context.rank == 0:
+                turn.take(dispatch)
+            elif turn.follow():
+                dispatch()
+        finally:
+            self.dispatching[context.rank] = False
         # Nobody goes on, and perhaps blocks with the GIL held, before everybody has dispatched.
-        self.gate.meet(context.rank, dispatched)
+        self.gate.meet(context.rank, Arrival(arrival.what, "dispatched", arrival.where))
 
     def _collectives_in(
         self, context: RankContext, tensors: Sequence[torch.Tensor]
@@ -178,6 +188,31 @@ class Session:
             return ()
         text = _XLAC._get_xla_tensors_text(list(tensors))
         return tuple((kind, shape) for shape, kind in _COLLECTIVE_NODE.findall(text))
+
+
+class _Turn:
+    """Rank 0 dispatches a program before the others do."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._dispatched = False
+
+    def take(self, dispatch: Callable[[], None]) -> None:
+        """Rank 0's turn."""
+        try:
+            dispatch()
+            self._dispatched = True
+        finally:
+            self._over.set()
+
+    def follow(self) -> bool:
+        """Waits for rank 0's turn to be over; false if its dispatch failed."""
+        self._over.wait()
+        return self._dispatched
+
+
+def _has_pending(context: RankContext) -> bool:
+    return any(_XLAC._check_device_tensor_need_materialization(str(context.device)))
 
 
 def _arrival(what: str, kind: str, pending: list[Collective]) -> Arrival:

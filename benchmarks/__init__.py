@@ -1,0 +1,1 @@
+"""Side by side with the in-tree class: ``python -m benchmarks.compare``."""

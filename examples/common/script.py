@@ -1,0 +1,58 @@
+"""What every example script does around its training: flags in, errors and exit codes out."""
+
+import os
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from absl import app, flags
+
+
+class Stop(Exception):
+    """Ends the script with a one-line message; code 2 is for wrong usage, as in getopt tools."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message, code)
+        self.message, self.code = message, code
+
+
+def run(main: Callable[[SimpleNamespace], None]) -> None:
+    """Parses the command line and calls ``main(options)``.
+
+    ``options`` is a plain object with an attribute for each flag: it can be handed to the ranks,
+    which on TPU are processes of their own where flags were never parsed.
+    """
+    app.run(lambda argv: _call(main, argv), flags_parser=_parse)
+
+
+def require(flag: str, condition: Callable, message: str) -> None:
+    """Refuses values of ``flag`` for which ``condition(value)`` is false."""
+    flags.register_validator(flag, lambda value: value is None or condition(value), message)
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        rest = flags.FLAGS(argv)
+        if len(rest) > 1:
+            raise flags.Error(f"unexpected argument {rest[1]!r}")
+    except flags.Error as error:
+        _end(argv, f"{' '.join(str(error).split())} (--help lists the flags)", 2)
+    return rest
+
+
+def _call(main: Callable[[SimpleNamespace], None], argv: list[str]) -> None:
+    try:
+        main(SimpleNamespace(**flags.FLAGS.flag_values_dict()))
+    except KeyboardInterrupt:
+        _end(argv, "interrupted", 130)
+    except Exception as error:
+        # What a rank raised arrives as the cause of a RankError, from CPU ranks.
+        stop = error if isinstance(error, Stop) else error.__cause__
+        if not isinstance(stop, Stop):
+            raise
+        _end(argv, stop.message, stop.code)
+
+
+def _end(argv: list[str], message: str, code: int) -> None:
+    print(f"{os.path.basename(argv[0])}: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)

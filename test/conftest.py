@@ -1,0 +1,34 @@
+"""Shared by all tests: ranks to run functions on, and scripts in processes of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["xla_fsdp.testing"]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    """``run_script(text, *args, env={}, timeout=90)``: Python in a process of its own."""
+
+    def run(text, *args, env=None, timeout=90, **kwargs):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_THREAD_POOL_SIZE", "NPROC"):
+            environment.pop(name, None)
+        return subprocess.run(
+            [sys.executable, str(path), *map(str, args)],
+            env={**environment, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            **kwargs,
+        )
+
+    return run

@@ -1,0 +1,249 @@
+"""checkpoint_module: the same numbers, less memory, and nothing left behind."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_freeing import live_sizes
+from test_special_uses import WIDTH, assert_same_gradients, inputs, mlp, run, wrapped
+from torch import nn
+
+from xla_fsdp import checkpoint_module
+
+
+class Noisy(nn.Module):
+    """Dropout, batch statistics, a counter: everything that must not happen twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.drop(torch.tanh(self.norm(self.linear(x))))
+
+
+def noise(rank, device_type):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    device = torch_xla.device() if device_type == "xla" else torch.device("cpu")
+    results = []
+    for checkpointed in (False, True):
+        model = nn.Sequential(Noisy(), Noisy()).to(device)
+        if checkpointed:
+            checkpoint_module(model[0]), checkpoint_module(model[1])
+        if device_type == "xla":
+            xm.set_rng_state(11, str(device))
+        else:
+            torch.manual_seed(11)
+        steps = []
+        for step in range(2):
+            model(inputs(rank, step).to(device)).square().mean().backward()
+            # A draw after the backward shows whether recomputation disturbed the generator.
+            steps.append(torch.rand(3, device=device))
+        torch_xla.sync()
+        grads = [p.grad for p in model.parameters()]
+        results.append([t.cpu() for t in [*steps, *grads, *model.buffers()]])
+    for plain, checkpointed in zip(*results, strict=True):
+        assert torch.equal(plain, checkpointed)
+    return results[0][2]
+
+
+@pytest.mark.parametrize("device_type", ["xla", "cpu"])
+def test_random_numbers_and_buffers(run_ranks, device_type):
+    first, second = run_ranks(noise, 2, device_type)
+    assert not torch.equal(first, second)
+
+
+class Arguments(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, rows, *, scale, names=(), table=None):
+        assert names == ("a", "b")
+        x = rows[0] * self.weight * scale["by"]
+        if table is not None:
+            x = x + F.embedding(table, self.weight[:, None])[:, 0].sum()
+        return {"x": torch.sin(x), "rest": (x.detach(), "text", None)}
+
+
+def arguments(rank):
+    import torch_xla
+
+    device = torch_xla.device()
+    grads = []
+    for checkpointed in (False, True):
+        module = Arguments().to(device)
+        if checkpointed:
+            assert checkpoint_module(module) is module
+            assert checkpoint_module(module) is module
+        table = torch.tensor([1, 2], device=device)
+        out = module([inputs(0).to(device)], scale={"by": 3.0}, names=("a", "b"), table=table)
+        assert out["rest"][1:] == ("text", None)
+        # No input needs a gradient, the parameter does.
+        out["x"].sum().backward()
+        grads.append(module.weight.grad.cpu())
+    assert grads[0].abs().sum() > 0 and torch.equal(*grads)
+
+
+def test_any_arguments_and_no_input_that_needs_a_gradient(run_ranks):
+    run(run_ranks, arguments)
+
+
+def activations(rank):
+    import torch_xla
+
+    wide = 64 * WIDTH
+    counts = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(WIDTH, wide), nn.Tanh(), nn.Linear(wide, WIDTH))
+        model = wrapped(nn.Sequential(checkpoint_module(layers) if checkpointed else layers), "0")
+        torch_xla.sync()
+        loss = model(inputs(rank).to(torch_xla.device())).square().mean()
+        activation = inputs(rank).shape[0] * wide
+        counts.append(sum(size == activation for size in live_sizes(torch_xla.device())))
+        loss.backward()
+        torch_xla.sync()
+    return counts
+
+
+def test_activations_are_not_kept(run_ranks):
+    for kept, kept_checkpointed in run_ranks(activations, 2):
+        assert kept > 0 and kept_checkpointed == 0
+
+
+def nested(rank):
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    plain, model = mlp(), mlp()
+    for name in ("1.0", "1", ""):
+        checkpoint_module(model.get_submodule(name))
+    model = wrapped(model, "1")
+    model(inputs(rank).to(torch_xla.device())).square().mean().backward()
+    plain(torch.cat([inputs(r) for r in range(xr.world_size())])).square().mean().backward()
+    torch_xla.sync()
+    assert_same_gradients(model, plain)
+
+
+def test_nested_checkpoints(run_ranks):
+    run(run_ranks, nested, ranks=3)
+
+
+def around_units(rank, own):
+    """Checkpointing around wrappers: ours, and torch_xla's, which runs a nested backward."""
+    import torch_xla
+    import torch_xla.runtime as xr
+    from torch_xla.utils.checkpoint import checkpoint
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x):
+            if own or not x.device.type == "xla":
+                return self.layers[2](self.layers[1](self.layers[0](x)))
+            return self.layers[2](checkpoint(self.layers[1], checkpoint(self.layers[0], x)))
+
+    plain, model = Outer(), Outer()
+    model = wrapped(model, "layers.0", "layers.1")
+    if own:
+        checkpoint_module(model.layers[0]), checkpoint_module(model.layers[1])
+    device = torch_xla.device()
+    for _ in range(2):
+        model(inputs(rank).to(device).requires_grad_()).square().mean().backward()
+        everyone = torch.cat([inputs(r) for r in range(xr.world_size())]).requires_grad_()
+        plain(everyone).square().mean().backward()
+        torch_xla.sync()
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "torch_xla"])
+def test_checkpoints_around_units(run_ranks, own):
+    run(run_ranks, around_units, own)
+
+
+def inside_units(rank):
+    """torch_xla's checkpoint on layers inside a unit: recomputation needs its parameters."""
+    import torch_xla
+    import torch_xla.runtime as xr
+    from torch_xla.utils.checkpoint import checkpoint
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x):
+            if x.device.type == "xla":
+                x = checkpoint(self.layers[1], checkpoint(self.layers[0], x))
+            else:
+                x = self.layers[1](self.layers[0](x))
+            return self.layers[2](x) * self.layers[0].bias.sum()
+
+    plain, model = Inner(), wrapped(nn.Sequential(Inner()), "0")
+    device = torch_xla.device()
+    model(inputs(rank).to(device).requires_grad_()).square().mean().backward()
+    everyone = torch.cat([inputs(r) for r in range(xr.world_size())]).requires_grad_()
+    nn.Sequential(plain)(everyone).square().mean().backward()
+    torch_xla.sync()
+    assert_same_gradients(model, nn.Sequential(plain))
+
+
+def test_foreign_checkpoints_inside_a_unit(run_ranks):
+    run(run_ranks, inside_units)
+
+
+def autocast(rank):
+    import torch_xla
+
+    device = torch_xla.device()
+    grads = []
+    for checkpointed in (False, True):
+        model = mlp()
+        model = wrapped(nn.Sequential(checkpoint_module(model) if checkpointed else model), "0")
+        with torch.autocast("xla", dtype=torch.bfloat16):
+            out = model(inputs(rank).to(device))
+        assert out.dtype is torch.bfloat16
+        out.float().square().mean().backward()
+        torch_xla.sync()
+        grads.append([p.grad.cpu() for p in model.parameters()])
+    for plain, checkpointed in zip(*grads, strict=True):
+        assert torch.equal(plain, checkpointed)
+
+
+def test_autocast(run_ranks):
+    run(run_ranks, autocast)
+
+
+class Changing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh(self.linear(x)) if self.calls % 2 else self.linear(x).detach()
+
+
+def changing(rank):
+    import torch_xla
+
+    model = wrapped(nn.Sequential(checkpoint_module(Changing())), "0")
+    x = inputs(rank).to(torch_xla.device()).requires_grad_()
+    with pytest.raises(RuntimeError, match="recomputation of Changing saved .* must compute the"):
+        model(x).sum().backward()
+    with torch.no_grad():
+        assert model(x).shape == x.shape
+
+
+def test_a_forward_that_changes_is_an_error(run_ranks):
+    run(run_ranks, changing)

@@ -1,0 +1,408 @@
+"""Wrapping: policies, options, names, meta initialisation, sharding groups, wrong arguments."""
+
+import functools
+
+import pytest
+import torch
+from test_special_uses import WIDTH, assert_same_gradients, inputs, mlp, run, whole, wrapped
+from torch import nn
+
+from xla_fsdp.wrap import (
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    recursive_wrap,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+
+class Box(nn.Module):
+    """Stands for a wrapper where only the walk is tested."""
+
+    def __init__(self, module, **options):
+        super().__init__()
+        self.module = module
+        self.options = options
+
+
+def wrapped_names(model: nn.Module, policy, **kwargs) -> list[str]:
+    recursive_wrap(model, policy, Box, only_wrap_children=True, **kwargs)
+    names = [name for name, module in model.named_modules() if isinstance(module, Box)]
+    return [name.replace("module.", "").removesuffix(".module") for name in names]
+
+
+def test_policies_choose_submodules():
+    linear = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: type(m) is nn.Linear)
+    assert wrapped_names(mlp(), linear) == ["0", "1.0", "2"]
+    kinds = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Sequential})
+    assert wrapped_names(mlp(), kinds) == ["1"]
+    assert wrapped_names(mlp(), always_wrap_policy) == ["0", "1", "1.0", "1.1", "2"]
+    # 42 parameters in a square layer, 21 in the last.
+    small = functools.partial(size_based_auto_wrap_policy, min_num_params=42)
+    assert wrapped_names(mlp(), small) == ["0", "1.0"]
+    assert wrapped_names(mlp(), size_based_auto_wrap_policy) == []
+    assert size_based_auto_wrap_policy(mlp(), False, 100_000_000)
+    assert not size_based_auto_wrap_policy(mlp(), False, 99_999_999)
+
+
+def test_size_policy_does_not_look_into_attention_nor_wrap_lists():
+    model = nn.ModuleDict(
+        {"a": nn.MultiheadAttention(8, 2), "l": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])}
+    )
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=70)
+    assert wrapped_names(model, policy) == ["l.0", "l.1"]
+
+
+def test_overrides_and_shared_modules():
+    model = mlp()
+    model[0]._wrap_overrides = {"compute_dtype": torch.float32}
+    model.append(model[0])
+    recursive_wrap(
+        model,
+        functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: type(m) is nn.Linear),
+        Box,
+        compute_dtype=torch.bfloat16,
+    )
+    assert model[0] is model[3]
+    assert model[0].options == {"compute_dtype": torch.float32}
+    assert model[2].options == {"compute_dtype": torch.bfloat16}
+
+
+def forwarded(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model = FSDP(
+        mlp(),
+        reshard_after_forward=False,
+        compute_dtype=torch.bfloat16,
+        buffer_dtype=torch.float16,
+        fp32_reduce_scatter=True,
+        flatten_parameters=True,
+        coalesce_all_gather_ops=True,
+        auto_wrap_policy=always_wrap_policy,
+    )
+    units = [m for m in model.modules() if isinstance(m, FSDP)]
+    assert len(units) == 6
+    assert all(unit.options == model.options for unit in units)
+
+
+def test_every_option_reaches_auto_wrapped_children(run_ranks):
+    run(run_ranks, forwarded)
+
+
+def names_and_attributes(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    plain, inner = mlp(), mlp()
+    inner[0].weight.no_decay = True
+    model = wrapped(inner, "1")
+    expected = [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == expected
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert model[0].weight.no_decay and model[0].weight.dim() == 1
+    assert model.module is inner and len(model) == 3 and model[2] is inner[2]
+    assert isinstance(model[1], FSDP) and model[1].module[0].in_features == WIDTH
+    assert (model.rank, model.world_size) == (rank, 3)
+    assert f"rank={rank}, world_size=3" in repr(model)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    assert sizes["0.weight"] == 128 and sizes["2.bias"] == 128
+
+
+def test_parameters_keep_their_names(run_ranks):
+    run(run_ranks, names_and_attributes, ranks=3)
+
+
+def round_trip(rank, wrapping, compute_dtype):
+    import torch_xla
+
+    from xla_fsdp.consolidate import consolidate_sharded_state_dicts
+
+    class WithBuffers(nn.Sequential):
+        pass
+
+    def build():
+        torch.manual_seed(1)
+        model = WithBuffers(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 5))
+        model[1].running_mean += 0.3
+        return model
+
+    options = {"compute_dtype": compute_dtype}
+    if wrapping in ("flatten_parameters", "shard_param_on_dim_0"):
+        options[wrapping] = True
+    plain, model = build(), wrapped(build(), "0", **options)
+    mine = {name: value.cpu() for name, value in model.state_dict().items()}
+    assert "running_mean" not in str(model.get_shard_metadata()["parameters"])
+    ours = whole(model, model.state_dict())
+    assert ours.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        assert ours[name].dtype is value.dtype
+        if "running" in name and compute_dtype:
+            torch.testing.assert_close(ours[name], value, rtol=0.01, atol=0.01)
+        else:
+            assert torch.equal(ours[name], value)
+    del consolidate_sharded_state_dicts
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(mine)
+    torch_xla.sync()
+    assert all(torch.equal(v.cpu(), mine[n]) for n, v in model.state_dict().items())
+    with pytest.raises(RuntimeError, match=r"size mismatch|[Mm]issing|Unexpected"):
+        model.load_state_dict({name: value[:1] for name, value in mine.items() if value.dim()})
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("wrapping", ["plain", "flatten_parameters", "shard_param_on_dim_0"])
+def test_state_dict_round_trip(run_ranks, wrapping, compute_dtype):
+    run(run_ranks, round_trip, wrapping, compute_dtype, ranks=3)
+
+
+def loads_intree(rank, options):
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
+
+    theirs = mlp()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.125)
+    expected = {name: value.clone() for name, value in theirs.state_dict().items()}
+    intree_options = dict(options, pin_layout_in_collective_ops=False)
+    theirs[1] = InTree(theirs[1], **intree_options)
+    theirs = InTree(theirs, **intree_options)
+    saved = {name: value.cpu() for name, value in theirs.state_dict().items()}
+    model = wrapped(mlp(), "1", **options)
+    model.load_state_dict(saved)
+    ours = whole(model, model.state_dict())
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"flatten_parameters": True}, {"shard_param_on_dim_0": True}], ids=str
+)
+def test_loads_state_dicts_of_the_intree_class(run_ranks, options):
+    run(run_ranks, loads_intree, options, ranks=3)
+
+
+class Counting(nn.Linear):
+    """Knows how many parameters of its model have values at once."""
+
+    model: list[nn.Module] = []
+    most = 0
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        for model in self.model:
+            held = sum(p.numel() for p in model.parameters() if p.device.type == "cpu")
+            type(self).most = max(type(self).most, held)
+
+
+def on_meta(rank, flatten):
+    import torch_xla
+
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        blocks = [
+            nn.Sequential(Counting(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(6)
+        ]
+        model = nn.Sequential(*blocks, Counting(WIDTH, WIDTH))
+        model[6].weight = model[0][0].weight
+    model[2][0].weight.requires_grad_(False)
+
+    class Here(Counting):
+        pass
+
+    Here.model, Here.most = [model], 0
+    for module in model.modules():
+        if type(module) is Counting:
+            module.__class__ = Here
+    names = [name for name, _ in model.named_parameters()]
+    wrapper = wrapped(model, *(["1", "4"] if flatten else ["1"]), flatten_parameters=flatten)
+    if not flatten:
+        assert [name for name, _ in wrapper.named_parameters()] == names
+        assert Here.most <= WIDTH * WIDTH + 2 * WIDTH
+        frozen = [n for n, p in wrapper.named_parameters() if not p.requires_grad]
+        assert frozen == ["2.0.weight"]
+    assert all(p.device.type == "xla" for p in wrapper.parameters())
+    full = whole(wrapper, wrapper.state_dict())
+    assert torch.equal(full["6.weight"], full["0.0.weight"])
+    assert full["3.1.weight"].eq(1).all() and full["3.0.weight"].std() > 0.1
+    x = torch.randn(2, WIDTH)
+    with torch.device("meta"):
+        pass
+    plain = nn.Sequential(
+        *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(6)],
+        nn.Linear(WIDTH, WIDTH),
+    )
+    plain[6].weight = plain[0][0].weight
+    plain.load_state_dict(full)
+    ours = wrapper(x.to(torch_xla.device())).detach().cpu()
+    torch.testing.assert_close(ours, plain(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_meta_modules_are_initialised_a_submodule_at_a_time(run_ranks, flatten):
+    run(run_ranks, on_meta, flatten)
+
+
+def meta_variants(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def build():
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(3, 3), nn.MultiheadAttention(4, 2), nn.BatchNorm1d(3))
+
+    seen = []
+
+    def fill(module):
+        seen.append(type(module).__name__)
+        module.to_empty(device="cpu", recurse=False)
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            nn.init.constant_(tensor, 2)
+
+    model = FSDP(build(), param_init_fn=fill)
+    full = whole(model, model.state_dict())
+    assert all(value.float().eq(2).all() for value in full.values())
+    kinds = ["Linear", "NonDynamicallyQuantizableLinear", "MultiheadAttention", "BatchNorm1d"]
+    assert sorted(seen) == sorted(kinds)
+
+    model = FSDP(build())
+    full = whole(model, model.state_dict())
+    # Attention initialises its projection's bias to zero, after the projection itself.
+    assert full["1.out_proj.bias"].eq(0).all() and full["1.in_proj_weight"].std() > 0.1
+    assert full["2.running_var"].eq(1).all() and full["2.num_batches_tracked"] == 0
+
+    with pytest.raises(RuntimeError, match="left tensors of module '0' .* on the meta device"):
+        FSDP(build(), param_init_fn=lambda module: None)
+
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, device="meta"))
+
+        def forward(self, x):
+            return x
+
+    with pytest.raises(RuntimeError, match=r"'0' \(Bare\) .* has no reset_parameters\(\)"):
+        FSDP(nn.Sequential(Bare()))
+
+
+def test_meta_initialisation_functions_and_errors(run_ranks):
+    run(run_ranks, meta_variants)
+
+
+def groups(rank, replicated):
+    import torch_xla
+
+    options = {
+        "sharding_groups": [[0, 1], [2, 3]],
+        "sharding_rank": rank % 2,
+        "sharding_world_size": 2,
+    }
+    if replicated:
+        options["replication_groups"] = [[0, 2], [1, 3]]
+    plain, model = mlp(), wrapped(mlp(), "1", **options)
+    model(inputs(rank).to(torch_xla.device())).square().mean().backward()
+    mine = range(4) if replicated else range(2 * (rank // 2), 2 * (rank // 2) + 2)
+    plain(torch.cat([inputs(r) for r in mine])).square().mean().backward()
+    norm = model.clip_grad_norm_(0.01)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    torch_xla.sync()
+    torch.testing.assert_close(norm.cpu(), expected)
+
+    import torch_xla.core.xla_model as xm
+
+    from xla_fsdp.consolidate import consolidate_sharded_state_dicts
+
+    grads = {n: p.grad.cpu() for n, p in model.named_parameters()}
+    everyone = xm.mesh_reduce("grads", grads, lambda values: values)
+    group = everyone[2 * (rank // 2) : 2 * (rank // 2) + 2]
+    ours = consolidate_sharded_state_dicts(group, model.get_shard_metadata())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_sharding_groups(run_ranks, replicated):
+    run(run_ranks, groups, replicated, ranks=4)
+
+
+def factors(rank):
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    world = xr.world_size()
+    model = wrapped(mlp(), "1")
+    assert model.gradient_predivide_factor * model.gradient_postdivide_factor == world
+    model.set_gradient_divide_factors(2.0, 0.5, recursive=True)
+    model(inputs(rank).to(torch_xla.device())).square().mean().backward()
+    plain = mlp()
+    plain(torch.cat([inputs(r) for r in range(world)])).square().mean().backward()
+    for parameter in plain.parameters():
+        parameter.grad *= world
+    torch_xla.sync()
+    assert_same_gradients(model, plain)
+    with pytest.raises(ValueError, match="pre must be a positive number, got 0"):
+        model.set_gradient_divide_factors(0, 1, recursive=False)
+
+
+def test_gradient_divide_factors(run_ranks):
+    run(run_ranks, factors, ranks=3)
+
+
+def clipping(rank):
+    import torch_xla
+
+    model = wrapped(mlp(), "1")
+    assert model.clip_grad_norm_(1.0).item() == 0
+    for wrong, message in ((0, "max_norm must be positive, got 0"), (-1, "got -1")):
+        with pytest.raises(ValueError, match=message):
+            model.clip_grad_norm_(wrong)
+    with pytest.raises(ValueError, match="norm_type must be positive, got -2"):
+        model.clip_grad_norm_(1.0, norm_type=-2)
+    model(inputs(0).to(torch_xla.device())).square().mean().backward()
+    plain = mlp()
+    plain(inputs(0)).square().mean().backward()
+    for order in (2, 1, 3, float("inf")):
+        ours = model.clip_grad_norm_(1e9, order)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9, order)
+        torch.testing.assert_close(ours.cpu(), expected, rtol=1e-4, atol=1e-6)
+    everyone = model.clip_grad_norm_(1e9, groups=[[0, 1, 2]]).item()
+    assert everyone == pytest.approx(model.clip_grad_norm_(1e9).item())
+
+
+def test_clipping_edges(run_ranks):
+    run(run_ranks, clipping, ranks=3)
+
+
+def wrong_arguments(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def fails(error, message, *args, **options):
+        with pytest.raises(error, match=message):
+            FSDP(*(args or (mlp(),)), **options)
+
+    fails(TypeError, "module must be a torch.nn.Module, got int", 3)
+    fails(RuntimeError, "already wrapped", FSDP(mlp()))
+    fails(RuntimeError, "ModuleList has no forward", nn.ModuleList([mlp()]))
+    fails(RuntimeError, "ModuleDict has no forward", nn.ModuleDict({"a": mlp()}))
+    fails(ValueError, "compute_dtype must be one of torch.float32, .* got torch.float64",
+          compute_dtype=torch.float64)  # fmt: skip
+    fails(ValueError, "compute_dtype must be .* got 'bfloat16'", compute_dtype="bfloat16")
+    fails(ValueError, "buffer_dtype must be", buffer_dtype=torch.int8)
+    fails(TypeError, "reshard_after_forward must be True or False, got 1", reshard_after_forward=1)
+    fails(TypeError, "param_init_fn must be a function of one module", param_init_fn=3)
+    fails(ValueError, "needs sharding_rank and sharding_world_size", sharding_groups=[[0, 1]])
+    fails(ValueError, "sharding_rank must be in 0..1, got 2",
+          sharding_groups=[[0, 1]], sharding_rank=2, sharding_world_size=2)  # fmt: skip
+    fails(ValueError, "every group of sharding_groups must have 2 ordinals",
+          sharding_groups=[[0]], sharding_rank=0, sharding_world_size=2)  # fmt: skip
+    fails(ValueError, "sharding_groups names an ordinal twice",
+          sharding_groups=[[0, 0]], sharding_rank=0, sharding_world_size=2)  # fmt: skip
+    fails(ValueError, "sharding_rank and sharding_world_size need sharding_groups",
+          sharding_rank=0)  # fmt: skip
+    fails(ValueError, "'1' is", wrapped(mlp(), "1").module, auto_wrap_policy=always_wrap_policy)
+
+
+def test_wrong_arguments_say_what_to_do(run_ranks):
+    run(run_ranks, wrong_arguments)

@@ -1,0 +1,183 @@
+"""The MNIST example, run the way a user runs it."""
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "examples" / "train_mnist.py"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The script and its helpers as modules."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import train_mnist
+
+    return train_mnist
+
+
+@pytest.fixture
+def train(tmp_path):
+    """``train(*flags)`` runs the script in an empty folder."""
+
+    def run(*flags, **environment):
+        return subprocess.run(
+            [sys.executable, str(SCRIPT), *flags],
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+
+    return run
+
+
+def table(done):
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^│ (.+?) +│ (.*?) +│$", done.stdout, flags=re.MULTILINE)
+    return dict(rows)
+
+
+def test_trains_saves_consolidates_and_agrees(train, tmp_path):
+    done = train("--num_devices=2", "--num_epochs=2", "--logdir=curves")
+    rows = table(done)
+    assert rows["epochs"] == "2" and rows["ranks"] == "2" and rows["parameters"] == "21,900"
+    assert float(rows["final training loss"]) < 0.5
+    assert rows["accuracy, sharded"] == rows["accuracy, plain torch"]
+    assert float(rows["accuracy, sharded"].split("%")[0]) > 90
+    assert rows["agree"] == "yes"
+    # Not a terminal: no bar, a line an epoch.
+    assert len(re.findall(r"^epoch \d: loss .* samples/s$", done.stderr, re.MULTILINE)) == 2
+    assert "\x1b" not in done.stderr + done.stdout and "\r" not in done.stderr
+    files = sorted(path.name for path in (tmp_path / "runs/mnist").iterdir())
+    ranks = [f"ckpt_rank-{rank:08d}-of-00000002.pth" for rank in range(2)]
+    assert files == ["ckpt_consolidated.pth", *ranks]
+    shard = torch.load(tmp_path / "runs/mnist" / ranks[1], weights_only=True)
+    assert set(shard) == {"model", "shard_metadata", "optimizer"}
+    assert shard["optimizer"]["state"]
+    assert list((tmp_path / "curves").iterdir())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--flatten_parameters", "--compute_dtype=bfloat16", "--fp32_reduce_scatter"],
+        ["--shard_param_on_dim_0", "--auto_wrap_policy=type_based", "--nodrop_last"],
+    ],
+    ids=["flat-bfloat16", "dim0-type-based"],
+)
+def test_other_ways_to_shard_agree_too(train, flags):
+    # 750 images a rank: 7 batches and a half one.
+    small = ["--num_devices=2", "--num_epochs=1", "--batch_size=100", "--fake_data"]
+    rows = table(train(*small, *flags))
+    assert rows["agree"] == "yes"
+
+
+def write_idx(path, array):
+    """MNIST's format: two zero bytes, the type (8: unsigned byte), dimensions, sizes, data."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = struct.pack(f">BBBB{array.dim()}I", 0, 0, 8, array.dim(), *array.shape)
+    path.write_bytes(header + array.to(torch.uint8).numpy().tobytes())
+
+
+def test_trains_on_files_in_the_format_of_mnist(train, tmp_path, example):
+    raw = tmp_path / "data/MNIST/raw"
+    for name, is_train, count in (("train", True, 160), ("t10k", False, 101)):
+        digits = example.mnist_data.load(is_train).first(count)
+        write_idx(raw / f"{name}-images-idx3-ubyte", digits.images)
+        write_idx(raw / f"{name}-labels-idx1-ubyte", digits.labels)
+    rows = table(
+        train("--datadir=data", "--num_devices=2", "--auto_wrap_policy=size_based",
+              "--nouse_gradient_checkpointing", "--ckpt_prefix=here")
+    )  # fmt: skip
+    assert rows["epochs"] == "2"  # the default for MNIST
+    assert rows["accuracy, plain torch"].endswith("of 101)")
+    assert rows["agree"] == "yes"
+    assert rows["checkpoint of rank 0"] == "here_rank-00000000-of-00000002.pth"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch_size=0"], "--batch_size=0"),
+        (["--num_devices=9"], "--num_devices=9"),
+        (["--compute_dtype=int8"], "<float32|float16|bfloat16>"),
+        (["--lr=0"], "greater than 0"),
+        (["--momentum=1"], "less than 1"),
+        (["--use_nested_fsdp", "--auto_wrap_policy=type_based"], "--use_nested_fsdp excludes"),
+        (["--datadir=nothing"], "expected train-images-idx3-ubyte, "),
+    ],
+    ids=["batch_size", "num_devices", "compute_dtype", "lr", "momentum", "both", "no-data"],
+)
+def test_wrong_inputs_end_in_one_line(train, flags, message):
+    nowhere = "http://127.0.0.1:9"
+    done = train(*flags, http_proxy=nowhere, https_proxy=nowhere)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not done.stdout
+
+
+def test_a_batch_larger_than_the_data_is_refused(train):
+    done = train("--num_devices=2", "--batch_size=1000")
+    assert done.returncode == 2
+    assert "choose a smaller --batch_size" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_disagreement_is_an_error(example, monkeypatch, capsys, tmp_path):
+    prefix = str(tmp_path / "ckpt")
+    Path(example.checkpoints.rank_file(prefix, 0, 1)).write_bytes(b"shard")
+    consolidated = tmp_path / "ckpt_consolidated.pth"
+    consolidated.write_bytes(b"model")
+    monkeypatch.setattr(example.checkpoints, "consolidate", lambda *_: str(consolidated))
+    again = {"correct": 89, "images": 100, "accuracy": 0.89}
+    monkeypatch.setattr(example, "evaluate_in_plain_torch", lambda *_: again)
+    options = SimpleNamespace(
+        ckpt_prefix=prefix, num_epochs=1, compute_dtype="float32", no_ckpt_consolidation=False
+    )
+    progress = SimpleNamespace(seconds=1.0, samples_per_second=100.0)
+    with pytest.raises(example.script.Stop, match="got 90 of 100 right") as stop:
+        example.summarize(options, 1, progress, example.MnistNetwork(), 0.1, 90, 100)
+    assert stop.value.code == 1
+    assert re.search(r"│ agree +│ no", capsys.readouterr().out)
+
+
+def test_every_held_out_image_counts_once(example):
+    data = example.mnist_data.load(False).first(101)
+    counts, batches = [], set()
+    for rank in range(4):
+        loader = example.mnist_data.test_loader(data, rank, 4, 8)
+        labels = [labels for _, labels in loader]
+        assert all(len(batch) == 8 for batch in labels)
+        batches.add(len(labels))
+        counts.append(torch.cat(labels))
+    assert len(batches) == 1
+    found = torch.cat(counts)
+    assert torch.equal(found[found >= 0].sort().values, data.labels.sort().values)
+
+
+def test_ranks_can_be_processes_of_their_own(train, tmp_path):
+    """As on TPU: what a rank gets must survive the way into a spawned process."""
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake/xla_fsdp.py").write_text(
+        "import json, multiprocessing as mp\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "def probe(fn, args):\n"
+        "    options, network = args\n"
+        "    return [fn.__name__, options.batch_size, len(network.state_dict())]\n"
+        "def launch(fn, args, num_devices):\n"
+        "    with ProcessPoolExecutor(1, mp_context=mp.get_context('spawn')) as pool:\n"
+        "        print(json.dumps(pool.submit(probe, fn, args).result()))\n"
+    )
+    done = train("--batch_size=7", PYTHONPATH=str(tmp_path / "fake"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["train", 7, 18]

@@ -1,0 +1,453 @@
+"""A launch that can not succeed ends at once and says which rank, where and why. It never hangs."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from xla_fsdp.testing import CollectiveMismatchError, RankError, RankTimeoutError
+
+STOP_SECONDS = 5.0
+SLACK_SECONDS = 1.5  # two cores, shared
+
+
+def gather(value=1.0, shape=(4,)):
+    import torch_xla.core.xla_model as xm
+
+    return xm.all_gather(torch.full(shape, value).to("xla"))
+
+
+def ready(rank):
+    """Runs first wherever time is taken: the worker has started, torch_xla is imported."""
+    import torch_xla
+
+    gather()
+    torch_xla.sync()
+    return os.getpid()
+
+
+@pytest.fixture
+def fails(run_ranks):
+    """Runs a function that must fail; returns the error, checks the time and that all is well after."""
+
+    def run(fn, n, *args, error=RankError, within=STOP_SECONDS + SLACK_SECONDS, **kwargs):
+        before = run_ranks(ready, n)
+        start = time.monotonic()
+        with pytest.raises(error) as info:
+            run_ranks(fn, n, *args, **kwargs)
+        assert time.monotonic() - start < within
+        assert run_ranks(ready, n) == before, "the same process must be able to launch again"
+        return info.value
+
+    return run
+
+
+class TestARankRaises:
+    @pytest.mark.parametrize("n", [1, 2, 4])
+    def test_before_any_collective(self, fails, n):
+        def step(rank):
+            if rank == n - 1:
+                raise ValueError("no data")
+            gather().sum().item()
+
+        error = fails(step, n)
+        assert error.rank == n - 1
+        assert "ValueError: no data" in str(error) and "in step" in error.traceback
+        assert isinstance(error.__cause__, ValueError)
+
+    def test_between_collectives(self, fails):
+        def step(rank):
+            import torch_xla
+
+            first = gather()
+            if rank == 1:
+                raise KeyError("between")
+            second = gather(first.sum().item())
+            torch_xla.sync()
+            return second
+
+        assert fails(step, 4).rank == 1
+
+    def test_after_a_step_while_others_train_on(self, fails):
+        def train(rank):
+            import torch_xla
+
+            for step in range(1000):
+                gather().sum()
+                torch_xla.sync()
+                if rank == 2 and step == 3:
+                    raise RuntimeError("step 3")
+
+        assert fails(train, 3).rank == 2
+
+    def test_in_a_rendezvous_reduction(self, fails):
+        def step(rank):
+            import torch_xla.core.xla_model as xm
+
+            def reduce_fn(values):
+                if rank == 1:
+                    raise ZeroDivisionError("mean of nothing")
+                return sum(values)
+
+            xm.mesh_reduce("loss", rank, reduce_fn)
+            xm.rendezvous("end")
+
+        assert isinstance(fails(step, 2).__cause__, ZeroDivisionError)
+
+    def test_in_a_backward_on_autograds_thread(self, fails):
+        def step(rank):
+            import torch_xla
+
+            class Faulty(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, x):
+                    return x * 1
+
+                @staticmethod
+                def backward(ctx, grad):
+                    gather()
+                    if rank == 1:
+                        raise ArithmeticError("in backward")
+                    return grad
+
+            x = torch.ones(4, device="xla", requires_grad=True)
+            Faulty.apply(x).sum().backward()
+            torch_xla.sync()
+
+        error = fails(step, 3)
+        assert error.rank == 1 and isinstance(error.__cause__, ArithmeticError)
+
+    def test_while_another_waits_inside_autograds_thread(self, fails):
+        def step(rank):
+            class ReadsInBackward(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, x):
+                    return x * 1
+
+                @staticmethod
+                def backward(ctx, grad):
+                    if rank == 1:
+                        raise ArithmeticError("in backward")
+                    assert gather().sum().item() == 12
+                    return grad
+
+            x = torch.ones(4, device="xla", requires_grad=True)
+            ReadsInBackward.apply(x).sum().backward()
+
+        assert fails(step, 3).rank == 1
+
+    def test_with_an_exception_that_can_not_be_pickled(self, fails):
+        def step(rank):
+            class Odd(Exception):
+                def __init__(self, a, b):
+                    super().__init__(a, b, lambda: a)
+
+            if rank == 0:
+                raise Odd(1, 2)
+            gather().sum().item()
+
+        error = fails(step, 2)
+        assert error.rank == 0 and "Odd" in str(error)
+
+    def test_system_exit(self, fails):
+        def step(rank):
+            if rank == 1:
+                raise SystemExit(3)
+            gather().sum().item()
+
+        assert isinstance(fails(step, 2).__cause__, SystemExit)
+
+    def test_keyboard_interrupt_of_a_rank(self, fails):
+        def step(rank):
+            if rank == 1:
+                raise KeyboardInterrupt
+            gather().sum().item()
+
+        assert isinstance(fails(step, 2).__cause__, KeyboardInterrupt)
+
+    def test_while_another_computes_in_a_loop(self, fails):
+        def step(rank):
+            if rank == 1:
+                raise ValueError("stop")
+            while True:
+                pass
+
+        assert fails(step, 2).rank == 1
+
+    def test_while_others_swallow_exceptions(self, fails):
+        def step(rank):
+            import torch_xla
+
+            if rank == 1:
+                raise ValueError("stop")
+            while True:
+                try:
+                    gather()
+                    torch_xla.sync()
+                except Exception:
+                    pass
+
+        assert fails(step, 3).rank == 1
+
+    def test_the_first_error_wins(self, fails):
+        def step(rank):
+            import torch_xla
+
+            try:
+                if rank == 2:
+                    raise ValueError("first")
+                gather()
+                torch_xla.sync()
+            finally:
+                if rank != 2:
+                    raise KeyError("while cleaning up")
+
+        error = fails(step, 3)
+        assert error.rank == 2 and "first" in str(error)
+
+    def test_stuck_in_c_is_left_behind_in_time(self, run_ranks):
+        def step(rank):
+            if rank == 0:
+                raise ValueError("stop")
+            time.sleep(30)
+
+        before = run_ranks(ready, 2)
+        start = time.monotonic()
+        with pytest.raises(RankError, match="stop"):
+            run_ranks(step, 2)
+        assert time.monotonic() - start < STOP_SECONDS + SLACK_SECONDS
+        assert run_ranks(ready, 2) != before, "a new process: the old one has a rank left in it"
+
+
+class TestRanksDisagree:
+    def test_skipped_collective(self, fails):
+        def step(rank):
+            import torch_xla
+
+            gather(1.0, (2, 3))
+            if rank != 1:
+                gather(1.0, (5,))
+            torch_xla.sync()
+
+        text = str(fails(step, 3, error=CollectiveMismatchError))
+        for rank in range(3):
+            assert f"rank {rank}: torch_xla.sync()" in text
+        assert text.count("test_launch_failures.py") >= 3
+        assert "differs is number 2" in text
+        assert "rank 1: none" in text and "all_gather[5] float32" in text
+
+    def test_skipped_sync(self, fails):
+        def step(rank):
+            import torch_xla
+
+            gather()
+            if rank:
+                torch_xla.sync()
+            gather()
+            torch_xla.sync()
+
+        fails(step, 3, error=CollectiveMismatchError)
+
+    def test_different_order(self, fails):
+        def step(rank):
+            import torch_xla
+            import torch_xla.core.xla_model as xm
+
+            x = torch.ones(4).to("xla")
+            if rank:
+                xm.all_gather(x), xm.all_reduce("sum", x)
+            else:
+                xm.all_reduce("sum", x), xm.all_gather(x)
+            torch_xla.sync()
+
+        text = str(fails(step, 2, error=CollectiveMismatchError))
+        assert "differs is number 1" in text and "all_reduce(sum)" in text
+
+    def test_different_shapes(self, fails):
+        def step(rank):
+            gather(1.0, (2 + rank,)).sum().item()
+
+        assert "(item)" in str(fails(step, 2, error=CollectiveMismatchError))
+
+    def test_different_dtypes(self, fails):
+        def step(rank):
+            import torch_xla
+            import torch_xla.core.xla_model as xm
+
+            xm.all_gather(torch.ones(2, dtype=torch.bfloat16 if rank else torch.float32).to("xla"))
+            torch_xla.sync()
+
+        assert "bfloat16" in str(fails(step, 2, error=CollectiveMismatchError))
+
+    def test_a_rank_returns_early(self, fails):
+        def train(rank):
+            import torch_xla
+
+            for _ in range(3 if rank else 2):
+                gather()
+                torch_xla.sync()
+
+        text = str(fails(train, 3, error=CollectiveMismatchError))
+        assert "rank 0: its function returned" in text
+
+    def test_a_rank_ends_with_exit_zero(self, fails):
+        def step(rank):
+            if rank == 0:
+                raise SystemExit(0)
+            gather().sum().item()
+
+        fails(step, 2, error=CollectiveMismatchError)
+
+    def test_a_rank_never_syncs_what_it_gathered(self, fails):
+        def step(rank):
+            if rank == 0:
+                gather()
+
+        fails(step, 2, error=CollectiveMismatchError)
+
+    def test_rendezvous_tags(self, fails):
+        def step(rank):
+            import torch_xla.core.xla_model as xm
+
+            xm.rendezvous("saved" if rank else "loaded")
+
+        text = str(fails(step, 2, error=CollectiveMismatchError))
+        assert "xm.rendezvous('saved')" in text and "xm.rendezvous('loaded')" in text
+
+    def test_rendezvous_on_one_rank_only(self, fails):
+        def step(rank):
+            import torch_xla
+            import torch_xla.core.xla_model as xm
+
+            if rank == 0:
+                xm.rendezvous("alone")
+            gather()
+            torch_xla.sync()
+
+        fails(step, 4, error=CollectiveMismatchError)
+
+    def test_one_reads_what_others_sync(self, fails):
+        def step(rank):
+            import torch_xla
+
+            total = gather().sum()
+            if rank == 0:
+                total.item()
+            torch_xla.sync()
+
+        fails(step, 3, error=CollectiveMismatchError)
+
+    def test_disagreement_is_told_while_a_rank_still_computes(self, fails):
+        def step(rank):
+            import torch_xla
+
+            if rank == 2:
+                deadline = time.monotonic() + 60
+                while time.monotonic() < deadline:
+                    time.sleep(0.01)
+            gather(1.0, (2 + rank,))
+            torch_xla.sync()
+
+        text = str(fails(step, 3, error=CollectiveMismatchError))
+        assert "rank 2: running" in text
+
+
+class TestAfterAFailure:
+    def test_tensors_that_were_kept_are_usable(self, run_script):
+        result = run_script(
+            """
+import torch, torch_xla
+import torch_xla.core.xla_model as xm
+from xla_fsdp.launch import launch, CollectiveMismatchError
+kept = {}
+
+def fail(rank):
+    ready = torch.full((3,), float(rank)).to("xla")
+    torch_xla.sync()
+    gathered = xm.all_gather(ready)
+    kept[rank] = {"ready": ready, "gathered": gathered, "local": ready + 1,
+                  "int": xm.all_reduce("sum", ready.int())}
+    xm.add_step_closure(print, args=("a closure of the failed launch",))
+    if rank == 0:
+        xm.all_gather(gathered)
+    torch_xla.sync()
+
+def go_on(rank):
+    mine = kept[rank]
+    torch_xla.sync()  # all that is live becomes a program: none of the lost collectives may
+    total = xm.all_reduce("sum", mine["ready"])
+    values = {name: (value + 0).tolist() for name, value in mine.items()}
+    return total, values
+
+for _ in range(3):
+    try:
+        launch(fail, (), 2)
+    except CollectiveMismatchError as error:
+        kept_error = error  # keeps frames, and with them tensors
+    else:
+        raise AssertionError("no error")
+    for rank, (total, values) in enumerate(launch(go_on, (), 2)):
+        assert total.tolist() == [1.0] * 3
+        assert values["ready"] == [float(rank)] * 3
+        assert values["gathered"][0] != values["gathered"][0], "lost: NaN"
+        assert values["int"] == [0] * 3
+    assert kept[0]["ready"].tolist() == [0.0] * 3
+print("usable")
+"""
+        )
+        assert result.stdout == "usable\n", result.stderr
+
+    def test_a_rank_that_keeps_others_waiting(self, run_script):
+        result = run_script(
+            """
+import time, torch
+from xla_fsdp.launch import launch, RankTimeoutError
+
+def step(rank):
+    import torch_xla.core.xla_model as xm
+    if rank == 1:
+        for _ in range(600):
+            time.sleep(0.1)
+    xm.rendezvous("here")
+
+start = time.monotonic()
+try:
+    launch(step, (), 2, timeout=1)
+except RankTimeoutError as error:
+    assert "rank 0: xm.rendezvous('here')" in str(error), error
+    assert "rank 1: running, at" in str(error) and "in step" in str(error), error
+    assert time.monotonic() - start < 8
+    print("told")
+"""
+        )
+        assert result.stdout == "told\n", result.stderr
+
+
+def test_a_cut_that_nobody_sees_is_told_before_xla_aborts(run_script):
+    result = run_script(
+        """
+import torch, torch_xla
+import torch_xla.core.xla_model as xm
+from xla_fsdp.launch import launch
+
+def step(rank):
+    gathered = xm.all_gather(torch.ones(2).to("xla"))
+    if rank == 0:
+        torch.frexp(gathered)  # runs on the CPU, alone, inside XLA
+    xm.rendezvous("here")
+
+launch(step, (), 2)
+"""
+    )
+    assert result.returncode == -signal.SIGABRT
+    report, abort = result.stderr.split("Termination timeout")[:2]
+    assert "rank 1: torch_xla.sync()" in report
+    assert "rank 0: running, at" in report and "script.py:9 in step" in report
+    del abort
+
+
+def test_timeout_error_is_a_rank_error():
+    assert issubclass(RankTimeoutError, RankError)
+    assert issubclass(CollectiveMismatchError, RankError)

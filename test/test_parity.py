@@ -1,0 +1,81 @@
+"""Sharded training equals unsharded training: losses, gradients, clipped norms and weights.
+
+The model (``zoo.py``) has shared, frozen, unused, uneven, 0-d, empty and tiny parameters; every
+case trains it for ten steps on real ranks and once on plain torch.
+"""
+
+import itertools
+import math
+
+import parity
+import pytest
+import torch
+from parity import Case
+
+WRAPPINGS = ["root", "nested", "auto", "flat", "dim0"]
+ACCUMULATIONS = ["none", "no_sync", "plain"]
+
+# Optimizer, norm and number of ranks go round while the rest is a full cross product.
+_rotation = zip(
+    itertools.cycle(["sgd", "adamw"]),
+    itertools.cycle([2.0, 1.0, 2.0, math.inf, 2.0]),
+    itertools.cycle([4, 3, 4, 2, 3, 4, 1]),
+)
+CROSS = [
+    (
+        Case(wrapping, checkpoint, accumulation, optimizer, norm, options={} if reshard else ZERO2),
+        ranks,
+    )
+    for (wrapping, reshard, checkpoint, accumulation), (optimizer, norm, ranks) in zip(
+        itertools.product(WRAPPINGS, [True, False], [False, True], ACCUMULATIONS), _rotation
+    )
+    for ZERO2 in [{"reshard_after_forward": False}]
+]
+
+
+def check(run_ranks, case: Case, ranks: int, rtol: float, atol: float) -> None:
+    sharded = parity.merge(run_ranks(parity.one_rank, ranks, case))
+    parity.assert_equal(sharded, parity.unsharded(case), rtol, atol)
+
+
+@pytest.mark.parametrize("case, ranks", CROSS, ids=[f"{case}-{n}ranks" for case, n in CROSS])
+def test_float32(run_ranks, case, ranks):
+    check(run_ranks, case, ranks, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_float64_to_the_last_digits(run_ranks, wrapping, ranks):
+    case = Case(wrapping, True, "no_sync", "adamw", dtype=torch.float64)
+    check(run_ranks, case, ranks, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("fp32_reduce_scatter", [False, True])
+@pytest.mark.parametrize("wrapping", ["nested", "flat", "dim0"])
+@pytest.mark.parametrize("compute_dtype", [torch.bfloat16, torch.float16])
+def test_narrow_compute_dtype(run_ranks, wrapping, compute_dtype, fp32_reduce_scatter):
+    options = {"compute_dtype": compute_dtype, "fp32_reduce_scatter": fp32_reduce_scatter}
+    case = Case(wrapping, True, "no_sync", options=options, steps=3)
+    # Two ways of rounding to 8 or 11 bits, three steps on.
+    tolerance = 0.06 if compute_dtype is torch.bfloat16 else 0.01
+    check(run_ranks, case, 4, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_parameters(run_ranks, dtype):
+    case = Case("nested", False, "none", dtype=dtype, steps=3)
+    check(run_ranks, case, 3, rtol=0.1, atol=0.1)
+
+
+def test_switches_do_not_change_results(run_ranks):
+    options = {
+        "optimization_barrier_in_forward": False,
+        "optimization_barrier_in_backward": False,
+        "sync_on_finalization": True,
+        "disable_reshard_on_root": False,
+        "execute_sharding_on_init": False,
+        "pin_layout_in_collective_ops": False,
+        "reduce_scatter_bucket_size_mb": 8,
+        "coalesce_all_gather_ops": True,
+    }
+    check(run_ranks, Case("nested", True, options=options), 4, rtol=2e-4, atol=2e-5)

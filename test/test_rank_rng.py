@@ -1,0 +1,228 @@
+"""Each rank draws the random numbers that a process of its own would draw."""
+
+import random
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+N = 4
+
+
+def build_model():
+    model = nn.Sequential(
+        nn.Linear(5, 7),
+        nn.LSTM(7, 3, num_layers=2, dropout=0.5),
+        nn.Embedding(4, 4),
+        nn.Conv1d(2, 3, 3),
+        nn.MultiheadAttention(8, 2),
+        nn.TransformerEncoderLayer(8, 2, 16),
+    )
+    nn.init.orthogonal_(model[0].weight)
+    nn.init.trunc_normal_(model[3].weight)
+    return model
+
+
+def draws():
+    """One number from every kind of generator call, each on the CPU."""
+    x = torch.ones(3)
+    drawn = [
+        torch.rand(2),
+        torch.randn(2),
+        torch.randint(100, (2,)),
+        torch.randperm(5),
+        torch.normal(0.0, 1.0, (2,)),
+        torch.bernoulli(x / 2),
+        torch.multinomial(x, 2),
+        torch.poisson(x),
+        torch.rand_like(x),
+        torch.randn_like(x),
+        torch.randint_like(x, 9),
+        torch.empty(2).uniform_(),
+        torch.empty(2).normal_(),
+        torch.empty(2).exponential_(),
+        torch.empty(2).cauchy_(),
+        torch.empty(2).log_normal_(),
+        torch.empty(2).geometric_(0.5),
+        torch.empty(2, dtype=torch.int64).random_(50),
+        torch.empty(2).bernoulli_(0.5),
+        nn.functional.dropout(torch.ones(8)),
+        nn.Dropout(0.5)(torch.ones(8)),
+        nn.functional.gumbel_softmax(x),
+        nn.functional.rrelu(-x, training=True),
+        torch.distributions.Normal(0.0, 1.0).sample((2,)),
+        torch.distributions.Dirichlet(x).sample(),
+        torch.distributions.Gamma(x, x).sample(),
+        torch.rand(2, generator=torch.default_generator),
+    ]
+    return [value.clone() for value in drawn]
+
+
+def test_models_built_after_a_seed_are_those_of_one_process(run_ranks):
+    def build(rank, same):
+        for _ in range(3):
+            torch.manual_seed(7 if same else rank)
+            state = build_model().state_dict()
+            time.sleep(random.random() * 0.01)
+        return state
+
+    for same in (True, False):
+        for rank, state in enumerate(run_ranks(build, N, same)):
+            torch.manual_seed(7 if same else rank)
+            want = build_model().state_dict()
+            assert state.keys() == want.keys()
+            assert all(torch.equal(state[name], want[name]) for name in want)
+
+
+def test_interleaved_draws(run_ranks):
+    def draw(rank):
+        torch.manual_seed(rank)
+        out = []
+        for _ in range(10):
+            out += draws()
+            time.sleep(random.random() * 0.003)
+        return out
+
+    for rank, got in enumerate(run_ranks(draw, N)):
+        torch.manual_seed(rank)
+        want = [value for _ in range(10) for value in draws()]
+        assert len(got) == len(want)
+        for index, (a, b) in enumerate(zip(got, want)):
+            assert torch.equal(a, b), f"rank {rank}, draw {index % len(draws())}"
+
+
+def test_shuffled_loader_and_random_split(run_ranks):
+    def batches(rank):
+        torch.manual_seed(3 + rank)
+        data = TensorDataset(torch.arange(20))
+        first, second = torch.utils.data.random_split(data, [12, 8])
+        seen = []
+        for _ in range(2):
+            for (batch,) in DataLoader(first, batch_size=5, shuffle=True):
+                seen.append(batch.tolist())
+                time.sleep(random.random() * 0.003)
+        return seen, [second[i][0].item() for i in range(8)]
+
+    got = run_ranks(batches, N)
+    assert got == [batches(rank) for rank in range(N)]
+    assert got[0] != got[1]
+
+
+def test_device_loader_thread_draws_for_its_rank(run_ranks):
+    def batches(rank):
+        import torch_xla
+        import torch_xla.distributed.parallel_loader as pl
+
+        torch.manual_seed(rank)
+        loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=3, shuffle=True)
+        device_loader = pl.MpDeviceLoader(loader, torch_xla.device())
+        return [batch.tolist() for (batch,) in device_loader]
+
+    def want(rank):
+        torch.manual_seed(rank)
+        loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=3, shuffle=True)
+        return [batch.tolist() for (batch,) in loader]
+
+    assert run_ranks(batches, N) == [want(rank) for rank in range(N)]
+
+
+def test_state_functions_are_the_ranks_own(run_ranks):
+    def states(rank):
+        torch.manual_seed(rank)
+        assert torch.initial_seed() == rank
+        before = torch.get_rng_state()
+        first = torch.rand(3)
+        time.sleep(0.01 * (N - rank))
+        torch.set_rng_state(before)
+        assert torch.equal(torch.rand(3), first)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(99)
+            forked = torch.rand(3)
+        after = torch.rand(3)
+        assert torch.random.initial_seed() == rank
+        return first, forked, after
+
+    results = run_ranks(states, N)
+    for rank, (first, forked, after) in enumerate(results):
+        torch.manual_seed(rank)
+        assert torch.equal(first, torch.rand(3))
+        assert torch.equal(after, torch.rand(3))
+        torch.manual_seed(99)
+        assert torch.equal(forked, torch.rand(3))
+
+
+def test_checkpoint_recomputes_with_the_ranks_state(run_ranks):
+    def grads(rank, device):
+        torch.manual_seed(rank)
+        x = torch.ones(16).to(device).requires_grad_()
+
+        def block(x):
+            return x * torch.rand(16).to(x.device)  # drawn on the CPU, again in backward
+
+        if device == "xla":
+            from torch_xla.utils.checkpoint import checkpoint
+        else:
+            from torch.utils.checkpoint import checkpoint
+        y = checkpoint(block, x, use_reentrant=True)
+        time.sleep(random.random() * 0.01)
+        y.sum().backward()
+        return x.grad, torch.rand(2)
+
+    for rank, (grad, after) in enumerate(run_ranks(grads, N, "xla")):
+        want_grad, want_after = grads(rank, "cpu")
+        assert torch.equal(grad, want_grad) and torch.equal(after, want_after)
+
+
+def test_device_random_numbers_are_the_ranks_own_too(run_ranks):
+    def draw(rank):
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        start = torch.rand(4, device="xla")
+        torch_xla.sync()
+        xm.set_rng_state(5 + rank % 2)
+        dropped = nn.functional.dropout(torch.ones(32, device="xla"))
+        torch_xla.sync()
+        return start, dropped
+
+    (start, even), (other_start, odd), (_, even_again), (_, odd_again) = run_ranks(draw, N)
+    assert torch.equal(start, other_start)
+    assert torch.equal(even, even_again) and torch.equal(odd, odd_again)
+    assert not torch.equal(even, odd)
+
+
+def test_the_callers_state_is_given_to_ranks_and_kept(run_script):
+    result = run_script(
+        """
+import torch
+from xla_fsdp.launch import launch
+
+def draw(rank):
+    return torch.rand(2), [torch.manual_seed(rank), torch.rand(5)][1]
+
+torch.manual_seed(11)
+first = torch.rand(1)
+results = launch(draw, (), 3)
+after = torch.rand(2)
+torch.manual_seed(11)
+assert torch.equal(first, torch.rand(1))
+want = torch.rand(2)
+assert torch.equal(after, want)
+for rank, (value, _) in enumerate(results):
+    assert torch.equal(value, want)
+assert torch.random.default_generator is torch.default_generator
+print("kept")
+"""
+    )
+    assert result.stdout == "kept\n", result.stderr
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_workers_start_every_call_from_the_same_state(run_ranks, n):
+    def draw(rank):
+        return torch.rand(2), torch.rand(2, device="xla")
+
+    for first, again in zip(run_ranks(draw, n), run_ranks(draw, n)):
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])

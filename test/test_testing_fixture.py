@@ -1,0 +1,186 @@
+"""``xla_fsdp.testing``: ranks for other people's test suites."""
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from xla_fsdp.testing import RankError, RankTimeoutError, WorkerDiedError, run_in_ranks
+
+Pair = namedtuple("Pair", "rank value")
+
+
+class DomainError(Exception):
+    """An exception of a test suite's own."""
+
+
+def pair(rank, value):
+    return Pair(rank, value)
+
+
+def fail(rank):
+    if rank == 1:
+        raise DomainError("rank one")
+
+
+def pid(rank):
+    return os.getpid()
+
+
+def all_reduced(rank, start, factor=1.0):
+    import torch_xla.core.xla_model as xm
+
+    return xm.all_reduce(xm.REDUCE_SUM, torch.full((2,), start + rank).to("xla")) * factor
+
+
+def test_results_by_rank_for_every_world_size(run_ranks):
+    for n in (1, 2, 3, 4, 8):
+        total = n * 10.0 + sum(range(n))
+        for result in run_ranks(all_reduced, n, 10.0, factor=2.0):
+            assert result.device.type == "cpu"
+            assert result.tolist() == [2 * total] * 2
+
+
+def test_closures_and_lambdas(run_ranks):
+    offset = torch.arange(3)
+    assert [r.tolist() for r in run_ranks(lambda rank: offset + rank, 2)] == [[0, 1, 2], [1, 2, 3]]
+
+
+def test_classes_keep_their_identity(run_ranks):
+    results = run_ranks(pair, 2, "v")
+    assert results == [Pair(0, "v"), Pair(1, "v")] and type(results[0]) is Pair
+    with pytest.raises(RankError) as info:
+        run_ranks(fail, 2)
+    assert type(info.value.__cause__) is DomainError and info.value.rank == 1
+
+
+def test_xla_tensors_inside_any_result_come_back_on_the_cpu(run_ranks):
+    def build(rank):
+        model = torch.nn.Linear(2, 2).to("xla")
+        with torch.no_grad():
+            model.weight.fill_(rank)
+        return {"model": model, "grads": (None, [torch.ones(1, device="xla")])}
+
+    for rank, result in enumerate(run_ranks(build, 2)):
+        weight = result["model"].weight
+        assert weight.device.type == "cpu" and isinstance(weight, torch.nn.Parameter)
+        assert weight.tolist() == [[rank] * 2] * 2
+        assert result["grads"][1][0].tolist() == [1.0]
+
+
+def test_the_worker_is_reused(run_ranks):
+    first = run_ranks(pid, 2)
+    assert first[0] == first[1] != os.getpid()
+    with pytest.raises(RankError):
+        run_ranks(fail, 2)
+    assert run_ranks(pid, 2) == first
+
+
+def test_at_most_two_idle_workers(run_ranks):
+    for n in (1, 2, 3):
+        run_ranks(pid, n)
+    children = subprocess.run(
+        ["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True
+    ).stdout
+    assert children.count("xla_fsdp._cpu.worker") <= 2
+
+
+def test_an_abort_in_a_rank_ends_the_worker_only(run_ranks):
+    def die(rank):
+        print("last words", flush=True)
+        if rank == 1:
+            os.abort()
+        time.sleep(60)
+
+    with pytest.raises(WorkerDiedError, match="SIGABRT") as info:
+        run_ranks(die, 2)
+    assert "last words" in str(info.value)
+    assert len(run_ranks(pid, 2)) == 2
+
+
+def test_timeout_kills_the_worker_and_shows_stacks(run_ranks):
+    def dawdle(rank):
+        print("before")
+        if rank == 1:
+            time.sleep(300)
+
+    before = run_ranks(pid, 2)
+    start = time.monotonic()
+    with pytest.raises(RankTimeoutError) as info:
+        run_ranks(dawdle, 2, timeout=2)
+    assert time.monotonic() - start < 12
+    assert "in dawdle" in str(info.value) and "before" in str(info.value)
+    assert run_ranks(pid, 2) != before
+
+
+def test_output_of_ranks(run_ranks, capfd):
+    def talk(rank, then):
+        print(f"rank {rank} says")
+        if then:
+            raise ValueError("then")
+
+    run_ranks(talk, 2, False)
+    printed = capfd.readouterr().err
+    assert "rank 0 says" in printed and "rank 1 says" in printed
+    with pytest.raises(RankError) as info:
+        run_ranks(talk, 2, True)
+    assert any("says" in note for note in info.value.__notes__)
+
+
+def test_what_can_not_be_pickled_is_named(run_ranks):
+    with pytest.raises(TypeError, match="result of rank 0"):
+        run_ranks(lambda rank: gc.get_objects if rank else sys._getframe(), 2)
+    frame = sys._getframe()
+    with pytest.raises(TypeError, match="arguments"):
+        run_ranks(lambda rank, f: None, 2, frame)
+    assert len(run_ranks(pid, 2)) == 2
+
+
+@pytest.mark.parametrize("count, error", [(0, ValueError), (9, ValueError), ("2", TypeError)])
+def test_wrong_counts(run_ranks, count, error):
+    with pytest.raises(error, match="1 to 8"):
+        run_ranks(pid, count)
+
+
+def test_usable_without_the_fixture():
+    assert [r.tolist() for r in run_in_ranks(all_reduced, 2, 1.0)] == [[3.0] * 2] * 2
+
+
+def test_in_a_suite_of_its_own(tmp_path):
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["xla_fsdp.testing"]\n')
+    (tmp_path / "test_theirs.py").write_text(
+        textwrap.dedent(
+            """
+            import torch, pytest
+            from xla_fsdp.testing import RankError
+
+            def loss(rank):
+                import torch_xla.core.xla_model as xm
+                return xm.mesh_reduce("loss", rank, sum)
+
+            def test_loss(run_ranks):
+                assert run_ranks(loss, 3) == [3, 3, 3]
+
+            def test_failure(run_ranks):
+                def step(rank):
+                    assert rank == 0, "wrong rank"
+                run_ranks(step, 2)
+            """
+        )
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    for mode in ("prepend", "importlib"):
+        result = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+             f"--import-mode={mode}", str(tmp_path)],
+            capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120,
+        )  # fmt: skip
+        assert "1 failed, 1 passed" in result.stdout, result.stdout
+        assert "rank 1 of 2 raised AssertionError: wrong rank" in result.stdout

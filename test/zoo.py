@@ -1,0 +1,86 @@
+"""A small language model that has every kind of parameter that is hard to shard."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY = 11
+WIDTH = 12
+SEQUENCE = 5
+GLOBAL_BATCH = 24  # two micro-batches, each for 1, 2, 3 or 4 ranks
+
+
+class Attention(nn.Module):
+    """Fused projection cut into chunks, einsum, and weights used through views."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Parameter(torch.empty(heads, width // heads, width))
+        nn.init.normal_(self.out, std=0.2)
+
+    def forward(self, x: torch.Tensor, causal: bool = True) -> torch.Tensor:
+        weights, biases = self.qkv.weight.chunk(3), self.qkv.bias.split(x.shape[-1])
+        q, k, v = (
+            F.linear(x, weight, bias).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for weight, bias in zip(weights, biases, strict=True)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return torch.einsum("bhsd,hdw->bsw", mixed, self.out)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = Attention(width, 2)
+        self.up = nn.Linear(width, 7)  # an odd size: shards are padded
+        self.down = nn.Linear(7, width)
+        self.again = nn.Linear(width, 7)
+        self.again.weight = self.up.weight  # shared inside the unit
+        self.frozen = nn.Linear(width, width)
+        self.frozen.requires_grad_(False)
+        self.gain = nn.Parameter(torch.tensor(0.7))  # 0-d
+        self.tiny = nn.Parameter(torch.tensor([0.1, -0.2]))  # smaller than the world
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.unused = nn.Linear(width, 3)
+        self.conv = nn.Conv1d(width, width, 3, padding=1, groups=2)
+
+    def forward(self, x: torch.Tensor, *, causal: bool) -> dict[str, torch.Tensor]:
+        x = x + self.attention(self.norm(x), causal=causal)
+        hidden = F.gelu(self.up(x)) + torch.tanh(self.again(x)) + self.empty.sum()
+        x = x + self.gain * self.down(hidden) + self.frozen(x) * self.tiny[0] + self.tiny[1]
+        return {"x": x + self.conv(x.transpose(1, 2)).transpose(1, 2)}
+
+
+class Zoo(nn.Module):
+    def __init__(self, blocks: int = 2):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Parameter(torch.zeros(SEQUENCE, WIDTH))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight  # shared across units when `embed` is one
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.position
+        for block in self.blocks:
+            x = block(x, causal=True)["x"]
+        return self.head(self.norm(x))
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def batches(steps: int) -> list[torch.Tensor]:
+    """Token batches of shape (GLOBAL_BATCH, SEQUENCE), the same in every process."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE), generator=generator)
+        for _ in range(steps)
+    ]

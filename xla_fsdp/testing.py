@@ -1,0 +1,83 @@
+"""Runs a function as N ranks from a test suite.
+
+In ``conftest.py``::
+
+    pytest_plugins = ["xla_fsdp.testing"]
+
+and in a test::
+
+    def test_sum(run_ranks):
+        def step(rank, start):
+            value = torch.full((), float(start + rank)).to("xla")
+            return xm.all_reduce(xm.REDUCE_SUM, value)
+
+        assert run_ranks(step, 3, 10) == [33.0] * 3
+
+Ranks run in a worker process, one for each number of ranks, which is kept for the next test: one
+session can test 1, 2, 3 and 8 ranks, and an abort inside XLA ends a worker, not the test run.
+Without pytest: :func:`run_in_ranks`.
+"""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any, Callable, Iterator
+
+from ._cpu.errors import CollectiveMismatchError, RankError, RankTimeoutError
+from ._cpu.worker_pool import WorkerDiedError, WorkerPool
+
+__all__ = [
+    "CollectiveMismatchError",
+    "RankError",
+    "RankTimeoutError",
+    "WorkerDiedError",
+    "run_in_ranks",
+]
+
+_workers = WorkerPool()
+atexit.register(_workers.close)
+
+
+def run_in_ranks(
+    fn: Callable, num_ranks: int, /, *args: Any, timeout: float = 120.0, **kwargs: Any
+) -> list[Any]:
+    """Runs ``fn(rank, *args, **kwargs)`` as ``num_ranks`` CPU ranks in a worker process.
+
+    ``fn`` may be a closure or a lambda; it, its arguments and its results travel as pickles. A
+    function of an importable module is found there by name. Tensors come back as CPU tensors. Every
+    call starts from the same random states. What ranks print goes to this process's standard error.
+
+    Args:
+        fn: called as ``fn(rank, *args, **kwargs)`` on every rank.
+        num_ranks: how many ranks, 1 to 8.
+        timeout: seconds the call may take; a new worker gets 60 more to start. Then the worker is
+            killed.
+
+    Returns:
+        What ``fn`` returned, by rank.
+
+    Raises:
+        RankError: a rank raised; ``__cause__`` is its exception, if that can be pickled.
+        CollectiveMismatchError: ranks can not meet; see :func:`xla_fsdp.launch`.
+        RankTimeoutError: ``timeout`` is over; the message has the stacks of the worker's threads.
+        WorkerDiedError: the worker process ended, for example by an abort inside XLA.
+        TypeError, ValueError: wrong ``num_ranks``, or something that can not be pickled.
+    """
+    return _workers.run(fn, num_ranks, args, kwargs, timeout)
+
+
+try:
+    import pytest
+except ImportError:  # the plain function needs no pytest
+    pass
+else:
+
+    @pytest.fixture(scope="session")
+    def _rank_workers() -> Iterator[WorkerPool]:
+        yield _workers
+        _workers.close()
+
+    @pytest.fixture
+    def run_ranks(_rank_workers: WorkerPool) -> Callable[..., list[Any]]:
+        """``run_ranks(fn, n, *args, timeout=120, **kwargs)``: see :func:`run_in_ranks`."""
+        return run_in_ranks
