@@ -30,7 +30,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for name in ("ranks", "blocks", "width", "heads", "batch", "sequence"):
         parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each class, in all")
-    parser.add_argument("--rounds", type=int, default=5, help="alternations the steps are spread on")
+    parser.add_argument("--rounds", type=int, default=5, help="how often the classes alternate")
     parser.add_argument("--checkpoint", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--compute_dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and table")
@@ -40,7 +40,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def compare(work: Workload, steps: int, rounds: int) -> dict[str, dict]:
     """All figures, by lane."""
     figures = {name: _alone(name, work) for name in (OURS, IN_TREE)}
-    for name, traced in _child("benchmarks.tracing", [rounds + 2], work, os.environ).items():
+    for name, traced in _child("benchmarks.tracing", [steps], work, os.environ).items():
         figures.setdefault(name, {}).update(traced)
     for name, timed in _timed(work, steps, rounds).items():
         figures[name].update(timed)
@@ -88,7 +88,8 @@ def main() -> None:
     figures["workload"] = work.arguments
     flags.out.mkdir(parents=True, exist_ok=True)
     name = f"{work.blocks}x{work.width}-{work.ranks}ranks"
-    name += "-checkpoint" * work.checkpoint + (f"-{work.compute_dtype}" if work.compute_dtype else "")
+    name += "-checkpoint" if work.checkpoint else ""
+    name += f"-{work.compute_dtype}" if work.compute_dtype else ""
     (flags.out / f"{name}.md").write_text(table + "\n")
     (flags.out / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(table)

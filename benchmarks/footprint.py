@@ -1,4 +1,4 @@
-"""Memory of one lane alone, in a launch of its own: ``python -m benchmarks.footprint LANE WORKLOAD``.
+"""Memory of one lane alone: ``python -m benchmarks.footprint LANE WORKLOAD``, a launch of its own.
 
 Buffers of XLA on CPU are ordinary host memory, so the peak resident size of the process (VmHWM,
 reset once warm) has every gathered parameter in it. The allocator is told to return what is freed
@@ -38,7 +38,7 @@ def environment(dump: Path) -> dict[str, str]:
 def _rank(rank: int, name: str, work: Workload) -> dict:
     lane = Lane(name, work, rank)
     for _ in range(WARM_UP):
-        loss = lane.trace()  # noqa: F841 (kept over the sync, as in training)
+        loss = lane.trace()  # kept over the sync: an output less is another program
         torch_xla.sync(wait=True)
         xm.rendezvous("step")  # one step at a time on all ranks, also in the checkpointed in-tree
     if rank == 0:
@@ -48,9 +48,10 @@ def _rank(rank: int, name: str, work: Workload) -> dict:
     xm.rendezvous("reset")
     before = _kilobytes("VmRSS")
     for _ in range(STEPS):
-        loss = lane.trace()  # noqa: F841 (kept over the sync, as in training)
+        loss = lane.trace()  # kept over the sync: an output less is another program
         torch_xla.sync(wait=True)
         xm.rendezvous("step")
+    del loss
     return {"idle_rss_bytes": before * 1024, "peak_rss_bytes": _kilobytes("VmHWM") * 1024}
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Callable
 
 import torch
 import torch_xla
@@ -75,9 +75,7 @@ def _classes(name: str, work: Workload, groups: dict) -> tuple[Callable, Callabl
         import xla_fsdp
 
         def wrap(module: nn.Module) -> nn.Module:
-            return xla_fsdp.XlaFullyShardedDataParallel(
-                module, compute_dtype=work.dtype, **groups
-            )
+            return xla_fsdp.XlaFullyShardedDataParallel(module, compute_dtype=work.dtype, **groups)
 
         return wrap, xla_fsdp.checkpoint_module
     from torch_xla.distributed import fsdp as in_tree

@@ -83,7 +83,7 @@ def forwarded(rank):
     )
     units = [m for m in model.modules() if isinstance(m, FSDP)]
     assert len(units) == 6
-    assert all(unit.options == model.options for unit in units)
+    assert all(unit.fsdp_options == model.fsdp_options for unit in units)
 
 
 def test_every_option_reaches_auto_wrapped_children(run_ranks):
@@ -104,12 +104,40 @@ def names_and_attributes(rank):
     assert isinstance(model[1], FSDP) and model[1].module[0].in_features == WIDTH
     assert (model.rank, model.world_size) == (rank, 3)
     assert f"rank={rank}, world_size=3" in repr(model)
+    assert model.reshard_after_forward is True and model.compute_dtype is None
+    with pytest.raises(AttributeError, match="nothing"):
+        model.nothing  # noqa: B018
+    assert model.params_with_grad == [] and len(model.sharded_params) == 4
+    assert model.get_original_names_and_sharded_parameters() == list(model.named_parameters())
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     assert sizes["0.weight"] == 128 and sizes["2.bias"] == 128
 
 
 def test_parameters_keep_their_names(run_ranks):
     run(run_ranks, names_and_attributes, ranks=3)
+
+
+def interleaved(rank, device):
+    """Layers built and wrapped one by one: the full values go as soon as a layer is wrapped."""
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    on = torch_xla.device() if device == "xla" else "cpu"
+    layers, originals = [], []
+    for _ in range(3):
+        layer = nn.Linear(64, 64, device=on)
+        originals.append(layer.weight)
+        layers.append(FSDP(layer))
+        assert all(weight.shape.numel() <= 1 for weight in originals)
+    model = FSDP(nn.Sequential(*layers))
+    assert sum(p.numel() for p in model.parameters()) == 3 * (64 * 64 // 2 + 128)
+    assert model(torch.ones(2, 64, device=torch_xla.device())).shape == (2, 64)
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_interleaved_construction_frees_layer_by_layer(run_ranks, device):
+    run(run_ranks, interleaved, device)
 
 
 def round_trip(rank, wrapping, compute_dtype):

@@ -190,7 +190,7 @@ print("200 launches")
 
             xm.rendezvous("start")
             before = met.counter_value("UncachedCompile") or 0
-            for index in range(3):
+            for _ in range(3):
                 x = torch.full((5,), float(rank)).to("xla")
                 y = xm.all_gather(x) + xm.all_reduce("sum", x).sum()
                 xm.all_to_all(y.reshape(4, 5), 0, 1, 4)

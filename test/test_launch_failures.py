@@ -30,7 +30,7 @@ def ready(rank):
 
 @pytest.fixture
 def fails(run_ranks):
-    """Runs a function that must fail; returns the error, checks the time and that all is well after."""
+    """Runs a function that must fail, in time, and all is well after; returns the error."""
 
     def run(fn, n, *args, error=RankError, within=STOP_SECONDS + SLACK_SECONDS, **kwargs):
         before = run_ranks(ready, n)
@@ -398,6 +398,42 @@ print("usable")
 """
         )
         assert result.stdout == "usable\n", result.stderr
+
+    def test_a_rank_left_behind_that_ends_after_all(self, run_script):
+        result = run_script(
+            """
+import time, torch, torch_xla
+import torch_xla.core.xla_model as xm
+from xla_fsdp.launch import launch, RankError
+kept = {}
+
+def fail(rank):
+    kept[rank] = xm.all_gather(torch.ones(2).to("xla"))
+    if rank == 0:
+        raise ValueError("stop")
+    time.sleep(7)
+    raise AssertionError("went on")
+
+def step(rank):
+    torch_xla.sync()
+    return xm.all_gather(torch.ones(2).to("xla")).sum().item()
+
+try:
+    launch(fail, (), 2)
+except RankError as error:
+    assert error.rank == 0
+try:
+    launch(step, (), 2)
+except RuntimeError as error:
+    assert "Start a new process" in str(error) and "rank 1" in str(error), error
+time.sleep(6)
+assert launch(step, (), 2) == [4.0, 4.0]
+print("again")
+raise SystemExit(3)
+"""
+        )
+        assert result.stdout == "again\n", result.stderr
+        assert result.returncode == 3, result.stderr
 
     def test_a_rank_that_keeps_others_waiting(self, run_script):
         result = run_script(

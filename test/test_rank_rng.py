@@ -89,7 +89,7 @@ def test_interleaved_draws(run_ranks):
         torch.manual_seed(rank)
         want = [value for _ in range(10) for value in draws()]
         assert len(got) == len(want)
-        for index, (a, b) in enumerate(zip(got, want)):
+        for index, (a, b) in enumerate(zip(got, want, strict=True)):
             assert torch.equal(a, b), f"rank {rank}, draw {index % len(draws())}"
 
 
@@ -224,5 +224,5 @@ def test_workers_start_every_call_from_the_same_state(run_ranks, n):
     def draw(rank):
         return torch.rand(2), torch.rand(2, device="xla")
 
-    for first, again in zip(run_ranks(draw, n), run_ranks(draw, n)):
+    for first, again in zip(run_ranks(draw, n), run_ranks(draw, n), strict=True):
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 
-
 @pytest.fixture(params=[1, 2, 3, 4], scope="session")  # the scope groups tests by worker
 def n(request):
     return request.param
@@ -214,9 +213,9 @@ def test_data_parallel_training_helpers(run_ranks, n):
     sum(model(torch.arange(3.0) + r).sum() for r in range(n)).div(n).backward()
     optimizer.step()
     for start, end in run_ranks(step, n):
-        for got, want in zip(start, want_start):
+        for got, want in zip(start, want_start, strict=True):
             assert torch.equal(got, want)
-        for got, want in zip(end, model.parameters()):
+        for got, want in zip(end, model.parameters(), strict=True):
             torch.testing.assert_close(got, want)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import types
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 import torch_xla

@@ -21,7 +21,8 @@ Without pytest: :func:`run_in_ranks`.
 from __future__ import annotations
 
 import atexit
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from ._cpu.errors import CollectiveMismatchError, RankError, RankTimeoutError
 from ._cpu.worker_pool import WorkerDiedError, WorkerPool

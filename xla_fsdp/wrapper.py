@@ -111,7 +111,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         super().__init__()
         if auto_wrap_policy is not None:
             _auto_wrap(module, auto_wrap_policy, auto_wrapper_callable or type(self), options)
-        self.options = options
+        self.fsdp_options = options
         world = World.current(
             sharding_groups, sharding_rank, sharding_world_size, replication_groups
         )
@@ -144,13 +144,15 @@ class XlaFullyShardedDataParallel(nn.Module):
         return self._unit.world.size
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that the wrapper does not have are the wrapped module's."""
+        """Options by name; attributes that the wrapper does not have are the wrapped module's."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "_fsdp_wrapped_module":  # not built yet: there is nobody to ask
+            if name in ("_fsdp_wrapped_module", "fsdp_options"):  # not built yet
                 raise
-            return getattr(self._fsdp_wrapped_module, name)
+        if name in FSDPOptions.__dataclass_fields__:
+            return getattr(self.fsdp_options, name)
+        return getattr(self._fsdp_wrapped_module, name)
 
     def __getitem__(self, key: Any) -> Any:
         """Items of the wrapped module, should it be an ``nn.Sequential``."""
@@ -164,7 +166,7 @@ class XlaFullyShardedDataParallel(nn.Module):
 
     def extra_repr(self) -> str:
         shown = ["reshard_after_forward", "flatten_parameters", "compute_dtype"]
-        values = ", ".join(f"{name}={getattr(self.options, name)}" for name in shown)
+        values = ", ".join(f"{name}={getattr(self.fsdp_options, name)}" for name in shown)
         return f"rank={self.rank}, world_size={self.world_size}, {values}"
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -198,6 +200,20 @@ class XlaFullyShardedDataParallel(nn.Module):
         ``python -m xla_fsdp.consolidate``. Plain dicts, lists, numbers and strings.
         """
         return metadata.shard_metadata(self)
+
+    @property
+    def sharded_params(self) -> list[nn.Parameter]:
+        """The shards that this wrapper (not those inside it) gathers."""
+        return self._unit.shards
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """All shards, inner wrappers included, that have a gradient."""
+        return [parameter for parameter in self.parameters() if parameter.grad is not None]
+
+    def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """``list(named_parameters())``: names here are the original ones."""
+        return list(self.named_parameters())
 
     def clip_grad_norm_(
         self,
@@ -249,9 +265,9 @@ class XlaFullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         unit = self._unit
-        if self.options.compute_dtype is not None:
-            args = cast_floats(args, self.options.compute_dtype)
-            kwargs = cast_floats(kwargs, self.options.compute_dtype)
+        if self.fsdp_options.compute_dtype is not None:
+            args = cast_floats(args, self.fsdp_options.compute_dtype)
+            kwargs = cast_floats(kwargs, self.fsdp_options.compute_dtype)
         if unit.computing:  # a module that calls itself: its parameters are there
             return self.module(*args, **kwargs)
         if self._is_root is None:
@@ -274,9 +290,9 @@ class XlaFullyShardedDataParallel(nn.Module):
         if torch._C._current_graph_task_id() != -1:
             # Recomputation inside a backward: their own backward follows at once.
             return True
-        if self._is_root and self.options.disable_reshard_on_root:
+        if self._is_root and self.fsdp_options.disable_reshard_on_root:
             return True
-        return not self.options.reshard_after_forward
+        return not self.fsdp_options.reshard_after_forward
 
     def _become_root(self) -> None:
         for name, module in self.named_modules():
@@ -291,7 +307,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         with torch.no_grad():
             for unit in self._wrapped_units():
                 unit.flush()
-        if self.options.sync_on_finalization:
+        if self.fsdp_options.sync_on_finalization:
             # Not torch_xla.sync(): this is autograd's thread, whose default device is another's.
             device = str(self._unit.world.device)
             torch_xla._XLAC._xla_step_marker(device, [], wait=False)

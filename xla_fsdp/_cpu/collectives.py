@@ -7,7 +7,7 @@ rank traces the same graph: what depends on the rank enters as data, so ranks sh
 
 from __future__ import annotations
 
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch_xla.core.xla_model as xm
@@ -62,7 +62,7 @@ class Collectives:
             reduced = self._reduced(context, reduce_type, tensors, scale, groups)
             if isinstance(inputs, torch.Tensor):
                 return reduced[0]
-            for tensor, value in zip(tensors, reduced):
+            for tensor, value in zip(tensors, reduced, strict=True):
                 tensor.copy_(value)
         return inputs
 
@@ -93,7 +93,7 @@ class Collectives:
     def reduce_scatter(
         self,
         reduce_type,
-        input,  # noqa: A002 (torch_xla's name)
+        input,
         scale,
         scatter_dim,
         shard_count,
@@ -187,7 +187,7 @@ class Collectives:
             if scale != 1.0:
                 total = (total * scale).to(flat.dtype)
             parts = total.split([tensors[i].numel() for i in indices])
-            for i, part in zip(indices, parts):
+            for i, part in zip(indices, parts, strict=True):
                 reduced[i] = part.reshape(tensors[i].shape)
         return reduced
 
@@ -244,14 +244,11 @@ def _put_all(output, values: list[torch.Tensor], inputs: list) -> list[torch.Ten
         raise ValueError(
             f"output must be a list of {len(inputs)} tensors, one for each input, got {output!r}"
         )
-    for target, value in zip(output, values):
+    for target, value in zip(output, values, strict=True):
         target.copy_(value)
     return output
 
 
 def _require_reduce_type(reduce_type: str) -> None:
     if reduce_type not in _REDUCE_ROWS:
-        raise ValueError(
-            f"reduce_type must be one of {sorted(_REDUCE_ROWS)}, got {reduce_type!r}"
-        )
-
+        raise ValueError(f"reduce_type must be one of {sorted(_REDUCE_ROWS)}, got {reduce_type!r}")

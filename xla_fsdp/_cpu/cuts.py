@@ -64,7 +64,7 @@ def install(session: Session, patches: Patches) -> None:
 
 
 def adopt_autograd_thread(session: Session, context) -> None:
-    """Makes autograd's thread for the rank's device know its rank; it lives as long as the process."""
+    """Tells autograd's thread for the rank's device, which outlives the launch, its rank."""
 
     class Adopt(torch.autograd.Function):
         @staticmethod

@@ -25,8 +25,8 @@ class CollectiveMismatchError(RankError):
 
 
 class RankTimeoutError(RankError):
-    """Ranks waited longer than ``timeout`` for one that never came; the message says where it is."""
+    """A rank kept others waiting for longer than ``timeout``; the message says where it is."""
 
 
 class RankStopped(BaseException):
-    """Unwinds a rank because another one failed. Not an ``Exception``: user code must not eat it."""
+    """Unwinds a rank because another failed. Not an ``Exception``: user code must not eat it."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Callable, Hashable
+from typing import Any
 
 from .errors import CollectiveMismatchError, RankError, RankStopped, RankTimeoutError
 
@@ -100,7 +101,7 @@ class Gate:
             return self._stop(failure)
 
     def watch(self) -> None:
-        """Called now and then by the launching thread: gives up on ranks that keep others waiting."""
+        """Gives up on ranks that keep others waiting; called now and then by the launcher."""
         with self._changed:
             if self.failure is not None or not self._meeting.arrivals:
                 return

@@ -6,7 +6,8 @@ import ctypes
 import sys
 import threading
 import time
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch_xla
@@ -136,6 +137,9 @@ def _clean_up(
     session.generators.restore_caller()
     torch_xla._XLAC._xla_set_replication_devices([])
     if runtime.leftover:
+        runtime.unfinished = session.contexts
         exits.skip_destructors()
-    elif session.gate.failure is not None:
+        return
+    runtime.settle_autograd_threads()
+    if session.gate.failure is not None:
         drop_pending(session.contexts)

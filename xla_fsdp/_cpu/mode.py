@@ -10,7 +10,8 @@ One torch function mode, with one dictionary look-up for each operator:
 from __future__ import annotations
 
 import types
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -118,9 +119,7 @@ _READS = _MAY_READ | _collect({
 })  # fmt: skip
 # Not reads, but torch_xla has no kernel for them and computes them on the CPU. The list need not be
 # complete: a cut that nobody sees works too, unless the ranks disagree.
-_CPU_ONLY = (
-    "angle addbmm bincount bucketize histc nansum searchsorted unique_consecutive vdot"
-)
+_CPU_ONLY = "angle addbmm bincount bucketize histc nansum searchsorted unique_consecutive vdot"
 _READS |= _collect({
     torch: _CPU_ONLY,
     torch.Tensor: _CPU_ONLY,

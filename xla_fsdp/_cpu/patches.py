@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 _MISSING = object()
@@ -18,17 +19,18 @@ class Patches:
         self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
 
-    def set_everywhere(self, replacements: dict[Any, Any]) -> None:
+    def set_everywhere(self, replacements: dict[Callable, Callable]) -> None:
         """Replaces functions in every module that imported them by name."""
         by_id = {id(old): new for old, new in replacements.items()}
         for module in list(sys.modules.values()):
             names = getattr(module, "__dict__", None)
             if not names or module.__name__.startswith(("torch.", "jax", "numpy", "sympy")):
                 continue
+            if by_id.keys().isdisjoint(map(id, list(names.values()))):
+                continue
             for name, value in list(names.items()):
-                new = by_id.get(id(value))
-                if new is not None and value in replacements:
-                    self.set(module, name, new)
+                if id(value) in by_id:
+                    self.set(module, name, by_id[id(value)])
 
     def undo(self) -> None:
         while self._undo:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import traceback
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
@@ -76,9 +77,10 @@ class RankThread(threading.Thread):
 def _rank_error(session: Session, context: RankContext, error: BaseException) -> RankError:
     error.__traceback__ = _users_part(error.__traceback__)
     text = "".join(traceback.format_exception(error))
-    others = [line for line in session.gate.places().splitlines()]
+    others = session.gate.places().splitlines()
     del others[context.rank]
-    message = f"rank {context.rank} of {context.size} raised {type(error).__name__}: {error}\n\n{text}"
+    who = f"rank {context.rank} of {context.size}"
+    message = f"{who} raised {type(error).__name__}: {error}\n\n{text}"
     if others:
         message += "\nThe other ranks were stopped:\n" + "\n".join(others)
     failure = RankError(message, context.rank, text)

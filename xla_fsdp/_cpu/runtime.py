@@ -1,13 +1,17 @@
-"""This process's one XLA runtime with N CPU devices: settings, start, and what went wrong with it."""
+"""This process's one XLA runtime with N CPU devices: its settings, start and state."""
 
 from __future__ import annotations
 
 import os
 import threading
 
+import torch
 import torch_xla
 import torch_xla.core.xla_env_vars as xenv
 import torch_xla.runtime as xr
+
+from ..ranks import RankContext
+from .session import drop_pending
 
 MAX_RANKS = 8
 DEFAULT_RANKS = 4
@@ -19,12 +23,15 @@ class CpuRuntime:
     Attributes:
         launching: held for the length of a launch.
         leftover: rank threads that a failed launch could not stop.
+        unfinished: the ranks of that launch, whose collectives are still on the devices.
     """
 
     def __init__(self) -> None:
         self.launching = threading.Lock()
         self.leftover: list[threading.Thread] = []
+        self.unfinished: list[RankContext] = []
         self._started_here = False
+        self._anchors: list[torch.Tensor] = []
 
     def size_for(self, num_devices: int | None) -> int:
         """How many ranks to run.
@@ -60,6 +67,8 @@ class CpuRuntime:
                 f"an earlier launch in this process failed and could not stop {names}; its "
                 "devices are not usable any more. Start a new process."
             )
+        drop_pending(self.unfinished)
+        self.unfinished = []
         settings = _settings(size)
         if not torch_xla._XLAC._xla_runtime_is_initialized():
             os.environ.update(settings)
@@ -83,6 +92,21 @@ class CpuRuntime:
                     "on one CPU need (they would hang). Call launch before anything touches an "
                     f"XLA device, or start the process with {text}"
                 )
+
+    def settle_autograd_threads(self) -> None:
+        """Waits until autograd's threads have let go of every Python object.
+
+        ``backward`` returns before its thread drops what it held. A process that ends meanwhile
+        would abort, as that thread can not get the GIL any more. The thread takes one task after
+        the other, so one more without Python objects in it is enough.
+        """
+        if not self._anchors:
+            self._anchors = [
+                torch.zeros(()).to(device).requires_grad_() for device in torch_xla.devices()
+            ]
+        for anchor in self._anchors:
+            (anchor * 1).backward()
+            anchor.grad = None
 
 
 def _settings(size: int) -> dict[str, str]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import gc
 import re
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 import torch_xla
@@ -153,8 +154,8 @@ class Session:
         _XLAC._xla_wait_device_ops(devices=[self._real_devices[context.rank]])
 
     def _finish_dispatch(self, context: RankContext) -> None:
-        # Garbage in cycles counts as live, so graphs could differ between ranks. All ranks have come,
-        # nothing moves: rank 0 looks after all devices.
+        # Garbage in cycles counts as live, so graphs could differ between ranks. All ranks have
+        # come, nothing moves: rank 0 looks after all devices.
         if context.rank == 0 and any(map(_has_pending, self.contexts)):
             gc.collect()
         device = str(context.device)

@@ -9,6 +9,7 @@ from types import FrameType
 import torch
 import torch_xla
 
+
 def _folder(path: str, up: int = 1) -> str:
     for _ in range(up):
         path = os.path.dirname(path)

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
 from . import errors
 from .errors import RankError, RankTimeoutError
@@ -33,9 +34,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._idle: list[_Worker] = []  # least recently used first
 
-    def run(
-        self, fn: Callable, size: int, args: tuple, kwargs: dict, timeout: float
-    ) -> list[Any]:
+    def run(self, fn: Callable, size: int, args: tuple, kwargs: dict, timeout: float) -> list[Any]:
         """See :func:`xla_fsdp.testing.run_in_ranks`."""
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"num_ranks must be an int from 1 to {_MAX_RANKS}, got {size!r}")
@@ -125,7 +124,7 @@ class _Worker:
             sys.stderr.write(output)
             return [pickle.loads(result) for result in value]
         error = _rank_error(*value) if outcome == "rank error" else _other_error(*value)
-        if output:
+        if output and sys.version_info >= (3, 11):  # the first with notes
             error.add_note(f"Printed by the ranks:\n{output}")
         raise error
 

@@ -1,0 +1,131 @@
+"""What travels: read off the traced program of a step, not off the Python."""
+
+import collections
+import re
+
+import pytest
+import torch
+from test_special_uses import inputs, mlp, wrapped
+from torch import nn
+
+COLLECTIVE = re.compile(
+    r"= (\w+)\[([\d,]*)\][^=]* (all-gather|reduce-scatter|all-reduce|all-to-all)\("
+)
+
+
+def program(rank, options, frozen=()):
+    """Collectives of one forward and backward as (kind, dtype), and the elements they return."""
+    import torch_xla
+
+    plain = mlp()
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    model = wrapped(plain, "1", **options)
+    torch_xla.sync()
+    loss = model(inputs(rank).to(torch_xla.device())).float().square().mean()
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo([loss.detach(), *grads])
+    torch_xla.sync()
+    found = collections.Counter()
+    for dtype, shape, kind in COLLECTIVE.findall(hlo):
+        found[kind, dtype] += 1
+        found[kind, "elements"] += torch.Size(int(d) for d in shape.split(",") if d).numel()
+    return found
+
+
+# The root has two linear layers, the inner unit one: four and two parameters.
+INNER, ROOT = 2, 4
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_gathers_and_reductions_are_counted_out(run_ranks, reshard):
+    for found in run_ranks(program, 4, {"reshard_after_forward": reshard}):
+        assert found == {
+            # The root keeps its parameters, its backward follows at once.
+            ("all-gather", "f32"): ROOT + INNER * (2 if reshard else 1),
+            ("reduce-scatter", "f32"): ROOT + INNER,
+            # Each padded to 128 elements a rank, 4 ranks.
+            ("all-gather", "elements"): 512 * (ROOT + INNER * (2 if reshard else 1)),
+            ("reduce-scatter", "elements"): 128 * (ROOT + INNER),
+        }
+
+
+@pytest.mark.parametrize("fp32_reduce_scatter", [False, True])
+@pytest.mark.parametrize("compute_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("extra", [{}, {"flatten_parameters": True}, {"shard_param_on_dim_0": True}])
+def test_compute_dtype_governs_the_wire(run_ranks, compute_dtype, fp32_reduce_scatter, extra):
+    options = {
+        "compute_dtype": compute_dtype,
+        "fp32_reduce_scatter": fp32_reduce_scatter,
+        **extra,
+    }
+    narrow = {torch.bfloat16: "bf16", torch.float16: "f16"}[compute_dtype]
+    for found in run_ranks(program, 2, options):
+        kinds = {key for key in found if key[1] != "elements"}
+        reduced = "f32" if fp32_reduce_scatter else narrow
+        assert kinds == {("all-gather", narrow), ("reduce-scatter", reduced)}
+
+
+def test_flattening_needs_one_collective_a_unit(run_ranks):
+    for found in run_ranks(program, 2, {"flatten_parameters": True}):
+        assert found["all-gather", "f32"] == 1 + 2 and found["reduce-scatter", "f32"] == 2
+
+
+def test_frozen_parameters_are_not_reduced(run_ranks):
+    frozen = ["0.weight", "1.0.weight", "1.0.bias"]
+    for found in run_ranks(program, 2, {}, frozen):
+        assert found["reduce-scatter", "f32"] == ROOT + INNER - len(frozen)
+
+
+def accumulation(rank):
+    """Reductions of two micro-batches, the first inside no_sync; and again without."""
+    import torch_xla
+
+    counts = []
+    for hold in (True, False):
+        model = wrapped(mlp(), "1")
+        torch_xla.sync()
+        x = inputs(rank).to(torch_xla.device())
+        if hold:
+            with model.no_sync():
+                model(x).sum().backward()
+            assert all(p.grad is None for p in model.parameters())
+        else:
+            model(x).sum().backward()
+        model(x).sum().backward()
+        hlo = torch_xla._XLAC._get_xla_tensors_hlo([p.grad for p in model.parameters()])
+        torch_xla.sync()
+        counts.append(sum(kind == "reduce-scatter" for _, _, kind in COLLECTIVE.findall(hlo)))
+    return counts
+
+
+def test_no_sync_saves_reductions(run_ranks):
+    assert run_ranks(accumulation, 2) == [[INNER + ROOT, 2 * (INNER + ROOT)]] * 2
+
+
+class Skips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.outer = nn.Linear(6, 6)
+
+    def forward(self, x, use_inner):
+        return self.outer(self.inner(x) if use_inner else x)
+
+
+def unit_left_out(rank):
+    """The last micro-batch does not use a unit that an earlier one, inside no_sync, did."""
+    import torch_xla
+
+    model = wrapped(Skips(), "inner")
+    x = inputs(rank).to(torch_xla.device())
+    with model.no_sync():
+        model(x, True).sum().backward()
+    model(x, False).sum().backward()
+    # So small that every value is on the first rank, the other has padding.
+    return [p.grad.abs().sum().item() > 0 for p in model.parameters()]
+
+
+def test_no_sync_loses_no_gradient_of_a_unit_that_is_left_out(run_ranks):
+    assert run_ranks(unit_left_out, 2) == [[True] * 4, [False] * 4]
