@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import torch_xla
@@ -35,12 +36,13 @@ def environment(dump: Path) -> dict[str, str]:
     }
 
 
-def _rank(rank: int, name: str, work: Workload) -> dict:
+def _rank(rank: int, name: str, work: Workload, turns: threading.Lock) -> dict:
     lane = Lane(name, work, rank)
     for _ in range(WARM_UP):
-        loss = lane.trace()  # kept over the sync: an output less is another program
+        with turns:  # the in-tree checkpoint keeps its state in a global of the process
+            loss = lane.trace()  # kept over the sync: an output less is another program
         torch_xla.sync(wait=True)
-        xm.rendezvous("step")  # one step at a time on all ranks, also in the checkpointed in-tree
+        xm.rendezvous("step")
     if rank == 0:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -48,7 +50,8 @@ def _rank(rank: int, name: str, work: Workload) -> dict:
     xm.rendezvous("reset")
     before = _kilobytes("VmRSS")
     for _ in range(STEPS):
-        loss = lane.trace()  # kept over the sync: an output less is another program
+        with turns:  # the in-tree checkpoint keeps its state in a global of the process
+            loss = lane.trace()  # kept over the sync: an output less is another program
         torch_xla.sync(wait=True)
         xm.rendezvous("step")
     del loss
@@ -62,7 +65,8 @@ def _kilobytes(field: str) -> int:
 
 def main() -> None:
     name, work = sys.argv[1], Workload(**json.loads(sys.argv[2]))
-    print(json.dumps(xla_fsdp.launch(_rank, (name, work), num_devices=work.ranks)[0]))
+    results = xla_fsdp.launch(_rank, (name, work, threading.Lock()), num_devices=work.ranks)
+    print(json.dumps(results[0]))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ def step_program(dump: Path) -> dict:
     same = _digest(traced)
     return {
         **collectives(optimized[-1].read_text()),
+        # XLA on CPU widens some collectives to float32; what was asked for is in the traced program.
+        "traced_wire_bytes": collectives(traced.read_text())["wire_bytes"],
         "program_bytes": int(total[1]) if total else None,
         "temp_bytes": sum(map(int, temporary)),
         "traced_instructions": sum(" = " in line for line in traced.open()),

@@ -63,6 +63,7 @@ class ShardedParameter:
 
     def validate(self, key: str, label: str) -> None:
         """Raise `InvalidMetadataError` unless the members cover `numel` exactly once."""
+
         def fail(what: str) -> None:
             raise InvalidMetadataError(f"{label}: parameter {key!r}: {what}")
 

@@ -1,6 +1,7 @@
 """Shared by all tests: ranks to run functions on, and scripts in processes of their own."""
 
 import os
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = ["xla_fsdp.testing"]
+
+# Tests compile many programs and run each a few times: compile them quickly.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 ROOT = Path(__file__).resolve().parent.parent
 

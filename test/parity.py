@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
 from zoo import Block, Zoo, batches, loss_of
 
 STEPS = 10

@@ -37,7 +37,7 @@ def test_side_by_side_run_gives_every_figure_and_equal_losses(tmp_path):
     # Read off the programs, so exact: ranks share one, and ours sends no more than in-tree.
     ours, in_tree = figures["ours"], figures["in-tree"]
     assert ours["step_executables"] == 1
-    assert 0 < ours["wire_bytes"] <= in_tree["wire_bytes"]
+    assert 0 < ours["traced_wire_bytes"] <= in_tree["traced_wire_bytes"]
 
 
 def test_collectives_and_wire_bytes_are_counted_from_the_program():

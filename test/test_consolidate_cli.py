@@ -29,9 +29,11 @@ SOURCES = sorted(Path(xla_fsdp.consolidate.__file__).parent.glob("*.py"))
 def run(*arguments, flags=()):
     """The command as users run it, with warnings as errors."""
     return subprocess.run(
-        [sys.executable, "-W", "error", *flags, "-m", "xla_fsdp.consolidate",
-         *map(str, arguments)],
-        cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-W", "error", *flags, "-m", "xla_fsdp.consolidate", *map(str, arguments)],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -45,7 +47,8 @@ def test_command_of_the_readme(tmp_path):
         f"wrote {target}: 9 parameters (39 elements), {target.stat().st_size} bytes\n"
     )
     assert done.stderr.splitlines() == [
-        f"found 4 rank files matching {prefix}{SUFFIX}", "assembled 9 parameters",
+        f"found 4 rank files matching {prefix}{SUFFIX}",
+        "assembled 9 parameters",
     ]
     found = torch.load(target, weights_only=True)["model"]
     assert_same(found, expected_state_dict(small_model()))
@@ -65,16 +68,19 @@ def test_refusal_of_the_command(tmp_path, flags):
     assert list(tmp_path.iterdir()) == [path_of(tmp_path, 0, 2)]
 
 
-@pytest.mark.parametrize("arguments", [
-    [],
-    ["--ckpt_suffix", "*"],
-    ["--ckpt_prefix"],
-    ["--ckpt_prefix", "p", "--nonsense"],
-    ["--ckpt_prefix", "p", "surplus"],
-    ["--ckpt_pre", "p"],
-    ["--ckpt_prefix", "p", "--tied", "a"],
-    ["--ckpt_prefix", "p", "--tied", "=a"],
-])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--ckpt_suffix", "*"],
+        ["--ckpt_prefix"],
+        ["--ckpt_prefix", "p", "--nonsense"],
+        ["--ckpt_prefix", "p", "surplus"],
+        ["--ckpt_pre", "p"],
+        ["--ckpt_prefix", "p", "--tied", "a"],
+        ["--ckpt_prefix", "p", "--tied", "=a"],
+    ],
+)
 def test_wrong_usage(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
@@ -133,9 +139,15 @@ def test_sources(source):
 
 def test_import_does_not_start_torch_xla():
     done = subprocess.run(
-        [sys.executable, "-c",
-         "import sys, xla_fsdp.consolidate; print('torch_xla' in sys.modules)"],
-        cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120,
+        [
+            sys.executable,
+            "-c",
+            "import sys, xla_fsdp.consolidate; print('torch_xla' in sys.modules)",
+        ],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
         # torch itself may import any installed backend; that is the user's switch, not ours.
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
     )
@@ -180,15 +192,24 @@ def test_memory_is_the_result_alone(tmp_path):
             model[name] = torch.ones(mib // 2)  # 2 MiB of an 8 MiB parameter
             member = {"names": [name], "shape": [2 * mib], "offset": 0}
             parameters[name] = {"layout": "flat", "numel": 2 * mib, "members": [member]}
-        metadata = {"format": "xla_fsdp", "version": 1, "world_size": 4, "rank": rank,
-                    "parameters": parameters, "buffers": {}}
+        metadata = {
+            "format": "xla_fsdp",
+            "version": 1,
+            "world_size": 4,
+            "rank": rank,
+            "parameters": parameters,
+            "buffers": {},
+        }
         adam = {name: [shard * 2, shard * 3] for name, shard in model.items()}
         files.append({"model": model, "shard_metadata": metadata, "optimizer": adam})
     prefix = save(files, tmp_path)
     del files, model, adam
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, prefix],
-        cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120,
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert 64 * mib <= int(done.stdout) < (64 + 16) * mib

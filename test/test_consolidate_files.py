@@ -76,15 +76,17 @@ def test_output_of_the_intree_class_is_ignored_under_its_default_name_only(tmp_p
     assert_same(full, expected_state_dict(small_model()))
 
     torch.save({"model": {"w": torch.zeros(2)}}, prefix + "_other.pth")
-    assert_refused(capsys, tmp_path, prefix, MissingMetadataError, prefix + "_other.pth",
-                   suffix="*.pth")
+    assert_refused(
+        capsys, tmp_path, prefix, MissingMetadataError, prefix + "_other.pth", suffix="*.pth"
+    )
 
 
 def test_other_file_under_the_default_name_is_foreign(tmp_path, capsys):
     prefix = write(tmp_path)
     torch.save({"weights": 3}, prefix + "_consolidated.pth")
-    assert_refused(capsys, tmp_path, prefix, ForeignFileError, prefix + "_consolidated.pth",
-                   suffix="*.pth")
+    assert_refused(
+        capsys, tmp_path, prefix, ForeignFileError, prefix + "_consolidated.pth", suffix="*.pth"
+    )
 
 
 def test_only_an_earlier_output_is_there(tmp_path, capsys):
@@ -92,8 +94,9 @@ def test_only_an_earlier_output_is_there(tmp_path, capsys):
     consolidate_sharded_model_checkpoints(prefix)
     for rank in range(2):
         path_of(tmp_path, rank, 2).unlink()
-    assert_refused(capsys, tmp_path, prefix, MissingRankError, prefix + "_consolidated.pth",
-                   suffix="*.pth")
+    assert_refused(
+        capsys, tmp_path, prefix, MissingRankError, prefix + "_consolidated.pth", suffix="*.pth"
+    )
 
 
 @pytest.mark.parametrize("link", ["same", "dotted", "symlink", "hardlink"])
@@ -111,14 +114,16 @@ def test_an_input_is_not_overwritten(tmp_path, capsys, link):
 def test_missing_directory(tmp_path, capsys):
     prefix = write(tmp_path)
     save_path = tmp_path / "no" / "full.pth"
-    assert_refused(capsys, tmp_path, prefix, OutputError, save_path, "does not exist",
-                   save_path=save_path)
+    assert_refused(
+        capsys, tmp_path, prefix, OutputError, save_path, "does not exist", save_path=save_path
+    )
 
 
 def test_output_is_a_directory(tmp_path, capsys):
     prefix = write(tmp_path)
-    assert_refused(capsys, tmp_path, prefix, OutputError, tmp_path, "is a directory",
-                   save_path=tmp_path)
+    assert_refused(
+        capsys, tmp_path, prefix, OutputError, tmp_path, "is a directory", save_path=tmp_path
+    )
 
 
 def test_earlier_content_is_replaced(tmp_path):
@@ -150,8 +155,9 @@ def test_failed_write_leaves_the_old_file(tmp_path, capsys, monkeypatch, failure
 
     with monkeypatch.context() as patch:
         patch.setattr(storage.torch, "save", fail)
-        assert_refused(capsys, tmp_path, prefix, OutputError,
-                       tmp_path / "full.pth", failure.args[-1])
+        assert_refused(
+            capsys, tmp_path, prefix, OutputError, tmp_path / "full.pth", failure.args[-1]
+        )
     assert (tmp_path / "full.pth").read_bytes() == b"old"
 
 

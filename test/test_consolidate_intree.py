@@ -102,8 +102,14 @@ def test_tied_names_are_lost_unless_named(written, case):
 
 
 def test_tied_names_on_the_command_line(written, tmp_path, capsys):
-    arguments = ("--ckpt_prefix", f"{written / 'tied'}/", "--ckpt_suffix", "rank-*",
-                 "--save_path", tmp_path / "full.pth")
+    arguments = (
+        "--ckpt_prefix",
+        f"{written / 'tied'}/",
+        "--ckpt_suffix",
+        "rank-*",
+        "--save_path",
+        tmp_path / "full.pth",
+    )
     code, out, _ = run_cli(capsys, *arguments, "--tied", "head.weight=emb.weight")
     assert code == 0
     full = torch.load(tmp_path / "full.pth", weights_only=True)["model"]
@@ -120,8 +126,15 @@ def test_incomplete_metadata(written, tmp_path, capsys, field):
         if index == 1:
             del file["shard_metadata"][field]
         torch.save(file, tmp_path / f"ckpt{index}.pth")
-    assert_refused(capsys, tmp_path, f"{tmp_path}/", InvalidMetadataError,
-                   tmp_path / "ckpt1.pth", field, suffix="ckpt*.pth")
+    assert_refused(
+        capsys,
+        tmp_path,
+        f"{tmp_path}/",
+        InvalidMetadataError,
+        tmp_path / "ckpt1.pth",
+        field,
+        suffix="ckpt*.pth",
+    )
 
 
 def break_missing_flatten_info(meta):
@@ -151,16 +164,30 @@ def break_buffer(meta):
     meta["buffer_info"]["table"] = {"_orig_dtype": "float32"}
 
 
-@pytest.mark.parametrize("damage", [
-    break_missing_flatten_info, break_numels, break_columns, break_size, break_name, break_buffer,
-])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        break_missing_flatten_info,
+        break_numels,
+        break_columns,
+        break_size,
+        break_name,
+        break_buffer,
+    ],
+)
 def test_contradictory_metadata(written, tmp_path, capsys, damage):
     for index, file in enumerate(contents(written, "flat-2")):
         if index == 1:
             damage(file["shard_metadata"])
         torch.save(file, tmp_path / f"ckpt{index}.pth")
-    assert_refused(capsys, tmp_path, f"{tmp_path}/", InvalidMetadataError,
-                   tmp_path / "ckpt1.pth", suffix="ckpt*.pth")
+    assert_refused(
+        capsys,
+        tmp_path,
+        f"{tmp_path}/",
+        InvalidMetadataError,
+        tmp_path / "ckpt1.pth",
+        suffix="ckpt*.pth",
+    )
 
 
 def test_undescribed_shard(written, tmp_path, capsys):
@@ -168,8 +195,15 @@ def test_undescribed_shard(written, tmp_path, capsys):
         if index == 1:
             file["model"]["block._fsdp_shard_other"] = torch.zeros(3)
         torch.save(file, tmp_path / f"ckpt{index}.pth")
-    assert_refused(capsys, tmp_path, f"{tmp_path}/", ShardMismatchError,
-                   tmp_path / "ckpt1.pth", "block._fsdp_shard_other", suffix="ckpt*.pth")
+    assert_refused(
+        capsys,
+        tmp_path,
+        f"{tmp_path}/",
+        ShardMismatchError,
+        tmp_path / "ckpt1.pth",
+        "block._fsdp_shard_other",
+        suffix="ckpt*.pth",
+    )
 
 
 def test_suffix_and_output_of_the_huggingface_trainer(written, tmp_path):

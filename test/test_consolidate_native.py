@@ -62,8 +62,10 @@ def test_save_model_false_writes_nothing(tmp_path):
 
 
 def test_padding_is_not_saved(tmp_path):
-    model = [Entry("w", "flat", [(("w",), torch.randn(3))]),
-             Entry("e", "dim0", [(("e",), torch.randn(5, 2))])]
+    model = [
+        Entry("w", "flat", [(("w",), torch.randn(3))]),
+        Entry("e", "dim0", [(("e",), torch.randn(5, 2))]),
+    ]
     prefix = save(rank_files(model, 4, multiple=4096), tmp_path)
     full, path = consolidate_sharded_model_checkpoints(prefix, SUFFIX)
     for tensor in full.values():

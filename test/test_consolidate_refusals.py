@@ -55,8 +55,14 @@ def test_missing_rank(tmp_path, capsys, world_size, which):
     lost = 0 if which == "first" else world_size - 1
     path_of(tmp_path, lost, world_size).unlink()
     kept = 1 if which == "first" else 0
-    assert_refused(capsys, tmp_path, prefix, MissingRankError,
-                   path_of(tmp_path, kept, world_size), f"no file of rank {lost}")
+    assert_refused(
+        capsys,
+        tmp_path,
+        prefix,
+        MissingRankError,
+        path_of(tmp_path, kept, world_size),
+        f"no file of rank {lost}",
+    )
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -64,16 +70,24 @@ def test_duplicate_rank(tmp_path, capsys, world_size):
     prefix = write(tmp_path, world_size)
     copy = path_of(tmp_path, "0b", world_size)
     copy.write_bytes(path_of(tmp_path, 0, world_size).read_bytes())
-    assert_refused(capsys, tmp_path, prefix, DuplicateRankError,
-                   copy, path_of(tmp_path, 0, world_size), "rank 0")
+    assert_refused(
+        capsys,
+        tmp_path,
+        prefix,
+        DuplicateRankError,
+        copy,
+        path_of(tmp_path, 0, world_size),
+        "rank 0",
+    )
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_files_of_another_world(tmp_path, capsys, world_size):
     prefix = write(tmp_path, world_size)
     save(rank_files(small_model(), world_size + 1), tmp_path)
-    assert_refused(capsys, tmp_path, prefix, WorldSizeError,
-                   f"of-{world_size}.pth", f"of-{world_size + 1}.pth")
+    assert_refused(
+        capsys, tmp_path, prefix, WorldSizeError, f"of-{world_size}.pth", f"of-{world_size + 1}.pth"
+    )
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -82,8 +96,14 @@ def test_rank_outside_its_world(tmp_path, capsys, world_size):
         file["shard_metadata"]["rank"] = world_size
 
     prefix = write(tmp_path, world_size, damage, rank=0)
-    assert_refused(capsys, tmp_path, prefix, WorldSizeError,
-                   path_of(tmp_path, 0, world_size), f"rank {world_size}")
+    assert_refused(
+        capsys,
+        tmp_path,
+        prefix,
+        WorldSizeError,
+        path_of(tmp_path, 0, world_size),
+        f"rank {world_size}",
+    )
 
 
 def test_world_size_of_state_dicts():
@@ -96,9 +116,17 @@ def test_world_size_of_state_dicts():
         consolidate_sharded_state_dicts([], files[0]["shard_metadata"])
 
 
-@pytest.mark.parametrize("content", [
-    {"epoch": 3}, [1, 2], torch.zeros(3), {"consolidated": 1, "shard_metadata": {}}, None,
-], ids=["dict", "list", "tensor", "marker-and-metadata", "none"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"epoch": 3},
+        [1, 2],
+        torch.zeros(3),
+        {"consolidated": 1, "shard_metadata": {}},
+        None,
+    ],
+    ids=["dict", "list", "tensor", "marker-and-metadata", "none"],
+)
 def test_foreign_file(tmp_path, capsys, content):
     prefix = write(tmp_path)
     foreign = path_of(tmp_path, 7, 2)
@@ -115,8 +143,13 @@ def test_model_that_is_no_state_dict(tmp_path, capsys):
 def test_missing_metadata(tmp_path, capsys, world_size):
     prefix = write(tmp_path, world_size, lambda file: file.pop("shard_metadata"), world_size - 1)
     assert issubclass(MissingMetadataError, ForeignFileError)
-    assert_refused(capsys, tmp_path, prefix, MissingMetadataError,
-                   path_of(tmp_path, world_size - 1, world_size))
+    assert_refused(
+        capsys,
+        tmp_path,
+        prefix,
+        MissingMetadataError,
+        path_of(tmp_path, world_size - 1, world_size),
+    )
 
 
 def truncate(path, size):
@@ -130,9 +163,16 @@ def test_truncated(tmp_path, capsys, size):
     assert_refused(capsys, tmp_path, prefix, UnreadableFileError, path_of(tmp_path, 1, 2))
 
 
-@pytest.mark.parametrize("garbage", [
-    b"hello world\n", bytes(range(256)) * 16, pickle.dumps({}, 2), pickle.dumps({}, 4),
-], ids=["text", "binary", "pickle-2", "pickle-4"])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"hello world\n",
+        bytes(range(256)) * 16,
+        pickle.dumps({}, 2),
+        pickle.dumps({}, 4),
+    ],
+    ids=["text", "binary", "pickle-2", "pickle-4"],
+)
 def test_not_a_torch_file(tmp_path, capsys, garbage):
     prefix = write(tmp_path)
     path_of(tmp_path, 1, 2).write_bytes(garbage)
@@ -174,8 +214,9 @@ def test_unsafe_content_is_not_executed(tmp_path, capsys, writer):
             pickle.dump(files[1]["extra"], file, protocol=2)
         else:
             torch.save(files[1], file, _use_new_zipfile_serialization=writer == "zip")
-    assert_refused(capsys, tmp_path, prefix, UnsafeFileError,
-                   path_of(tmp_path, 1, 2), "posix.mkdir")
+    assert_refused(
+        capsys, tmp_path, prefix, UnsafeFileError, path_of(tmp_path, 1, 2), "posix.mkdir"
+    )
     assert not trace.exists()
 
 
@@ -212,14 +253,28 @@ def other_buffer(file):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("damage", [
-    drop_key, drop_buffer, add_key, longer_shard, other_rows, other_dtype, no_tensor, other_buffer,
-])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        drop_key,
+        drop_buffer,
+        add_key,
+        longer_shard,
+        other_rows,
+        other_dtype,
+        no_tensor,
+        other_buffer,
+    ],
+)
 def test_ranks_that_hold_different_tensors(tmp_path, capsys, damage, rank):
     prefix = write(tmp_path, damage=damage, rank=rank)
     # Which of the two ranks is wrong cannot be known in general: the message names a file and key.
-    key = {"drop_buffer": "norm.mean", "add_key": "surplus", "other_rows": "emb.weight",
-           "other_buffer": "norm.mean"}.get(damage.__name__, "norm.weight")
+    key = {
+        "drop_buffer": "norm.mean",
+        "add_key": "surplus",
+        "other_rows": "emb.weight",
+        "other_buffer": "norm.mean",
+    }.get(damage.__name__, "norm.weight")
     assert_refused(capsys, tmp_path, prefix, ShardMismatchError, tmp_path, ".pth: ", key)
 
 
@@ -229,16 +284,23 @@ def test_shards_that_do_not_hold_the_parameter(tmp_path, capsys, world_size, sha
     files = rank_files(small_model(), world_size)
     for file in files:
         file["model"]["norm.weight"] = torch.zeros(shape)
-    assert_refused(capsys, tmp_path, save(files, tmp_path), ShardMismatchError,
-                   path_of(tmp_path, 0, world_size), "norm.weight")
+    assert_refused(
+        capsys,
+        tmp_path,
+        save(files, tmp_path),
+        ShardMismatchError,
+        path_of(tmp_path, 0, world_size),
+        "norm.weight",
+    )
 
 
 def test_alias_of_another_shape(tmp_path, capsys):
     files = rank_files([Entry("a", "flat", [(("a", "z"), torch.zeros(4))])], 2)
     for file in files:
         file["model"]["z"] = torch.zeros(7)
-    assert_refused(capsys, tmp_path, save(files, tmp_path), ShardMismatchError,
-                   path_of(tmp_path, 0, 2), "'z'")
+    assert_refused(
+        capsys, tmp_path, save(files, tmp_path), ShardMismatchError, path_of(tmp_path, 0, 2), "'z'"
+    )
 
 
 def other_members(meta):
@@ -258,17 +320,31 @@ def no_buffer_dtype(meta):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("damage", [
-    other_members, other_name, other_buffer_dtype, no_buffer_dtype,
-])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        other_members,
+        other_name,
+        other_buffer_dtype,
+        no_buffer_dtype,
+    ],
+)
 def test_ranks_that_describe_different_models(tmp_path, capsys, damage, rank):
     prefix = write(tmp_path, damage=lambda file: damage(file["shard_metadata"]), rank=rank)
-    assert_refused(capsys, tmp_path, prefix, MetadataMismatchError,
-                   path_of(tmp_path, 1, 2), path_of(tmp_path, 0, 2), "norm.")
+    assert_refused(
+        capsys,
+        tmp_path,
+        prefix,
+        MetadataMismatchError,
+        path_of(tmp_path, 1, 2),
+        path_of(tmp_path, 0, 2),
+        "norm.",
+    )
 
 
 def put(*path, value):
     """A damage that sets one entry of the metadata; `value` None deletes it."""
+
     def damage(meta):
         for step in path[:-1]:
             meta = meta[step]
@@ -276,6 +352,7 @@ def put(*path, value):
             del meta[path[-1]]
         else:
             meta[path[-1]] = value
+
     return damage
 
 
@@ -334,8 +411,14 @@ def test_described_but_not_stored_anywhere(tmp_path, capsys):
     files = rank_files(small_model(), 2)
     for file in files:
         del file["model"]["scalar"]
-    assert_refused(capsys, tmp_path, save(files, tmp_path), ShardMismatchError,
-                   path_of(tmp_path, 0, 2), "'scalar' is described but not stored")
+    assert_refused(
+        capsys,
+        tmp_path,
+        save(files, tmp_path),
+        ShardMismatchError,
+        path_of(tmp_path, 0, 2),
+        "'scalar' is described but not stored",
+    )
 
 
 def test_one_base_class():

@@ -34,8 +34,10 @@ def shards_of(entry, world_size, multiple=1):
         whole = entry.members[0][1]
     chunk = -(-whole.shape[0] // (world_size * multiple)) * multiple
     padding = whole.new_full((chunk * world_size - whole.shape[0], *whole.shape[1:]), float("nan"))
-    return [part.clone() for part in torch.cat([whole, padding]).reshape(
-        world_size, chunk, *whole.shape[1:])]
+    return [
+        part.clone()
+        for part in torch.cat([whole, padding]).reshape(world_size, chunk, *whole.shape[1:])
+    ]
 
 
 def rank_files(entries, world_size, multiple=1):
@@ -44,7 +46,7 @@ def rank_files(entries, world_size, multiple=1):
     state_dicts = [{} for _ in range(world_size)]
     for entry in entries:
         if entry.layout == "buffer":
-            (_, tensor), = entry.members
+            ((_, tensor),) = entry.members
             stored = tensor if entry.stored is None else tensor.to(entry.stored)
             if entry.stored is not None:
                 buffers[entry.key] = str(tensor.dtype).removeprefix("torch.")
@@ -97,12 +99,16 @@ def small_model(seed=0):
 
     return [
         Entry("emb.weight", "dim0", [(("emb.weight", "head.weight"), rand(5, 3))]),
-        Entry("block.flat_param_0", "flat", [
-            (("block.fc.weight", "block.tied.weight"), rand(3, 4)),
-            (("block.scale",), rand()),
-            (("block.empty",), rand(0, 7)),
-            (("block.fc.bias",), rand(3)),
-        ]),
+        Entry(
+            "block.flat_param_0",
+            "flat",
+            [
+                (("block.fc.weight", "block.tied.weight"), rand(3, 4)),
+                (("block.scale",), rand()),
+                (("block.empty",), rand(0, 7)),
+                (("block.fc.bias",), rand(3)),
+            ],
+        ),
         Entry("norm.weight", "flat", [(("norm.weight",), rand(3))]),
         Entry("norm.half", "flat", [(("norm.half",), rand(2, 2).to(torch.bfloat16))]),
         Entry("nothing", "flat", [(("nothing",), rand(0))]),

@@ -230,9 +230,7 @@ def on_meta(rank, flatten):
 
     torch.manual_seed(0)
     with torch.device("meta"):
-        blocks = [
-            nn.Sequential(Counting(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(6)
-        ]
+        blocks = [nn.Sequential(Counting(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(6)]
         model = nn.Sequential(*blocks, Counting(WIDTH, WIDTH))
         model[6].weight = model[0][0].weight
     model[2][0].weight.requires_grad_(False)

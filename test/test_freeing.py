@@ -150,9 +150,7 @@ def forward_backward(rank, factory, arguments, frozen, reshard):
     alive = sum(size >= large for size in live_sizes(device))
     output.square().mean().backward()
     after = sum(size >= large for size in live_sizes(device))
-    grads = {
-        n: None if p.grad is None else p.grad.cpu() for n, p in model.named_parameters()
-    }
+    grads = {n: None if p.grad is None else p.grad.cpu() for n, p in model.named_parameters()}
     metadata = model.get_shard_metadata()
     return (
         alive, after, grads, metadata, expected, reference.detach(), output.detach().cpu(),

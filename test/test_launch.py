@@ -49,7 +49,7 @@ class TestHealthyRanks:
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from test_launch import expected, sharded_step
-from xla_fsdp.launch import launch
+from xla_fsdp import launch
 import torch_xla, torch_xla.debug.metrics as met
 
 def run(rank, step):
@@ -225,7 +225,7 @@ print("200 launches")
             """
 import torch, torch_xla
 import torch_xla.core.xla_model as xm
-from xla_fsdp.launch import launch
+from xla_fsdp import launch
 kept = {}
 
 def step(rank):
@@ -260,7 +260,7 @@ class TestArguments:
             """
 import os
 import xla_fsdp
-from xla_fsdp.launch import launch
+from xla_fsdp import launch
 import torch_xla
 
 for count, error in ((0, ValueError), (9, ValueError), (-1, ValueError), ("4", TypeError),
@@ -306,9 +306,7 @@ print("refused")
         assert result.stdout.endswith("refused\n"), result.stderr
 
     def test_default_is_four(self, run_script):
-        result = run_script(
-            "from xla_fsdp.launch import launch\nprint(len(launch(lambda rank: rank)))"
-        )
+        result = run_script("from xla_fsdp import launch\nprint(len(launch(lambda rank: rank)))")
         assert result.stdout == "4\n", result.stderr
 
     @pytest.mark.parametrize("count", ["1", "4"])
@@ -317,7 +315,7 @@ print("refused")
             """
 import torch, torch_xla
 torch.ones(1).to("xla")
-from xla_fsdp.launch import launch
+from xla_fsdp import launch
 try:
     launch(print, (), 4)
 except RuntimeError as error:
@@ -333,7 +331,7 @@ except RuntimeError as error:
 
     def test_launch_inside_a_rank(self, run_ranks):
         def step(rank):
-            from xla_fsdp.launch import launch
+            from xla_fsdp import launch
 
             with pytest.raises(RuntimeError, match="inside rank"):
                 launch(print, (), 2)
@@ -344,7 +342,7 @@ except RuntimeError as error:
         result = run_script(
             """
 import threading, time
-from xla_fsdp.launch import launch
+from xla_fsdp import launch
 
 def slow(rank):
     time.sleep(1.0)
@@ -366,7 +364,7 @@ thread.join()
             """
 import os, torch_xla
 os.environ["PJRT_DEVICE"] = "TPU"
-from xla_fsdp.launch import launch
+from xla_fsdp import launch
 from torch_xla._internal import tpu
 calls = []
 torch_xla.launch = lambda fn, args: calls.append((fn, args))
@@ -390,7 +388,7 @@ print("handed over")
 STUCK = """
 import os, sys, time, torch, torch_xla
 import torch_xla.core.xla_model as xm
-from xla_fsdp.launch import launch, RankError
+from xla_fsdp import launch, RankError
 
 def step(rank):
     gathered = xm.all_gather(torch.ones(2, 2).to("xla"))
@@ -434,7 +432,7 @@ class TestLeavingAProcess:
     @pytest.mark.parametrize("end, status", [("", 0), ("sys.exit(3)", 3), ("1 / 0", 1)])
     def test_exit_status_after_a_clean_launch(self, run_script, end, status):
         result = run_script(
-            "import sys\nfrom xla_fsdp.launch import launch\n"
+            "import sys\nfrom xla_fsdp import launch\n"
             "assert launch(lambda rank: rank, (), 2) == [0, 1]\n" + end
         )
         assert result.returncode == status, result.stderr
@@ -445,7 +443,7 @@ class TestLeavingAProcess:
             """
 import sys, time, torch, torch_xla
 import torch_xla.core.xla_model as xm
-from xla_fsdp.launch import launch
+from xla_fsdp import launch
 
 def step(rank):
     while True:

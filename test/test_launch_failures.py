@@ -360,7 +360,7 @@ class TestAfterAFailure:
             """
 import torch, torch_xla
 import torch_xla.core.xla_model as xm
-from xla_fsdp.launch import launch, CollectiveMismatchError
+from xla_fsdp import launch, CollectiveMismatchError
 kept = {}
 
 def fail(rank):
@@ -404,7 +404,7 @@ print("usable")
             """
 import time, torch, torch_xla
 import torch_xla.core.xla_model as xm
-from xla_fsdp.launch import launch, RankError
+from xla_fsdp import launch, RankError
 kept = {}
 
 def fail(rank):
@@ -439,7 +439,7 @@ raise SystemExit(3)
         result = run_script(
             """
 import time, torch
-from xla_fsdp.launch import launch, RankTimeoutError
+from xla_fsdp import launch, RankTimeoutError
 
 def step(rank):
     import torch_xla.core.xla_model as xm
@@ -466,7 +466,7 @@ def test_a_cut_that_nobody_sees_is_told_before_xla_aborts(run_script):
         """
 import torch, torch_xla
 import torch_xla.core.xla_model as xm
-from xla_fsdp.launch import launch
+from xla_fsdp import launch
 
 def step(rank):
     gathered = xm.all_gather(torch.ones(2).to("xla"))

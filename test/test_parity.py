@@ -27,7 +27,9 @@ CROSS = [
         ranks,
     )
     for (wrapping, reshard, checkpoint, accumulation), (optimizer, norm, ranks) in zip(
-        itertools.product(WRAPPINGS, [True, False], [False, True], ACCUMULATIONS), _rotation
+        itertools.product(WRAPPINGS, [True, False], [False, True], ACCUMULATIONS),
+        _rotation,
+        strict=False,
     )
     for ZERO2 in [{"reshard_after_forward": False}]
 ]

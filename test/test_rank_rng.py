@@ -197,7 +197,7 @@ def test_the_callers_state_is_given_to_ranks_and_kept(run_script):
     result = run_script(
         """
 import torch
-from xla_fsdp.launch import launch
+from xla_fsdp import launch
 
 def draw(rank):
     return torch.rand(2), [torch.manual_seed(rank), torch.rand(5)][1]

@@ -17,7 +17,9 @@ WIDTH = 6
 def mlp() -> nn.Sequential:
     torch.manual_seed(2)
     return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, 3)
+        nn.Linear(WIDTH, WIDTH),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+        nn.Linear(WIDTH, 3),
     )
 
 
@@ -48,9 +50,7 @@ def whole(model, tensors) -> dict[str, torch.Tensor]:
 
 def gradients(model) -> dict[str, torch.Tensor]:
     named = model.named_parameters(remove_duplicate=False)
-    return whole(
-        model, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
-    )
+    return whole(model, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named})
 
 
 def assert_same_gradients(model, plain: nn.Module) -> None:
@@ -211,7 +211,9 @@ def trip_and_go_on(rank, when, checkpointed):
     # Nothing is left behind that a user can see ...
     assert [name for name, _ in model.named_parameters()] == names
     assert [p.shape for p in model.parameters()] == shapes
-    assert {n: v.shape for n, v in model.state_dict().items()} == dict(zip(names, shapes, strict=True))
+    assert {n: v.shape for n, v in model.state_dict().items()} == dict(
+        zip(names, shapes, strict=True)
+    )
     model.zero_grad()
     # ... and the next step is as if nothing had been.
     model(inputs(rank).to(device)).square().mean().backward()

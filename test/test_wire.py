@@ -53,7 +53,9 @@ def test_gathers_and_reductions_are_counted_out(run_ranks, reshard):
 
 @pytest.mark.parametrize("fp32_reduce_scatter", [False, True])
 @pytest.mark.parametrize("compute_dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("extra", [{}, {"flatten_parameters": True}, {"shard_param_on_dim_0": True}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"flatten_parameters": True}, {"shard_param_on_dim_0": True}]
+)
 def test_compute_dtype_governs_the_wire(run_ranks, compute_dtype, fp32_reduce_scatter, extra):
     options = {
         "compute_dtype": compute_dtype,

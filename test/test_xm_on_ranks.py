@@ -245,7 +245,7 @@ def test_names_imported_before_the_launch_work(run_script):
 import torch
 from torch_xla.core.xla_model import all_reduce, all_gather, rendezvous
 import torch_xla.core.xla_model as xm
-from xla_fsdp.launch import launch
+from xla_fsdp import launch
 
 def step(rank):
     x = torch.ones(2).to("xla") + rank

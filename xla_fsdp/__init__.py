@@ -5,10 +5,11 @@ runtime's environment, and ``xla_fsdp.consolidate`` runs where there is no torch
 """
 
 from importlib import import_module as _import_module
+from logging import getLogger as _getLogger
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
-    from .launch import CollectiveMismatchError, RankError, launch
+    from .launcher import CollectiveMismatchError, RankError, RankTimeoutError, launch
     from .remat import checkpoint_module
     from .wrap import (
         always_wrap_policy,
@@ -22,9 +23,10 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "launch": "launch",
-    "RankError": "launch",
-    "CollectiveMismatchError": "launch",
+    "launch": "launcher",
+    "RankError": "launcher",
+    "RankTimeoutError": "launcher",
+    "CollectiveMismatchError": "launcher",
     "XlaFullyShardedDataParallel": "wrapper",
     "checkpoint_module": "remat",
     "always_wrap_policy": "wrap",
@@ -43,9 +45,19 @@ def __getattr__(name: str):
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_import_module(f".{home}", __name__), name)
+    # Importing torch_xla says on every machine without an accelerator that it will use the CPU.
+    root_logger = _getLogger()
+    root_logger.addFilter(_is_not_about_the_cpu)
+    try:
+        value = getattr(_import_module(f".{home}", __name__), name)
+    finally:
+        root_logger.removeFilter(_is_not_about_the_cpu)
     globals()[name] = value
     return value
+
+
+def _is_not_about_the_cpu(record) -> bool:
+    return "Defaulting to PJRT_DEVICE=CPU" not in record.getMessage()
 
 
 def __dir__() -> list[str]:

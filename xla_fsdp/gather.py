@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import enum
 import weakref
-from typing import TYPE_CHECKING, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 

@@ -7,19 +7,25 @@ that ties the shards to a tensor prevents both: nothing behind it starts before 
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 import torch_xla
 
 
-def after(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def after(
+    tensors: Sequence[torch.Tensor],
+    events: Sequence[torch.Tensor],
+    shapes: Sequence[Sequence[int]] | None = None,
+) -> list[torch.Tensor]:
     """Copies of ``tensors`` that exist only once all ``events`` do; the arguments stay as they are.
 
-    A barrier replaces what it is given. Applied to a parameter itself it would make the parameter
-    an output of every step, so it is applied to copies; the compiler removes those.
+    ``shapes``: what to view the copies as. A barrier replaces what it is given. Applied to a
+    parameter itself it would make the parameter an output of every step, so it is applied to
+    copies; the compiler removes those.
     """
-    tied = [torch.view_copy(tensor, tensor.shape) for tensor in tensors]
+    shapes = shapes or [tensor.shape for tensor in tensors]
+    tied = [torch.view_copy(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
     if tied and events:
         torch_xla._XLAC._xla_optimization_barrier_(
             tied + [torch.view_copy(event, event.shape) for event in events]

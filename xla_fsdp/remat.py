@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch_xla
@@ -126,9 +127,7 @@ class _Replay:
         if task not in self.recomputed:
             self.recomputed[task] = self._recompute()
             if task != -1:
-                torch.autograd.Variable._execution_engine.queue_callback(
-                    lambda: self._forget(task)
-                )
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._forget(task))
         return self.recomputed[task][number]
 
     def _forget(self, task: int) -> None:

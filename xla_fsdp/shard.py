@@ -13,8 +13,8 @@ Layout ``dim0``: rows, zero-padded to a multiple of ``size``, trailing dimension
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 
@@ -111,6 +111,8 @@ class Layout:
             if gathered.shape[0] == member.shape[0]:
                 return [torch.view_copy(gathered, member.shape)]
             return [torch.slice_copy(gathered, 0, 0, member.shape[0])]
+        if len(self.members) == 1 and self.numel == gathered.numel():
+            return [torch.view_copy(gathered, self.members[0].shape)]
         whole = gathered.view(-1)
         full = []
         for member in self.members:
@@ -130,6 +132,8 @@ class Layout:
         if self.kind == "dim0":
             missing = self.padded_shape[0] - like.shape[0]
             return torch.cat([like, like.new_zeros(missing, *like.shape[1:])]) if missing else like
+        if len(self.members) == 1 and self.numel == self.padded_shape[0]:
+            return like.reshape(-1, LANES)
         pieces = [
             grad.reshape(-1) if grad is not None else like.new_zeros(member.numel)
             for member, grad in zip(self.members, grads, strict=True)
@@ -137,5 +141,4 @@ class Layout:
         missing = self.padded_shape[0] - self.numel
         if missing:
             pieces.append(like.new_zeros(missing))
-        joined = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-        return joined.view(-1, LANES)
+        return torch.cat(pieces).view(-1, LANES)

@@ -7,7 +7,7 @@ while tracing, on the pending computation) wherever the tensor object is still r
 
 from __future__ import annotations
 
-from typing import Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch_xla

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -195,21 +197,22 @@ class Unit:
 
     def gather(self, events: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Every full parameter in compute dtype, traced to run after ``events``."""
-        wires = [self._wire(tensor) for tensor in self.tensors]
+        shards = [self._in_compute_dtype(shard) for shard in self.shards]
+        shapes = [tensor.layout.wire_shape for tensor in self.tensors]
         full: list[torch.Tensor] = []
-        for tensor, wire in zip(self.tensors, after(wires, events), strict=True):
+        for tensor, wire in zip(self.tensors, after(shards, events, shapes), strict=True):
             if tensor.layout.numel == 0:
                 full.extend(wire.new_zeros(m.shape) for m in tensor.layout.members)
             else:
-                label = f"{self.label}{tensor.key}"
-                full.extend(tensor.layout.split(self.world.all_gather(wire, label)))
+                gathered = self.world.all_gather(wire, self.label + tensor.key)
+                full.extend(tensor.layout.split(gathered))
         return full
 
-    def _wire(self, tensor: ShardedTensor) -> torch.Tensor:
-        shard, dtype = tensor.shard.detach(), self.options.compute_dtype
+    def _in_compute_dtype(self, shard: torch.Tensor) -> torch.Tensor:
+        dtype = self.options.compute_dtype
         if dtype is not None and shard.is_floating_point() and shard.dtype != dtype:
-            shard = shard.to(dtype)
-        return shard.view(tensor.layout.wire_shape)
+            return shard.to(dtype)
+        return shard
 
     def reduce(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
@@ -249,15 +252,21 @@ class Unit:
         return grad.float() if narrow and self.options.fp32_reduce_scatter else grad
 
     def _reduce(self, tensor: ShardedTensor, full: torch.Tensor) -> torch.Tensor:
-        label = f"{self.label}{tensor.key}"
+        label = self.label + tensor.key
         if self.predivide != 1:
             full = full / self.predivide
+        # The collective itself scales for nothing, but in the dtype of the wire: only where that
+        # is exact, by a power of two, and where nothing else is to be summed up first.
+        exact = math.frexp(self.postdivide)[0] == 0.5 and self.world.replicas == 1
         shard = full
         if tensor.layout.numel:
-            shard = self.world.reduce_scatter(full, label)
-        shard = shard.to(tensor.shard.dtype).view(tensor.layout.shard_shape)
-        shard = self.world.sum_over_replicas(shard, label)
-        return shard / self.postdivide if self.postdivide != 1 else shard
+            shard = self.world.reduce_scatter(full, label, 1 / self.postdivide if exact else 1.0)
+        if shard.dtype != tensor.shard.dtype:
+            shard = shard.to(tensor.shard.dtype)
+        shard = shard.view(tensor.layout.shard_shape)
+        if not exact:
+            shard = self.world.sum_over_replicas(shard, label) / self.postdivide
+        return shard
 
     def _refresh_rnns(self) -> None:
         # Recurrent modules compute with a list of their own instead of their attributes.

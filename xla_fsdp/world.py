@@ -11,8 +11,9 @@ a padded tensor, which sends twice the bytes and differs from rank to rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Sequence
+from functools import cached_property
 
 import torch
 import torch_xla
@@ -77,6 +78,15 @@ class World:
             replicas = _checked_groups("replication_groups", replication_groups, None)
         return cls(rank, size, groups, torch_xla.device(), replicas, current_rank())
 
+    # Every collective needs these two; a step has hundreds.
+    @cached_property
+    def _group_lists(self) -> list[list[int]]:
+        return _lists(self.groups)
+
+    @cached_property
+    def _device_name(self) -> str:
+        return str(self.device)
+
     @property
     def replicas(self) -> int:
         """How many ranks hold the same shard."""
@@ -84,19 +94,21 @@ class World:
 
     def all_gather(self, shard: torch.Tensor, label: str = "") -> torch.Tensor:
         """Concatenates every rank's ``shard`` on dimension 0: ``(d, ...)`` to ``(size*d, ...)``."""
-        return self._gather(shard, self.groups, label)
+        return self._gather(shard, self._group_lists, label)
 
-    def reduce_scatter(self, full: torch.Tensor, label: str = "") -> torch.Tensor:
-        """Sums ``full`` over the ranks and keeps this rank's rows of dimension 0.
+    def reduce_scatter(
+        self, full: torch.Tensor, label: str = "", scale: float = 1.0
+    ) -> torch.Tensor:
+        """Sums ``full`` over the ranks, keeps this rank's rows of dimension 0, times ``scale``.
 
         Two ranks with ``[1, 2, 3, 4]`` and ``[5, 6, 7, 8]``: rank 0 gets ``[6, 8]`` (1+5, 2+6),
         rank 1 gets ``[10, 12]`` (3+7, 4+8). ``(size*d, ...)`` to ``(d, ...)``.
         """
         if self.size == 1:
-            return full
-        token = torch_xla._XLAC._get_all_reduce_token(str(self.device))
+            return full if scale == 1.0 else full * scale
+        token = torch_xla._XLAC._get_all_reduce_token(self._device_name)
         return torch_xla._XLAC._xla_reduce_scatter(
-            xm.REDUCE_SUM, full, token, 1.0, 0, self.size, list(map(list, self.groups)), False,
+            xm.REDUCE_SUM, full, token, scale, 0, self.size, self._group_lists, False,
             self._channel("reduce_scatter", full, label), None,
         )[0]  # fmt: skip
 
@@ -116,25 +128,28 @@ class World:
         if not groups or len(groups[0]) == 1:
             return value
         if self.context is None:
-            return xm.all_reduce(kind, value, groups=list(map(list, groups)), pin_layout=False)
+            return xm.all_reduce(kind, value, groups=_lists(groups), pin_layout=False)
         # torch_xla's all-reduce takes no channel id, without which ranks on one CPU cannot meet
         # when they compile separately.
-        rows = self._gather(value[None], groups, label)
+        rows = self._gather(value[None], _lists(groups), label)
         return rows.sum(0) if kind == xm.REDUCE_SUM else rows.amax(0)
 
-    def _gather(self, shard: torch.Tensor, groups: Groups, label: str) -> torch.Tensor:
+    def _gather(self, shard: torch.Tensor, groups: list[list[int]], label: str) -> torch.Tensor:
         size = len(groups[0])
         if size == 1:
             return shard
         return torch_xla._XLAC._xla_all_gather(
-            shard, 0, size, list(map(list, groups)), False,
-            self._channel("all_gather", shard, label), None,
+            shard, 0, size, groups, False, self._channel("all_gather", shard, label), None,
         )  # fmt: skip
 
     def _channel(self, kind: str, tensor: torch.Tensor, label: str) -> int | None:
         if self.context is None:
             return None
         return self.context.next_channel(kind, tuple(tensor.shape), tensor.dtype, label)
+
+
+def _lists(groups: Groups) -> list[list[int]]:
+    return [list(group) for group in groups]
 
 
 def _require_group_arguments(rank: int | None, size: int | None) -> tuple[int, int]:

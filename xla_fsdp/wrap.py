@@ -7,7 +7,8 @@ wrap the module itself, ``unwrapped_params`` being the parameters in it that no 
 
 from __future__ import annotations
 
-from typing import Any, Callable, Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 from torch import nn
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch_xla
@@ -15,8 +16,8 @@ from .clip import clip_grad_norm_
 from .options import FSDPOptions
 from .recipe import parameters_saved_as_recipes
 from .tree import cast_floats
-from .wrap import recursive_wrap
 from .world import World
+from .wrap import recursive_wrap
 
 _PREFIX = "_fsdp_wrapped_module."
 
@@ -223,7 +224,9 @@ class XlaFullyShardedDataParallel(nn.Module):
     ) -> torch.Tensor:
         """Scales all gradients so that their total norm is at most ``max_norm``; see
         :func:`xla_fsdp.clip.clip_grad_norm_`. Must be called on every rank."""
-        return clip_grad_norm_(self._wrapped_units(), self.parameters(), max_norm, norm_type, groups)
+        return clip_grad_norm_(
+            self._wrapped_units(), self.parameters(), max_norm, norm_type, groups
+        )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -352,6 +355,4 @@ def _auto_wrap(module, policy, wrapper, options: FSDPOptions) -> None:
                 f"with auto_wrap_policy no submodule may be wrapped already, but {name!r} is; wrap "
                 "either by hand or by policy"
             )
-    recursive_wrap(
-        module, policy, wrapper, only_wrap_children=True, **options.as_kwargs()
-    )
+    recursive_wrap(module, policy, wrapper, only_wrap_children=True, **options.as_kwargs())

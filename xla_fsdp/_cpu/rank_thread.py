@@ -9,9 +9,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from ..ranks import RankContext, _set_current_rank
+from ..tree import map_tensors
 from .cuts import adopt_autograd_thread
 from .errors import RankError, RankStopped
 from .mode import RankMode
@@ -97,20 +96,4 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu() if value.is_xla else value
-    if isinstance(value, tuple):
-        items = [_to_cpu(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is list:
-        return [_to_cpu(item) for item in value]
-    if isinstance(value, dict):
-        items = {key: _to_cpu(item) for key, item in value.items()}
-        return items if type(value) is dict else _rebuilt_dict(value, items)
-    return value
-
-
-def _rebuilt_dict(value: dict, items: dict) -> dict:
-    copy = value.copy()
-    copy.update(items)
-    return copy
+    return map_tensors(lambda t: t.detach().cpu() if t.is_xla else t, value)

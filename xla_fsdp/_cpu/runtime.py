@@ -58,7 +58,8 @@ class CpuRuntime:
 
         Raises:
             RuntimeError: it runs with another number of devices or without the settings that
-                ranks need, or ranks of an earlier launch are still stuck in it.
+                ranks need, or ranks of an earlier launch are still stuck in it; or autograd was
+                used before torch_xla was there.
         """
         self.leftover = [thread for thread in self.leftover if thread.is_alive()]
         if self.leftover:
@@ -92,6 +93,13 @@ class CpuRuntime:
                     "on one CPU need (they would hang). Call launch before anything touches an "
                     f"XLA device, or start the process with {text}"
                 )
+        try:
+            self.settle_autograd_threads()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "autograd has no threads for XLA devices, because a backward ran in this process "
+                "before torch_xla was imported; import torch_xla at the top of the program"
+            ) from error
 
     def settle_autograd_threads(self) -> None:
         """Waits until autograd's threads have let go of every Python object.

@@ -21,7 +21,7 @@ import cloudpickle
 import torch
 import torch_xla
 
-from ..launch import _runtime, launch
+from ..launcher import _runtime, launch
 from .errors import RankError
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,13 +118,3 @@ def _check_device_count(num_devices: int | None) -> None:
             f"num_devices={num_devices}, but there are {found} devices; leave num_devices out to "
             f"use all of them, or {remedy}"
         )
-
-
-class _CallableModule(types.ModuleType):
-    # Importing this module, whoever does it, binds the package's attribute `launch` to the module:
-    # `xla_fsdp.launch(fn)` must work then, too.
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any] | None:
-        return launch(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _CallableModule
