@@ -38,7 +38,7 @@ def step_program(dump: Path) -> dict:
     same = _digest(traced)
     return {
         **collectives(optimized[-1].read_text()),
-        # XLA on CPU widens some collectives to float32; what was asked for is in the traced program.
+        # XLA on CPU widens some collectives to float32; the traced program has what was asked for.
         "traced_wire_bytes": collectives(traced.read_text())["wire_bytes"],
         "program_bytes": int(total[1]) if total else None,
         "temp_bytes": sum(map(int, temporary)),
