@@ -1,7 +1,6 @@
 """Shared by all tests: ranks to run functions on, and scripts in processes of their own."""
 
 import os
-import os
 import subprocess
 import sys
 from pathlib import Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,18 +63,19 @@ def optimizer_for(case: Case, parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=decay)
 
 
-def unsharded(case: Case) -> Run:
-    """The whole batch in one process, on plain torch CPU tensors."""
-    model = build(case)
+def unsharded(case: Case, device: str | torch.device = "cpu") -> Run:
+    """The whole batch in one process, on plain torch tensors."""
+    model = build(case).to(device)
+    sync = _sync_of(device)
     optimizer = optimizer_for(case, model.parameters())
     run = Run([], [], {}, {})
     for tokens in batches(case.steps):
         losses = []
-        for part in tokens.chunk(case.micro_batches):
+        for part in tokens.to(device).chunk(case.micro_batches):
             loss = loss_of(_computed(case, model, part), part)
             (loss / case.micro_batches).backward()
-            losses.append(loss.item())
-        run.losses.append(sum(losses) / len(losses))
+            losses.append(loss.detach())
+        run.losses.append(losses)
         if not run.gradients:
             run.gradients = {
                 n: p.grad.clone() if p.grad is not None else torch.zeros_like(p)
@@ -82,11 +84,30 @@ def unsharded(case: Case) -> Run:
         # torch refuses the maximum of an empty gradient.
         clipped = [p for p in model.parameters() if p.numel()]
         norm = nn.utils.clip_grad_norm_(clipped, CLIP, case.norm_type)
-        run.norms.append(norm.item())
+        run.norms.append(norm)
         optimizer.step()
         optimizer.zero_grad()
-    run.weights = model.state_dict()
+        sync()
+        run.losses[-1] = sum(loss.item() for loss in losses) / len(losses)
+        run.norms[-1] = norm.item()
+    run.weights = {name: value.cpu() for name, value in model.state_dict().items()}
+    run.gradients = {name: value.cpu() for name, value in run.gradients.items()}
     return run
+
+
+def _sync_of(device: str | torch.device) -> Callable[[], None]:
+    if torch.device(device).type == "cpu":
+        return lambda: None
+    import torch_xla
+
+    return torch_xla.sync
+
+
+def unsharded_on_xla(rank: int, case: Case) -> Run:
+    """The same on an XLA device, whose own way of computing a function is not at issue."""
+    import torch_xla
+
+    return unsharded(case, torch_xla.device())
 
 
 def _computed(case: Case, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from .world import World
 # modules may still hold (tied weights): the ShardedTensor and the parameter's number in it.
 _HOME = "_xla_fsdp_home"
 
-Spot = tuple[str, nn.Module, str, nn.Parameter]
+Spot = tuple[nn.Module, str, nn.Parameter]
 
 
 class UnitBuilder:
@@ -44,10 +44,12 @@ class UnitBuilder:
         self.world = world
         self.is_wrapper = is_wrapper
         self.unit = Unit(options, world)
-        self.paths: dict[nn.Module, str] = {}
+        # All names of every module, the first of which names its parameters.
+        self.paths: dict[nn.Module, list[str]] = {}
 
     def build(self) -> Unit:
-        self.paths = {module: path for path, module in self._modules()}
+        for path, module in self._modules():
+            self.paths.setdefault(module, []).append(path)
         ready = materialize(self.module, self.is_wrapper, self.options.param_init_fn)
         if self.options.flatten_parameters:
             for _ in ready:
@@ -64,17 +66,19 @@ class UnitBuilder:
             for module in self.paths:
                 self._shard_each(self._spots(module))
         self._move_buffers()
+        if self.options.compute_dtype is None and any(
+            shard.dtype is torch.float16 for shard in self.unit.shards
+        ):
+            self.unit.divide_in_float16()
         return self.unit
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules outside inner wrappers, with their paths, parents first."""
-        seen: set[nn.Module] = set()
+        """The modules outside inner wrappers, with each of their paths, parents first."""
         stack = [("", self.module)]
         while stack:
             path, module = stack.pop()
-            if module in seen or self.is_wrapper(module):
+            if self.is_wrapper(module):
                 continue
-            seen.add(module)
             yield path, module
             children = [(k, c) for k, c in module._modules.items() if c is not None]
             prefix = f"{path}." if path else ""
@@ -83,25 +87,25 @@ class UnitBuilder:
     def _spots(self, module: nn.Module) -> Iterator[Spot]:
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                yield self.paths[module], module, name, parameter
+                yield module, name, parameter
 
     def _shard_each(self, spots: Iterator[Spot]) -> None:
         for spot in spots:
-            path, _, name, parameter = spot
+            module, name, parameter = spot
             if not hasattr(parameter, _HOME):
                 rows = self.options.shard_param_on_dim_0 and parameter.dim() > 0
                 if rows:
                     layout = Layout.rows(parameter.shape, self.world.size)
                 else:
                     layout = Layout.flat([parameter.shape], self.world.size)
-                self._shard([parameter], layout, f"{path}.{name}" if path else name)
+                self._shard([parameter], layout, self._name(module, name))
             self._put(spot)
 
     def _flatten(self) -> None:
         spots = [spot for module in self.paths for spot in self._spots(module)]
         # Trainable first, then frozen; a vector has one dtype. Each parameter once.
         groups: dict[tuple[bool, torch.dtype], dict[nn.Parameter, None]] = {}
-        for *_, parameter in sorted(spots, key=lambda spot: not spot[3].requires_grad):
+        for *_, parameter in sorted(spots, key=lambda spot: not spot[2].requires_grad):
             if not hasattr(parameter, _HOME):
                 groups.setdefault((parameter.requires_grad, parameter.dtype), {})[parameter] = None
         for number, parameters in enumerate(groups.values()):
@@ -126,12 +130,16 @@ class UnitBuilder:
         setattr(shard, _HOME, (tensor, 0))
         return tensor
 
+    def _name(self, module: nn.Module, name: str) -> str:
+        path = self.paths[module][0]
+        return f"{path}.{name}" if path else name
+
     def _put(self, spot: Spot) -> None:
-        path, module, name, parameter = spot
+        module, name, parameter = spot
         tensor, number = getattr(parameter, _HOME)
         first = self.unit.adopt(tensor)
         resting = None if tensor.flattened else tensor.shard
-        self.unit.add_place(Place(path, module, name, first + number, resting))
+        self.unit.add_place(Place(tuple(self.paths[module]), module, name, first + number, resting))
 
     def _move_buffers(self) -> None:
         """Buffers to the device; floating-point ones to ``buffer_dtype``, shared ones once."""
@@ -145,6 +153,6 @@ class UnitBuilder:
                     cast = dtype if dtype is not None and buffer.is_floating_point() else None
                     moved[buffer] = buffer.to(device=self.world.device, dtype=cast)
                 if moved[buffer].dtype is not buffer.dtype:
-                    path = self.paths[module]
-                    self.unit.buffer_dtypes[f"{path}.{name}" if path else name] = buffer.dtype
+                    for path in self.paths[module]:
+                        self.unit.buffer_dtypes[f"{path}.{name}" if path else name] = buffer.dtype
                 module._buffers[name] = moved[buffer]

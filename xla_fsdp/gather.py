@@ -8,14 +8,18 @@ backwards. What is left for this project is to move the bytes, and to own nothin
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import threading
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .swap import fill_, free_
+from .tree import map_tensors
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -57,7 +61,7 @@ class Pass:
         """``SHARDS`` to ``FULL``, not before ``events`` exist; nothing if it is ``FULL``."""
         if self.residency is Residency.SHARDS:
             with torch.no_grad():
-                fill_(self.full, self.unit.gather(events))
+                fill_(self.full, self.unit.gather(events, backward=True))
             self.residency = Residency.FULL
 
     def release(self) -> None:
@@ -66,11 +70,40 @@ class Pass:
             free_(self.full, self.unit.placeholder)
             self.residency = Residency.SHARDS
 
+    def copied_out(self, outputs: Any) -> Any:
+        """``outputs`` with copies of parameters that are returned themselves and would be freed."""
+        own = {id(tensor) for tensor in self.full}
+        return map_tensors(lambda t: torch.view_copy(t, t.shape) if id(t) in own else t, outputs)
+
     def value(self, index: int) -> torch.Tensor:
         """Full parameter ``index`` without its graph, regathered where the unit is not in its
         backward yet (its outputs got no gradient, but a tensor it saved is asked for)."""
         self.regather(())
         return self.full[index].detach()
+
+
+class _Computing(threading.local):
+    def __init__(self) -> None:
+        self.passes: tuple[Pass, ...] = ()
+
+
+_this_thread = _Computing()
+
+
+def computing_passes() -> tuple[Pass, ...]:
+    """The passes in whose forward this thread is, outermost first."""
+    return _this_thread.passes
+
+
+@contextlib.contextmanager
+def computing(passes: tuple[Pass, ...]) -> Iterator[None]:
+    """Within, this thread is in the forward of ``passes`` too."""
+    before = _this_thread.passes
+    _this_thread.passes = before + passes
+    try:
+        yield
+    finally:
+        _this_thread.passes = before
 
 
 class Gather(torch.autograd.Function):
@@ -87,9 +120,10 @@ class Gather(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.source = weakref.ref(source)
         ctx.unit = source.unit
-        return tuple(source.unit.gather(events))
+        return tuple(source.unit.gather(events, backward=False))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         return None, None, None, *ctx.unit.reduce(grads, ctx.needs_input_grad[3:])
 

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+# On a parameter that was on the meta device: the parameter that it has become.
+_REAL = "_xla_fsdp_real"
+
 
 def is_on_meta(module: nn.Module) -> bool:
     """Whether the module itself (not its children) has parameters or buffers without values."""
@@ -29,13 +32,13 @@ def materialize(
     called. Parameters shared between submodules stay shared.
 
     Raises:
-        RuntimeError: a submodule has no ``reset_parameters``, or ``init_fn`` left it on meta.
+        RuntimeError: a submodule has no ``reset_parameters``, or one that leaves a buffer without
+            values, or ``init_fn`` left it on meta.
     """
-    done: dict[nn.Parameter, nn.Parameter] = {}
     for name, group in _groups(module, "", skip, set()):
         for submodule in group:
             if is_on_meta(submodule):
-                _initialize(submodule, name, init_fn, done)
+                _initialize(submodule, name, init_fn)
         yield from group
 
 
@@ -65,19 +68,20 @@ def _initialize(
     module: nn.Module,
     name: str,
     init_fn: Callable[[nn.Module], None] | None,
-    done: dict[nn.Parameter, nn.Parameter],
 ) -> None:
-    """``done``: parameters that were on meta, and what they became; shared ones are met again."""
     before = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
     if init_fn is not None:
         init_fn(module)
     else:
         _reset(module, name)
     for key, meta in before.items():
-        if meta in done:
-            module._parameters[key] = done[meta]
-        else:
-            done[meta] = module._parameters[key].requires_grad_(meta.requires_grad)
+        # A shared parameter is met again, perhaps when another wrapper is built.
+        real = getattr(meta, _REAL, None)
+        if real is None:
+            real = module._parameters[key].requires_grad_(meta.requires_grad)
+            real.__dict__.update(meta.__dict__)
+            setattr(meta, _REAL, real)
+        module._parameters[key] = real
     if is_on_meta(module):
         raise RuntimeError(
             f"param_init_fn left tensors of {_described(module, name)} on the meta device; "
@@ -93,8 +97,18 @@ def _reset(module: nn.Module, name: str) -> None:
             "add one, or pass param_init_fn"
         )
     module.to_empty(device="cpu", recurse=False)
+    buffers = {key: b for key, b in module._buffers.items() if b is not None}
+    for buffer in buffers.values():
+        if buffer.is_floating_point():
+            buffer.fill_(float("nan"))  # to see below whether it was given values
     with torch.no_grad():
         reset()
+    for key, buffer in buffers.items():
+        if buffer is module._buffers.get(key) and buffer.numel() and buffer.isnan().all():
+            raise RuntimeError(
+                f"reset_parameters() of {_described(module, name)} gives no values to its buffer "
+                f"{key!r}; have it do so, or pass param_init_fn"
+            )
 
 
 def _described(module: nn.Module, name: str) -> str:

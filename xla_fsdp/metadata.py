@@ -43,9 +43,10 @@ def shard_metadata(wrapper: XlaFullyShardedDataParallel) -> dict[str, Any]:
         for place in unit.places:
             tensor, member = _member_at(unit, place.index, first_number)
             known = names[tensor][member]
-            name = _join(path, _join(place.path, place.name))
-            if name not in known:
-                known.append(name)
+            for inside in place.paths:
+                name = _join(path, _join(inside, place.name))
+                if name not in known:
+                    known.append(name)
         for name, dtype in unit.buffer_dtypes.items():
             buffers[_join(path, name)] = str(dtype).removeprefix("torch.")
     parameters = {
@@ -107,6 +108,11 @@ def restore_state_dict_keys(
     module, state_dict, prefix: str, local_metadata, strict, missing, unexpected, errors
 ) -> None:
     """Load hook: the reverse, for own keys and for those of ``torch_xla.distributed.fsdp``."""
+    if local_metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            "load_state_dict(assign=True) would put other tensors in the place of the shards that "
+            "the wrapper gathers; leave assign out, values are copied into the shards"
+        )
     own = {tensor.key for tensor in module._unit.tensors if tensor.flattened}
     for key in list(state_dict):
         if key.startswith(prefix):

@@ -91,6 +91,9 @@ class RankContext:
             self.pending = []
             self._issued = 0
 
+    def __deepcopy__(self, memo: dict) -> RankContext:
+        return self  # a copy of a model belongs to the same rank
+
     def __repr__(self) -> str:
         return f"RankContext(rank={self.rank}, size={self.size}, device={str(self.device)!r})"
 

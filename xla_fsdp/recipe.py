@@ -60,12 +60,29 @@ def parameters_saved_as_recipes() -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """Any other tensor. Where there are hooks, autograd itself does not check for changes."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unchanged(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that the backward needs was changed "
+                f"in place after the forward used it: it is at version {self.tensor._version}, "
+                f"expected was {self.version}; replace the in-place operation"
+            )
+        return self.tensor
+
+
 def _pack(tensor: torch.Tensor) -> Any:
-    return recipe_of(tensor) or tensor
+    return recipe_of(tensor) or _Saved(tensor, tensor._version)
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    return packed.rebuild() if type(packed) is Recipe else packed
+    return packed.rebuild() if type(packed) is Recipe else packed.unchanged()
 
 
 def _delegating(outer_pack: Callable, outer_unpack: Callable) -> tuple[Callable, Callable]:
@@ -81,7 +98,8 @@ def _delegating(outer_pack: Callable, outer_unpack: Callable) -> tuple[Callable,
 def recipe_of(tensor: torch.Tensor) -> Recipe | None:
     """How to rebuild ``tensor`` from a gathered parameter, or ``None`` if it is not made of one."""
     node = tensor.grad_fn
-    if node is None:
+    # What was changed in place after it was made cannot be made again the same way.
+    if node is None or tensor._version:
         return None
     steps: list[Step] = []
     output = tensor.output_nr
@@ -194,6 +212,5 @@ _STEPS: dict[str, Callable[..., Step]] = {
     "UnbindBackward0": _unbind,
     "DiagonalBackward0": _diagonal,
     "ToCopyBackward0": _cast,
-    "CloneBackward0": _same,
     "AliasBackward0": _same,
 }

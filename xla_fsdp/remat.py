@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import nn
 
+from .gather import computing, computing_passes
 from .order import after
 from .tree import map_tensors, tensors_in
 
@@ -85,8 +87,10 @@ class _Replay:
         self.module = module
         self.forward = forward
         self.inputs = (args, kwargs)
+        # Units whose parameters the forward uses; the recomputation needs them gathered again.
+        self.passes = computing_passes()
         self.device = _device_of(tensors_in((args, kwargs)), module)
-        self.random = _random_state(self.device)
+        self.random = _RandomState.of(self.device)
         self.draws = True
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -102,7 +106,10 @@ class _Replay:
         args, kwargs = self.inputs
         tensors = tensors_in(self.inputs)
         self.needs_grad = [tensor.requires_grad for tensor in tensors]
-        kept = _Keep.apply(torch.zeros((), requires_grad=True), *tensors)
+        with torch.no_grad():
+            # On XLA a copy takes no memory, and lets the forward change its input in place.
+            keep = [torch.view_copy(t, t.shape) if t.device.type == "xla" else t for t in tensors]
+        kept = _Keep.apply(torch.zeros((), requires_grad=True), *keep)
         self.kept = kept
         # From here on the arguments are only a frame: the tensors themselves belong to `kept`.
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
@@ -110,7 +117,7 @@ class _Replay:
         with torch.autograd.graph.saved_tensors_hooks(self._number, self._value):
             outputs = self.forward(*args, **kwargs)
         # Recomputation only disturbs the random numbers of others if it draws any.
-        self.draws = not _same_state(self.random, _random_state(self.device))
+        self.draws = not self.random.equals(_RandomState.of(self.device))
         return outputs
 
     def note_gradient(self, gradient: torch.Tensor) -> None:
@@ -145,9 +152,14 @@ class _Replay:
                 # The copy has a graph node with one output: torch_xla 2.9 aborts the process when
                 # the indices of an embedding come straight out of a barrier, which has several.
                 tensors[number] = torch.view_copy(tensor, tensor.shape)
-        for tensor, needs in zip(tensors, self.needs_grad, strict=True):
-            if needs:
-                tensor.requires_grad_()
+        for one in self.passes:
+            one.unit.enter_backward(one, self.gradient)
+        with torch.enable_grad():
+            # Not leaves: the forward may change its input in place.
+            tensors = [
+                torch.view_copy(t.requires_grad_(), t.shape) if needs else t
+                for t, needs in zip(tensors, self.needs_grad, strict=True)
+            ]
         args, kwargs = _fill(self.inputs, tensors)
         collected: list[torch.Tensor] = []
 
@@ -164,7 +176,8 @@ class _Replay:
                 )
             stack.enter_context(_buffers_as_they_are(self.module))
             if self.draws:
-                stack.enter_context(_random_numbers_from(self.random, self.device))
+                stack.enter_context(_random_numbers_from(self.random))
+            stack.enter_context(computing(self.passes))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(collect, refuse))
             self.forward(*args, **kwargs)
@@ -197,30 +210,36 @@ def _device_of(tensors: list[torch.Tensor], module: nn.Module) -> torch.device:
     return candidates[0].device if candidates else torch_xla.device()
 
 
-def _random_state(device: torch.device) -> int | torch.Tensor:
-    if device.type == "xla":
-        return xm.get_rng_state(str(device))
-    return torch.get_rng_state()
+@dataclass(frozen=True)
+class _RandomState:
+    """The states of the generators that a module on ``device`` can draw from."""
 
+    device: torch.device
+    cpu: torch.Tensor
+    xla: int | None
 
-def _same_state(first: int | torch.Tensor, second: int | torch.Tensor) -> bool:
-    return bool(torch.equal(first, second)) if torch.is_tensor(first) else first == second
+    @classmethod
+    def of(cls, device: torch.device) -> _RandomState:
+        xla = xm.get_rng_state(str(device)) if device.type == "xla" else None
+        return cls(device, torch.get_rng_state(), xla)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.xla is not None:
+            xm.set_rng_state(self.xla, str(self.device))
+
+    def equals(self, other: _RandomState) -> bool:
+        return self.xla == other.xla and torch.equal(self.cpu, other.cpu)
 
 
 @contextlib.contextmanager
-def _random_numbers_from(state: int | torch.Tensor, device: torch.device) -> Iterator[None]:
-    def put(value: int | torch.Tensor) -> None:
-        if device.type == "xla":
-            xm.set_rng_state(value, str(device))
-        else:
-            torch.set_rng_state(value)
-
-    now = _random_state(device)
-    put(state)
+def _random_numbers_from(state: _RandomState) -> Iterator[None]:
+    now = _RandomState.of(state.device)
+    state.restore()
     try:
         yield
     finally:
-        put(now)
+        now.restore()
 
 
 @contextlib.contextmanager

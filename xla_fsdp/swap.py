@@ -19,15 +19,21 @@ def free_(tensors: Iterable[torch.Tensor], placeholder: torch.Tensor) -> None:
     Views and copies taken earlier keep their own values: they do not share data on XLA.
     """
     for tensor in tensors:
-        with torch.autograd._unsafe_preserve_version_counter(tensor):
-            torch_xla._XLAC._replace_xla_tensor(tensor, placeholder)
+        _replace(tensor, placeholder)
 
 
 def fill_(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Gives freed tensors their values again, in place; shapes become those of ``values``."""
     for tensor, value in zip(tensors, values, strict=True):
-        with torch.autograd._unsafe_preserve_version_counter(tensor):
-            torch_xla._XLAC._replace_xla_tensor(tensor, value)
+        _replace(tensor, value)
+
+
+def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if tensor.is_inference():  # has no version counter
+        torch_xla._XLAC._replace_xla_tensor(tensor, value)
+        return
+    with torch.autograd._unsafe_preserve_version_counter(tensor):
+        torch_xla._XLAC._replace_xla_tensor(tensor, value)
 
 
 def release_original_(parameter: torch.Tensor) -> None:

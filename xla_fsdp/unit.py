@@ -36,7 +36,7 @@ class ShardedTensor:
 class Place:
     """A module attribute that must hold full parameter ``index`` while the unit computes."""
 
-    path: str  # dotted name of the module inside the wrapped module
+    paths: tuple[str, ...]  # dotted names of the module inside the wrapped module
     module: nn.Module
     name: str
     index: int
@@ -57,7 +57,10 @@ class Unit:
         # Buffers that were cast, by dotted name in the wrapped module, with the dtype they had.
         self.buffer_dtypes: dict[str, torch.dtype] = {}
         self.placeholder = torch.zeros(1, device=world.device)
-        self.predivide, self.postdivide = _divide_factors(options, world.size * world.replicas)
+        # Divisors of the gradient before and after the reduction: one division, of the shard.
+        self.predivide, self.postdivide = 1.0, float(world.size * world.replicas)
+        if options.compute_dtype is torch.float16:
+            self.divide_in_float16()
         self.require_sync = True
         self.label = ""
         # Full gradients of the micro-batches inside no_sync, by index in `tensors`.
@@ -91,6 +94,15 @@ class Unit:
             if place.module not in self._rnns:
                 self._rnns.append(place.module)
             self._refresh_rnns()
+
+    def divide_in_float16(self) -> None:
+        """Splits the division evenly: a sum over many ranks would overflow (65504), a full division
+        beforehand would underflow."""
+        if not self.options.fp32_reduce_scatter:
+            ranks, before = self.world.size * self.world.replicas, 1
+            while before * before < ranks:
+                before *= 2
+            self.predivide, self.postdivide = float(before), ranks / before
 
     @property
     def shards(self) -> list[nn.Parameter]:
@@ -128,7 +140,7 @@ class Unit:
         def hook(tensor: torch.Tensor) -> torch.Tensor:
             # A leaf is not this unit's result, and would collect a hook at every step.
             if tensor.grad_fn is not None:
-                tensor.register_hook(lambda grad: self._before_backward(one, grad))
+                tensor.register_hook(lambda grad: self.enter_backward(one, grad))
             return tensor
 
         return map_tensors(hook, outputs)
@@ -168,7 +180,8 @@ class Unit:
 
     # -- backward -------------------------------------------------------------------------------
 
-    def _before_backward(self, one: Pass, grad: torch.Tensor) -> None:
+    def enter_backward(self, one: Pass, grad: torch.Tensor | None) -> None:
+        """Regathers pass ``one`` for the backward that ``grad`` is the first sign of."""
         task = torch._C._current_graph_task_id()
         passes = self._backward.get(task)
         if passes is None:
@@ -179,7 +192,8 @@ class Unit:
         if one in passes:
             return
         passes.append(one)
-        one.regather([grad] if self.options.optimization_barrier_in_backward else ())
+        tied = grad is not None and self.options.optimization_barrier_in_backward
+        one.regather([grad] if tied else ())
         # Recomputation of checkpointed layers inside the unit looks for parameters in the modules.
         self.install(one)
 
@@ -195,18 +209,23 @@ class Unit:
 
     # -- bytes ----------------------------------------------------------------------------------
 
-    def gather(self, events: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Every full parameter in compute dtype, traced to run after ``events``."""
+    def gather(self, events: Sequence[torch.Tensor], backward: bool) -> list[torch.Tensor]:
+        """Every full parameter in compute dtype, traced to run after ``events``.
+
+        ``backward``: the last are asked for first. The compiler keeps to the order of tracing where
+        nothing else decides, and a parameter gathered before its turn takes up memory.
+        """
         shards = [self._in_compute_dtype(shard) for shard in self.shards]
         shapes = [tensor.layout.wire_shape for tensor in self.tensors]
-        full: list[torch.Tensor] = []
-        for tensor, wire in zip(self.tensors, after(shards, events, shapes), strict=True):
-            if tensor.layout.numel == 0:
-                full.extend(wire.new_zeros(m.shape) for m in tensor.layout.members)
-            else:
-                gathered = self.world.all_gather(wire, self.label + tensor.key)
-                full.extend(tensor.layout.split(gathered))
-        return full
+        wires = list(zip(self.tensors, after(shards, events, shapes), strict=True))
+        full = [self._gather(tensor, wire) for tensor, wire in (wires[::-1] if backward else wires)]
+        return [value for values in (full[::-1] if backward else full) for value in values]
+
+    def _gather(self, tensor: ShardedTensor, wire: torch.Tensor) -> list[torch.Tensor]:
+        if tensor.layout.numel == 0:
+            return [wire.new_zeros(member.shape) for member in tensor.layout.members]
+        gathered = self.world.all_gather(wire, self.label + tensor.key)
+        return tensor.layout.split(gathered)
 
     def _in_compute_dtype(self, shard: torch.Tensor) -> torch.Tensor:
         dtype = self.options.compute_dtype
@@ -236,6 +255,10 @@ class Unit:
             else:
                 self._unsynced[number] = full
                 yield None
+
+    def forget_unsynced(self) -> None:
+        """Drops what ``no_sync`` gathered."""
+        self._unsynced = {}
 
     def flush(self) -> None:
         """Reduces what ``no_sync`` gathered for tensors that the last backward did not reach."""
@@ -272,17 +295,3 @@ class Unit:
         # Recurrent modules compute with a list of their own instead of their attributes.
         for rnn in self._rnns:
             rnn._flat_weights = [rnn._parameters.get(name) for name in rnn._flat_weights_names]
-
-
-def _divide_factors(options: FSDPOptions, ranks: int) -> tuple[float, float]:
-    """Divisors before and after the reduction; together they average over ``ranks``.
-
-    One division, of the shard, except in float16: a sum over many ranks would overflow (65504), a
-    full division beforehand would underflow, so it is split evenly.
-    """
-    if options.compute_dtype is not torch.float16 or options.fp32_reduce_scatter:
-        return 1.0, float(ranks)
-    before = 1
-    while before * before < ranks:
-        before *= 2
-    return float(before), ranks / before

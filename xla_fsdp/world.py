@@ -73,6 +73,7 @@ class World:
         else:
             rank, size = _require_group_arguments(sharding_rank, sharding_world_size)
             groups = _checked_groups("sharding_groups", sharding_groups, size)
+            _require_place(groups, rank, total)
         replicas: Groups = ()
         if replication_groups:
             replicas = _checked_groups("replication_groups", replication_groups, None)
@@ -161,6 +162,16 @@ def _require_group_arguments(rank: int | None, size: int | None) -> tuple[int, i
     if not 0 <= rank < size:
         raise ValueError(f"sharding_rank must be in 0..{size - 1}, got {rank}")
     return rank, size
+
+
+def _require_place(groups: Groups, rank: int, total: int) -> None:
+    # A process that only pretends to be one of many ranks may take any place.
+    ordinal = xr.global_ordinal()
+    if total > 1 and all(group[rank] != ordinal for group in groups):
+        raise ValueError(
+            f"sharding_rank={rank}, but no group of sharding_groups has rank {ordinal}, which is "
+            f"this one, at that place: {[list(group) for group in groups]}"
+        )
 
 
 def _checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None) -> Groups:

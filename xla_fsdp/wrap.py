@@ -123,8 +123,10 @@ class _Wrapping:
             replacement, taken = self.wrap(child)
             module._modules[name] = replacement
             wrapped += 0 if seen else taken
-        if only_children or not self.policy(
-            module=module, recurse=False, unwrapped_params=total - wrapped
+        if (
+            only_children
+            or type(module) in CONTAINERS
+            or not self.policy(module=module, recurse=False, unwrapped_params=total - wrapped)
         ):
             return module, wrapped
         options = {**self.kwargs, **getattr(module, "_wrap_overrides", {})}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from . import metadata
 from .build import UnitBuilder
 from .clip import clip_grad_norm_
+from .gather import computing
 from .options import FSDPOptions
 from .recipe import parameters_saved_as_recipes
 from .tree import cast_floats
@@ -159,6 +161,19 @@ class XlaFullyShardedDataParallel(nn.Module):
         """Items of the wrapped module, should it be an ``nn.Sequential``."""
         return self.module[key]
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a wrapped model cannot be pickled, it belongs to this rank's device; save "
+            "state_dict() and get_shard_metadata()"
+        )
+
+    def __deepcopy__(self, memo: dict) -> XlaFullyShardedDataParallel:
+        self._settle()
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        return clone
+
     def __len__(self) -> int:
         return len(self.module)
 
@@ -228,6 +243,15 @@ class XlaFullyShardedDataParallel(nn.Module):
             self._wrapped_units(), self.parameters(), max_norm, norm_type, groups
         )
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients, also those that ``no_sync`` has left unreduced.
+
+        An optimizer's ``zero_grad`` does not know of the latter.
+        """
+        super().zero_grad(set_to_none)
+        for unit in self._wrapped_units():
+            unit.forget_unsynced()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within, backwards leave gradients unreduced; the first backward after it reduces the sum.
@@ -279,8 +303,8 @@ class XlaFullyShardedDataParallel(nn.Module):
         one = unit.begin((args, kwargs))
         keep = False
         try:
-            with parameters_saved_as_recipes():
-                outputs = self.module(*args, **kwargs)
+            with parameters_saved_as_recipes(), computing((one,)):
+                outputs = one.copied_out(self.module(*args, **kwargs))
             keep = self._keeps_parameters()
         finally:
             unit.end(one, keep)

@@ -141,5 +141,4 @@ def _clean_up(
         exits.skip_destructors()
         return
     runtime.settle_autograd_threads()
-    if session.gate.failure is not None:
-        drop_pending(session.contexts)
+    drop_pending(session.contexts)

@@ -36,11 +36,15 @@ class RankMode(TorchFunctionMode):
 
 
 def _read(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    if mode.context.pending:
-        tensors = _xla_tensors((args, kwargs))
-        if tensors and _reads_to_host(func, args, kwargs):
-            mode.session.before_fetch(mode.context, _name(func), tensors)
+    if mode.context.pending and _reads_to_host(func, args, kwargs):
+        _fetch(mode, func, args, kwargs)
     return func(*args, **kwargs)
+
+
+def _fetch(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> None:
+    tensors = _xla_tensors((args, kwargs))
+    if tensors:
+        mode.session.before_fetch(mode.context, _name(func), tensors)
 
 
 def _draw(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -48,7 +52,7 @@ def _draw(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func in _LOWERED:
             return func(*args, **kwargs)  # drawn on the device, from the device's own state
         # Falls back to the CPU: must not run collectives with the generator's lock held.
-        _read(mode, torch.Tensor.item, args, kwargs)
+        _fetch(mode, func, args, kwargs)
     return mode.session.generators.run(mode.context, func, args, kwargs)
 
 
@@ -151,7 +155,9 @@ _DRAWS |= {
     if name.endswith("_") and isinstance(getattr(torch.nn.init, name), types.FunctionType)
 }
 _LOWERED = _collect({
-    torch: "dropout bernoulli native_dropout scaled_dot_product_attention rand_like randn_like",
+    torch: "dropout bernoulli native_dropout scaled_dot_product_attention rand_like randn_like "
+           "gru gru_cell lstm rnn_relu rnn_tanh",
+    torch._VF: "gru lstm rnn_relu rnn_tanh",
     torch.Tensor: "bernoulli bernoulli_ uniform_ normal_ exponential_",
     torch._C._nn: "scaled_dot_product_attention",
     F: "dropout dropout1d dropout2d dropout3d alpha_dropout scaled_dot_product_attention "

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from ..ranks import RankContext, _set_current_rank
-from ..tree import map_tensors
+from ..tree import map_tensors, tensors_in
 from .cuts import adopt_autograd_thread
 from .errors import RankError, RankStopped
 from .mode import RankMode
@@ -52,8 +52,9 @@ class RankThread(threading.Thread):
             with RankMode(session, context):
                 adopt_autograd_thread(session, context)
                 value = self._call()
-                session.finish(context)
+                session.materialize(context, [t for t in tensors_in(value) if t.is_xla])
                 self.result = _to_cpu(value)
+                session.finish(context)
         except RankStopped:
             pass
         except BaseException as error:  # whatever it is, the caller gets it

@@ -138,28 +138,21 @@ class Session:
         )
 
     def finish(self, context: RankContext) -> None:
-        """The rank's function returned: waits for the others, then runs what is still pending.
+        """The rank's function returned: waits for the others.
 
-        So tensors that outlive the launch hold values, not graphs that need all ranks at once.
+        What it left pending is not run: which tensors are still alive, and so the program, would
+        depend on the garbage collector of the process.
         """
-        pending = context.pending
-        arrival = _arrival("its function returned", "finish", pending)
-        if pending:
-            self._together(context, arrival, lambda: self._finish_dispatch(context))
-            context.forget()
-        else:
-            self.gate.meet(context.rank, arrival)
+        arrival = _arrival("its function returned", "finish", context.pending)
+        self.gate.meet(context.rank, arrival)
+
+    def materialize(self, context: RankContext, results: Sequence[torch.Tensor]) -> None:
+        """Gives a rank's results their values, in one program for all of them."""
+        if results:
+            self.sync_tensors(context, "its function returned", results)
 
     def _wait_for_device(self, context: RankContext) -> None:
         _XLAC._xla_wait_device_ops(devices=[self._real_devices[context.rank]])
-
-    def _finish_dispatch(self, context: RankContext) -> None:
-        # Garbage in cycles counts as live, so graphs could differ between ranks. All ranks have
-        # come, nothing moves: rank 0 looks after all devices.
-        if context.rank == 0 and any(map(_has_pending, self.contexts)):
-            gc.collect()
-        device = str(context.device)
-        self._step_marker(device, [], wait=False, reset_scope=True)
 
     def _together(
         self, context: RankContext, arrival: Arrival, dispatch: Callable[[], None]
@@ -212,17 +205,13 @@ class _Turn:
         return self._dispatched
 
 
-def _has_pending(context: RankContext) -> bool:
-    return any(_XLAC._check_device_tensor_need_materialization(str(context.device)))
-
-
 def _arrival(what: str, kind: str, pending: list[Collective]) -> Arrival:
     key = (kind, tuple(collective.key for collective in pending))
     return Arrival(what, key, where.here(), tuple(pending))
 
 
 def drop_pending(contexts: Sequence[RankContext]) -> None:
-    """Takes unfinished collectives off the devices after a failed launch.
+    """Takes unfinished collectives off the devices at the end of a launch.
 
     Their values can never be computed. Tensors that the program still holds are filled with NaN
     (integers: zero); anything else that is pending becomes a placeholder.
