@@ -66,6 +66,7 @@ def optimizer_for(case: Case, parameters) -> torch.optim.Optimizer:
 def unsharded(case: Case, device: str | torch.device = "cpu") -> Run:
     """The whole batch in one process, on plain torch tensors."""
     model = build(case).to(device)
+    model.tie()
     sync = _sync_of(device)
     optimizer = optimizer_for(case, model.parameters())
     run = Run([], [], {}, {})

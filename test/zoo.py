@@ -40,7 +40,6 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 7)  # an odd size: shards are padded
         self.down = nn.Linear(7, width)
         self.again = nn.Linear(width, 7)
-        self.again.weight = self.up.weight  # shared inside the unit
         self.frozen = nn.Linear(width, width)
         self.frozen.requires_grad_(False)
         self.gain = nn.Parameter(torch.tensor(0.7))  # 0-d
@@ -64,7 +63,13 @@ class Zoo(nn.Module):
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(blocks))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight  # shared across units when `embed` is one
+        self.tie()
+
+    def tie(self) -> None:
+        """Shares what is shared; moving a module to an XLA device unshares it."""
+        self.head.weight = self.embed.weight  # across units when `embed` is one
+        for block in self.blocks:
+            block.again.weight = block.up.weight  # inside a unit
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) + self.position

@@ -227,7 +227,8 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
         value
         for value in gc.get_objects()
         if issubclass(type(value), torch.Tensor)  # isinstance would ask objects for __class__
-        and value.device.type == "xla"
+        # Not value.device: tensors that autograd is done with are undefined and have none.
+        and value.is_xla
         and str(value.device) in devices
         and _XLAC._check_tensor_need_materialization([value])[0]
     ]

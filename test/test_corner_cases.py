@@ -1,0 +1,287 @@
+"""Uses that once gave wrong values, or an error that explains nothing."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from test_special_uses import WIDTH, assert_same_gradients, inputs, mlp, run, whole, wrapped
+from torch import nn
+
+from xla_fsdp import checkpoint_module
+
+
+class Module(nn.Module):
+    """A linear layer, and a function of the test that computes with it."""
+
+    def __init__(self, compute):
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.compute = compute
+
+    def forward(self, x):
+        return self.compute(self, x)
+
+
+def returned(module, x):
+    return module.linear(x), module.linear.bias, [module.linear.weight.to(x.dtype)]
+
+
+def stored(module, x):
+    out = module.linear(x)
+    module.stored = out.square().sum()
+    return torch.tanh(out)
+
+
+def changed(module, x):
+    weight = module.linear.weight.clone()
+    with torch.no_grad():
+        weight.mul_(2)
+    return x @ weight
+
+
+def inplace(module, x):
+    return module.linear(torch.relu_(x.mul_(2)))
+
+
+def loss_of(module, out):
+    if module.compute is returned:
+        return out[0].square().mean() + (out[1].exp().sum() + out[2][0].square().sum()) * 0.1
+    if module.compute is stored:
+        return out.mean() + 0.01 * module.stored / out.shape[0]
+    return out.square().mean()
+
+
+def corner(rank, compute, checkpointed, needs_grad):
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    plain, module = Module(compute), Module(compute)
+    model = nn.Sequential(checkpoint_module(module) if checkpointed else module)
+    model = wrapped(model, "0")
+
+    def step(model, module, x):
+        x = x.requires_grad_() if needs_grad else x
+        # Not a leaf, so that it may be changed in place.
+        loss_of(module, model(x * 1)).backward()
+
+    step(model, module, inputs(rank).to(torch_xla.device()))
+    step(plain, plain, torch.cat([inputs(r) for r in range(xr.world_size())]))
+    torch_xla.sync()
+    assert_same_gradients(model, nn.Sequential(plain))
+
+
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["", "input grad"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("compute", [returned, stored, changed, inplace])
+def test_gradients_are_those_of_plain_torch(run_ranks, compute, checkpointed, needs_grad):
+    if compute is returned and checkpointed:
+        checkpointed = False  # returns its parameters, computes next to nothing
+    run(run_ranks, corner, compute, checkpointed, needs_grad)
+
+
+class MaskedOnTheHost(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        mask = (torch.rand(WIDTH) > 0.5).float().to(x.device)
+        return torch.tanh(self.linear(x)) * mask
+
+
+def host_randomness(rank):
+    import torch_xla
+
+    grads = []
+    for checkpointed in (False, True):
+        module = MaskedOnTheHost()
+        model = wrapped(checkpoint_module(module) if checkpointed else module)
+        torch.manual_seed(8)
+        model(inputs(rank).to(torch_xla.device())).square().sum().backward()
+        torch_xla.sync()
+        grads.append([p.grad.cpu() for p in model.parameters()] + [torch.rand(2)])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_recomputation_repeats_random_numbers_of_the_host(run_ranks):
+    run(run_ranks, host_randomness)
+
+
+def late_change(rank):
+    import torch_xla
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y = self.linear(x)
+            z = y.square()
+            y.add_(1)
+            return z
+
+    model = wrapped(Late())
+    with pytest.raises(RuntimeError, match="changed in place after the forward used it"):
+        model(inputs(rank).to(torch_xla.device())).sum().backward()
+
+
+def test_changes_in_place_are_detected_as_without_wrapper(run_ranks):
+    run(run_ranks, late_change)
+
+
+def second_order(rank):
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    # A gradient penalty on inputs is right ...
+    def penalty(model, x):
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return grad.square().sum(1).mean()
+
+    plain, model = mlp(), wrapped(mlp(), "1")
+    penalty(model, inputs(rank).to(torch_xla.device()).requires_grad_()).backward()
+    everyone = torch.cat([inputs(r) for r in range(xr.world_size())]).requires_grad_()
+    penalty(plain, everyone).backward()
+    torch_xla.sync()
+    assert_same_gradients(model, plain)
+    # ... one on gradient shards would not be, and says so.
+    loss = model(inputs(rank).to(torch_xla.device())).square().sum()
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        sum(grad.square().sum() for grad in grads).backward()
+
+
+def test_gradients_of_gradients(run_ranks):
+    run(run_ranks, second_order)
+
+
+def copies(rank):
+    import torch_xla
+
+    device = torch_xla.device()
+    model = wrapped(mlp(), "1")
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    twin = copy.deepcopy(model)
+    x = inputs(rank).to(device)
+    model(x).sum().backward()
+    assert all(p.grad is None for p in twin.parameters())
+    with torch.no_grad():
+        expected = model(x).cpu()
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert torch.equal(twin(x).cpu(), expected)
+        assert torch.equal(averaged(x).cpu(), expected)
+    with torch.inference_mode():
+        assert torch.equal(twin(x).cpu(), expected)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(model)
+
+
+def test_copies_inference_mode_and_pickling(run_ranks):
+    run(run_ranks, copies)
+
+
+def zeroed(rank):
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    plain, model = mlp(), wrapped(mlp(), "1")
+    with model.no_sync():
+        model(inputs(rank, 1).to(torch_xla.device())).square().mean().backward()
+    model.zero_grad()
+    model(inputs(rank).to(torch_xla.device())).square().mean().backward()
+    plain(torch.cat([inputs(r) for r in range(xr.world_size())])).square().mean().backward()
+    torch_xla.sync()
+    assert_same_gradients(model, plain)
+
+
+def test_zero_grad_forgets_what_no_sync_gathered(run_ranks):
+    run(run_ranks, zeroed)
+
+
+def meta(rank):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model[1].weight = model[0].weight
+        model[0].weight.no_decay = True
+    model = wrapped(model, "0", "1")
+    assert len(list(model.parameters())) == 3
+    full = whole(model, model.state_dict())
+    assert torch.equal(full["0.weight"], full["1.weight"])
+    assert model[0].module.weight.no_decay
+
+    class Forgetful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.ones(3, device="meta"), persistent=False)
+
+        def reset_parameters(self):
+            pass
+
+        def forward(self, x):
+            return x * self.table
+
+    with pytest.raises(RuntimeError, match="gives no values to its buffer 'table'"):
+        wrapped(nn.Sequential(Forgetful()))
+
+
+def test_meta_weights_shared_across_units_and_forgotten_buffers(run_ranks):
+    run(run_ranks, meta)
+
+
+def two_names(rank):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(WIDTH, WIDTH)
+            self.b = self.a
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    plain = Shared()
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = wrapped(plain)
+    ours = whole(model, model.state_dict())
+    assert ours.keys() == expected.keys() == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+
+
+def test_a_module_under_two_names(run_ranks):
+    run(run_ranks, two_names)
+
+
+def refusals(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    with pytest.raises(ValueError, match=f"no group of sharding_groups has rank {rank}"):
+        FSDP(mlp(), sharding_groups=[[0, 1]], sharding_rank=1 - rank, sharding_world_size=2)
+    model = wrapped(mlp(), "1")
+    with pytest.raises(ValueError, match="leave assign out"):
+        model.load_state_dict(model.state_dict(), assign=True)
+    half = FSDP(mlp().half())
+    assert half.gradient_predivide_factor == 2 and half.gradient_postdivide_factor == 1
+
+
+def test_refusals(run_ranks):
+    run(run_ranks, refusals)
+
+
+def leaves_work_behind(rank, synced):
+    import torch_xla
+
+    model = wrapped(mlp(), "1")
+    for _ in range(2):
+        model(inputs(rank).to(torch_xla.device())).square().mean().backward()
+        if synced:
+            torch_xla.sync()
+    return [p.grad for p in model.parameters()] if rank == 0 and synced else None
+
+
+def test_launches_that_leave_work_behind(run_ranks):
+    for synced in (False, True, False, True):
+        run_ranks(leaves_work_behind, 2, synced)
