@@ -72,6 +72,27 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = LEAVES
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = CONTAINERS
 
 
+def require_forward(module: nn.Module) -> None:
+    """Raises RuntimeError if ``module`` has no forward, neither its class nor the instance."""
+    none = nn.Module.forward
+    forward = getattr(module, "forward", none)
+    if type(module).forward is none and getattr(forward, "__func__", forward) is none:
+        raise RuntimeError(
+            f"{type(module).__name__} has no forward, so a wrapper would never know when its "
+            "parameters are needed; wrap its elements, or the module that calls them"
+        )
+
+
+def require_unwrapped(module: nn.Module, is_wrapper: Callable[[nn.Module], bool]) -> None:
+    """Raises ValueError if a wrapper is in ``module``, which a policy is about to wrap."""
+    for name, child in module.named_modules():
+        if is_wrapper(child):
+            raise ValueError(
+                f"with auto_wrap_policy no submodule may be wrapped already, but {name!r} is; wrap "
+                "either by hand or by policy"
+            )
+
+
 def recursive_wrap(
     module: nn.Module,
     auto_wrap_policy: Policy,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,18 +11,16 @@ from torch import nn
 
 from . import metadata
 from .build import UnitBuilder
-from .clip import clip_grad_norm_
 from .gather import computing
 from .options import FSDPOptions
 from .recipe import parameters_saved_as_recipes
+from .surface import WrapperSurface
 from .tree import cast_floats
 from .world import World
-from .wrap import recursive_wrap
-
-_PREFIX = "_fsdp_wrapped_module."
+from .wrap import recursive_wrap, require_forward, require_unwrapped
 
 
-class XlaFullyShardedDataParallel(nn.Module):
+class XlaFullyShardedDataParallel(WrapperSurface):
     """Shards a module's parameters, gradients and optimizer state over the ranks.
 
     Between its uses the module holds one shard a rank of each parameter. A forward gathers the
@@ -113,7 +109,10 @@ class XlaFullyShardedDataParallel(nn.Module):
         options = FSDPOptions(**{name: given[name] for name in FSDPOptions.__dataclass_fields__})
         super().__init__()
         if auto_wrap_policy is not None:
-            _auto_wrap(module, auto_wrap_policy, auto_wrapper_callable or type(self), options)
+            require_unwrapped(module, _is_wrapper)
+            wrapper_cls = auto_wrapper_callable or type(self)
+            kwargs = options.as_kwargs()
+            recursive_wrap(module, auto_wrap_policy, wrapper_cls, only_wrap_children=True, **kwargs)
         self.fsdp_options = options
         world = World.current(
             sharding_groups, sharding_rank, sharding_world_size, replication_groups
@@ -128,167 +127,6 @@ class XlaFullyShardedDataParallel(nn.Module):
         self.register_load_state_dict_pre_hook(metadata.restore_state_dict_keys)
         if execute_sharding_on_init and on_device:
             torch_xla.sync()
-
-    # -- what users ask of a wrapper ------------------------------------------------------------
-
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
-        return self._fsdp_wrapped_module
-
-    @property
-    def rank(self) -> int:
-        """This rank's place among the ranks that share the parameters."""
-        return self._unit.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks share the parameters."""
-        return self._unit.world.size
-
-    def __getattr__(self, name: str) -> Any:
-        """Options by name; attributes that the wrapper does not have are the wrapped module's."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name in ("_fsdp_wrapped_module", "fsdp_options"):  # not built yet
-                raise
-        if name in FSDPOptions.__dataclass_fields__:
-            return getattr(self.fsdp_options, name)
-        return getattr(self._fsdp_wrapped_module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Items of the wrapped module, should it be an ``nn.Sequential``."""
-        return self.module[key]
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "a wrapped model cannot be pickled, it belongs to this rank's device; save "
-            "state_dict() and get_shard_metadata()"
-        )
-
-    def __deepcopy__(self, memo: dict) -> XlaFullyShardedDataParallel:
-        self._settle()
-        clone = type(self).__new__(type(self))
-        memo[id(self)] = clone
-        clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        return clone
-
-    def __len__(self) -> int:
-        return len(self.module)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def extra_repr(self) -> str:
-        shown = ["reshard_after_forward", "flatten_parameters", "compute_dtype"]
-        values = ", ".join(f"{name}={getattr(self.fsdp_options, name)}" for name in shown)
-        return f"rank={self.rank}, world_size={self.world_size}, {values}"
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards, under the names that the parameters have in the unwrapped module."""
-        self._settle()
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield name.replace(_PREFIX, ""), parameter
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers, under the names that they have in the unwrapped module."""
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield name.replace(_PREFIX, ""), buffer
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """This rank's shards and all buffers; see :meth:`get_shard_metadata`."""
-        self._settle()
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict, *args: Any, **kwargs: Any) -> Any:
-        """Loads what :meth:`state_dict` of the same rank of as many ranks returned.
-
-        Takes the shards of ``torch_xla.distributed.fsdp`` as well, if wrapped alike.
-        """
-        self._settle()
-        return super().load_state_dict(state_dict, *args, **kwargs)
-
-    def get_shard_metadata(self) -> dict[str, Any]:
-        """How to put the ``state_dict()`` of all ranks together.
-
-        Save it beside the state dict, under ``"shard_metadata"``, for
-        ``python -m xla_fsdp.consolidate``. Plain dicts, lists, numbers and strings.
-        """
-        return metadata.shard_metadata(self)
-
-    @property
-    def sharded_params(self) -> list[nn.Parameter]:
-        """The shards that this wrapper (not those inside it) gathers."""
-        return self._unit.shards
-
-    @property
-    def params_with_grad(self) -> list[nn.Parameter]:
-        """All shards, inner wrappers included, that have a gradient."""
-        return [parameter for parameter in self.parameters() if parameter.grad is not None]
-
-    def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """``list(named_parameters())``: names here are the original ones."""
-        return list(self.named_parameters())
-
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        groups: Sequence[Sequence[int]] | None = None,
-    ) -> torch.Tensor:
-        """Scales all gradients so that their total norm is at most ``max_norm``; see
-        :func:`xla_fsdp.clip.clip_grad_norm_`. Must be called on every rank."""
-        return clip_grad_norm_(
-            self._wrapped_units(), self.parameters(), max_norm, norm_type, groups
-        )
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients, also those that ``no_sync`` has left unreduced.
-
-        An optimizer's ``zero_grad`` does not know of the latter.
-        """
-        super().zero_grad(set_to_none)
-        for unit in self._wrapped_units():
-            unit.forget_unsynced()
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within, backwards leave gradients unreduced; the first backward after it reduces the sum.
-
-        Saves the reductions of all but the last micro-batch, at the price of the full gradients in
-        memory.
-        """
-        units = self._wrapped_units()
-        before = [unit.require_sync for unit in units]
-        for unit in units:
-            unit.require_sync = False
-        try:
-            yield
-        finally:
-            for unit, value in zip(units, before, strict=True):
-                unit.require_sync = value
-
-    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
-        """Divides gradients by ``pre`` before and by ``post`` after the reduction.
-
-        The defaults average over all ranks. ``recursive``: in all wrappers inside as well.
-        """
-        for name, value in (("pre", pre), ("post", post)):
-            if not value > 0:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
-        for unit in self._wrapped_units() if recursive else [self._unit]:
-            unit.predivide, unit.postdivide = float(pre), float(post)
-
-    @property
-    def gradient_predivide_factor(self) -> float:
-        return self._unit.predivide
-
-    @property
-    def gradient_postdivide_factor(self) -> float:
-        return self._unit.postdivide
-
-    # -- forward --------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         unit = self._unit
@@ -325,7 +163,7 @@ class XlaFullyShardedDataParallel(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, XlaFullyShardedDataParallel):
                 module._is_root = module is self
-                path = name.replace(_PREFIX, "").removesuffix(_PREFIX.rstrip("."))
+                path = metadata.clean_name(name)
                 module._unit.label = f"{path}." if path else ""
                 module._unit.on_backward_end = None
         self._unit.on_backward_end = self._end_backward
@@ -338,15 +176,6 @@ class XlaFullyShardedDataParallel(nn.Module):
             # Not torch_xla.sync(): this is autograd's thread, whose default device is another's.
             device = str(self._unit.world.device)
             torch_xla._XLAC._xla_step_marker(device, [], wait=False)
-
-    def _settle(self, recursive: bool = True) -> None:
-        if "_unit" in self.__dict__:
-            for unit in self._wrapped_units() if recursive else [self._unit]:
-                unit.settle()
-
-    def _wrapped_units(self) -> list:
-        wrappers = (m for m in self.modules() if isinstance(m, XlaFullyShardedDataParallel))
-        return [wrapper._unit for wrapper in wrappers]
 
 
 def _is_wrapper(module: nn.Module) -> bool:
@@ -361,22 +190,4 @@ def _require_wrappable(module: nn.Module) -> None:
             "this module is already wrapped; to nest, wrap the inner modules first and the module "
             "around them afterwards"
         )
-    unimplemented = nn.Module.forward
-    if getattr(type(module), "forward", unimplemented) is unimplemented and (
-        getattr(getattr(module, "forward", None), "__func__", unimplemented) is unimplemented
-        and "forward" not in module.__dict__
-    ):
-        raise RuntimeError(
-            f"{type(module).__name__} has no forward, so a wrapper would never know when its "
-            "parameters are needed; wrap its elements, or the module that calls them"
-        )
-
-
-def _auto_wrap(module, policy, wrapper, options: FSDPOptions) -> None:
-    for name, child in module.named_modules():
-        if _is_wrapper(child):
-            raise ValueError(
-                f"with auto_wrap_policy no submodule may be wrapped already, but {name!r} is; wrap "
-                "either by hand or by policy"
-            )
-    recursive_wrap(module, policy, wrapper, only_wrap_children=True, **options.as_kwargs())
+    require_forward(module)
