@@ -180,7 +180,6 @@ print(peak - start)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_memory_is_the_result_alone(tmp_path):
     """A model of 64 MiB with Adam state on 4 ranks, 192 MiB of files, takes 64 MiB."""
     mib = 2**20

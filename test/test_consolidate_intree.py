@@ -1,6 +1,5 @@
 """Checkpoints written by torch_xla's own class become the plain model's state_dict."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -18,10 +17,7 @@ from xla_fsdp.consolidate import (
     consolidate_sharded_state_dicts,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("error"),
-    pytest.mark.skipif(not importlib.util.find_spec("torch_xla"), reason="needs torch_xla"),
-]
+pytestmark = pytest.mark.filterwarnings("error")
 TIED = {"head.weight": "emb.weight"}
 LOSSY = {"tied", "tied-flat", "bfloat16-buffers-cpu"}
 

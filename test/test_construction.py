@@ -397,6 +397,28 @@ def clipping(rank):
     assert everyone == pytest.approx(model.clip_grad_norm_(1e9).item())
 
 
+def clipping_over_two_worlds(rank):
+    """A frozen unit with groups of its own adds nothing to the norm of the others."""
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model, plain = mlp(), mlp()
+    for module in (model, plain):
+        module[1].requires_grad_(False)
+    alone = {"sharding_groups": [[0], [1]], "sharding_rank": 0, "sharding_world_size": 1}
+    model[1] = FSDP(model[1], **alone)
+    model = FSDP(model)
+    model(inputs(0).to(torch_xla.device())).square().mean().backward()
+    plain(inputs(0)).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    torch.testing.assert_close(model.clip_grad_norm_(1e9).cpu(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_clipping_over_two_worlds(run_ranks):
+    run(run_ranks, clipping_over_two_worlds)
+
+
 def test_clipping_edges(run_ranks):
     run(run_ranks, clipping, ranks=3)
 

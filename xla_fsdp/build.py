@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .init import is_on_meta, materialize
+from .names import dotted
 from .options import FSDPOptions
 from .shard import Layout
 from .swap import release_original_
@@ -81,8 +82,7 @@ class UnitBuilder:
                 continue
             yield path, module
             children = [(k, c) for k, c in module._modules.items() if c is not None]
-            prefix = f"{path}." if path else ""
-            stack.extend((prefix + key, child) for key, child in reversed(children))
+            stack.extend((dotted(path, key), child) for key, child in reversed(children))
 
     def _spots(self, module: nn.Module) -> Iterator[Spot]:
         for name, parameter in list(module._parameters.items()):
@@ -98,7 +98,7 @@ class UnitBuilder:
                     layout = Layout.rows(parameter.shape, self.world.size)
                 else:
                     layout = Layout.flat([parameter.shape], self.world.size)
-                self._shard([parameter], layout, self._name(module, name))
+                self._shard([parameter], layout, dotted(self.paths[module][0], name))
             self._put(spot)
 
     def _flatten(self) -> None:
@@ -130,10 +130,6 @@ class UnitBuilder:
         setattr(shard, _HOME, (tensor, 0))
         return tensor
 
-    def _name(self, module: nn.Module, name: str) -> str:
-        path = self.paths[module][0]
-        return f"{path}.{name}" if path else name
-
     def _put(self, spot: Spot) -> None:
         module, name, parameter = spot
         tensor, number = getattr(parameter, _HOME)
@@ -154,5 +150,5 @@ class UnitBuilder:
                     moved[buffer] = buffer.to(device=self.world.device, dtype=cast)
                 if moved[buffer].dtype is not buffer.dtype:
                     for path in self.paths[module]:
-                        self.unit.buffer_dtypes[f"{path}.{name}" if path else name] = buffer.dtype
+                        self.unit.buffer_dtypes[dotted(path, name)] = buffer.dtype
                 module._buffers[name] = moved[buffer]

@@ -59,9 +59,10 @@ def clip_grad_norm_(
         by_world.setdefault(worlds.get(id(parameter)), []).append(parameter.grad.detach())
 
     is_max = math.isinf(norm_type)
-    total = torch.zeros((), device=units[0].world.device)
+    zero = torch.zeros((), device=units[0].world.device)
+    total = zero
     for world, grads in by_world.items():
-        part = _local_power(grads, norm_type, total)
+        part = _local_power(grads, norm_type, zero)
         if world is not None:
             if groups is not None:
                 world = _with_groups(world, groups)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from .names import dotted
+
 # On a parameter that was on the meta device: the parameter that it has become.
 _REAL = "_xla_fsdp_real"
 
@@ -60,7 +62,7 @@ def _groups(module, name, skip, seen) -> Iterator[tuple[str, list[nn.Module]]]:
             seen.add(child)
             together.append(child)
         else:
-            yield from _groups(child, f"{name}.{key}" if name else key, skip, seen)
+            yield from _groups(child, dotted(name, key), skip, seen)
     yield name, [*together, module]
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .names import dotted
 from .shard import Layout
 from .unit import ShardedTensor
 
@@ -39,16 +40,16 @@ def shard_metadata(wrapper: XlaFullyShardedDataParallel) -> dict[str, Any]:
             number += len(tensor.layout.members)
             names.setdefault(tensor, [[] for _ in tensor.layout.members])
             if tensor.flattened and module._parameters.get(tensor.key) is tensor.shard:
-                keys.setdefault(tensor, _join(path, tensor.key))
+                keys.setdefault(tensor, dotted(path, tensor.key))
         for place in unit.places:
             tensor, member = _member_at(unit, place.index, first_number)
             known = names[tensor][member]
             for inside in place.paths:
-                name = _join(path, _join(inside, place.name))
+                name = dotted(path, dotted(inside, place.name))
                 if name not in known:
                     known.append(name)
         for name, dtype in unit.buffer_dtypes.items():
-            buffers[_join(path, name)] = str(dtype).removeprefix("torch.")
+            buffers[dotted(path, name)] = str(dtype).removeprefix("torch.")
     parameters = {
         # A flattened vector is stored under its own name, a parameter under its first.
         keys.get(tensor, members[0][0]): _described(tensor.layout, members)
@@ -88,10 +89,6 @@ def _described(layout: Layout, names: list[list[str]]) -> dict[str, Any]:
             for aliases, member in zip(names, layout.members, strict=True)
         ],
     }
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
 
 
 def clean_name(name: str) -> str:

@@ -49,7 +49,7 @@ def _checkpointed(module: nn.Module, forward: Callable, *args: Any, **kwargs: An
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     replay = _Replay(module, forward, args, kwargs)
-    outputs = replay.run()
+    outputs = replay.run(args, kwargs)
 
     def hook(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.grad_fn is not None:
@@ -86,10 +86,10 @@ class _Replay:
     def __init__(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict):
         self.module = module
         self.forward = forward
-        self.inputs = (args, kwargs)
+        tensors = tensors_in((args, kwargs))
         # Units whose parameters the forward uses; the recomputation needs them gathered again.
         self.passes = computing_passes()
-        self.device = _device_of(tensors_in((args, kwargs)), module)
+        self.device = _device_of(tensors, module)
         self.random = _RandomState.of(self.device)
         self.draws = True
         self.autocast = [
@@ -100,20 +100,17 @@ class _Replay:
         self.count = 0
         self.gradient: torch.Tensor | None = None
         self.recomputed: dict[int, list[torch.Tensor]] = {}  # by graph task
-
-    def run(self) -> Any:
-        """The forward itself."""
-        args, kwargs = self.inputs
-        tensors = tensors_in(self.inputs)
         self.needs_grad = [tensor.requires_grad for tensor in tensors]
         with torch.no_grad():
             # On XLA a copy takes no memory, and lets the forward change its input in place.
             keep = [torch.view_copy(t, t.shape) if t.device.type == "xla" else t for t in tensors]
-        kept = _Keep.apply(torch.zeros((), requires_grad=True), *keep)
-        self.kept = kept
-        # From here on the arguments are only a frame: the tensors themselves belong to `kept`.
+        self.kept = _Keep.apply(torch.zeros((), requires_grad=True), *keep)
+        # Of the arguments only the frame is held here: the tensors belong to `kept`.
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        self.inputs = map_tensors(lambda t: _Slot(numbers[id(t)]), self.inputs)
+        self.inputs = map_tensors(lambda t: _Slot(numbers[id(t)]), (args, kwargs))
+
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        """The forward itself."""
         with torch.autograd.graph.saved_tensors_hooks(self._number, self._value):
             outputs = self.forward(*args, **kwargs)
         # Recomputation only disturbs the random numbers of others if it draws any.
