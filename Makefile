@@ -15,13 +15,14 @@ lint: install
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
 bench: install
+	$(PY) -m benchmarks.planned
 	$(PY) -m benchmarks.compare
 
 install: .venv/installed
 
 .venv/installed: setup.py
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install -q -e '.[examples,test]'
+	$(PY) -m pip install -q -e '.[examples,plan,test]'
 	touch $@
 
 clean:

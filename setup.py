@@ -13,12 +13,23 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
-    packages=["xla_fsdp", "xla_fsdp._cpu", "xla_fsdp.consolidate"],
+    packages=[
+        "xla_fsdp",
+        "xla_fsdp._cpu",
+        "xla_fsdp.consolidate",
+        "xla_fsdp.planning",
+        *(
+            f"xla_fsdp.planning.{part}"
+            for part in ("tracing", "compiling", "program", "slices", "reporting")
+        ),
+    ],
     package_dir={"xla_fsdp.consolidate": "consolidate"},
     # torch_xla is built against one torch version; a newer torch fails to load it.
     install_requires=["torch==2.9.0", "torch_xla==2.9.0", "numpy", "safetensors"],
     extras_require={
         "tpu": ["torch_xla[tpu]==2.9.0"],
+        # The TPU compiler and its front end, as torch_xla 2.9.0 pins them itself.
+        "plan": ["torch_xla[pallas,tpu]==2.9.0", "matplotlib"],
         "pod": ["cloud-tpu-client==0.10", "absl-py"],
         "examples": ["absl-py", "rich", "scikit-learn", "tensorboard", "torchvision==0.24.0"],
         "test": ["cloudpickle", "pytest", "psutil"],

@@ -12,9 +12,9 @@ VOCABULARY = 256
 class Block(nn.Module):
     """Attention and a two-layer perceptron, each behind a norm and around a residual."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, causal: bool = True):
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -28,8 +28,10 @@ class Block(nn.Module):
         qkv = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, w // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (b, h, s, d)
         scores = q @ k.transpose(-2, -1) * (w // self.heads) ** -0.5  # (b, h, s, s)
-        future = torch.ones(s, s, device=x.device).triu(1).bool()
-        mixed = scores.masked_fill(future, -1e9).softmax(-1) @ v
+        if self.causal:
+            future = torch.ones(s, s, device=x.device).triu(1).bool()
+            scores = scores.masked_fill(future, -1e9)
+        mixed = scores.softmax(-1) @ v
         x = x + self.out(mixed.transpose(1, 2).reshape(b, s, w))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 

@@ -4,6 +4,7 @@
     python examples/train_mnist.py --num_devices=2        # 2 ranks
     PJRT_DEVICE=TPU python examples/train_mnist.py \\
         --datadir=/tmp/mnist                          # MNIST on a v3-8: all 8 cores
+    python examples/train_mnist.py --plan=v3-8            # what that would need, without a TPU
 
 Each rank trains on its part of every batch and keeps a part of every parameter. At the end each
 rank saves its part, the command line tool joins them into one file, and plain torch, without
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from absl import flags
 from common import checkpoints, mnist_data, script
 from common.mnist_network import MnistNetwork
+from common.planned import launch_or_plan
 from common.progress import TrainingProgress, print_table
 from torch import nn
 
@@ -89,13 +91,14 @@ def main(options: SimpleNamespace) -> None:
         raise script.Stop("--fake_data excludes --datadir", code=2)
     options.lr = options.lr or (0.01 if options.datadir else 0.02)
     options.num_epochs = options.num_epochs or (2 if options.datadir else 12)
-    checkpoints.prepare_folder(options.ckpt_prefix)
+    if not options.plan:
+        checkpoints.prepare_folder(options.ckpt_prefix)
     if options.datadir:
         mnist_data.prepare(options.datadir)
 
     torch.manual_seed(options.seed)
     network = MnistNetwork()
-    xla_fsdp.launch(train, (options, network), options.num_devices)
+    launch_or_plan(train, (options, network), options, options.num_devices, "MNIST network")
 
 
 def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
@@ -133,7 +136,8 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
 
     images = min(len(batches.sampler), len(batches) * options.batch_size)  # a rank and epoch
     images_a_step = images * world_size / len(batches)
-    with TrainingProgress(rank, len(batches), images_a_step, options.logdir) as progress:
+    show = rank == 0 and not options.plan
+    with TrainingProgress(show, len(batches), images_a_step, options.logdir) as progress:
         for epoch in range(options.num_epochs):
             batches.sampler.set_epoch(epoch)  # shuffles anew
             progress.start_epoch()

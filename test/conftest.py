@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,10 @@ def run_script(tmp_path):
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def elsewhere():
+    """``elsewhere(fn, *args)`` runs a function of a test module in a process without ranks."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield lambda fn, *args: pool.submit(fn, *args).result()

@@ -118,6 +118,23 @@ def test_activations_are_not_kept(run_ranks):
         assert kept > 0 and kept_checkpointed == 0
 
 
+def inputs_after_the_backward(rank):
+    """Pending tensors as large as the layers' inputs, with the loss still held."""
+    import torch_xla
+
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+    model = wrapped(nn.Sequential(*map(checkpoint_module, layers)))
+    x = inputs(rank)
+    loss = model(x.to(torch_xla.device())).square().mean()
+    loss.backward()
+    model.zero_grad()
+    return sum(size == x.numel() for size in live_sizes(torch_xla.device()))
+
+
+def test_inputs_are_not_kept_by_the_loss(run_ranks):
+    assert run_ranks(inputs_after_the_backward, 2) == [0, 0]
+
+
 def nested(rank):
     import torch_xla
     import torch_xla.runtime as xr

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from .launcher import CollectiveMismatchError, RankError, RankTimeoutError, launch
+    from .planning.api import plan
+    from .planning.compiling.compiler import CompileError, MissingExtraError
+    from .planning.reporting.report import Report
+    from .planning.slices.topology import UnknownTopologyError
     from .remat import checkpoint_module
     from .wrap import (
         always_wrap_policy,
@@ -34,6 +38,11 @@ _HOMES = {
     "recursive_wrap": "wrap",
     "size_based_auto_wrap_policy": "wrap",
     "transformer_auto_wrap_policy": "wrap",
+    "plan": "planning.api",
+    "Report": "planning.reporting.report",
+    "UnknownTopologyError": "planning.slices.topology",
+    "CompileError": "planning.compiling.compiler",
+    "MissingExtraError": "planning.compiling.compiler",
     "consolidate_sharded_model_checkpoints": "consolidate",
     "consolidate_sharded_state_dicts": "consolidate",
 }

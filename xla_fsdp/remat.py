@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,9 +52,18 @@ def _checkpointed(module: nn.Module, forward: Callable, *args: Any, **kwargs: An
     replay = _Replay(module, forward, args, kwargs)
     outputs = replay.run(args, kwargs)
 
+    # Hooks stay with the graph, which lives as long as somebody holds the loss; what backward has
+    # released must not stay with them.
+    known = weakref.ref(replay)
+
+    def note(gradient: torch.Tensor) -> None:
+        alive = known()
+        if alive is not None:
+            alive.note_gradient(gradient)
+
     def hook(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.grad_fn is not None:
-            tensor.register_hook(replay.note_gradient)
+            tensor.register_hook(note)
         return tensor
 
     return map_tensors(hook, outputs)
@@ -79,7 +89,7 @@ class _Keep(torch.autograd.Function):
 class _Replay:
     """One checkpointed forward, and how to run it again.
 
-    Lifetime: owned by the numbers that stand in for saved tensors, that is by the graph. What the
+    Lifetime: owned by the numbers that stand in for saved tensors, which backward drops. What the
     recomputation collected lives to the end of the backward that asked for it.
     """
 
@@ -131,7 +141,15 @@ class _Replay:
         if task not in self.recomputed:
             self.recomputed[task] = self._recompute()
             if task != -1:
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._forget(task))
+                # Autograd's thread drops the callback only some time after backward has returned.
+                known = weakref.ref(self)
+
+                def forget() -> None:
+                    alive = known()
+                    if alive is not None:
+                        alive._forget(task)
+
+                torch.autograd.Variable._execution_engine.queue_callback(forget)
         return self.recomputed[task][number]
 
     def _forget(self, task: int) -> None:

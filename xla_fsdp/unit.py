@@ -286,7 +286,8 @@ class Unit:
             shard = self.world.reduce_scatter(full, label, 1 / self.postdivide if exact else 1.0)
         if shard.dtype != tensor.shard.dtype:
             shard = shard.to(tensor.shard.dtype)
-        shard = shard.view(tensor.layout.shard_shape)
+        # Not a view: torch_xla would keep what it is a view of as well, while somebody holds it.
+        shard = torch.view_copy(shard, tensor.layout.shard_shape)
         if not exact:
             shard = self.world.sum_over_replicas(shard, label) / self.postdivide
         return shard

@@ -107,11 +107,14 @@ class World:
         """
         if self.size == 1:
             return full if scale == 1.0 else full * scale
+        named = _named("reduce_scatter", label)
         token = torch_xla._XLAC._get_all_reduce_token(self._device_name)
-        return torch_xla._XLAC._xla_reduce_scatter(
+        shard = torch_xla._XLAC._xla_reduce_scatter(
             xm.REDUCE_SUM, full, token, scale, 0, self.size, self._group_lists, False,
             self._channel("reduce_scatter", full, label), None,
         )[0]  # fmt: skip
+        del named
+        return shard
 
     def all_reduce_sum(self, value: torch.Tensor, label: str = "") -> torch.Tensor:
         """The sum of ``value`` over the sharding group; same shape, meant for few elements."""
@@ -129,7 +132,10 @@ class World:
         if not groups or len(groups[0]) == 1:
             return value
         if self.context is None:
-            return xm.all_reduce(kind, value, groups=_lists(groups), pin_layout=False)
+            named = _named("all_reduce", label)
+            total = xm.all_reduce(kind, value, groups=_lists(groups), pin_layout=False)
+            del named
+            return total
         # torch_xla's all-reduce takes no channel id, without which ranks on one CPU cannot meet
         # when they compile separately.
         rows = self._gather(value[None], _lists(groups), label)
@@ -139,14 +145,24 @@ class World:
         size = len(groups[0])
         if size == 1:
             return shard
-        return torch_xla._XLAC._xla_all_gather(
+        named = _named("all_gather", label)
+        full = torch_xla._XLAC._xla_all_gather(
             shard, 0, size, groups, False, self._channel("all_gather", shard, label), None,
         )  # fmt: skip
+        del named
+        return full
 
     def _channel(self, kind: str, tensor: torch.Tensor, label: str) -> int | None:
         if self.context is None:
             return None
         return self.context.next_channel(kind, tuple(tensor.shape), tensor.dtype, label)
+
+
+def _named(kind: str, label: str) -> object:
+    """Names what is traced while the result is held, for whoever reads the compiled program."""
+    if not torch_xla._XLAC._get_ir_debug():
+        return None
+    return torch_xla._XLAC.profiler.scope_pusher(f"{kind}[{label}]")
 
 
 def _lists(groups: Groups) -> list[list[int]]:

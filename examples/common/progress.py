@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 class TrainingProgress:
-    """The bar and the TensorBoard curves of one rank; all ranks but 0 show and write nothing.
+    """The bar and the TensorBoard curves of one rank, or nothing unless ``show``.
 
     The bar is drawn on a terminal only; a log file gets one line an epoch. A context manager, which
     takes the bar away whatever happens.
@@ -20,14 +20,14 @@ class TrainingProgress:
         samples_per_second: of the latest epoch, all ranks together.
     """
 
-    def __init__(self, rank: int, steps: int, samples_per_step: int, logdir: str | None) -> None:
+    def __init__(self, show: bool, steps: int, samples_per_step: int, logdir: str | None) -> None:
         self.steps, self.samples_per_step = steps, samples_per_step
         self.seconds = self.samples_per_second = 0.0
         self.epoch = 0
-        self._console = Console(stderr=True, quiet=rank != 0)
+        self._console = Console(stderr=True, quiet=not show)
         self._bar: Progress | None = None
         self._writer = None
-        if logdir and rank == 0:
+        if logdir and show:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(logdir)

@@ -36,13 +36,13 @@ class RankMode(TorchFunctionMode):
 
 
 def _read(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    if mode.context.pending and _reads_to_host(func, args, kwargs):
+    if mode.context.pending and reads_to_host(func, args, kwargs):
         _fetch(mode, func, args, kwargs)
     return func(*args, **kwargs)
 
 
 def _fetch(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> None:
-    tensors = _xla_tensors((args, kwargs))
+    tensors = xla_tensors((args, kwargs))
     if tensors:
         mode.session.before_fetch(mode.context, _name(func), tensors)
 
@@ -68,7 +68,7 @@ def _plain_backward(
     torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-def _reads_to_host(func: Callable, args: tuple, kwargs: dict) -> bool:
+def reads_to_host(func: Callable, args: tuple, kwargs: dict) -> bool:
     if func not in _MAY_READ:
         return True
     if func in (torch.Tensor.copy_, torch.Tensor.__setitem__):
@@ -86,7 +86,7 @@ def _reads_to_host(func: Callable, args: tuple, kwargs: dict) -> bool:
     return False
 
 
-def _xla_tensors(value: Any) -> list[torch.Tensor]:
+def xla_tensors(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     stack = [value]
     while stack:
@@ -114,7 +114,7 @@ def _collect(owners_and_names: dict[Any, str]) -> set:
 
 
 _MAY_READ = _collect({torch.Tensor: "to type type_as copy_ __setitem__", torch: "as_tensor"})
-_READS = _MAY_READ | _collect({
+READS = _MAY_READ | _collect({
     torch.Tensor:
         "item tolist cpu numpy __bool__ __float__ __int__ __index__ __complex__ __repr__ "
         "__format__ __array__ __reduce_ex__ __contains__ is_nonzero equal allclose "
@@ -124,7 +124,7 @@ _READS = _MAY_READ | _collect({
 # Not reads, but torch_xla has no kernel for them and computes them on the CPU. The list need not be
 # complete: a cut that nobody sees works too, unless the ranks disagree.
 _CPU_ONLY = "angle addbmm bincount bucketize histc nansum searchsorted unique_consecutive vdot"
-_READS |= _collect({
+READS |= _collect({
     torch: _CPU_ONLY,
     torch.Tensor: _CPU_ONLY,
     torch.linalg: "eig eigvals householder_product matrix_exp solve_triangular",
@@ -165,7 +165,7 @@ _LOWERED = _collect({
 })  # fmt: skip
 
 _SPECIAL: dict[Callable, Callable] = {
-    **dict.fromkeys(_READS, _read),
+    **dict.fromkeys(READS, _read),
     **dict.fromkeys(_DRAWS, _draw),
     torch.Tensor.backward: _backward,
 }

@@ -13,6 +13,9 @@ import torch_xla.runtime as xr
 from ..ranks import RankContext
 from .session import drop_pending
 
+# Who launches ranks, or pretends to be one, changes what torch_xla believes in the whole process.
+ONE_AT_A_TIME = threading.Lock()
+
 MAX_RANKS = 8
 DEFAULT_RANKS = 4
 
@@ -27,7 +30,7 @@ class CpuRuntime:
     """
 
     def __init__(self) -> None:
-        self.launching = threading.Lock()
+        self.launching = ONE_AT_A_TIME
         self.leftover: list[threading.Thread] = []
         self.unfinished: list[RankContext] = []
         self._started_here = False

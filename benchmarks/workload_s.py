@@ -1,0 +1,67 @@
+"""Workload S: four pre-norm transformer blocks of width 1024 between two linear layers.
+
+16 heads, MLP ratio 4, no mask; each block an inner FSDP unit, the whole another; a batch of 32
+sequences of 256 a device, bfloat16 compute, AdamW: what the project's first figures were read
+off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .model import Block
+
+OURS, IN_TREE = "ours", "in-tree"
+
+
+class Network(nn.Module):
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module], blocks: int = 4, width: int = 1024):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.Sequential(*[wrap(Block(width, 16, causal=False)) for _ in range(blocks)])
+        self.last = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.last(self.blocks(self.first(x)))
+
+
+def step_of(name: str, checkpoint: bool = False) -> Callable[[], torch.Tensor]:
+    """A function that builds workload S, wrapped by class ``name``, and trains a step."""
+
+    def step() -> torch.Tensor:
+        fsdp, checkpoint_module = _classes(name)
+
+        def wrap(module: nn.Module) -> nn.Module:
+            return fsdp(module, compute_dtype=torch.bfloat16)
+
+        def wrap_block(block: nn.Module) -> nn.Module:
+            if not checkpoint:
+                return wrap(block)
+            # Each in the order its documentation recommends.
+            if name == OURS:
+                return wrap(checkpoint_module(block))
+            return checkpoint_module(wrap(block))
+
+        model = wrap(Network(wrap_block))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        inputs = torch.randn(32, 256, 1024).to("xla")
+        loss = model(inputs).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def _classes(name: str):
+    if name == OURS:
+        from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
+    elif name == IN_TREE:
+        from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
+    else:
+        raise ValueError(f"no class is called {name!r}; there are {OURS!r} and {IN_TREE!r}")
+    return XlaFullyShardedDataParallel, checkpoint_module

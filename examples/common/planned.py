@@ -1,0 +1,58 @@
+"""``--plan``: what a run needs on a TPU slice, instead of the run."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from absl import flags
+
+import xla_fsdp
+
+from . import script
+
+flags.DEFINE_string(
+    "plan",
+    None,
+    "plan this very run for a TPU slice, e.g. v3-8, v4-128 or v5e:2x4, instead of running it; "
+    "needs no TPU. Exit code 0 if it fits, 3 if it does not",
+)
+flags.DEFINE_multi_string(
+    "plan_report", [], "also write the plan there: .json, .png or .html; may be repeated"
+)
+script.require("plan", bool, "must name a slice, such as v3-8")
+script.require(
+    "plan_report",
+    lambda paths: all(path.endswith((".json", ".png", ".html")) for path in paths),
+    "must end in .json, .png or .html",
+)
+
+
+def launch_or_plan(
+    train: Callable, args: tuple, options: SimpleNamespace, num_devices: int | None, title: str
+) -> None:
+    """Runs ``train(rank, *args)`` on every rank; with ``--plan``, plans its training step.
+
+    Raises:
+        script.Stop: with code 3 if the planned step does not fit, with code 2 for a slice that does
+            not exist and where planning is not installed.
+    """
+    if not options.plan:
+        xla_fsdp.launch(train, args, num_devices)
+        return
+
+    def step() -> None:
+        import torch_xla.runtime as xr
+
+        train(xr.global_ordinal(), *args)
+
+    try:
+        report = xla_fsdp.plan(step, topology=options.plan, title=title)
+    except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError) as error:
+        raise script.Stop(f"--plan: {error}", code=2) from error
+    print(report)
+    try:
+        for path in options.plan_report:
+            (report.save if path.endswith(".json") else report.plot)(path)
+    except OSError as error:
+        raise script.Stop(f"--plan_report: {error}", code=2) from error
+    if not report.fits:
+        raise script.Stop(report.verdict, code=3)

@@ -1,0 +1,289 @@
+"""``xla_fsdp.plan`` on the real TPU compiler. Slices of v3 compile quickest."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+V3, V5E = "v3-8", "v5e:2x4"
+
+
+def _classes(name):
+    if name == "in-tree":
+        from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+    else:
+        from xla_fsdp import XlaFullyShardedDataParallel
+    return XlaFullyShardedDataParallel
+
+
+def _step(name="ours", width=512, rows=64, blocks=2):
+    def step():
+        fsdp = functools.partial(_classes(name), compute_dtype=torch.bfloat16)
+        parts = [
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(blocks)
+        ]
+        model = fsdp(nn.Sequential(*map(fsdp, parts)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        x = torch.randn(rows, width).to("xla")
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def a_report(cache):
+    from xla_fsdp import Report, plan
+
+    step = _step()
+    report = plan(step, V3, cache=cache, progress=False, title="two blocks")
+    began = time.monotonic()
+    again = plan(step, V3, cache=cache, progress=False, title="two blocks")
+    assert time.monotonic() - began < 5  # a compilation takes longer; measured below 0.5 s
+    assert again.from_cache and not report.from_cache
+    assert again.schedule == report.schedule and again.memory == report.memory
+    assert report.fits and report.executables == 1 and report.ranks_traced == (0, 1, 7)
+    assert report.devices == 8 and report.chip == "v3" and report.compile_seconds > 0
+
+    memory, schedule = report.memory, report.schedule
+    parameters = 4 * 512 * 1024 + 2 * 1024 + 2 * 512
+    # Parameter and two moments, float32, an eighth each, and the batch; small shards are padded.
+    state = 3 * 4 * parameters // 8
+    batch = 64 * 512 * 4
+    assert state + batch <= memory.arguments <= 1.05 * (state + batch)
+    assert state <= memory.aliased <= 1.05 * state
+    assert 0 <= memory.outputs - memory.aliased < 4096  # the loss, and the table of outputs
+    assert max(schedule.curve) == pytest.approx(memory.peak, rel=0.005)
+    assert sum(b.bytes for b in schedule.live_at_peak()) == max(schedule.curve)
+    names = {b.name for b in schedule.buffers if b.category == "argument"}
+    assert {"0.0.weight", "exp_avg of 1.2.bias", "exp_avg_sq of 0.2.weight"} <= names
+
+    gathers = [c for c in schedule.collectives if c.kind == "all-gather"]
+    assert {c.module for c in gathers} >= {"0.0.weight", "1.2.weight"}
+    assert {c.phase for c in schedule.collectives} == {"forward", "backward"}
+    assert report.timing.step == report.timing.compute + report.timing.exposed > 0
+    # 6 N per row, both blocks being units of their own.
+    assert report.timing.model_flops == pytest.approx(6 * 4 * 512 * 1024 * 64, rel=0.01)
+    text = str(report)
+    assert text.startswith("FITS") and "two blocks" in text and "0.0.weight" not in report.warnings
+    report.save(os.path.join(cache, "plan.json"))
+    assert Report.load(os.path.join(cache, "plan.json")) == report
+
+
+def donated_bytes_are_the_difference(cache):
+    """Without donation the same program needs exactly the donated buffers more."""
+    from dataclasses import replace
+
+    from xla_fsdp.planning.compiling.cache import PlanCache
+    from xla_fsdp.planning.compiling.compiler import compile_step
+    from xla_fsdp.planning.compiling.progress import Progress
+    from xla_fsdp.planning.slices.topology import resolve
+    from xla_fsdp.planning.tracing.step import trace_step
+
+    def needed(program):
+        memory = compile_step(
+            program, resolve(V3), {}, PlanCache.at(cache), Progress(None)
+        ).memory  # fmt: skip
+        return memory, memory.arguments + memory.outputs - memory.aliased
+
+    program = trace_step(_step(), 0, 8).program
+    with_donation, less = needed(program)
+    without, more = needed(replace(program, donated={}))
+    assert without.aliased == 0 and with_donation.aliased > 0
+    assert more - less == with_donation.aliased
+    assert without.arguments == with_donation.arguments
+
+
+def wire_bytes_are_those_of_the_traced_program(cache):
+    """Counted before the compiler, and after it for what each collective was traced as."""
+    from xla_fsdp import plan
+    from xla_fsdp.planning.compiling.cache import PlanCache
+    from xla_fsdp.planning.compiling.compiler import compile_step
+    from xla_fsdp.planning.compiling.progress import Progress
+    from xla_fsdp.planning.program.collectives import find_collectives, wire_bytes
+    from xla_fsdp.planning.program.hlo import parse_module
+    from xla_fsdp.planning.program.places import line_up
+    from xla_fsdp.planning.slices.topology import resolve
+    from xla_fsdp.planning.tracing.step import trace_step
+
+    for name in ("ours", "in-tree"):
+        step = _step(name)
+        report = plan(step, V3, cache=cache, progress=False, ranks=[0])
+        program = trace_step(step, 0, 8).program
+        compiled = compile_step(program, resolve(V3), {}, PlanCache.at(cache), Progress(None))
+        assert compiled.from_cache
+        traced = find_collectives(line_up(parse_module(compiled.traced))).collectives
+        predicted = sum(c.wire_bytes * c.times for c in traced)
+        found = sum(
+            wire_bytes(c.asked or c.kind, c.bytes, c.group_size) * c.times
+            for c in report.schedule.collectives
+        )
+        # The compiler merges small gathers into padded ones: a few bytes more, none less.
+        assert predicted <= found <= 1.002 * predicted, (name, predicted, found)
+        assert report.wire_bytes >= found
+        assert report.bound_wire_bytes <= predicted * 1.001
+
+
+def a_step_that_does_not_fit(cache):
+    from xla_fsdp import XlaFullyShardedDataParallel, plan
+
+    def step():
+        model = nn.Sequential(nn.Linear(8, 65536), nn.Tanh(), nn.Linear(65536, 8))
+        model = XlaFullyShardedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.zeros(300000, 8).to("xla")).square().sum().backward()
+        optimizer.step()
+
+    report = plan(step, V3, cache=cache, progress=False, ranks=[0])
+    assert not report.fits and "78643200000" in report.refusal
+    assert report.verdict.startswith("DOES NOT FIT") and report.headroom < -1
+    assert "f32[300000,65536]" in str(report)
+    report.plot(os.path.join(cache, "no.png"))
+    assert os.path.getsize(os.path.join(cache, "no.png")) > 10_000
+
+
+def wrong_arguments(cache):
+    from xla_fsdp import MissingExtraError, UnknownTopologyError, plan
+    from xla_fsdp.planning.compiling import compiler
+
+    for topology, message in (("v3-9", "v3-8"), ("tpu", "v5litepod-1"), ("v5e:3x3", "v5e")):
+        with pytest.raises(UnknownTopologyError, match=message):
+            plan(_step(), topology)
+    with pytest.raises(TypeError, match="step must be a function"):
+        plan(None, V3)
+    for ranks in ([8], [-1], [], [True], ["0"]):
+        with pytest.raises(ValueError, match="from 0 to 7"):
+            plan(_step(), V3, ranks=ranks)
+    plain, compiler.importlib.util.find_spec = importlib.util.find_spec, lambda name: None
+    try:
+        with pytest.raises(MissingExtraError, match=r"pip install 'xla_fsdp\[plan\]'"):
+            plan(_step(), V3)
+    finally:
+        compiler.importlib.util.find_spec = plain
+    with pytest.raises(compiler.CompileError, match="No such compile option"):
+        plan(
+            _step(), V3, ranks=[0], cache=False, progress=False,
+            compiler_options={"xla_no_such_flag": "1"},
+        )  # fmt: skip
+
+
+def a_cache_that_is_damaged(cache):
+    from pathlib import Path
+
+    from xla_fsdp import plan
+
+    files = sorted(Path(cache).glob("*.json.gz"))
+    assert files
+    for file in files:
+        file.write_bytes(b"\x1f\x8b damaged")
+    report = plan(_step(), V3, cache=cache, progress=False)
+    assert not report.from_cache and report.fits
+
+
+def in_tree_on_workload_s(cache):
+    """What the in-tree class is known to send: 2.64 times the bound, nothing beside compute."""
+    from benchmarks.workload_s import step_of
+    from xla_fsdp import plan
+
+    report = plan(step_of("in-tree"), V5E, cache=cache, progress=False, ranks=[0, 7])
+    assert round(report.wire_ratio, 2) == 2.64
+    assert report.wire_bytes / 2**20 == pytest.approx(693.7, abs=0.1)
+    assert report.bound_wire_bytes / 2**20 == pytest.approx(262.8, abs=0.1)
+    synchronous = [c for c in report.schedule.collectives if not c.asynchronous]
+    assert len(synchronous) == len(report.schedule.collectives) == 152
+    assert report.executables == 2
+    assert sum(op.cycles * op.times for op in report.schedule.ops) / 1e6 == pytest.approx(
+        57.7, abs=0.2
+    )
+    assert report.memory.temporaries / 2**20 == pytest.approx(1672, rel=0.01)
+    warnings = " ".join(report.warnings)
+    assert "gradients of blocks.0" in warnings and "full all-reduce" in warnings
+
+
+CHECKS = [
+    a_report,
+    donated_bytes_are_the_difference,
+    wire_bytes_are_those_of_the_traced_program,
+    a_cache_that_is_damaged,
+    a_step_that_does_not_fit,
+    wrong_arguments,
+    in_tree_on_workload_s,
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("plans"))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_plan(elsewhere, cache, check):
+    elsewhere(check, cache)
+
+
+def test_an_interrupt_leaves_no_compiler_behind(run_script):
+    """Ctrl-C while the compiler works: it ends with the plan."""
+    done = run_script(
+        """
+import os, signal, subprocess, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+import psutil
+from test_plan import _step
+from xla_fsdp import plan
+
+def interrupt():
+    while not psutil.Process().children():
+        time.sleep(0.05)
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt, daemon=True).start()
+try:
+    plan(_step(blocks=8), "v3-8", cache=False, ranks=[0])
+except KeyboardInterrupt:
+    print("interrupted", len(psutil.Process().children()))
+""",
+        os.path.dirname(__file__),
+    )
+    assert done.stdout.split() == ["interrupted", "0"], done.stderr
+
+
+def test_the_example_plans_itself(tmp_path):
+    """The very run: exit code 0 with a report, or 2 for a slice that does not exist."""
+    root = os.path.dirname(os.path.dirname(__file__))
+    script = os.path.join(root, "examples", "train_mnist.py")
+
+    def run(*flags):
+        return subprocess.run(
+            [sys.executable, script, *flags],
+            cwd=tmp_path,
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+
+    done = run("--plan=v3-8", "--plan_report=plan.png", "--plan_report=plan.html")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("FITS") and "MNIST network" in done.stdout
+    assert {path.name for path in tmp_path.glob("*.*")} == {"plan.png", "plan.html"}
+    for flags, message in (
+        (["--plan=v3-9"], "Did you mean v3-8"),
+        (["--plan=v3-8", "--plan_report=x.txt"], ".json, .png or .html"),
+        (["--plan="], "must name a slice"),
+        (["--plan=v3-8", "--plan_report=no/x.png"], "make the folder"),
+    ):
+        done = run(*flags)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,380 @@
+"""Tracing a step as a rank of a slice that is not there. Runs in a process of its own: torch_xla's
+runtime can start only once, and here it starts without ranks."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+
+@functools.cache
+def _imports():
+    # Not at the top: the test process itself must not start the runtime.
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    import xla_fsdp
+    from xla_fsdp.planning.tracing.fingerprint import fingerprint
+    from xla_fsdp.planning.tracing.step import trace_step
+
+    return torch_xla, xr, xla_fsdp, fingerprint, trace_step
+
+
+def _model(fsdp, width=256, blocks=2):
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(blocks)]
+    return fsdp(nn.Sequential(*[fsdp(part) for part in parts]))
+
+
+def _step(fsdp=None, end="return", steps=1, optimizer=torch.optim.AdamW, lr=1e-3):
+    """A training step; ``end`` says how it ends: "return", "sync" or "item"."""
+    torch_xla, xr, xla_fsdp, *_ = _imports()
+
+    def step():
+        model = _model(fsdp or xla_fsdp.XlaFullyShardedDataParallel)
+        stepper = optimizer(model.parameters(), lr=lr)
+        for _ in range(steps):
+            x = torch.randn(4, 256).to("xla")
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            stepper.step()
+            stepper.zero_grad()
+            if end == "sync":
+                torch_xla.sync()
+            elif end == "item":
+                loss.item()
+        return loss
+
+    return step
+
+
+def the_rank_and_size_are_those_of_the_slice():
+    torch_xla, xr, _, _, trace_step = _imports()
+    seen, environment = [], dict(os.environ)
+    plain = _step()
+
+    def step():
+        seen.append((xr.global_ordinal(), xr.world_size()))
+        plain()
+
+    trace_step(step, 5, 64)
+    assert seen == [(5, 64)]
+    assert (xr.global_ordinal(), xr.world_size()) == (0, 1)
+    assert dict(os.environ) == environment
+
+
+def every_end_of_a_step_gives_the_same_program():
+    *_, fingerprint, trace_step = _imports()
+    programs = {
+        (end, steps): fingerprint(trace_step(_step(end=end, steps=steps), 0, 8).program.hlo)
+        for end, steps in (("return", 1), ("sync", 1), ("sync", 3), ("item", 3))
+    }
+    assert programs["sync", 1] == programs["sync", 3] == programs["item", 3]
+    assert programs["return", 1] == programs["sync", 1]
+
+
+def our_ranks_share_a_program_and_the_in_tree_ones_do_not():
+    *_, fingerprint, trace_step = _imports()
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
+
+    def programs(fsdp):
+        return {fingerprint(trace_step(_step(fsdp), r, 8).program.hlo) for r in range(8)}
+
+    assert len(programs(None)) == 1
+    assert len(programs(InTree)) == 8
+
+
+def state_exists_and_is_donated():
+    *_, trace_step = _imports()
+    for optimizer, a_parameter in (
+        (torch.optim.SGD, 0),
+        (functools.partial(torch.optim.SGD, momentum=0.9), 1),
+        (torch.optim.AdamW, 2),
+        (torch.optim.Adagrad, 1),
+    ):
+        program = trace_step(_step(optimizer=optimizer), 0, 8).program
+        names = [program.arguments[number] for number in program.donated]
+        parameters = {f"{i}.0.{kind}" for i in range(2) for kind in ("weight", "bias")}
+        assert parameters <= set(names), names
+        assert sum(" of " in name for name in names) == 4 * a_parameter
+        assert len(names) == len(set(names)) == 4 * (1 + a_parameter)
+        assert len(set(program.donated.values())) == len(names)
+
+
+def what_was_there_before_is_untouched():
+    torch_xla, *_, trace_step = _imports()
+    model = nn.Linear(16, 16).to("xla")
+    stepper = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    x = torch.ones(2, 16).to("xla")
+    model(x).sum().backward()
+    pending = x * 3
+    torch_xla.sync()
+    pending = x * 3
+    before = [p.detach().cpu().clone() for p in model.parameters()]
+    grads = [p.grad.cpu().clone() for p in model.parameters()]
+    random = torch.get_rng_state()
+
+    def step():
+        torch.randn(3)
+        loss = model(x).square().sum()
+        loss.backward()
+        stepper.step()
+        torch_xla.sync()
+
+    trace_step(step, 0, 8)
+    assert torch.equal(torch.get_rng_state(), random)
+    for parameter, value, grad in zip(model.parameters(), before, grads, strict=True):
+        assert torch.equal(parameter.detach().cpu(), value)
+        assert torch.equal(parameter.grad.cpu(), grad)
+    assert torch.equal(pending.cpu(), torch.full((2, 16), 3.0))
+
+
+def a_read_in_mid_step_is_noticed():
+    torch_xla, xr, xla_fsdp, _, trace_step = _imports()
+
+    def step():
+        model = _model(xla_fsdp.XlaFullyShardedDataParallel)
+        stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(torch.randn(4, 256).to("xla")).sum()
+        assert loss.item() == 0.0  # nothing runs: zeros
+        loss.backward()
+        stepper.step()
+
+    traced = trace_step(step, 0, 8)
+    assert len(traced.reads) == 1 and "test_plan_tracing.py" in traced.reads[0]
+    assert traced.has_optimizer
+
+
+def reads_leave_the_rest_of_the_step_alone():
+    """Guards against NaN, losses that are logged, masks: the program stays the whole step."""
+    torch_xla, xr, xla_fsdp, fingerprint, trace_step = _imports()
+
+    def step(read):
+        def run():
+            model = _model(xla_fsdp.XlaFullyShardedDataParallel)
+            stepper = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for _ in range(2):
+                loss = model(torch.randn(4, 256).to("xla")).square().mean()
+                if read:
+                    loss.item()
+                    if not torch.isfinite(loss).all() or torch.isnan(loss):
+                        raise RuntimeError("not finite")
+                loss.backward()
+                if not read or torch.isfinite(loss):
+                    stepper.step()
+                stepper.zero_grad()
+                del loss
+                torch_xla.sync()
+
+        return trace_step(run, 0, 8)
+
+    plain, with_reads = step(False), step(True)
+    assert len(with_reads.reads) == 4 and with_reads.has_optimizer
+    assert len(with_reads.program.donated) == len(plain.program.donated) == 8
+
+    def masked():
+        model = _model(xla_fsdp.XlaFullyShardedDataParallel)
+        stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+        out = model(torch.randn(4, 256).to("xla"))
+        chosen = out[out > 0]
+        assert chosen.shape == (4 * 256,)  # as many as there can be
+        chosen.sum().backward()
+        stepper.step()
+
+    assert trace_step(masked, 0, 8).reads
+
+
+def an_optimizer_from_outside_is_put_back():
+    torch_xla, xr, xla_fsdp, _, trace_step = _imports()
+    model = nn.Linear(8, 8).to("xla")
+    stepper = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(2, 8).to("xla")).sum().backward()
+        stepper.step()
+        stepper.zero_grad()
+        stepper.param_groups[0]["lr"] = 0.01
+
+    trace_step(step, 0, 8)
+    assert not stepper.state and stepper.param_groups[0]["lr"] == 0.1
+    step()
+    torch_xla.sync()
+    before = [t.cpu().clone() for s in stepper.state.values() for t in s.values()]
+    trace_step(step, 0, 8)
+    after = [t.cpu() for s in stepper.state.values() for t in s.values()]
+    assert len(before) == 6 and all(map(torch.equal, before, after))
+    with pytest.raises(RuntimeError, match="already"):
+        trace_step(lambda: trace_step(step, 0, 8), 0, 8)
+
+
+def parameters_that_step_themselves():
+    """An optimizer that is none of torch's: tracing stops at its first step all the same."""
+    torch_xla, xr, xla_fsdp, _, trace_step = _imports()
+    steps = []
+
+    def step():
+        model = _model(xla_fsdp.XlaFullyShardedDataParallel)
+        for _ in range(5):
+            model(torch.randn(4, 256).to("xla")).sum().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(0.1 * p.grad)
+                    p.grad = None
+            steps.append(1)
+            torch_xla.sync()
+
+    traced = trace_step(step, 0, 8)
+    assert len(steps) == 1 and traced.has_optimizer and len(traced.program.donated) == 4
+
+
+def micro_batches_are_counted():
+    torch_xla, xr, xla_fsdp, _, trace_step = _imports()
+
+    def step():
+        model = _model(xla_fsdp.XlaFullyShardedDataParallel)
+        stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(4, 256).to("xla")).sum().backward()
+            torch_xla.sync()
+        model(torch.randn(4, 256).to("xla")).sum().backward()
+        stepper.step()
+
+    assert trace_step(step, 0, 8).programs_before == 3
+
+
+def a_forward_alone_is_a_program_too():
+    torch_xla, xr, xla_fsdp, _, trace_step = _imports()
+
+    def step():
+        with torch.no_grad():
+            out = _model(xla_fsdp.XlaFullyShardedDataParallel)(torch.randn(4, 256).to("xla"))
+            torch_xla.sync()
+            out.cpu()
+
+    traced = trace_step(step, 0, 8)
+    assert not traced.has_optimizer and traced.bound.parameters == 2 * (256 * 256 + 256)
+
+
+def errors_of_the_step_come_out_and_leave_nothing_behind():
+    torch_xla, xr, xla_fsdp, _, trace_step = _imports()
+
+    def fail():
+        _step()()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        trace_step(fail, 0, 8)
+    with pytest.raises(ValueError, match="traced nothing"):
+        trace_step(lambda: None, 0, 8)
+    assert xr.world_size() == 1
+    assert not torch_xla._XLAC._get_ir_debug()
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    assert not _global_optimizer_pre_hooks
+    x = torch.ones(3).to("xla")
+    assert (x + 1).sum().item() == 6.0  # the runtime still runs
+
+
+def large_parameters_take_up_no_memory():
+    """A model of 12 GB, built whole: only the shards of one rank are ever written."""
+    import resource
+
+    torch_xla, xr, xla_fsdp, _, trace_step = _imports()
+
+    def step():
+        fsdp = functools.partial(xla_fsdp.XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)
+        model = fsdp(nn.Sequential(*[fsdp(nn.Linear(16384, 16384)) for _ in range(12)]))
+        stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(1, 16384).to("xla")).sum().backward()
+        stepper.step()
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    bound = trace_step(step, 0, 512).bound
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert bound.parameters == 12 * (16384**2 + 16384)
+    assert grown < 1 << 30, grown
+
+
+def names_reach_the_program():
+    *_, trace_step = _imports()
+    hlo = trace_step(_step(), 0, 8).program.hlo
+    names = set(re.findall(rb"(\w+)\[([\w.]*)\]", hlo))
+    assert {
+        (b"forward", b"1.0"), (b"backward", b"0.1"), (b"optimizer", b""),
+        (b"all_gather", b"1.0.weight"), (b"reduce_scatter", b"0.0.bias"),
+    } <= names, names  # fmt: skip
+
+
+CHECKS = [
+    the_rank_and_size_are_those_of_the_slice,
+    every_end_of_a_step_gives_the_same_program,
+    our_ranks_share_a_program_and_the_in_tree_ones_do_not,
+    state_exists_and_is_donated,
+    what_was_there_before_is_untouched,
+    a_read_in_mid_step_is_noticed,
+    reads_leave_the_rest_of_the_step_alone,
+    an_optimizer_from_outside_is_put_back,
+    parameters_that_step_themselves,
+    micro_batches_are_counted,
+    a_forward_alone_is_a_program_too,
+    errors_of_the_step_come_out_and_leave_nothing_behind,
+    large_parameters_take_up_no_memory,
+    names_reach_the_program,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_tracing(elsewhere, check):
+    elsewhere(check)
+
+
+RUNTIME = """
+import os, sys
+import torch, torch_xla
+sys.path.insert(0, os.path.dirname({file!r}))
+from test_plan_tracing import _step
+from xla_fsdp.planning.tracing.step import trace_step
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+def run():
+    m = model.to("xla")
+    stepper = torch.optim.AdamW(m.parameters(), lr=1e-3)
+    for _ in range(3):
+        m(torch.ones(4, 32).to("xla")).sum().backward()
+        stepper.step()
+        stepper.zero_grad()
+        torch_xla.sync()
+run()
+torch_xla.sync(wait=True)
+print(len(trace_step(run, 0, 1).program.donated))
+"""
+
+
+def test_donates_what_the_runtime_donates(tmp_path):
+    """The same step, run by torch_xla, which states its donations in the program it compiles."""
+    script = RUNTIME.format(file=__file__)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={
+            **os.environ,
+            "PJRT_DEVICE": "CPU",
+            "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    programs = [path.read_text() for path in tmp_path.glob("*before_optimizations.txt")]
+    heads = [re.search(r"buffer_donor=\{(.*?)\}, entry", text) for text in programs]
+    # 4 parameters with two moments each, in the steps after the first.
+    assert max(len(re.findall(r"\(\d+, \{\}\)", head[1])) for head in heads if head) == 12
+    assert int(done.stdout.split()[-1]) == 12

@@ -1,0 +1,211 @@
+"""Reports: text, file and comparison, on schedules made by hand."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from types import MappingProxyType
+
+import numpy
+import pytest
+from reports import GIB, given_up, make, refused
+
+from xla_fsdp.planning.reporting import storage
+from xla_fsdp.planning.reporting.page import page
+from xla_fsdp.planning.reporting.report import Report
+
+
+def test_text_says_whether_it_fits_and_names_units():
+    lines = str(make()).splitlines()
+    assert lines[0] == "FITS: 1.6 of 4.0 GiB a device on v3-128 (59 % headroom)"
+    assert len(lines) <= 70 and max(map(len, lines)) <= 110
+    text = "\n".join(lines)
+    for pattern in (
+        r"HBM of a device +GiB +how obtained",
+        r"required +1\.625 ",
+        r"capacity +4\.000 +libtpu",
+        r"bf16\[2000,2000\] +7\.6 +all-gather +blocks\.\d\.mlp +temporary, \w+ward",
+        r"all-gather +4 +2 +2 +0 +28\.0",
+        r"sent / bound +2\.00 ×",
+        r"MODEL",
+        r"exposed +2\.00 ms",
+        r"MFU +42\.0 %",
+        r"compile time +12\.5 s",
+        r"executables +1 of 3 +ranks 0, 1, 127: all run one program",
+    ):
+        assert re.search(pattern, text), pattern
+    assert lines[-1] == "  * The last block is not wrapped."
+
+
+def test_text_of_what_does_not_fit():
+    report = make(hbm_capacity=GIB, bound_wire_bytes=None)
+    assert not report.fits and report.headroom < 0 and report.wire_ratio is None
+    text = str(report)
+    assert text.startswith("DOES NOT FIT: 1.6 of 1.0 GiB a device on v3-128 (0.62 GiB too much)")
+    assert re.search(r"bound +unknown", text)
+    assert "DOES NOT FIT" in repr(report) and len(repr(report)) < 200
+
+
+def test_loops_count_as_often_as_they_run_and_changed_kinds_are_named():
+    schedule = make().schedule
+    first = dataclasses.replace(
+        schedule.collectives[0], kind="all-reduce", asked="reduce-scatter", times=10, bytes=100
+    )
+    changed = dataclasses.replace(schedule, collectives=(first, *schedule.collectives[1:]))
+    report = make(schedule=changed)
+    assert report.wire_bytes == 13 * 7_000_000
+    line = r"all-reduce \(traced as reduce-scatter\) +10 +10 +0 +10 +70\.0"
+    assert re.search(line, str(report))
+
+
+def test_a_program_without_names():
+    text = make().to_json().replace("blocks.0.mlp", "").replace("blocks.1.mlp", "")
+    report = Report.from_json(text)
+    noted = dataclasses.replace(report.schedule, notes=("A trip count was assumed.",))
+    written = str(make(schedule=noted, warnings=()))
+    assert "by module" in str(make()) and "by module" not in written
+    assert "\nNotes\n  * A trip count was assumed.\n" in written
+    assert "the program names no modules" in page(report)
+
+
+def test_text_of_what_the_compiler_refused():
+    report = refused(hbm_capacity=100 * GIB)
+    assert not report.fits and not report.timed and report.placed
+    report = refused()
+    lines = str(report).splitlines()
+    assert lines[0].startswith("DOES NOT FIT: 6.0 of 4.0 GiB a device")
+    assert lines[1].startswith("Ran out of memory in memory space hbm. Used 19.06G of 15.48G hbm.")
+    assert lines[1].endswith("by 3.57G.") and "reserved" not in str(report)
+    for name in ("donated", "code", "with compute inside", "hidden", "compute", "overlapped"):
+        assert any(re.match(rf"  {name} +unknown", line) for line in lines), name
+    for name in ("exposed", "step", "MFU"):
+        assert any(re.match(rf"  {name} +unknown", line) for line in lines), name
+    assert any(re.match(r"  collectives +4\.00 ms", line) for line in lines)
+
+
+def test_text_of_what_was_never_laid_out():
+    report = given_up()
+    lines = str(report).splitlines()
+    assert not report.fits and report.wire_ratio is None
+    assert lines[0] == "DOES NOT FIT: v3-128 has 4.0 GiB a device"
+    assert lines[1].startswith("Ran out of memory") and lines[-2] == "Warnings"
+    titles = [line.split("  ")[0] for line in lines if line.endswith("how obtained")]
+    assert titles == ["HBM of a device", "Program"]
+    assert not re.search(r"required|headroom|step|MB|\b0\.", str(report))
+
+
+def test_arguments_go_by_their_names():
+    schedule = make().schedule
+    named = [
+        dataclasses.replace(b, name="exp_avg of blocks.3.f1.weight", module="blocks.3.f1.weight")
+        for b in schedule.buffers
+        if b.category == "argument"
+    ]
+    report = make(schedule=dataclasses.replace(schedule, buffers=tuple(named)))
+    assert re.search(r"parameter +exp_avg of blocks\.3\.f1\.weight +argument\n", str(report))
+
+
+def test_save_and_load(tmp_path):
+    report, path = (
+        make(notes=("n",), versions=MappingProxyType({"torch": "2"})),
+        tmp_path / "plan.json",
+    )
+    report.save(path)
+    assert Report.load(path) == report
+    assert Report.load(path).schedule.aliased == {1: 5, 2: 6}
+    counted = dataclasses.replace(report, devices=numpy.int64(8))
+    assert type(Report.from_json(counted.to_json()).devices) is int
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("no json", "is not JSON"),
+        ("[1]", "some other JSON"),
+        ('{"format": "other"}', "some other JSON"),
+        ('{"format": "xla_fsdp plan", "version": 99}', "version 99, allowed is 1"),
+        ('{"format": "xla_fsdp plan", "version": 1}', "damaged"),
+        ('{"format": "xla_fsdp plan", "version": 1, "report": {"chip": 3}}', "damaged"),
+        (b"\xff\xfe\x00", "is not text"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, text, complaint):
+    path = tmp_path / "other.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=complaint) as caught:
+        Report.load(path)
+    assert "expected a report" in str(caught.value) or "plan again" in str(caught.value)
+    assert "other.json" in str(caught.value)
+
+
+def test_damaged_figures_are_refused():
+    data = json.loads(make().to_json())
+    data["report"]["memory"]["peak"] = "much"
+    with pytest.raises(ValueError, match="'much' where int belongs"):
+        Report.from_json(json.dumps(data))
+
+
+def test_compare():
+    other = make(title="in-tree", hbm_capacity=8 * GIB, compile_seconds=25.0, bound_wire_bytes=None)
+    comparison = make().compare(other)
+    assert comparison["compile time"].ratio == 0.5
+    assert comparison["sent"].ratio == 1 and comparison["sent / bound"].ratio is None
+    text = str(comparison)
+    assert re.search(r"compile time, s +12\.5 +25\.0 +0\.50", text)
+    assert "ours" in text and "in-tree" in text and "Not the same slice" not in text
+    table = [line for line in comparison.markdown().splitlines() if line]
+    assert all(line.count("|") == 5 for line in table)
+    assert "| compile time, s | 12.5 | 25.0 | 0.50 |" in table
+    assert "Not the same slice" in str(make().compare(make(devices=8, topology="v3-8")))
+    with pytest.raises(KeyError, match="allowed are required HBM"):
+        comparison["speed"]
+    with pytest.raises(TypeError, match="cannot compare dict"):
+        make().compare({})
+
+
+def test_comparison_knows_what_is_unknown():
+    comparison = refused().compare(make())
+    assert comparison["step (model)"].left is None and comparison["code"].left is None
+    assert comparison["sent"].ratio == 1 and comparison["required HBM"].left == 6
+    assert re.search(r"MFU \(model\), % +unknown +42\.0\n", str(comparison))
+    assert "sent, MB (10^6 bytes)" in str(comparison)
+    comparison = make().compare(given_up())
+    assert comparison["required HBM"].right is None and comparison["sent"].ratio is None
+
+
+def test_imports_neither_torch_nor_matplotlib():
+    code = "import sys; from xla_fsdp.planning.reporting import report, page, compare"
+    code += "; print({'torch', 'torch_xla', 'jax', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("name, figure", [("devices", 0), ("hbm_capacity", -1)])
+def test_impossible_reports(name, figure):
+    with pytest.raises(ValueError, match=f"{name} is {figure}"):
+        make(**{name: figure})
+
+
+@pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.jpeg"])
+def test_other_suffixes_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=r"allowed are \.png and \.html"):
+        make().plot(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_folder_and_failed_write(tmp_path, monkeypatch):
+    for write in (make().save, make().plot):
+        with pytest.raises(FileNotFoundError, match="make the folder"):
+            write(tmp_path / "none" / "plan.html")
+    path = tmp_path / "plan.json"
+    make().save(path)
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(storage.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        make(title="new").save(path)
+    assert Report.load(path).title == "ours" and len(list(tmp_path.iterdir())) == 1

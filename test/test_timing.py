@@ -1,0 +1,286 @@
+"""The model of the links and of the timeline, against answers worked out by hand."""
+
+import math
+
+import pytest
+
+from xla_fsdp.planning.records import Collective, Op, Schedule
+from xla_fsdp.planning.slices.links import (
+    LAUNCH,
+    Links,
+    collective_seconds,
+    describe,
+    odd_groups,
+)
+from xla_fsdp.planning.slices.timing import time_step
+from xla_fsdp.planning.slices.topology import resolve
+
+US = 1e-6
+HOP = 1 * US
+V5E = resolve("v5e:8x16")  # a line of 8 (x), a ring of 16 (y), 45 GB/s
+V4 = resolve("v4:4x4x4")  # rings of 4, 45 GB/s
+V3 = resolve("v3-8")  # 2x2 chips of two cores, 82 GB/s
+
+
+def collective(kind, size, groups=(), *, ranks=None, index=0, done=None, **fields):
+    ranks = ranks or len(groups[0])
+    parts = {"all-reduce": 2 * (ranks - 1) / ranks, "collective-permute": 1}
+    return Collective(
+        index=index,
+        done=index if done is None else done,
+        name=f"{kind}.{index}",
+        kind=kind,
+        asked="",
+        dtype="bf16",
+        bytes=size,
+        groups=tuple(map(tuple, groups)),
+        group_size=ranks,
+        wire_bytes=int(size * parts.get(kind, (ranks - 1) / ranks)),
+        asynchronous=done is not None,
+        **fields,
+    )
+
+
+def columns(width, height):
+    """Groups along y of a slice of ``width`` x ``height`` ranks, and along x."""
+    along_y = [range(x, width * height, width) for x in range(width)]
+    along_x = [range(y * width, (y + 1) * width) for y in range(height)]
+    return along_y, along_x
+
+
+def schedule(*what):
+    ops = tuple(w for w in what if isinstance(w, Op))
+    collectives = tuple(w for w in what if isinstance(w, Collective))
+    return Schedule(100, ops, collectives, (), (0,) * 100, 0, {})
+
+
+def op(index, seconds, times=1):
+    return Op(index, f"fusion.{index}", "fusion", round(seconds * 1.5e9), times)
+
+
+# The links.
+
+
+def test_ring_of_16_uses_both_directions():
+    along_y, _ = columns(8, 16)
+    time = collective_seconds(collective("all-gather", 16_000_000, along_y), V5E)
+    assert time == pytest.approx(LAUNCH + 8 * HOP + 15e6 / (2 * 45e9))
+
+
+def test_line_of_8_works_at_the_speed_of_one_link():
+    _, along_x = columns(8, 16)
+    time = collective_seconds(collective("reduce-scatter", 16_000_000, along_x), V5E)
+    assert time == pytest.approx(LAUNCH + 7 * HOP + 14e6 / 45e9)
+
+
+def test_all_axes_at_once():
+    gather = collective("all-gather", 128_000_000, ranks=128)
+    time = LAUNCH + (7 + 8) * HOP + 127e6 / (3 * 45e9)
+    assert collective_seconds(gather, V5E) == pytest.approx(time)
+
+
+@pytest.mark.parametrize(
+    "emitter",
+    ["1DAllGatherNonMajorDimImbalanced", "SingleInputAllReduceScatterFusion StrategyRing"],
+)
+def test_one_ring_where_the_compiler_says_so(emitter):
+    gather = collective("all-gather", 128_000_000, ranks=128, emitter=emitter)
+    time = LAUNCH + 64 * HOP + 127e6 / (2 * 45e9)
+    assert collective_seconds(gather, V5E) == pytest.approx(time)
+
+
+@pytest.mark.parametrize("emitter", ["", "3DAllGatherOnMajorDim", "UniDirectionNDRingStrategy"])
+def test_three_rings_of_4(emitter):
+    reduce = collective("all-reduce", 64_000_000, ranks=64, emitter=emitter)
+    time = LAUNCH + 2 * 6 * HOP + 2 * 63e6 / (6 * 45e9)
+    assert collective_seconds(reduce, V4) == pytest.approx(time)
+    plane = [range(z * 16, (z + 1) * 16) for z in range(4)]
+    gather = collective("all-gather", 64_000_000, plane, emitter=emitter)
+    assert collective_seconds(gather, V4) == pytest.approx(LAUNCH + 4 * HOP + 60e6 / (4 * 45e9))
+
+
+def test_axis_after_axis_against_all_at_once():
+    """On d equal axes an all-reduce takes 2B/2d link-times, axis by axis about B/2."""
+    size = 2**32
+    x = [range(i, i + 4) for i in range(0, 64, 4)]
+    y = [range(16 * z + i, 16 * z + i + 13, 4) for z in range(4) for i in range(4)]
+    z = [range(i, 64, 16) for i in range(16)]
+    axes = [
+        collective("reduce-scatter", size // 4**n, groups) for n, groups in enumerate([x, y, z])
+    ]
+    one_by_one = sum(collective_seconds(c, V4) for c in axes)
+    at_once = collective_seconds(collective("all-reduce", size, ranks=64), V4)
+    assert at_once / one_by_one == pytest.approx(2 / 3, rel=1e-3)
+
+
+def test_two_cores_of_a_chip():
+    size = 8_000_000
+    everyone = collective_seconds(collective("all-gather", size, ranks=8), V3)
+    assert everyone == pytest.approx(LAUNCH + 2 * HOP + 7e6 / (2 * 82e9))
+    # The same core of every chip: two groups on the same links.
+    cores = collective("all-gather", size, [range(0, 8, 2), range(1, 8, 2)])
+    assert collective_seconds(cores, V3) == pytest.approx(LAUNCH + 2 * HOP + 2 * 6e6 / (2 * 82e9))
+    # Inside the chips: half of 900 GB/s for each core, read and written.
+    chip = collective("all-gather", size, [(0, 1), (2, 3), (4, 5), (6, 7)])
+    assert collective_seconds(chip, V3) == pytest.approx(LAUNCH + 2 * 4e6 / 450e9)
+    one_of_two = collective("all-gather", size, [(0, 2), (4, 6)])
+    assert collective_seconds(one_of_two, V3) == pytest.approx(LAUNCH + HOP + 4e6 / 82e9)
+
+
+def test_all_to_all_crosses_the_middle():
+    along_y, along_x = columns(8, 16)
+    ring = collective_seconds(collective("all-to-all", 1_000_000, along_y), V5E)
+    assert ring == pytest.approx(LAUNCH + 8 * HOP + 16 * 1e6 / (8 * 45e9))
+    gather = 16e6 / (2 * 45e9)  # of all that the ranks exchange: the Scaling book's quarter
+    assert ring - LAUNCH - 8 * HOP == pytest.approx(gather / 4)
+    line = collective_seconds(collective("all-to-all", 1_000_000, along_x), V5E)
+    assert line == pytest.approx(LAUNCH + 7 * HOP + 8 * 1e6 / (4 * 45e9))
+
+
+def test_collective_permute():
+    size = 1_000_000
+    shift = [(i, (i + 8) % 128) for i in range(128)]  # around every ring of 16
+    time = collective_seconds(collective("collective-permute", size, shift), V5E)
+    assert time == pytest.approx(LAUNCH + HOP + 1e6 / 45e9)
+    rows = [(8 * y + x, 8 * y + (x + 1) % 8) for y in range(16) for x in range(8)]
+    time = collective_seconds(collective("collective-permute", size, rows), V5E)
+    assert time == pytest.approx(LAUNCH + 7 * HOP + 1e6 / 45e9)  # the way back of a line is free
+    same = [(0, 2), (1, 3)]  # both cores of a chip to its neighbour
+    time = collective_seconds(collective("collective-permute", size, same), V3)
+    assert time == pytest.approx(LAUNCH + HOP + 2e6 / 82e9)
+
+
+def test_strided_groups_share_their_links():
+    halves = [range(x + 8 * start, 128, 16) for start in range(2) for x in range(8)]
+    time = collective_seconds(collective("all-gather", 8_000_000, halves), V5E)
+    assert time == pytest.approx(LAUNCH + 8 * HOP + 2 * 7e6 / (2 * 45e9))
+
+
+def test_groups_that_are_no_grid_are_slow_and_named():
+    corner = collective("all-gather", 3_000_000, [(0, 1, 8)])
+    assert odd_groups([corner, collective("all-gather", 8, ranks=128)], V5E) == (corner.name,)
+    # 0 to 1, 1 back and up to 8, 8 to 0: no link twice, at most two hops, two steps.
+    assert collective_seconds(corner, V5E) == pytest.approx(LAUNCH + 4 * HOP + 2e6 / 45e9)
+
+
+def test_published_measurements():
+    """Scaling book, part 3: v5e, two all-gathers on a line of 4 chips, one on a ring of 16."""
+    line = resolve("v5e:8x4")
+    along_y, _ = columns(8, 4)
+    small = collective_seconds(collective("all-gather", 2 * 256 * 256, along_y), line)
+    assert small == pytest.approx(8 * US, rel=0.05)
+    large = collective_seconds(collective("all-gather", 2 * 2048 * 8192, along_y), line)
+    assert 0.8 * 680 * US < large < 680 * US
+    tall, _ = columns(8, 16)
+    big = 100_000_000
+    ring = collective_seconds(collective("all-gather", big, tall), V5E)
+    assert 0.95 < big * 15 / 16 / ring / 90e9 < 1
+
+
+def test_more_bytes_take_longer_and_one_rank_takes_nothing():
+    for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all"):
+        times = [collective_seconds(collective(kind, 4**n, ranks=128), V5E) for n in range(4, 18)]
+        assert times == sorted(times) and times[-1] > 10 * times[0]
+        alone = collective(kind, 1 << 20, [(0,), (1,)])
+        assert collective_seconds(alone, V5E) == 0
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "collective-permute"])
+@pytest.mark.parametrize("groups", [[(0, 128)], [(0, 1), (0, 1)]])
+def test_impossible_groups(kind, groups):
+    with pytest.raises(ValueError, match="v5e:8x16 has 128 ranks"):
+        collective_seconds(collective(kind, 8, groups), V5E)
+
+
+def test_largest_slice_is_quick():
+    slice = resolve("v5p-12288")
+    links = Links(slice)
+    for _ in range(50):
+        assert links.seconds(collective("all-gather", 1 << 20, ranks=slice.devices)) > 0
+
+
+def test_description():
+    assert "axes of 8 (line), 16 (ring) chips, 45 GB/s a link" in describe(V5E)
+    assert "Scaling book" in describe(V5E) and "share" in describe(V3)
+    assert "no links" in describe(resolve("v5e-1"))
+
+
+# The timeline.
+
+MS = 1e-3
+V5E_8 = resolve("v5e-8")
+# 1 ms on two lines of v5e: 4 hops (1 and 3 of the lines), the launch, and the rest on the links.
+SIZE = round((MS - LAUNCH - 4 * HOP) * 2 * 45e9 * 8 / 7)
+
+
+def gather(index, done=None, **fields):
+    return collective("all-gather", SIZE, ranks=8, index=index, done=done, **fields)
+
+
+def times(*what):
+    timing = time_step(schedule(*what), V5E_8, 0.0)
+    assert timing.step == pytest.approx(timing.compute + timing.exposed)
+    assert timing.collective == pytest.approx(timing.overlapped + timing.exposed)
+    assert all(0 <= s.begin <= s.end <= timing.step * 1.001 for s in timing.slots)
+    figures = timing.compute, timing.collective, timing.exposed
+    return tuple(pytest.approx(f / MS, rel=1e-4, abs=1e-4) for f in figures)
+
+
+def test_synchronous():
+    assert times(op(0, 2 * MS), gather(1), op(2, 3 * MS)) == (5, 1, 1)
+
+
+def test_hidden_and_half_hidden():
+    assert times(gather(0, 2), op(1, 3 * MS)) == (3, 1, 0)
+    assert times(gather(0, 2), op(1, 0.4 * MS), op(3, 3 * MS)) == (3.4, 1, 0.6)
+
+
+def test_links_take_one_after_the_other():
+    # The second runs from 1 to 2 ms; compute has 0.5 + 0.25 ms beside them.
+    what = gather(0, 3), gather(1, 5), op(2, 0.5 * MS), op(4, 0.25 * MS)
+    assert times(*what) == (0.75, 2, 1.25)
+    # A synchronous one waits for an asynchronous one that is under way.
+    assert times(gather(0, 9), gather(1), op(2, 5 * MS)) == (5, 2, 2)
+
+
+def test_fused_runs_beside_its_own_fusion():
+    assert times(op(0, MS), op(1, 3 * MS), gather(1, fused=True)) == (4, 1, 0)
+    assert times(op(0, MS), op(1, 0.25 * MS), gather(1, fused=True)) == (1.25, 1, 0.75)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 50])
+def test_loops(n):
+    body = gather(1, 3, times=n), op(2, 0.6 * MS, n), op(4, 0.1 * MS, n)
+    assert times(op(0, MS), *body, op(5, MS)) == (2 + 0.7 * n, n, 0.4 * n)
+
+
+def test_collective_across_a_loop():
+    what = gather(0, 3), op(1, 0.1 * MS, 7), op(4, MS)
+    assert times(*what) == (1.7, 1, 0.3)
+    # Started in a body and waited for in another: nothing crashes, nothing is lost.
+    body = gather(0, 2, times=3), op(1, 0.1 * MS, 6), op(2, 0.1 * MS, 3)
+    compute, total, exposed = times(*body)
+    assert (compute, total) == (0.9, 3)
+
+
+def test_slots():
+    what = op(0, 2 * MS), gather(1, 3, module="blocks.0", phase="forward"), op(2, MS / 2)
+    slots = time_step(schedule(*what, op(4, MS)), V5E_8, 0.0).slots
+    found = [(s.lane, s.index, s.label, s.asynchronous) for s in slots]
+    assert found == [
+        ("compute", 0, "fusion.0", False),
+        ("collective", 1, "all-gather.1", True),
+        ("compute", 2, "fusion.2", False),
+        ("compute", 4, "fusion.4", False),
+    ]
+    assert [s.begin / MS for s in slots] == pytest.approx([0, 2, 2, 3], rel=1e-3)
+    assert [s.end / MS for s in slots] == pytest.approx([2, 3, 2.5, 4], rel=1e-3)
+    assert slots[1].module == "blocks.0" and slots[1].phase == "forward"
+
+
+def test_utilisation():
+    timing = time_step(schedule(op(0, MS), gather(1)), V5E_8, 98.5e9)
+    assert timing.mfu == pytest.approx(0.25, rel=1e-3)  # half of 197 TFLOP/s for half of the time
+    assert timing.model_flops == 98.5e9
+    nothing = time_step(schedule(), V5E_8, 1.0)
+    assert nothing.step == nothing.mfu == 0 and not math.isnan(nothing.mfu)

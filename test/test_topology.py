@@ -1,0 +1,248 @@
+"""A topology's name means the slice that Cloud TPU documents and that libtpu describes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from xla_fsdp.planning.slices.chips import CHIPS, GIB
+from xla_fsdp.planning.slices.topology import UnknownTopologyError, names, resolve
+
+
+class TestChips:
+    @pytest.mark.parametrize("family", CHIPS)
+    def test_the_share_of_a_device_times_the_devices_is_the_chip(self, family):
+        chip = CHIPS[family]
+        assert chip.device_flops * chip.devices == chip.flops
+        assert chip.device_hbm_bytes * chip.devices == chip.hbm_bytes
+        assert chip.device_usable_hbm_bytes * chip.devices == chip.usable_hbm_bytes
+        assert chip.device_hbm_bandwidth * chip.devices == chip.hbm_bandwidth
+
+    @pytest.mark.parametrize("family", CHIPS)
+    def test_every_figure_has_a_source(self, family):
+        chip = CHIPS[family]
+        figures = {"flops", "hbm_bytes", "usable_hbm_bytes", "hbm_bandwidth", "devices"}
+        figures |= {"clock_hz", "links", "link_bandwidth", "hop_latency", "pod"}
+        assert set(chip.sources) == figures
+
+    @pytest.mark.parametrize(
+        ("family", "multipliers"),
+        # Multiplier units of a chip times their size; see chips.py for v6e.
+        [
+            ("v2", 2 * 128**2),
+            ("v3", 4 * 128**2),
+            ("v4", 8 * 128**2),
+            ("v5e", 4 * 128**2),
+            ("v5p", 8 * 128**2),
+            ("v6e", 4 * 256**2),
+        ],
+    )
+    def test_the_clock_gives_the_peak(self, family, multipliers):
+        chip = CHIPS[family]
+        assert 2 * multipliers * chip.clock_hz == pytest.approx(chip.flops, rel=0.01)
+
+    @pytest.mark.parametrize("family", CHIPS)
+    def test_the_compiler_reserves_some_of_the_memory(self, family):
+        chip = CHIPS[family]
+        assert 0.9 * chip.hbm_bytes < chip.usable_hbm_bytes < chip.hbm_bytes
+
+    def test_a_core_of_v3_has_16_gib(self):
+        assert CHIPS["v3"].device_hbm_bytes == 16 * GIB
+
+    def test_a_table_entry_can_not_be_changed(self):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            CHIPS["v3"].flops = 1.0
+        with pytest.raises(TypeError):
+            CHIPS["v3"].sources["flops"] = ""
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("name", "libtpu_name", "devices", "chips", "hosts"),
+        [
+            ("v2-8", "v2:2x2", 8, 4, 1),
+            ("v2-512", "v2:16x16", 512, 256, 64),
+            ("v3-8", "v3:2x2", 8, 4, 1),
+            ("v3-32", "v3:4x4", 32, 16, 4),
+            ("v3-128", "v3:8x8", 128, 64, 16),
+            ("v3-2048", "v3:32x32", 2048, 1024, 256),
+            ("v4-8", "v4:2x2x1", 4, 4, 1),
+            ("v4-64", "v4:2x4x4", 32, 32, 8),
+            ("v4-128", "v4:4x4x4", 64, 64, 16),
+            ("v4-256", "v4:4x4x8", 128, 128, 32),
+            ("v4-512", "v4:4x8x8", 256, 256, 64),
+            ("v4-1536", "v4:8x8x12", 768, 768, 192),
+            ("v4-4096", "v4:8x16x16", 2048, 2048, 512),
+            ("v5litepod-1", "v5e:1x1", 1, 1, 1),
+            ("v5litepod-8", "v5e:2x4", 8, 8, 1),
+            ("v5litepod-16", "v5e:4x4", 16, 16, 4),
+            ("v5litepod-256", "v5e:16x16", 256, 256, 64),
+            ("v5p-8", "v5p:2x2x1", 4, 4, 1),
+            ("v5p-640", "v5p:4x4x20", 320, 320, 80),
+            ("v5p-12288", "v5p:16x16x24", 6144, 6144, 1536),
+            ("v6e-4", "v6e:2x2", 4, 4, 1),
+            ("v6e-256", "v6e:16x16", 256, 256, 64),
+            ("v4:4x4x12", "v4:4x4x12", 192, 192, 48),
+            ("v5e:2x4", "v5e:2x4", 8, 8, 1),
+        ],
+    )
+    def test_means_the_documented_slice(self, name, libtpu_name, devices, chips, hosts):
+        found = resolve(name)
+        assert found.name == name
+        assert (found.libtpu_name, found.devices) == (libtpu_name, devices)
+        assert (found.chips, found.hosts) == (chips, hosts)
+
+    @pytest.mark.parametrize("name", names())
+    def test_counts_what_its_family_counts(self, name):
+        found = resolve(name)
+        unit = 1 if found.chip.family in ("v5e", "v6e") else found.chip.tensor_cores
+        assert found.chips * unit == int(name.partition("-")[2])
+        assert dataclasses.replace(resolve(found.libtpu_name), name=name) == found
+
+    @pytest.mark.parametrize("spelling", ["V3-8", " v3-8 ", "v3-8\n"])
+    def test_case_and_surrounding_space_do_not_matter(self, spelling):
+        assert dataclasses.replace(resolve(spelling), name="v3-8") == resolve("v3-8")
+
+    @pytest.mark.parametrize(
+        ("other", "name"),
+        [("v5e-8", "v5litepod-8"), ("v5litepod:4x4", "v5e:4x4"), ("v3:8x8x1", "v3:8x8")],
+    )
+    def test_other_spellings(self, other, name):
+        assert dataclasses.replace(resolve(other), name=name) == resolve(name)
+
+
+class TestWiring:
+    @pytest.mark.parametrize(
+        ("name", "wraps"),
+        [
+            ("v3-128", (False, False)),
+            ("v3-1024", (False, True)),
+            ("v3-2048", (True, True)),
+            ("v2-512", (True, True)),
+            ("v4-64", (False, False, False)),
+            ("v4-128", (True, True, True)),
+            ("v4-256", (True, True, True)),
+            ("v5litepod-64", (False, False)),
+            ("v5litepod-128", (False, True)),
+            ("v6e-256", (True, True)),
+        ],
+    )
+    def test_which_axes_are_rings(self, name, wraps):
+        assert resolve(name).wraps == wraps
+
+    def test_libtpu_is_told_the_rings(self):
+        found = resolve("v5litepod-128")
+        assert found.options == {"chips_per_host_bounds": [2, 2, 1], "wrap": [0, 1, 0]}
+        ringless = dataclasses.replace(found, wraps=(False, False))
+        assert ringless.options["wrap"] == [0, 0, 0]
+
+    def test_v4_is_asked_for_one_device_a_chip(self):
+        assert resolve("v4-8").options["chip_config_name"] == "megacore"
+
+    def test_coordinates_count_core_then_x_then_y(self):
+        places = resolve("v3-32").coordinates()
+        assert places[:3] == ((0, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 0))
+        assert places[8] == (0, 1, 0, 0) and places[-1] == (3, 3, 0, 1)
+        assert len(set(places)) == len(places) == 32
+        assert resolve("v4-64").coordinates()[8] == (0, 0, 1, 0)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("name", "reason", "closest"),
+        [
+            ("v3-12", "no v3 slice of 12 TensorCores", "v3-8"),
+            ("v3-100", "no v3 slice of 100 TensorCores", "v3-128"),
+            ("v5e-7", "no v5e slice of 7 chips", "v5litepod-8"),
+            ("v4-130", "no v4 slice of 130 TensorCores", "v4-128"),
+            ("v7-8", "no TPU family 'v7'", "v4-8"),
+            ("v3:8x8x2", "2 axes, not 3", "v3:8x8"),
+            ("v4:4x4", "3 axes, not 2", "v4:4x4x8"),
+            ("v5e:32x32", "pod has 16x16 chips", None),
+            ("v4:32x32x32", "32768 chips; the largest v4 slice has 4096", None),
+            ("v4:2x4x8", "all multiples of 4", None),
+            ("v5e:3x5", "must be even", None),
+            ("v4:1x1x1", "smallest v4 slice", None),
+            ("v3:8x0", "at least one chip", None),
+            ("v4:4xfourx4", "chips along each axis", None),
+            ("v4:", "chips along each axis", None),
+            ("", "no TPU family ''", None),
+        ],
+    )
+    def test_says_why_and_what_there_is(self, name, reason, closest):
+        with pytest.raises(UnknownTopologyError) as info:
+            resolve(name)
+        error = info.value
+        assert isinstance(error, ValueError) and error.name == name
+        assert reason in error.reason
+        for offered in ("v2-8", "v3-8", "v4-8", "v5litepod-1", "v5p-8", "v6e-1", "v4:4x4x8"):
+            assert offered in str(error)
+        if closest:
+            assert error.closest[0] == closest
+        assert all(resolve(known) for known in error.closest)
+
+    @pytest.mark.parametrize("name", [None, 8, b"v3-8"])
+    def test_a_name_is_a_string(self, name):
+        with pytest.raises(TypeError, match="v3-128"):
+            resolve(name)
+
+
+class TestLibtpu:
+    """What the compiler says, in a process of its own: libtpu must not meet torch_xla's."""
+
+    ASK = """
+import json, sys
+from jax.experimental.topologies import get_topology_desc
+
+answers = []
+for name, options in json.loads(sys.argv[1]):
+    devices = get_topology_desc(topology_name=name, platform="tpu", **options).devices
+    devices = sorted(devices, key=lambda device: device.id)
+    answers.append(
+        {
+            "ids": [device.id for device in devices],
+            "places": [[*device.coords, device.core_on_chip] for device in devices],
+            "hosts": len({device.process_index for device in devices}),
+            "kind": devices[0].device_kind,
+        }
+    )
+print(json.dumps(answers))
+"""
+
+    def test_describes_the_same_slices(self):
+        slices = [
+            resolve(name)
+            for name in ("v2-8", "v3-128", "v4-8", "v4-128", "v5litepod-1", "v5litepod-8")
+        ] + [resolve(name) for name in ("v5p-8", "v6e-256")]
+        question = json.dumps([(found.libtpu_name, found.options) for found in slices])
+        quiet = {
+            "TPU_SKIP_MDS_QUERY": "1",
+            "JAX_PLATFORMS": "cpu",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", self.ASK, question],
+            env=os.environ | quiet,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        answers = json.loads(done.stdout)
+        for found, answer in zip(slices, answers, strict=True):
+            assert answer["ids"] == list(range(found.devices)), found
+            assert answer["places"] == [list(place) for place in found.coordinates()], found
+            assert (answer["hosts"], answer["kind"]) == (found.hosts, found.chip.device_kind)
+
+
+def test_needs_neither_jax_nor_torch():
+    code = (
+        "import sys, xla_fsdp.planning.slices.topology as t; t.resolve('v3-8'); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"jax", "torch", "torch_xla", "numpy"} & set(done.stdout.split())

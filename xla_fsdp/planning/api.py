@@ -1,0 +1,189 @@
+"""``xla_fsdp.plan``: what a training step needs on a TPU slice, found out without one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from .compiling.cache import CompiledStep, PlanCache
+from .compiling.compiler import compile_step, require_extra, versions
+from .compiling.progress import Progress
+from .program.assignment import read_assignment
+from .program.schedule import read_schedule
+from .records import CompilerMemory, Schedule
+from .reporting import advice
+from .reporting.report import Report
+from .slices.links import describe, odd_groups
+from .slices.timing import time_step
+from .slices.topology import Slice, resolve
+from .tracing.step import TracedStep, trace_step
+
+
+def plan(
+    step: Callable[[], Any],
+    topology: str,
+    *,
+    ranks: Iterable[int] | None = None,
+    compiler_options: Mapping[str, str] | None = None,
+    cache: str | os.PathLike[str] | bool = True,
+    progress: bool = True,
+    title: str = "",
+) -> Report:
+    """Compiles one training step for a TPU slice, on the real TPU compiler, without a TPU.
+
+    ``step()`` is called once for each traced rank. It builds model and optimizer and runs a
+    training step, or a whole training loop: tracing stops where the first program with an optimizer
+    step would run (``torch_xla.sync()``, ``.item()``, the end of ``step``). Inside it
+    ``xr.world_size()`` and ``xr.global_ordinal()`` are those of the slice. Nothing is executed, and
+    large parameters get no values, so a model that is far larger than this machine's memory can be
+    planned as long as it is sharded while it is built, or its parts fit. Optimizer state is taken
+    to exist already, as in every step but the first.
+
+    Args:
+        step: takes no arguments. Works with any wrapper; :class:`XlaFullyShardedDataParallel` and
+            the class of ``torch_xla.distributed.fsdp`` are also compared with the ZeRO bound.
+        topology: a slice, such as ``v3-8``, ``v4-128``, ``v5litepod-8``, ``v5p-8``, ``v6e-256``, or
+            a raw topology in chips, such as ``v5e:2x4``.
+        ranks: which ranks to trace, to see whether all share one executable; the first one is
+            compiled. Default: 0, 1 and the last.
+        compiler_options: flags of the TPU compiler, e.g.
+            ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``.
+        cache: results are kept by digest of the program in this folder; ``True`` means
+            ``~/.cache/xla_fsdp/plans``, ``False`` none.
+        progress: say on standard error what is going on.
+        title: heads the report and its pictures.
+
+    Returns:
+        The report: ``print`` it, ``.plot("x.png")``, ``.plot("x.html")``, ``.save("x.json")``,
+        ``.compare(other)``, ``.fits``.
+
+    Raises:
+        UnknownTopologyError: (a ValueError) no such slice; the message lists what there is.
+        MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
+        CompileError: the compiler refused the program for another reason than memory.
+        ValueError: the step traces nothing; ``ranks`` that the slice does not have.
+        TypeError: ``step`` is not callable.
+        RuntimeError: called inside a rank of a launch.
+    """
+    if not callable(step):
+        raise TypeError(
+            f"step must be a function without arguments that runs a training step, got {step!r}"
+        )
+    where = resolve(topology)
+    require_extra()
+    numbers = _ranks(ranks, where)
+    shown = Progress() if progress else Progress(None)
+    first = _trace(step, numbers[0], where, shown)
+    kept = PlanCache.at(cache)
+    compiled = compile_step(first.program, where, compiler_options or {}, kept, shown)
+    executables = _executables(step, first, numbers, where, compiled.key, kept, shown)
+    return _report(where, compiled, first, numbers, executables, title)
+
+
+def _executables(
+    step: Callable[[], Any],
+    first: TracedStep,
+    ranks: tuple[int, ...],
+    where: Slice,
+    key: str,
+    kept: PlanCache,
+    progress: Progress,
+) -> int:
+    """How many different programs the ranks have.
+
+    The last rank is traced every time; if its program is the one known from before, the others'
+    are taken to be, too.
+    """
+
+    def program_of(rank: int) -> str:
+        return _trace(step, rank, where, progress).program.fingerprint
+
+    programs = [first.program.fingerprint]
+    if len(ranks) > 1:
+        last = program_of(ranks[-1])
+        known = kept.programs(key, ranks)
+        if known and (known[0], known[-1]) == (programs[0], last):
+            return len(set(known))
+        programs += [*map(program_of, ranks[1:-1]), last]
+    kept.write_programs(key, ranks, programs)
+    return len(set(programs))
+
+
+def _ranks(ranks: Iterable[int] | None, where: Slice) -> tuple[int, ...]:
+    last = where.devices - 1
+    numbers = tuple(sorted({0, min(1, last), last})) if ranks is None else tuple(ranks)
+    if not numbers or any(type(r) is not int or not 0 <= r <= last for r in numbers):
+        raise ValueError(f"ranks must be numbers from 0 to {last} on {where.name}, got {numbers}")
+    return numbers
+
+
+def _trace(step: Callable[[], Any], rank: int, where: Slice, progress: Progress) -> TracedStep:
+    with progress.while_doing(f"tracing rank {rank} of {where.devices}"):
+        return trace_step(step, rank, where.devices)
+
+
+def _report(
+    where: Slice,
+    compiled: CompiledStep,
+    step: TracedStep,
+    ranks: tuple[int, ...],
+    executables: int,
+    title: str,
+) -> Report:
+    schedule, memory = _laid_out(compiled, step)
+    chip = where.chip
+    timing = time_step(schedule, where, compiled.model_flops)
+    notes = list(odd_groups(schedule.collectives, where))
+    if compiled.refusal and compiled.scheduled:
+        notes.append(
+            "The compiler laid the program out, found that it does not fit, and stopped: it gave "
+            "no cycle estimates and no size of code. What it counts against its limit (see its "
+            "message) are temporaries and what it reserves for itself; required here counts "
+            "arguments and outputs as well."
+        )
+    capacity = chip.device_usable_hbm_bytes
+    return Report(
+        topology=where.name,
+        chip=chip.family,
+        devices=where.devices,
+        hbm_capacity=capacity,
+        hbm_source=chip.sources["usable_hbm_bytes"],
+        memory=memory,
+        schedule=schedule,
+        timing=timing,
+        bound_wire_bytes=step.bound.wire_bytes if step.bound else None,
+        bound_label=step.bound.label if step.bound else "",
+        link_model=describe(where),
+        compile_seconds=compiled.seconds,
+        program_bytes=memory.code,
+        ranks_traced=ranks,
+        executables=executables,
+        from_cache=compiled.from_cache,
+        title=title,
+        versions=versions(),
+        warnings=tuple(
+            advice.warnings(schedule, step, executables, ranks, 1 - memory.required / capacity)
+        ),
+        notes=tuple(notes),
+        refusal=compiled.refusal,
+    )
+
+
+def _laid_out(compiled: CompiledStep, step: TracedStep) -> tuple[Schedule, CompilerMemory]:
+    """The schedule and the memory it needs, as far as the compiler got with them."""
+    if not compiled.scheduled:
+        nothing = Schedule(0, (), (), (), (), 0, {})
+        return nothing, CompilerMemory(0, 0, 0, 0, 0, 0)
+    assignment = read_assignment(compiled.assignment)
+    schedule = read_schedule(compiled.scheduled, assignment, step.program.arguments)
+    if compiled.memory is not None:
+        return schedule, compiled.memory
+    return schedule, CompilerMemory(
+        arguments=assignment.arguments(),
+        outputs=assignment.outputs(),  # those that take no argument's buffer
+        aliased=0,
+        temporaries=assignment.temporaries(),
+        code=0,
+        peak=max(schedule.curve),
+    )

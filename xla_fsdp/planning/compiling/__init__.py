@@ -1,0 +1,1 @@
+"""From a program to what the TPU compiler makes of it."""

@@ -1,0 +1,120 @@
+"""What the compiler said, kept on disk by the digest of what it was asked."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..records import CompilerMemory
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What the compiler made of a program.
+
+    Attributes:
+        key: digest of program, slice, options and compiler versions.
+        traced: text of the program as it was handed over.
+        scheduled: text of the scheduled program. Without cycle estimates if it did not fit.
+        assignment: text of the compiler's buffer assignment.
+        memory: its own memory figures; ``None`` if the program did not fit while compiling.
+        refusal: the compiler's message in that case, else "".
+        seconds: how long it compiled.
+        from_cache: nothing was compiled now.
+        model_flops: of one step on one device, counted in ``traced``.
+    """
+
+    key: str
+    traced: str
+    scheduled: str
+    assignment: str
+    memory: CompilerMemory | None
+    refusal: str
+    seconds: float
+    from_cache: bool
+    model_flops: float
+
+
+class PlanCache:
+    """A folder of earlier results. ``folder=None`` keeps nothing.
+
+    Files appear whole or not at all; one that is damaged, or of another version of this package,
+    counts as missing. Several processes may use a folder at once.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    @classmethod
+    def at(cls, where: str | os.PathLike[str] | bool) -> PlanCache:
+        """``True``: ``$XDG_CACHE_HOME/xla_fsdp/plans``, by default in ``~/.cache``; ``False``: no
+        cache; else a folder."""
+        if where is True:
+            base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+            return cls(Path(base) / "xla_fsdp" / "plans")
+        return cls(Path(where) if where else None)
+
+    def read(self, key: str) -> CompiledStep | None:
+        record = self._load(f"{key}.json.gz")
+        if record is None:
+            return None
+        try:
+            memory = record.pop("memory")
+            step = CompiledStep(memory=CompilerMemory(**memory) if memory else None, **record)
+        except (TypeError, KeyError, AttributeError):
+            return None
+        return replace(step, from_cache=True)
+
+    def write(self, step: CompiledStep) -> None:
+        self._store(f"{step.key}.json.gz", asdict(step))
+
+    def programs(self, key: str, ranks: Sequence[int]) -> list[str] | None:
+        """The fingerprints that the programs of ``ranks`` had when the first had ``key``."""
+        found = self._load(_name(key, ranks))
+        return found if isinstance(found, list) and len(found) == len(ranks) else None
+
+    def write_programs(self, key: str, ranks: Sequence[int], programs: Sequence[str]) -> None:
+        self._store(_name(key, ranks), list(programs))
+
+    def _load(self, name: str) -> Any:
+        if self._folder is None:
+            return None
+        try:
+            with gzip.open(self._folder / name, "rt", encoding="utf-8") as file:
+                return json.load(file)
+        except (OSError, ValueError, EOFError):
+            return None
+
+    def _store(self, name: str, record: Any) -> None:
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self._folder, suffix=".tmp")
+        except OSError as error:
+            # What was compiled for minutes is worth more than keeping it.
+            warnings.warn(
+                f"the plan is not kept, {self._folder} cannot be written ({error.strerror}); pass "
+                "cache=FOLDER or cache=False",
+                stacklevel=2,
+            )
+            return
+        os.close(handle)
+        try:
+            with gzip.open(temporary, "wt", encoding="utf-8", compresslevel=4) as file:
+                json.dump(record, file)
+            os.replace(temporary, self._folder / name)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def _name(key: str, ranks: Sequence[int]) -> str:
+    return f"{key}-ranks-{'-'.join(map(str, ranks))}.json.gz"

@@ -1,0 +1,100 @@
+"""Compiles one program for a TPU slice, in a process of its own: ``python compile_child.py DIR``.
+
+libtpu reads its settings from the environment when it is loaded, prints what it likes, and ends the
+process when it does not like a program; none of that may happen to the caller. ``DIR/request.json``
+and ``DIR/step.hlo`` say what to compile. The results, all in DIR:
+
+- ``result.json``: the compiler's memory figures and seconds, or ``error`` and its kind;
+- ``scheduled.txt``: the scheduled program;
+- ``dump/``: what XLA wrote while compiling, with the buffer assignment and the traced program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def main(folder: Path) -> None:
+    request = json.loads((folder / "request.json").read_text())
+    os.environ.update(
+        TPU_SKIP_MDS_QUERY="1",  # this is not a TPU host
+        JAX_PLATFORMS="cpu",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # else a lock file allows one process a machine
+        XLA_FLAGS=f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text",
+        LIBTPU_INIT_ARGS="",
+        TPU_MIN_LOG_LEVEL="3",
+    )
+    began = time.monotonic()
+    try:
+        result = compile_step(folder, request)
+    except Exception as error:
+        kind = "memory" if "RESOURCE_EXHAUSTED" in str(error) else type(error).__name__
+        result = {"error": str(error), "kind": kind, "seconds": time.monotonic() - began}
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def compile_step(folder: Path, request: dict) -> dict:
+    import jaxlib._jax
+    import jaxlib.mlir.ir as ir
+    import numpy as np
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax.experimental import topologies
+
+    slice_ = topologies.get_topology_desc(
+        topology_name=request["libtpu_name"], platform="tpu", **request["topology_options"]
+    )
+    devices = sorted(slice_.devices, key=lambda device: device.id)
+    if len(devices) != request["devices"]:
+        raise ValueError(f"expected {request['devices']} devices, libtpu has {len(devices)}")
+    program = jaxlib._jax.mlir.hlo_to_stablehlo((folder / "step.hlo").read_bytes())
+    with mlir.make_ir_context():
+        module = ir.Module.parse(program)
+        _donate(ir, module, set(request["donated"]))
+        count = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), len(devices))
+        module.operation.attributes["mhlo.num_replicas"] = count
+        code = mlir.module_to_bytecode(module)
+    options = xla_client.CompileOptions()
+    options.num_replicas, options.num_partitions = len(devices), 1
+    options.device_assignment = xla_client.DeviceAssignment.create(
+        np.array([[device.id] for device in devices])
+    )
+    options.env_option_overrides = list(request["compiler_options"].items())
+    began = time.monotonic()
+    executable = devices[0].client.compile(code, xla_client.DeviceList(tuple(devices)), options)
+    seconds = time.monotonic() - began
+    memory = executable.get_compiled_memory_stats()
+    (folder / "scheduled.txt").write_text(executable.hlo_modules()[0].to_string())
+    return {
+        "seconds": seconds,
+        "memory": {
+            "arguments": memory.argument_size_in_bytes,
+            "outputs": memory.output_size_in_bytes,
+            "aliased": memory.alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "code": memory.generated_code_size_in_bytes,
+            "peak": memory.peak_memory_in_bytes,
+            "host_temporaries": memory.host_temp_size_in_bytes,
+        },
+    }
+
+
+def _donate(ir, module, donated: set[int]) -> None:
+    """States which arguments' buffers outputs may take over; the compiler pairs them."""
+    main = next(op for op in module.body.operations if op.name.value == "main")
+    given = list(main.attributes["arg_attrs"]) if "arg_attrs" in main.attributes else []
+    attributes = []
+    for number in range(len(main.type.inputs)):
+        known = {one.name: one.attr for one in given[number]} if given else {}
+        if number in donated:
+            known["jax.buffer_donor"] = ir.BoolAttr.get(True)
+        attributes.append(ir.DictAttr.get(known))
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,163 @@
+"""The real TPU compiler, run without a TPU in a child process, with its results kept on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..program.flops import model_flops
+from ..records import CompilerMemory
+from ..slices.topology import Slice
+from ..tracing.fingerprint import names
+from ..tracing.traced import TracedProgram
+from . import compile_child
+from .cache import CompiledStep, PlanCache
+from .progress import Progress
+
+_NEEDED = ("jax", "jaxlib", "libtpu", "matplotlib")
+_POLL_SECONDS = 0.1
+_FORMAT = 1  # of what is kept; raise it when that changes
+
+
+class CompileError(RuntimeError):
+    """The TPU compiler refused the program, for another reason than its need of memory."""
+
+
+class MissingExtraError(ImportError):
+    """A package that planning needs is not installed."""
+
+
+def require_extra() -> None:
+    """Raises MissingExtraError unless the packages of the ``plan`` extra are there."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"planning needs {', '.join(missing)}: pip install 'xla_fsdp[plan]' "
+            "(from a checkout: pip install -e '.[plan]')"
+        )
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides on the compiled program."""
+    return {name: importlib.metadata.version(name) for name in ("torch_xla", "jaxlib", "libtpu")}
+
+
+def compile_step(
+    program: TracedProgram,
+    where: Slice,
+    options: Mapping[str, str],
+    cache: PlanCache,
+    progress: Progress,
+) -> CompiledStep:
+    """Compiles ``program`` for ``where``, or takes the result of an earlier time from ``cache``.
+
+    Raises:
+        CompileError: the compiler refused the program, or ended without a word.
+    """
+    request = {
+        "libtpu_name": where.libtpu_name,
+        "topology_options": dict(where.options),
+        "devices": where.devices,
+        "donated": sorted(program.donated),
+        "compiler_options": dict(options),
+        "format": _FORMAT,
+    }
+    key = _key(program, request)
+    known = cache.read(key)
+    if known is not None:
+        return known
+    _give_back_memory()
+    with tempfile.TemporaryDirectory(prefix="xla_fsdp_plan_") as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(json.dumps(request))
+        (folder / "step.hlo").write_bytes(program.hlo)
+        _run(folder, f"compiling for {where.name} ({where.devices} devices)", progress)
+        compiled = _collect(folder, key)
+    cache.write(compiled)
+    return compiled
+
+
+def _key(program: TracedProgram, request: dict) -> str:
+    parts = [program.fingerprint, names(program.hlo), request, versions()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _run(folder: Path, what: str, progress: Progress) -> None:
+    began = time.monotonic()
+    with (folder / "log").open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", compile_child.__name__, str(folder)],
+            stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=_environment(),
+        )  # fmt: skip
+        try:
+            while child.poll() is None:
+                progress.update(what, time.monotonic() - began)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    if not (folder / "result.json").exists():
+        tail = (folder / "log").read_text(errors="replace").strip().splitlines()[-15:]
+        killed = " (killed, perhaps by a system out of memory)" if child.returncode == -9 else ""
+        raise CompileError(
+            f"the TPU compiler ended with exit status {child.returncode}{killed} and no result. "
+            "Its last words:\n" + "\n".join(tail)
+        )
+    progress.done(what, time.monotonic() - began)
+
+
+def _give_back_memory() -> None:
+    """Returns what the model took up to the system: the compiler needs gigabytes next."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _environment() -> dict[str, str]:
+    """The child's environment: it must find this package where this process found it."""
+    root = str(Path(__file__).parents[3])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _collect(folder: Path, key: str) -> CompiledStep:
+    result = json.loads((folder / "result.json").read_text())
+    if result.get("error") and result["kind"] != "memory":
+        raise CompileError(f"the TPU compiler refused the program: {result['error']}")
+    refused = bool(result.get("error"))
+    traced = _dumped(folder, "before_optimizations.txt")
+    assignment = _dumped(folder, "after_optimizations-buffer-assignment.txt")
+    if not refused:
+        scheduled = (folder / "scheduled.txt").read_text()
+    elif assignment:
+        scheduled = _dumped(folder, "after_optimizations_after_buffer_assignment.txt")
+    else:
+        scheduled = ""  # it gave up before it had laid out anything
+    return CompiledStep(
+        key=key,
+        traced=traced,
+        scheduled=scheduled,
+        assignment=assignment,
+        memory=None if refused else CompilerMemory(**result["memory"]),
+        refusal=result.get("error", ""),
+        seconds=result["seconds"],
+        from_cache=False,
+        model_flops=model_flops(traced),
+    )
+
+
+def _dumped(folder: Path, ending: str) -> str:
+    """The last file of that name: the program itself comes after what it was compiled from."""
+    files = sorted((folder / "dump").glob(f"*.{ending}"))
+    return files[-1].read_text() if files else ""

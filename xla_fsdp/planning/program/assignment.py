@@ -1,0 +1,152 @@
+"""The compiler's own account of memory: every buffer, its size, place, and when it is live.
+
+Reads the text that XLA writes as ``*-buffer-assignment.txt`` while it compiles. An *allocation* is
+a piece of memory that a program asks for as a whole; the temporaries of a program are one, in which
+*values* lie at offsets, and share bytes where they are not live at the same time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+_ALLOCATION = re.compile(r"^allocation (\d+): size (\d+)(.*)$")
+_VALUE = re.compile(r"^ value: <\d+ (\S+?)(\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
+_PLACE = re.compile(r"^    (\d+):(\S+)$")
+_RANGE = re.compile(r"^    (.+?)(\{[\d,]*\}):(\d+)-(\d+)$")
+_COLOR = re.compile(r", color (\d+)")
+_PARAMETER = re.compile(r", parameter (\d+)")
+_HBM = 0  # the memory space, which XLA calls a color
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A piece of HBM; ``category`` is "argument", "output", "temporary" or "constant"."""
+
+    bytes: int
+    category: str
+    parameter: int | None  # number of the argument that is in it
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """What one instruction writes. ``born`` and ``dies`` are places in the sequence, inclusive."""
+
+    name: str  # of the instruction
+    bytes: int
+    offset: int
+    shape: str
+    born: int
+    dies: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """All allocations in HBM, and the order of instructions that live ranges refer to."""
+
+    allocations: tuple[Allocation, ...]
+    sequence: tuple[str, ...]  # names of instructions
+
+    def arguments(self) -> int:
+        """Bytes of all arguments, donated or not."""
+        return sum(a.bytes for a in self.allocations if a.category == "argument")
+
+    def temporaries(self) -> int:
+        """Bytes of the temporaries, with what lies idle between them."""
+        return sum(a.bytes for a in self.allocations if a.category == "temporary")
+
+    def outputs(self) -> int:
+        """Bytes of outputs that have memory of their own."""
+        return sum(a.bytes for a in self.allocations if a.category == "output")
+
+
+def read_assignment(text: str) -> Assignment:
+    """Parses a buffer assignment.
+
+    Raises:
+        ValueError: ``text`` is none, or has no live ranges.
+    """
+    if not text.startswith("BufferAssignment:"):
+        raise ValueError(f"not a buffer assignment of XLA: it begins with {text[:40]!r}")
+    head, found, tail = text.partition("\nHloLiveRange")
+    if not found:
+        raise ValueError("the buffer assignment has no section HloLiveRange")
+    sequence: list[str] = []
+    ranges: dict[tuple[str, str], tuple[int, int]] = {}
+    for line in tail.splitlines():
+        place = _PLACE.match(line)
+        if place:
+            sequence.append(place[2])
+            continue
+        live = _RANGE.match(line)
+        if live:
+            ranges[live[1], live[2]] = int(live[3]), int(live[4])
+        elif line.startswith("  Live ranges at"):
+            break
+    allocations = tuple(_allocations(head, ranges, len(sequence) - 1))
+    return Assignment(allocations, tuple(sequence))
+
+
+def _allocations(
+    text: str, ranges: Mapping[tuple[str, str], tuple[int, int]], last: int
+) -> Iterator[Allocation]:
+    current: tuple[int, str, int | None] | None = None
+    values: list[Value] = []
+
+    def finished() -> Iterator[Allocation]:
+        if current is not None:
+            yield Allocation(*current, tuple(values))
+
+    for line in text.splitlines():
+        begin = _ALLOCATION.match(line)
+        if begin:
+            yield from finished()
+            current, values = _kind(int(begin[2]), begin[3]), []
+        elif current is not None:
+            value = _VALUE.match(line)
+            if value:
+                name, index, size, offset, shape = value.groups()
+                born, dies = ranges.get((name, index or "{}"), (0, last))
+                values.append(Value(name, int(size), int(offset), shape, born, dies))
+            elif not line.startswith(" "):
+                break  # the allocations are over
+    yield from finished()
+
+
+def _kind(size: int, said: str) -> tuple[int, str, int | None] | None:
+    """Size, category and parameter number, or ``None`` for what is not in HBM."""
+    color = _COLOR.search(said)
+    if (color and int(color[1]) != _HBM) or "thread-local" in said:
+        return None
+    parameter = _PARAMETER.search(said)
+    if parameter:
+        return size, "argument", int(parameter[1])
+    if "constant" in said:
+        return size, "constant", None
+    is_output = "output shape" in said or "maybe-live-out" in said
+    return size, "output" if is_output else "temporary", None
+
+
+def without_overlap(values: Sequence[Value]) -> list[Value]:
+    """The values of an allocation, such that no byte counts twice at any place.
+
+    A value that is written over another (an update in place) is live together with it at the place
+    of the update, and may even state that it lives longer; the first then ends where the second
+    begins.
+    """
+    by_bytes: dict[tuple[int, int], list[Value]] = defaultdict(list)
+    for value in values:
+        by_bytes[value.offset, value.bytes].append(value)
+    result = []
+    for same in by_bytes.values():
+        same.sort(key=lambda v: (v.born, v.dies))
+        for value, following in zip(same, [*same[1:], None], strict=True):
+            dies = value.dies if following is None else min(value.dies, following.born - 1)
+            if dies >= value.born:
+                result.append(
+                    Value(value.name, value.bytes, value.offset, value.shape, value.born, dies)
+                )
+    return result

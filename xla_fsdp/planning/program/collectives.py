@@ -1,0 +1,285 @@
+"""The collectives of a schedule, each once, and what they send.
+
+An asynchronous collective has a start and a done. The TPU compiler also cuts one into pieces: a
+fusion that starts it, fusions that carry a piece of it beside their own computation, and a fusion
+that waits for it, each naming the whole collective. Which pieces belong together is followed
+through the values they hand on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..records import KINDS, Collective
+from .groups import read_groups
+from .hlo import Computation, Instruction, Module
+from .places import Line, Place
+from .scopes import asked, scope
+from .shapes import Shape, Tuple, leaves, span
+
+# Rare relatives, counted as what sends about as much.
+_KINDS = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
+_START, _DONE = '"AsyncCollectiveStart"', '"AsyncCollectiveDone"'
+
+
+@dataclass(frozen=True)
+class Found:
+    """All collectives in the order of their starts, and the places that are theirs alone."""
+
+    collectives: list[Collective]
+    places: set[int]
+    notes: list[str]
+
+
+@dataclass
+class _Open:
+    """A collective whose place of completion is not known yet."""
+
+    place: Place
+    core: Instruction  # the collective itself, maybe inside a fusion
+    operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+    fused: bool
+    asynchronous: bool
+    done: int | None = None
+
+
+def find_collectives(line: Line) -> Found:
+    """Every collective of the schedule. Raises ValueError for groups it cannot read."""
+    search = _Search(line)
+    for place in line.places:
+        search.visit(place)
+    notes = []
+    for one in search.found:
+        if one.asynchronous and one.done is None:
+            notes.append(f"{one.place.instruction.name} is started and not waited for in sight")
+    collectives = [_record(line.module, one, len(line.places) - 1) for one in search.found]
+    return Found(collectives, search.own, notes)
+
+
+class _Search:
+    def __init__(self, line: Line):
+        self._line = line
+        self._module = line.module
+        self._shapes: dict[tuple[int, str], Shape | Tuple] = {}
+        # (scope, name) to the started collective that each leaf of the value belongs to
+        self._carried: dict[tuple[int, str], list[int | None]] = {}
+        self._inside: dict[str, list[tuple[Computation, Instruction]]] = {}
+        self.found: list[_Open] = []
+        self.own: set[int] = set()
+
+    def visit(self, place: Place) -> None:
+        instruction, opcode = place.instruction, place.instruction.opcode
+        key = (place.scope, instruction.name)
+        self._shapes[key] = instruction.shape
+        if opcode in _KINDS:
+            self._add(place, instruction, self._operands(place), leaves(instruction.shape))
+        elif opcode.removesuffix("-start") in _KINDS:
+            self._add(place, instruction, self._operands(place), (), asynchronous=True)
+            self._carry(place, len(self.found) - 1)
+        elif opcode.endswith(("-done", "-update")):
+            self._hand_on(place)
+            if opcode.endswith("-done"):
+                self._finish(place, leaves(instruction.shape))
+        elif opcode in ("fusion", "async-start"):
+            self._fusion(place)
+        else:
+            self._hand_on(place)
+
+    def _fusion(self, place: Place) -> None:
+        instruction = place.instruction
+        inside = self._collectives_in(instruction)
+        self._hand_on(place)
+        texts = (
+            i.attributes
+            for i in self._computation(instruction).instructions
+            if inside and i.opcode == "custom-call"
+        )
+        ends = [t for t in texts if _START in t or _DONE in t]
+        if any(_DONE in t for t in ends):
+            self._finish(place, ())
+            return
+        started = instruction.opcode == "async-start" or any(_START in t for t in ends)
+        if not started and any(n is not None for n in self._chains(place)):
+            return  # carries a piece of one that is under way
+        for computation, core in inside:
+            operands = tuple(
+                leaf for n in core.operands for leaf in leaves(computation.by_name[n].shape)
+            )
+            self._add(place, core, operands, leaves(core.shape), started, fused=not started)
+            if started:
+                self._carry(place, len(self.found) - 1)
+
+    def _add(
+        self,
+        place: Place,
+        core: Instruction,
+        operands: tuple[Shape, ...],
+        results: tuple[Shape, ...],
+        asynchronous: bool = False,
+        fused: bool = False,
+    ) -> None:
+        self.found.append(_Open(place, core, operands, results, fused, asynchronous))
+        if not fused:
+            self.own.add(place.index)
+
+    def _finish(self, place: Place, results: tuple[Shape, ...]) -> None:
+        for number in {n for n in self._chains(place) if n is not None}:
+            one = self.found[number]
+            one.done = place.index
+            one.results = one.results or results
+            self.own.add(place.index)
+
+    # Which values belong to a collective that is under way.
+
+    def _operands(self, place: Place) -> tuple[Shape, ...]:
+        known = (self._shapes.get(o) for o in self._line.operands(place))
+        return tuple(leaf for shape in known if shape is not None for leaf in leaves(shape))
+
+    def _chains(self, place: Place) -> list[int | None]:
+        return [n for o in self._line.operands(place) for n in self._carried.get(o, ())]
+
+    def _carry(self, place: Place, number: int) -> None:
+        key = (place.scope, place.instruction.name)
+        self._carried[key] = [number] * len(leaves(place.instruction.shape))
+
+    def _hand_on(self, place: Place) -> None:
+        instruction, opcode = place.instruction, place.instruction.opcode
+        key = (place.scope, instruction.name)
+        if place.inline:
+            self._enter(place)
+        chains = self._chains(place)
+        if not any(n is not None for n in chains):
+            return
+        size = len(leaves(instruction.shape))
+        carried: list[int | None] = [None] * size
+        if opcode == "get-tuple-element":
+            shape = self._shapes[place.scope, instruction.operands[0]]
+            first, last = span(shape, (int(instruction.attribute("index") or 0),))
+            carried = chains[first:last]
+        elif opcode in ("bitcast", "while") or opcode.endswith("-update"):
+            carried = chains[:size]
+        elif opcode == "tuple":
+            carried = []
+            for operand in self._line.operands(place):
+                width = len(leaves(self._shapes[operand]))
+                carried += self._carried.get(operand, [None] * width)
+        for out, operand, within in instruction.aliases:
+            name = (place.scope, instruction.operands[operand])
+            if name in self._carried:
+                start, stop = span(self._shapes[name], within)
+                first, _ = span(instruction.shape, out)
+                carried[first : first + stop - start] = self._carried[name][start:stop]
+        self._carried[key] = carried
+
+    def _enter(self, place: Place) -> None:
+        """Hand the state of a loop, or the arguments of a call, to the computations in line."""
+        for number, inline in enumerate(place.inline):
+            operands = list(self._line.operands(place))
+            if place.instruction.opcode == "conditional":
+                operands = operands[number + 1 : number + 2]
+            for parameter, operand in zip(inline.computation.parameters, operands, strict=False):
+                if operand in self._carried:
+                    self._carried[inline.scope, parameter.name] = self._carried[operand]
+
+    # Fusions.
+
+    def _computation(self, instruction: Instruction) -> Computation:
+        return self._module.called_by(instruction)
+
+    def _collectives_in(self, instruction: Instruction) -> list[tuple[Computation, Instruction]]:
+        if not instruction.called:
+            return []
+        name = instruction.called[0]
+        if name not in self._inside:
+            self._inside[name] = list(self._inner(self._computation(instruction)))
+        return self._inside[name]
+
+    def _inner(self, computation: Computation) -> Iterator[tuple[Computation, Instruction]]:
+        for instruction in computation.instructions:
+            if instruction.opcode in _KINDS:
+                yield computation, instruction
+            elif instruction.opcode == "fusion":
+                yield from self._collectives_in(instruction)
+
+
+def _record(module: Module, one: _Open, last: int) -> Collective:
+    core, instruction = one.core, one.place.instruction
+    kind = _KINDS[core.opcode.removesuffix("-start")]
+    emitter = _emitter(core) or _emitter(instruction)
+    if one.fused and kind == "all-reduce" and _scatters(module, one, emitter):
+        kind = "reduce-scatter"
+    groups = read_groups(core)
+    if kind == "collective-permute":
+        size = 2
+    else:
+        size = max((len(g) for g in groups), default=module.devices)
+    results = one.results
+    if not results and isinstance(instruction.shape, Tuple) and len(instruction.shape.parts) > 1:
+        results = leaves(instruction.shape.parts[1])
+    number_of_bytes = max(_bytes(one.operands), _bytes(results))
+    largest = max((*one.operands, *results), key=lambda s: s.bytes, default=None)
+    names = [n for n in (core.op_name, instruction.op_name) if n]
+    names += _names_of_reducer(module, core)
+    labels = [label for label in map(scope, names) if any(label)] or [("", "")]
+    return Collective(
+        index=one.place.index,
+        done=one.place.index if not one.asynchronous else last if one.done is None else one.done,
+        name=instruction.name,
+        kind=kind,
+        asked=next((a for a in map(asked, names) if a), ""),
+        dtype=largest.dtype if largest else "",
+        bytes=number_of_bytes,
+        groups=groups,
+        group_size=size,
+        wire_bytes=wire_bytes(kind, number_of_bytes, size),
+        asynchronous=one.asynchronous,
+        fused=one.fused,
+        times=one.place.times,
+        emitter=emitter,
+        module=labels[0][1],
+        phase=labels[0][0],
+        source=core.source or instruction.source,
+    )
+
+
+def wire_bytes(kind: str, number_of_bytes: int, group_size: int) -> int:
+    """Bytes a device sends in one collective of ``number_of_bytes``, the larger of its ends."""
+    if kind == "collective-permute":
+        return number_of_bytes
+    if group_size <= 1:
+        return 0
+    factor = 2 if kind == "all-reduce" else 1
+    return factor * number_of_bytes * (group_size - 1) // group_size
+
+
+def _bytes(shapes: tuple[Shape, ...]) -> int:
+    return sum(shape.bytes for shape in shapes)
+
+
+def _emitter(instruction: Instruction) -> str:
+    """What the compiler calls its algorithm, such as "RotatedPincer StrategyND"."""
+    config = instruction.backend_config.get("collective_algorithm_config", {})
+    if not isinstance(config, dict):
+        return ""
+    return " ".join(str(config[key]) for key in ("emitter", "strategy") if config.get(key))
+
+
+def _scatters(module: Module, one: _Open, emitter: str) -> bool:
+    """Whether a fused all-reduce only ever produces this device's part of the sum."""
+    if "AllReduceScatter" in emitter:
+        return True
+    for computation in module.computations.values():
+        if computation.by_name.get(one.core.name) is one.core:
+            users = [i for i in computation.instructions if one.core.name in i.operands]
+            return bool(users) and all(i.opcode == "dynamic-slice" for i in users)
+    return False
+
+
+def _names_of_reducer(module: Module, core: Instruction) -> list[str]:
+    """Names on the computation that adds. Collectives that were merged have no other."""
+    reducer = (core.attribute("to_apply") or "").lstrip("%")
+    if reducer not in module.computations:
+        return []
+    return [i.op_name for i in module.computations[reducer].instructions if i.op_name]

@@ -1,0 +1,78 @@
+"""Floating-point operations of a model, counted in the program as it was traced.
+
+A matrix product of (m, k) and (k, n) counts 2mkn, a convolution likewise for each of its outputs;
+nothing else counts. The backward of a product is two products of the same size (one for the
+gradient of each factor), so training counts three times the forward: for a transformer this is the
+6 N per token of Kaplan et al., "Scaling Laws for Neural Language Models" (section 2.1), plus
+attention. What is computed again in the backward does not count, by the definition of model FLOPs
+utilisation in Chowdhery et al., "PaLM" (appendix B).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from .hlo import Computation, Instruction, parse_module
+from .shapes import Shape
+
+_CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_AGAIN = "recompute["
+_NOT_FORWARD = ("backward[", "optimizer[")
+_DILATED = re.compile(r"lhs_dilate=([\dx]+)")
+
+
+def model_flops(traced: str) -> float:
+    """Model FLOPs of one step on one device.
+
+    By the convention above a frozen layer, and the first one, count three times as well.
+
+    Args:
+        traced: text of the traced program, with the names that ``tracing/naming.py`` gave.
+
+    Raises:
+        ValueError: ``traced`` is not HLO.
+    """
+    module = parse_module(traced)
+    forward = everything = 0.0
+    for computation in module.computations.values():
+        for instruction in computation.instructions:
+            flops = _flops(computation, instruction)
+            if flops and _AGAIN not in instruction.op_name:
+                everything += flops
+                if not any(name in instruction.op_name for name in _NOT_FORWARD):
+                    forward += flops
+    # A step without modules has no names.
+    named = "backward[" in traced
+    return 3 * forward if named else everything
+
+
+def _flops(computation: Computation, instruction: Instruction) -> float:
+    if instruction.opcode == "dot":
+        left = _dims(computation, instruction, 0)
+        contracting = _CONTRACTING.search(instruction.attributes)
+        axes = [int(axis) for axis in contracting[1].split(",") if axis] if contracting else []
+        return 2.0 * _elements(instruction) * math.prod(left[axis] for axis in axes)
+    if instruction.opcode == "convolution":
+        kernel = _dims(computation, instruction, 1)
+        labels = _LABELS.search(instruction.attributes)
+        outputs = kernel[labels[2].index("o")] if labels else 1
+        # A transposed convolution spreads its input, with zeros between.
+        spread = _DILATED.search(instruction.attributes)
+        zeros = math.prod(map(int, spread[1].split("x"))) if spread else 1
+        return 2.0 * _elements(instruction) * math.prod(kernel) / outputs / zeros
+    return 0.0
+
+
+def _dims(computation: Computation, instruction: Instruction, operand: int) -> tuple[int, ...]:
+    return _shape(computation.by_name[instruction.operands[operand]]).dims
+
+
+def _elements(instruction: Instruction) -> int:
+    return math.prod(_shape(instruction).dims)
+
+
+def _shape(instruction: Instruction) -> Shape:
+    assert isinstance(instruction.shape, Shape), instruction.name
+    return instruction.shape

@@ -1,0 +1,291 @@
+"""The text of an HLO module as data.
+
+Reads what ``HloModule.to_string()`` prints; understands structure, not operations. Most of an
+instruction's text is never looked at, so attributes are taken apart only when asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from .shapes import Shape, ShapeReader, Tuple
+
+# An array's shape, then the opcode. A tuple's shape ends at the first ")" that is followed by an
+# opcode: inside, ")" is followed by a comma, a brace or another ")".
+_ARRAY_THEN_OPCODE = re.compile(r"(\w+\[[^\]]*\](?:\{[^}]*\})?) ([a-z][\w-]*)\(")
+_TUPLE_THEN_OPCODE = re.compile(r"\) ([a-z][\w-]*)\(")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=%]+) = ")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(%]+) .*\{\s*$")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
+    r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_METADATA = re.compile(r'\bmetadata=\{((?:[^{}"]|"(?:[^"\\]|\\.)*"|\{[^{}]*\})*)\}')
+_STRING_FIELD = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
+_NUMBER_FIELD = re.compile(r"\b(\w+)=(-?\d+)")
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+# What matters to nesting: a string as a whole, or one bracket.
+_NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
+
+
+@dataclass(eq=False)
+class Instruction:
+    """One instruction. ``operands`` are names, in order; of a parameter or constant, its text.
+
+    ``attributes`` is everything after the operands, as written.
+    """
+
+    name: str
+    opcode: str
+    shape: Shape | Tuple
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool = False
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations this instruction calls, in the order of the text."""
+        names = []
+        for found in _CALLED.findall(self.attributes):
+            names += [n.strip().lstrip("%") for n in found.strip("{}").split(",") if n.strip()]
+        return tuple(names)
+
+    @cached_property
+    def metadata(self) -> Mapping[str, str]:
+        """``op_name``, ``source_file``, ``source_line`` and so on, all as text."""
+        found = _METADATA.search(self.attributes)
+        if not found:
+            return {}
+        fields = dict(_NUMBER_FIELD.findall(re.sub(r'"(?:[^"\\]|\\.)*"', '""', found[1])))
+        fields.update((k, _unescape(v)) for k, v in _STRING_FIELD.findall(found[1]))
+        return fields
+
+    @property
+    def op_name(self) -> str:
+        """What the tracing framework called the operation, with the scopes around it."""
+        return self.metadata.get("op_name", "")
+
+    @property
+    def source(self) -> str:
+        """``file:line`` that traced the operation, or ""."""
+        file = self.metadata.get("source_file", "")
+        line = self.metadata.get("source_line", "")
+        return f"{file}:{line}" if file and line else file
+
+    @cached_property
+    def backend_config(self) -> Mapping:
+        """What the compiler's back end noted; empty if nothing, or nothing that is JSON."""
+        text = self.attribute("backend_config") or ""
+        if text.startswith('"'):  # older printers quote it
+            text = _unescape(text[1:-1])
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def attribute(self, key: str) -> str | None:
+        """The text of one attribute, e.g. ``attribute("replica_groups")``; None if not there."""
+        text = self.attributes
+        at = -1
+        while (at := text.find(key + "=", at + 1)) >= 0:
+            if at == 0 or text[at - 1] in ", ":
+                start = at + len(key) + 1
+                return text[start : _end_of_item(text, start)].strip()
+        return None
+
+    @cached_property
+    def aliases(self) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
+        """``output_to_operand_aliasing``: (place in the output, operand, place in the operand)."""
+        return _aliases(self.attribute("output_to_operand_aliasing") or "")
+
+
+@dataclass(eq=False)
+class Computation:
+    """A named list of instructions, in the order of the text (the schedule, if scheduled)."""
+
+    name: str
+    instructions: list[Instruction]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        return {i.name: i for i in self.instructions}
+
+    @cached_property
+    def root(self) -> Instruction:
+        """The instruction whose value the computation returns."""
+        return next((i for i in self.instructions if i.is_root), self.instructions[-1])
+
+    @cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        """Its parameters by number."""
+        found = [i for i in self.instructions if i.opcode == "parameter"]
+        return tuple(sorted(found, key=lambda i: int(i.operands[0])))
+
+
+@dataclass(eq=False)
+class Module:
+    """A whole program.
+
+    ``aliases`` holds (place in the output, argument number, place in the argument) for every
+    output that takes a donated argument's buffer. ``devices`` is how many take part.
+    """
+
+    name: str
+    computations: Mapping[str, Computation]
+    entry: Computation
+    aliases: tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]
+    devices: int
+    scheduled: bool
+
+    def called_by(self, instruction: Instruction) -> Computation:
+        """The (first) computation that an instruction calls; ValueError if there is none."""
+        name = instruction.called[0] if instruction.called else None
+        return self.named(name, instruction)
+
+    def named(self, name: str | None, user: Instruction) -> Computation:
+        """The computation of a name that ``user`` gives; ValueError if there is none."""
+        if name not in self.computations:
+            raise ValueError(f"{user.opcode} {user.name} calls {name!r}, which is not defined")
+        return self.computations[name]
+
+
+def parse_module(text: str) -> Module:
+    """Parse the text of an HLO module.
+
+    Raises ValueError, with the line, where the text is not HLO.
+    """
+    lines = text.splitlines()
+    header = next((line for line in lines if line.startswith("HloModule ")), None)
+    if header is None:
+        raise ValueError(f"no line starts with 'HloModule': {text[:80]!r} is not an HLO module")
+    computations: dict[str, Computation] = {}
+    entry = current = None
+    shapes = ShapeReader()
+    for line in _joined(lines):
+        if current is None:
+            if line[:1] not in (" ", "") and (found := _COMPUTATION.match(line)):
+                current = Computation(found[2], [])
+                computations[found[2]] = current
+                entry = current if found[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif line.strip():
+            current.instructions.append(_instruction(line, shapes))
+    if entry is None:
+        raise ValueError(f"the module {header[:80]!r} has no ENTRY computation")
+    counts = dict(_NUMBER_FIELD.findall(header))
+    found = re.search(r"\binput_output_alias=", header)
+    aliased = header[found.end() : _end_of_item(header, found.end())] if found else ""
+    return Module(
+        name=header.split()[1].rstrip(","),
+        computations=computations,
+        entry=entry,
+        aliases=_aliases(aliased),
+        devices=int(counts.get("replica_count", 1)) * int(counts.get("num_partitions", 1)),
+        scheduled="is_scheduled=true" in header,
+    )
+
+
+def _joined(lines: list[str]) -> Iterator[str]:
+    """Lines, with those that continue an instruction (a constant, a string) put back in one."""
+    pending = ""
+    for line in lines:
+        if line[:1] == " " and _INSTRUCTION.match(line):
+            if pending:
+                yield pending
+            pending = line
+        elif pending and not line.startswith("}"):
+            pending += "\n" + line
+        else:
+            if pending:
+                yield pending
+            pending = ""
+            yield line
+    if pending:
+        yield pending
+
+
+def _instruction(line: str, shapes: ShapeReader) -> Instruction:
+    head = _INSTRUCTION.match(line)
+    start = head.end() if head else 0
+    if head and line[start] == "(":
+        found = _TUPLE_THEN_OPCODE.search(line, start)
+        shape_text, opcode = (line[start : found.start() + 1], found[1]) if found else ("", "")
+    else:
+        found = _ARRAY_THEN_OPCODE.match(line, start)
+        shape_text, opcode = (found[1], found[2]) if found else ("", "")
+    if head is None or found is None:
+        raise ValueError(f"not an HLO instruction: {line.strip()[:120]!r}")
+    stop = _closing(line, found.end())
+    inside = line[found.end() : stop]
+    if opcode in ("parameter", "constant"):
+        operands: tuple[str, ...] = (inside.strip(),)
+    else:
+        if "/*" in inside:
+            inside = re.sub(r"/\*.*?\*/", "", inside)
+        # Some printers put the shape before the name. Only the name is wanted.
+        items = _split(inside) if "[" in inside else inside.split(",")
+        operands = tuple(i.split()[-1].lstrip("%") for i in items if i.strip())
+    rest = line[stop + 1 :].lstrip(", ")
+    return Instruction(head[2], opcode, shapes.read(shape_text), operands, rest, bool(head[1]))
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the bracket that was opened just before ``start`` closes."""
+    stop = text.find(")", start)
+    if stop >= 0 and "(" not in (inside := text[start:stop]) and '"' not in inside:
+        return stop
+    depth = 1
+    for token in _NESTING.finditer(text, start):
+        if token[0] in "({[":
+            depth += 1
+        elif token[0] in ")}]":
+            depth -= 1
+            if depth == 0:
+                return token.start()
+    raise ValueError(f"a bracket is not closed: {text.strip()[:120]!r}")
+
+
+def _end_of_item(text: str, start: int) -> int:
+    """Where the item of a comma-separated list ends that begins at ``start``."""
+    depth = 0
+    for token in _NESTING.finditer(text, start):
+        if token[0] in "({[":
+            depth += 1
+        elif token[0] in ")}]":
+            depth -= 1
+            if depth < 0:
+                return token.start()
+        elif token[0] == "," and depth == 0:
+            return token.start()
+    return len(text)
+
+
+def _split(text: str) -> list[str]:
+    """The items of a comma-separated list, whose items may hold brackets and strings."""
+    items = []
+    start = 0
+    while start < len(text):
+        end = _end_of_item(text, start)
+        items.append(text[start:end])
+        start = end + 1
+    return items
+
+
+def _aliases(text: str) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
+    return tuple(
+        (_numbers(out), int(number), _numbers(place)) for out, number, place in _ALIAS.findall(text)
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.replace(",", " ").split())
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\(.)", r"\1", text) if "\\" in text else text

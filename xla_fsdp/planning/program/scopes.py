@@ -1,0 +1,97 @@
+"""What the names of operations tell: the phase and module they were traced in.
+
+While a step is traced, scopes are pushed that end up in the ``op_name`` of the metadata::
+
+    backward[blocks.3].2/all_gather[blocks.3.f1.weight].1/xla__all_gather
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from .hlo import Instruction
+from .places import Line
+
+_PHASES = {
+    "forward": "forward",
+    "backward": "backward",
+    "recompute": "backward",  # the forward of a checkpointed module, run again in the backward
+    "optimizer": "optimizer",
+}
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+_SCOPE = re.compile(r"(\w+)\[([^\]]*)\](?:\.\d+)?")
+_MOVES = frozenset(
+    "copy copy-start copy-done slice slice-start slice-done bitcast reshape transpose convert"
+    " get-tuple-element".split()
+)
+# Names of operations as torch_xla and jax give them. The order matters: psum_scatter has psum.
+_ASKED = (
+    ("all-gather", ("all_gather", "allgather")),
+    ("reduce-scatter", ("reduce_scatter", "psum_scatter")),
+    ("all-reduce", ("all_reduce", "cross_replica_sum", "psum", "pmax", "pmin")),
+    ("all-to-all", ("all_to_all",)),
+    ("collective-permute", ("collective_permute", "ppermute")),
+)
+
+
+def scope(op_name: str) -> tuple[str, str]:
+    """(phase, module) of an operation; ("", "") if it was traced outside of any scope.
+
+    A forward inside a backward is the backward's. The innermost module counts, except that a
+    collective's own label, a parameter, goes before it.
+    """
+    phases: list[str] = []
+    module = parameter = ""
+    for segment in op_name.split("/"):
+        found = _SCOPE.fullmatch(segment)
+        if found and found[1] in _PHASES:
+            phases.append(_PHASES[found[1]])
+            module = found[2]
+        elif found and found[1] in _COLLECTIVES:
+            parameter = found[2]
+    phase = next((p for p in ("backward", "optimizer", "forward") if p in phases), "")
+    return phase, parameter or module
+
+
+def asked(op_name: str) -> str:
+    """The kind of collective that an operation's name says was traced, else ""."""
+    for segment in reversed(op_name.replace("-", "_").split("/")):
+        for kind, names in _ASKED:
+            if any(name in segment for name in names):
+                return kind
+    return ""
+
+
+class Labels:
+    """The (phase, module) of every instruction of a schedule.
+
+    What only moves data, such as the copies that the compiler adds, goes by what it moves; a
+    fusion without a name by what it computes. ``known`` has those of instructions that lost their
+    own name, by instruction.
+    """
+
+    def __init__(self, line: Line, known: Mapping[str, tuple[str, str]]):
+        self._module = line.module
+        by_name: dict[tuple[int, str], tuple[str, str]] = {}
+        self._known: dict[int, tuple[str, str]] = {}
+        for place in line.places:
+            instruction = place.instruction
+            found = known.get(instruction.name) or self._own(instruction)
+            if not any(found) and instruction.opcode in _MOVES:
+                found = by_name.get(next(iter(line.operands(place)), (0, "")), ("", ""))
+            by_name[place.scope, instruction.name] = self._known[id(instruction)] = found
+
+    def of(self, instruction: Instruction) -> tuple[str, str]:
+        """(phase, module) of an instruction that has a place in the schedule."""
+        return self._known[id(instruction)]
+
+    def _own(self, instruction: Instruction) -> tuple[str, str]:
+        found = scope(instruction.op_name)
+        if any(found) or instruction.opcode != "fusion":
+            return found
+        for inside in reversed(self._module.called_by(instruction).instructions):
+            found = scope(inside.op_name)
+            if any(found):
+                return found
+        return "", ""

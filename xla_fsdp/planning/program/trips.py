@@ -1,0 +1,193 @@
+"""How often a loop runs, by running its counter.
+
+The counter of a loop is a few integers: the compiler splits one of 64 bits in two of 32, moves
+constants in and out of the loop's state, and fuses the comparison. So no pattern is looked for:
+the integers that the condition asks for are computed, iteration by iteration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .hlo import Computation, Instruction, Module
+from .shapes import Shape
+
+# Give up on counters that run longer. No training step has a loop that long.
+_LIMIT = 100_000
+
+_SAME = frozenset("copy bitcast reshape broadcast optimization-barrier opt-barrier".split())
+_WRAPPED = frozenset("convert bitcast-convert".split())
+_ARITHMETIC: tuple[tuple[str, Callable[[int, int], int]], ...] = (
+    ("add", lambda a, b: a + b),
+    ("subtract", lambda a, b: a - b),
+    ("multiply", lambda a, b: a * b),
+    ("minimum", min),
+    ("maximum", max),
+    ("xor", lambda a, b: a ^ b),
+)
+_COMPARE: tuple[tuple[str, Callable[[int, int], bool]], ...] = (
+    ("LT", lambda a, b: a < b),
+    ("LE", lambda a, b: a <= b),
+    ("GT", lambda a, b: a > b),
+    ("GE", lambda a, b: a >= b),
+    ("EQ", lambda a, b: a == b),
+    ("NE", lambda a, b: a != b),
+)
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """How often a while loop of ``computation`` runs; None if the text does not tell.
+
+    Raises ValueError where the loop's computations are not defined.
+    """
+    known = loop.backend_config.get("known_trip_count", {})
+    if isinstance(known, dict) and str(known.get("n", "")).isdigit():
+        return int(known["n"])
+    condition, body = (
+        module.named((loop.attribute(key) or "").lstrip("%"), loop) for key in ("condition", "body")
+    )
+    outside = _Frame(module, computation, lambda number, place: None)
+    needed: set[int] = set()
+    while True:
+        try:
+            return _run(module, condition, body, outside, loop.operands[0], needed)
+        except _Needed as more:
+            needed.add(more.place)
+
+
+class _Needed(Exception):
+    """An element of the state turned out to matter."""
+
+    def __init__(self, place: int):
+        super().__init__(place)
+        self.place = place
+
+
+def _run(
+    module: Module,
+    condition: Computation,
+    body: Computation,
+    outside: _Frame,
+    initial: str,
+    needed: set[int],
+) -> int | None:
+    state = {place: outside.element(initial, place) for place in needed}
+    for trips in range(_LIMIT):
+
+        def read(_: int, place: int | None, state=state) -> int | None:
+            if place is not None and place not in state:
+                raise _Needed(place)
+            return None if place is None else state[place]
+
+        more = _Frame(module, condition, read).value(condition.root.name)
+        if more is None:
+            return None
+        if not more:
+            return trips
+        inside = _Frame(module, body, read)
+        state = {place: inside.element(body.root.name, place) for place in needed}
+    return None
+
+
+@dataclass
+class _Frame:
+    """One run of a computation, whose integers are computed when asked for.
+
+    ``given(number, place)`` is a parameter's value, or an element of it if ``place`` is not None.
+    Values are None where they cannot be told.
+    """
+
+    module: Module
+    computation: Computation
+    given: Callable[[int, int | None], int | None]
+
+    def element(self, name: str, place: int) -> int | None:
+        """An element of a value that is a tuple."""
+        instruction = self.computation.by_name[name]
+        if instruction.opcode == "tuple":
+            return self.value(instruction.operands[place])
+        if instruction.opcode == "parameter":
+            return self.given(int(instruction.operands[0]), place)
+        if instruction.opcode in ("fusion", "call"):
+            inner = self._inner(instruction)
+            return inner.element(inner.computation.root.name, place)
+        if instruction.opcode in _SAME:
+            return self.element(instruction.operands[0], place)
+        if instruction.opcode == "copy-start":
+            return self.value(instruction.operands[0]) if place in (0, 1) else None
+        return None
+
+    def value(self, name: str) -> int | None:
+        """A value that is an integer, or a truth value as 0 or 1."""
+        instruction = self.computation.by_name[name]
+        shape, opcode = instruction.shape, instruction.opcode
+        if not isinstance(shape, Shape) or any(d != 1 for d in shape.dims):
+            return None
+        if opcode == "constant":
+            return _literal(instruction.operands[0])
+        if opcode == "parameter":
+            return self.given(int(instruction.operands[0]), None)
+        if opcode == "get-tuple-element":
+            return self.element(instruction.operands[0], int(instruction.attribute("index") or 0))
+        if opcode == "copy-done":
+            return self.element(instruction.operands[0], 0)
+        if opcode in ("fusion", "call"):
+            inner = self._inner(instruction)
+            return inner.value(inner.computation.root.name)
+        found = self._computed(instruction)
+        return None if found is None else _wrapped(found, shape.dtype)
+
+    def _inner(self, instruction: Instruction) -> _Frame:
+        def given(number: int, place: int | None) -> int | None:
+            operand = instruction.operands[number]
+            return self.value(operand) if place is None else self.element(operand, place)
+
+        return _Frame(self.module, self.module.called_by(instruction), given)
+
+    def _computed(self, instruction: Instruction) -> int | None:
+        opcode, operands = instruction.opcode, instruction.operands
+        if opcode in _SAME or opcode in _WRAPPED:
+            return self.value(operands[0])
+        if opcode == "select":
+            chosen = self.value(operands[0])
+            return None if chosen is None else self.value(operands[1 if chosen else 2])
+        if opcode == "not":
+            value = self.value(operands[0])
+            return None if value is None else ~value
+        if opcode in ("and", "or"):
+            values = [self.value(o) for o in operands]
+            deciding = 0 if opcode == "and" else 1
+            if instruction.shape.dtype == "pred" and deciding in values:
+                return deciding
+            if None in values:
+                return None
+            return values[0] & values[1] if opcode == "and" else values[0] | values[1]
+        if opcode == "compare":
+            how = dict(_COMPARE).get(instruction.attribute("direction") or "")
+        else:
+            how = dict(_ARITHMETIC).get(opcode)
+        if how is None:
+            return None
+        values = [self.value(o) for o in operands]
+        return None if None in values else int(how(*values))
+
+
+def _literal(text: str) -> int | None:
+    text = text.strip("{ }")
+    if text in ("true", "false"):
+        return int(text == "true")
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def _wrapped(value: int, dtype: str) -> int | None:
+    """As much of a number as fits its type; None for types that are no integers."""
+    if dtype == "pred":
+        return value & 1
+    found = re.fullmatch(r"([su])(\d+)", dtype)
+    if found is None:
+        return None
+    bits = int(found[2])
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if found[1] == "s" and value >> (bits - 1) else value

@@ -1,0 +1,203 @@
+"""The tables of a report, cell by cell, for text and page alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..records import KINDS, Buffer, Collective
+from .amounts import GIB, MB, MIB, UNKNOWN, figure, milliseconds, percent, share, short
+from .curve import holds
+from .units import units
+
+if TYPE_CHECKING:
+    from .report import Report
+
+TINY = 64 * 1024  # bytes: a collective smaller than this costs its latency
+SENT = "MB sent"
+_COUNTED = ("count", "sync", "async", "< 64 KiB", SENT)
+_NO_CYCLES = "the compiler stopped before it estimated cycles"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of the report. ``columns`` names the columns after the first, ``bars`` the one that
+    may be drawn as bars."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    bars: str = ""
+
+    def numeric(self) -> list[bool]:
+        """Which columns hold figures, which belong to the right."""
+        return [all(_is_number(cell) for cell in column) for column in zip(*self.rows, strict=True)]
+
+
+def sections(report: Report) -> list[Section]:
+    """The tables that have something to show."""
+    tables = [_memory(report), _largest(report), _collectives(report), _by_unit(report)]
+    if report.placed:
+        tables += [_traffic(report), _time(report)]
+    return [t for t in (*tables, _program(report)) if t.rows]
+
+
+def of_kinds(collectives: Sequence[Collective]) -> dict[str, list[Collective]]:
+    """The collectives by kind; those the compiler turned into another kind are on their own."""
+    found: dict[str, list[Collective]] = {}
+    for kind in KINDS:
+        for c in (c for c in collectives if c.kind == kind):
+            name = f"{kind} (traced as {c.asked})" if c.asked not in ("", kind) else kind
+            found.setdefault(name, []).append(c)
+    return found
+
+
+def count(collectives: Sequence[Collective]) -> int:
+    """How many run in a step."""
+    return sum(c.times for c in collectives)
+
+
+def wire(collectives: Sequence[Collective]) -> int:
+    """Bytes a device sends for them in a step."""
+    return sum(c.wire_bytes * c.times for c in collectives)
+
+
+def _memory(report: Report) -> Section:
+    m, summed = report.memory, max(report.schedule.curve, default=0)
+    by = "the compiler's buffer assignment" if report.refusal else "the compiler's statement"
+    donated, code = (None if report.refusal and not size else size for size in (m.aliased, m.code))
+    rows: list[tuple[str, float | None, str]] = []
+    if report.sized:
+        known = "sum of the above" if not report.refusal else "sum of what is known above"
+        rows = [
+            ("arguments", m.arguments, f"{by}: parameters, optimizer state, batch"),
+            ("outputs", m.outputs, by),
+            ("donated", donated and -donated, f"{by}: outputs that take arguments' buffers"),
+            ("temporaries", m.temporaries, f"{by}, with fragmentation"),
+            ("code", code, "the executable itself" if code is None else f"{by}: the executable"),
+            ("required", m.required, known),
+        ]
+        if not report.refusal:
+            rows += [("live peak", m.peak, f"{by}, without code and fragmentation")]
+        rows += [("live peak, read off", summed, "live buffers of the schedule, added up")]
+    rows += [("capacity", report.hbm_capacity, report.hbm_source)]
+    small = 0 < m.required < GIB
+    scale, digits, unit = (MIB, 1, "MiB") if small else (GIB, 3, "GiB")
+    lines = [(name, figure(size and size / scale, digits), how) for name, size, how in rows]
+    if report.sized:
+        headroom = f"headroom {percent(report.headroom, 1)} of the capacity"
+        lines += [("fits", "yes" if report.fits else "NO", headroom)]
+    return Section("HBM of a device", (unit, "how obtained"), tuple(lines))
+
+
+def _largest(report: Report) -> Section:
+    live = report.schedule.live_at_peak()
+    rows = [
+        (short(b.shape, 30), f"{b.bytes / MIB:,.1f}", b.opcode, short(holds(b), 40), _role(b))
+        for b in live[:10]
+    ]
+    title = f"Largest at the peak ({min(len(live), 10)} of {len(live)})"
+    return Section(title, ("MiB", "op", "module or name", "role"), tuple(rows), "MiB")
+
+
+def _role(buffer: Buffer) -> str:
+    return f"{buffer.category}, {buffer.phase}" if buffer.phase else buffer.category
+
+
+def _collectives(report: Report) -> Section:
+    collectives = report.schedule.collectives
+    kinds = of_kinds(collectives)
+    if len(kinds) > 1:
+        kinds["total"] = list(collectives)
+    rows = [(name, *_counts(some)) for name, some in kinds.items()]
+    return Section("Collectives of a step", _COUNTED, tuple(rows), SENT)
+
+
+def _counts(some: Sequence[Collective]) -> tuple[str, ...]:
+    ready = count([c for c in some if c.asynchronous])
+    tiny = count([c for c in some if c.bytes < TINY])
+    numbers = count(some), count(some) - ready, ready, tiny
+    return *map(str, numbers), figure(wire(some) / MB, 1)
+
+
+def _by_unit(report: Report, most: int = 5) -> Section:
+    """Bytes by top-level unit, the busiest first."""
+    collectives = report.schedule.collectives
+    unit = units(c.module for c in collectives)
+    found: dict[str, list[Collective]] = {}
+    for c in collectives:
+        found.setdefault(unit[c.module] or "(no module)", []).append(c)
+    if not any(unit.values()):
+        found = {}  # the program names no modules
+    ranked = sorted(found.items(), key=lambda item: -wire(item[1]))
+    if len(ranked) > most + 1:
+        rest = [c for _, some in ranked[most:] for c in some]
+        ranked = [*ranked[:most], (f"others ({len(ranked) - most})", rest)]
+    rows = [(short(u, 40), *_counts(some)) for u, some in ranked]
+    return Section("Collectives by module", _COUNTED, tuple(rows), SENT)
+
+
+def _traffic(report: Report) -> Section:
+    collectives, timing = report.schedule.collectives, report.timing
+    ready = [c for c in collectives if c.asynchronous]
+    inside = [c for c in ready if c.overlap_cycles]
+    bound, ratio = report.bound_wire_bytes, report.wire_ratio
+    rows = [("sent", figure(report.wire_bytes / MB, 1, "MB"), "scheduled program, loops unrolled")]
+    if bound and ratio is not None:
+        rows += [("bound", figure(bound / MB, 1, "MB"), report.bound_label)]
+        rows += [("sent / bound", f"{ratio:.2f} ×", "1.00 is ZeRO-3 with nothing sent in vain")]
+    else:
+        rows += [("bound", UNKNOWN, report.bound_label)]
+    if collectives:
+        parts = [share(wire(some), report.wire_bytes) for some in (ready, inside)]
+        how = "of the bytes: sent while the device could compute"
+        rows += [("asynchronous", percent(parts[0]), how)]
+        how = "of the bytes: compute is scheduled meanwhile" if report.timed else _NO_CYCLES
+        rows += [("with compute inside", percent(parts[1] if report.timed else None), how)]
+        hidden = share(timing.overlapped, timing.collective) if report.timed else None
+        how = "of the collectives' time, MODEL" if report.timed else _NO_CYCLES
+        rows += [("hidden", percent(hidden), how)]
+    return Section("Traffic of a device", ("", "how obtained"), tuple(rows))
+
+
+def _time(report: Report) -> Section:
+    t, known = report.timing, report.timed
+    flops = f"{t.model_flops / 1e12:,.2f} TFLOP a device, of its peak"
+    waits = "the rest: the device waits (none of this was measured)"
+    figures = [
+        ("compute", t.compute, "compiler's cycle estimates at the chip's clock"),
+        ("collectives", t.collective, "interconnect model, see Notes"),
+        ("overlapped", t.overlapped, "hidden behind compute in this schedule"),
+        ("exposed", t.exposed, waits),
+        ("step", t.step, "compute + exposed"),
+    ]
+    rows = []
+    for name, seconds, how in figures:
+        found = known or name == "collectives"
+        source = how if known or name != "compute" else _NO_CYCLES
+        rows.append((name, milliseconds(seconds if found else None), source))
+    rows += [("MFU", percent(t.mfu if known else None, 1), flops)]
+    return Section("Time of a step: MODEL", ("", "how obtained"), tuple(rows))
+
+
+def _program(report: Report) -> Section:
+    ranks, code = report.ranks_traced, report.program_bytes
+    cached = "from the cache; it took this when compiled" if report.from_cache else "measured here"
+    listed = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    same = "all run one program" if report.executables == 1 else "RANKS DIFFER"
+    size = code / MIB if code or not report.refusal else None
+    rows = [("compile time", figure(report.compile_seconds, 1, "s"), cached)]
+    rows += [("code", figure(size, 1, "MiB"), "size of the generated code")]
+    if report.placed:
+        rows += [("instructions", f"{report.schedule.length:,}", "places in the schedule")]
+    how = f"ranks {listed}: {same}"
+    rows += [("executables", f"{report.executables} of {len(ranks)}", how)]
+    if report.versions:
+        names = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+        rows += [("versions", "", names)]
+    return Section("Program", ("", "how obtained"), tuple(rows))
+
+
+def _is_number(cell: str) -> bool:
+    return cell[:1] in "-" or cell[:1].isdigit() or cell in ("yes", "NO", UNKNOWN)

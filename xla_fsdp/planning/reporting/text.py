@@ -1,0 +1,85 @@
+"""The report as text: its tables, aligned, with notes and warnings below."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .amounts import MB_MEANS, short
+from .tables import Section, sections
+
+if TYPE_CHECKING:
+    from .report import Report
+
+_COLUMN = 66  # characters of the last column in a line
+_PREFIX = re.compile(r"^[A-Z_]+: (XLA:TPU compile permanent error\. )?")
+
+
+def text(report: Report) -> str:
+    """The whole report, in lines of about 100 characters."""
+    lines = [report.verdict]
+    lines += textwrap.wrap(reason(report), 100)
+    lines += [subtitle(report)]
+    for section in sections(report):
+        lines += ["", *_aligned(section)]
+    for heading, texts in (("Notes", remarks(report)), ("Warnings", report.warnings)):
+        lines += ["", heading, *_listed(texts)] if texts else []
+    return "\n".join(lines)
+
+
+def subtitle(report: Report) -> str:
+    """What was planned, and for what."""
+    what = f"{report.title}: " if report.title else ""
+    return f"{what}{report.topology}, {report.devices} devices ({report.chip})"
+
+
+def reason(report: Report) -> str:
+    """Why the compiler refused the step, in its own words but not at its own length; "" if not."""
+    first = report.refusal.strip().partition("\n\n")[0]
+    return short(" ".join(_PREFIX.sub("", first).split()), 300)
+
+
+def missing(report: Report) -> str:
+    """Why there is no timeline, or nothing at all to draw; "" if there is."""
+    if not report.schedule.curve:
+        refused = "the compiler gave up before it laid anything out" if report.refusal else ""
+        return f"Nothing to draw: {refused or 'the schedule is empty'}."
+    if not report.timed and report.refusal:
+        return "No timeline: the compiler stopped before it estimated how long anything takes."
+    if not report.timed or not report.timing.slots:
+        return "No timeline: there are no estimates of how long anything takes."
+    return ""
+
+
+def remarks(report: Report) -> list[str]:
+    """All notes: what was assumed, and what a reader should know of the figures."""
+    notes = [*report.notes, *report.schedule.notes]
+    if report.schedule.collectives:
+        notes.append(f"Interconnect model: {report.link_model.removeprefix('Model: ')}")
+        notes.append(f"MB are {MB_MEANS}; KiB, MiB and GiB are powers of 1024.")
+    return notes
+
+
+def _aligned(section: Section) -> list[str]:
+    """The table as lines: numbers to the right, words to the left."""
+    table = [(section.title, *section.columns)]
+    for row in section.rows:
+        first, *more = textwrap.wrap(row[-1], _COLUMN) or [""]
+        table.append((f"  {row[0]}", *row[1:-1], first))
+        table += [("",) * (len(row) - 1) + (line,) for line in more]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [row[0].ljust(widths[0])]
+        for cell, width, number in zip(row[1:], widths[1:], section.numeric()[1:], strict=True):
+            cells.append(cell.rjust(width) if number else cell.ljust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _listed(texts: Sequence[str]) -> list[str]:
+    """Sentences as a list, in lines of at most 100 characters."""
+    indents = {"initial_indent": "  * ", "subsequent_indent": "    "}
+    return [line for one in texts for line in textwrap.wrap(one, 100, **indents)]

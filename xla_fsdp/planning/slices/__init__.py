@@ -1,0 +1,1 @@
+"""TPU slices: chips, links, and how long things take on them."""

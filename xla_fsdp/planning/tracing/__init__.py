@@ -1,0 +1,1 @@
+"""From a training step to a program, without running it."""

@@ -1,0 +1,65 @@
+"""The least that fully sharded training must send: two gathers and one reduce-scatter.
+
+ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", section 7.2) gathers every parameter for the forward and again for the backward, and
+reduce-scatters its gradient. A gather or a reduce-scatter of B bytes over n ranks has every rank
+send B(n-1)/n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...wrapper import XlaFullyShardedDataParallel
+
+
+@dataclass(frozen=True)
+class ZeroBound:
+    """The bound of one step, in bytes a device sends."""
+
+    wire_bytes: int
+    parameters: int  # elements, each parameter once
+    label: str
+
+
+def zero_bound(roots: Iterable[nn.Module]) -> ZeroBound | None:
+    """The bound for the sharded parameters in ``roots``; ``None`` if nothing in them is sharded.
+
+    Knows this project's wrapper and torch_xla's own. Parameters count in the dtype they are
+    computed in, without padding; frozen ones are not reduced.
+    """
+    sent, elements, seen = 0.0, 0, set()
+    for root in roots:
+        for module in root.modules():
+            for key, numel, itemsize, ranks, trainable in _sharded(module):
+                if key not in seen:
+                    seen.add(key)
+                    elements += numel
+                    sent += (2 + trainable) * numel * itemsize * (ranks - 1) / ranks
+    if not seen:
+        return None
+    return ZeroBound(
+        round(sent), elements, "two all-gathers and one reduce-scatter of every parameter (ZeRO-3)"
+    )
+
+
+def _sharded(module: nn.Module):
+    """Identity, elements, bytes an element, ranks and whether trainable, of each shard."""
+    if isinstance(module, XlaFullyShardedDataParallel):
+        unit = module._unit
+        for tensor in unit.tensors:
+            dtype = unit.options.compute_dtype or tensor.shard.dtype
+            yield (
+                id(tensor.shard), tensor.layout.numel, dtype.itemsize, unit.world.size,
+                tensor.shard.requires_grad,
+            )  # fmt: skip
+    elif type(module).__module__.startswith("torch_xla.distributed.fsdp"):
+        for shard in getattr(module, "sharded_params", ()):
+            dtype = getattr(module, "compute_dtype", None) or torch.float32
+            numel = math.prod(getattr(shard, "_orig_size", shard.shape))
+            yield id(shard), numel, dtype.itemsize, module.world_size, shard.requires_grad

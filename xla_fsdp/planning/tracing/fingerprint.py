@@ -1,0 +1,89 @@
+"""A digest of a program that says nothing of who traced it, and where.
+
+Two ranks, or two runs, with the same digest would share one executable. Left out are the metadata
+of instructions (scopes, files, lines), so that an edit elsewhere in a source file changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+
+# Field numbers of xla/service/hlo.proto.
+_MODULE_COMPUTATIONS, _MODULE_STACK_FRAMES = 3, 17
+_COMPUTATION_INSTRUCTIONS = 2
+_INSTRUCTION_METADATA = 7
+_NAME = re.compile(
+    rb"(?:forward|backward|recompute|optimizer|all_gather|reduce_scatter|all_reduce)\[[^\[\]]{0,300}\]"
+)
+
+
+def fingerprint(hlo: bytes) -> str:
+    """SHA-256 of a serialized ``HloModuleProto`` without its metadata, in hexadecimal."""
+    digest = hashlib.sha256()
+    for number, field, content in _fields(hlo):
+        if number == _MODULE_COMPUTATIONS:
+            for inner, inner_field, instruction in _fields(content):
+                if inner == _COMPUTATION_INSTRUCTIONS:
+                    for leaf, leaf_field, _ in _fields(instruction):
+                        if leaf != _INSTRUCTION_METADATA:
+                            digest.update(leaf_field)
+                    digest.update(b";")
+                else:
+                    digest.update(inner_field)
+            digest.update(b"}")
+        elif number != _MODULE_STACK_FRAMES:
+            digest.update(field)
+    return digest.hexdigest()
+
+
+def names(hlo: bytes) -> list[str]:
+    """The names of modules and phases in a program's metadata, which :func:`fingerprint` ignores.
+
+    Without the numbers that tell one use of a name from the next: they depend on what else was
+    traced before.
+    """
+    return sorted({found.decode(errors="replace") for found in _NAME.findall(hlo)})
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, memoryview, memoryview]]:
+    """Number, all bytes and content of each field of a protobuf message (wire format)."""
+    view, at = memoryview(message), 0
+    while at < len(view):
+        begin = at
+        # Most numbers are of one byte; there are hundreds of thousands of them.
+        key = view[at]
+        at += 1
+        if key > 127:
+            key, at = _varint(view, begin)
+        kind = key & 7
+        start = at
+        if kind == 0:
+            while view[at] > 127:
+                at += 1
+            at += 1
+        elif kind == 1:
+            at += 8
+        elif kind == 2:
+            length = view[at]
+            start = at + 1
+            if length > 127:
+                length, start = _varint(view, at)
+            at = start + length
+        elif kind == 5:
+            at += 4
+        else:
+            raise ValueError(f"not a protobuf message: wire type {kind} at byte {begin}")
+        yield key >> 3, view[begin:at], view[start:at]
+
+
+def _varint(view: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = view[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7

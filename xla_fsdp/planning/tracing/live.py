@@ -1,0 +1,126 @@
+"""Tensors on the XLA device that somebody still holds: what a sync would compute and keep."""
+
+from __future__ import annotations
+
+import gc
+import re
+from dataclasses import dataclass
+
+import torch
+import torch_xla
+
+_FIELDS = re.compile(r"^(TensorID|AliasID|IR): ?(.*)$", re.M)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What torch_xla knows of one live tensor.
+
+    ``alias_id`` stays the same while a tensor is updated in place: by it the runtime finds the
+    buffer that the new value may take over.
+    """
+
+    tensor: torch.Tensor
+    tensor_id: int
+    alias_id: int
+    pending: bool  # its value has been traced, not computed
+
+
+class LiveTensors:
+    """Finds every XLA tensor that Python holds, gradients included, again and again.
+
+    Looking through all objects of a process takes a while, so those that were there at the start
+    are looked through once and then set aside (``gc.freeze``) until :meth:`close`, which also
+    collects what has become garbage since.
+
+    Attributes:
+        before: the tensors that were there at the start.
+        kept: their values. Not among the tensors that are found: nobody else knows of them.
+    """
+
+    def __init__(self) -> None:
+        self.before = _with_gradients(self._found())
+        self.kept = [Kept(tensor) for tensor in self.before]
+        self._hidden = {id(one.data) for one in self.kept}
+        # Somebody else's frozen objects could not be told from these.
+        self._freezes = gc.get_freeze_count() == 0
+        if self._freezes:
+            gc.freeze()
+
+    def all(self) -> list[torch.Tensor]:
+        """The tensors that are there now."""
+        new = [tensor for tensor in self._found() if id(tensor) not in self._hidden]
+        return _with_gradients([*self.before, *new])
+
+    def close(self) -> None:
+        self.before, self.kept = [], []
+        gc.collect()
+        if self._freezes:
+            gc.unfreeze()
+
+    @staticmethod
+    def _found() -> list[torch.Tensor]:
+        # type() instead of isinstance(), which asks objects for their __class__: slow, and some
+        # objects do things when asked.
+        kinds = _tensor_types()
+        return [t for t in gc.get_objects() if type(t) in kinds and _is_xla(t)]
+
+
+def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    grads = [t.grad for t in tensors if t.is_leaf and t.grad is not None and _is_xla(t.grad)]
+    return list({id(t): t for t in [*tensors, *grads]}.values())
+
+
+def _tensor_types() -> set[type]:
+    kinds, new = set(), [torch.Tensor]
+    while new:
+        kind = new.pop()
+        if kind not in kinds:
+            kinds.add(kind)
+            new.extend(type.__subclasses__(kind))
+    return kinds
+
+
+def held(tensor: torch.Tensor) -> Held:
+    """Looks ``tensor`` up without touching its value."""
+    fields = dict(_FIELDS.findall(torch_xla._XLAC._get_xla_tensor_debug_info(tensor)))
+    # A computation that is nothing but a device buffer is as good as the buffer.
+    pending = fields["IR"] != "None" and "xla::device_data" not in fields["IR"]
+    return Held(tensor, int(fields["TensorID"]), int(fields["AliasID"]), pending)
+
+
+def is_pending(tensor: torch.Tensor) -> bool:
+    """Whether the value of an XLA tensor has been traced, but not computed."""
+    return held(tensor).pending
+
+
+class Kept:
+    """The data of an XLA tensor, to be put back after in-place updates."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.data = torch.empty(tensor.shape, device=tensor.device, dtype=tensor.dtype)
+        assign(self.data, tensor)
+
+    def restore(self) -> None:
+        assign(self.tensor, self.data)
+
+
+def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Lets ``tensor`` have the value of ``data``, of the same shape and dtype, without a trace.
+
+    A copy in place is no computation on XLA: the tensor takes the value over, and so do its views.
+    Where torch allows none (expanded tensors, inference mode), only the tensor itself does.
+    """
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+        try:
+            tensor.copy_(data)
+        except RuntimeError:
+            torch_xla._XLAC._replace_xla_tensor(tensor, data)
+
+
+def _is_xla(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.is_xla
+    except Exception:  # a subclass in the middle of its construction
+        return False

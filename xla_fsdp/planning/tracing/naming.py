@@ -1,0 +1,151 @@
+"""Names for what is traced: which module, and in which phase of the step.
+
+The names travel as scopes of torch_xla's graph, through XLA, into the compiled program: an
+instruction traced in the forward of ``blocks.3.mlp`` says ``forward[blocks.3.mlp]``. In the
+backward an instruction belongs to the module whose output's gradient came last. These names are
+read by ``program/scopes.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch_xla
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from ...tree import tensors_in
+
+# On a tensor: the module that made it gives its name to what its gradient starts.
+_NAMED = "_xla_fsdp_named"
+_IN_TREE_SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
+
+
+class Naming:
+    """Names instructions while :meth:`active`.
+
+    Args:
+        on_root_call: called before each call of a root.
+
+    Attributes:
+        roots: modules that were called by the step itself, not by another module, in order.
+    """
+
+    def __init__(self, on_root_call: Callable[[], None]) -> None:
+        self.roots: list[nn.Module] = []
+        self._on_root_call = on_root_call
+        self._names: dict[nn.Module, str] = {}
+        self._threads = _Thread()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[Naming]:
+        debug = torch_xla._XLAC._get_ir_debug()
+        with contextlib.ExitStack() as stack:
+            torch_xla._XLAC._set_ir_debug(True)
+            stack.callback(torch_xla._XLAC._set_ir_debug, debug)
+            stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            # Also after an exception: what a module entered, it leaves.
+            stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            stack.callback(self.close)
+            yield self
+
+    def name_of(self, module: nn.Module) -> str:
+        """Dotted name in the root that it was first seen in, without what wrappers put in it."""
+        if module not in self._names:
+            self._know(module)
+        return self._names[module]
+
+    def enter(self, phase: str, module: str = "") -> None:
+        """Names what this thread traces from here on, until :meth:`leave`."""
+        self._threads.stack.append(_push(f"{phase}[{module}]"))
+
+    def leave(self) -> None:
+        """Ends the last :meth:`enter` of this thread."""
+        if self._threads.stack:
+            self._threads.stack.pop()
+
+    def close(self) -> None:
+        """Ends all names, here and on autograd's thread, which outlives the step."""
+        self._close_here()
+
+        class Close(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, value):
+                return value * 1
+
+            @staticmethod
+            def backward(ctx, grad):
+                self._close_here()
+                return grad
+
+        with torch.enable_grad():
+            Close.apply(torch.zeros((), device=torch_xla.device(), requires_grad=True)).backward()
+
+    def forget(self) -> None:
+        """Lets go of every module."""
+        self.roots.clear()
+        self._names.clear()
+
+    def _close_here(self) -> None:
+        while self._threads.stack:
+            self._threads.stack.pop()
+        self._threads.modules = 0
+        self._threads.gradient.clear()
+
+    def _know(self, root: nn.Module) -> None:
+        for name, module in root.named_modules():
+            self._names.setdefault(module, plain(name))
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward and not self._threads.modules:
+            if module not in self.roots:
+                self.roots.append(module)
+                self._know(module)
+            self._on_root_call()
+        self._threads.modules += 1
+        self.enter("recompute" if in_backward else "forward", self.name_of(module))
+
+    def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self.leave()
+        self._threads.modules -= 1
+        name = self.name_of(module)
+        for tensor in tensors_in(outputs):
+            # A container returns what its last module returned, which has named it.
+            if tensor.grad_fn is not None and not hasattr(tensor, _NAMED):
+                setattr(tensor, _NAMED, True)
+                tensor.register_hook(lambda grad: self._gradient_reached(name))
+
+    def _gradient_reached(self, name: str) -> None:
+        current = self._threads.gradient
+        current.clear()  # ends the one before, which must be first
+        current.append(_push(f"backward[{name}]"))
+
+
+class _Thread(threading.local):
+    """Scopes in force, which are a thread's own; each ends when it is dropped."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.modules = 0  # how many of them are modules
+        self.gradient: list[Any] = []  # at most one
+
+
+def plain(name: str) -> str:
+    """A dotted name without the parts that wrappers add, which begin with an underscore.
+
+    The in-tree wrapper writes the name of what it shards as one word, with a separator.
+    """
+    name = name.replace("_fsdp_shard" + _IN_TREE_SEPARATOR, "").replace(_IN_TREE_SEPARATOR, ".")
+    return ".".join(part for part in name.split(".") if part and not part.startswith("_"))
+
+
+def _push(name: str) -> Any:
+    return torch_xla._XLAC.profiler.scope_pusher(name)

@@ -1,0 +1,178 @@
+"""One process that traces as any rank of a slice that is not there.
+
+Inside :class:`Pretence` torch_xla believes what it is told: ``xr.world_size()``,
+``xr.global_ordinal()`` and with them :class:`~xla_fsdp.world.World` are those of the pretended
+slice, for this project's wrapper, the in-tree class and any other code alike. Nothing runs:
+collectives would have nobody to meet. Where a step would be cut and run, what was traced is
+handed to ``on_cut``, and the tensors it would have computed become placeholders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterable
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch.overrides import TorchFunctionMode
+
+from ..._cpu import where
+from ..._cpu.mode import READS, reads_to_host, xla_tensors
+from ..._cpu.patches import Patches
+from .live import assign, is_pending
+
+# Values of tensors this large are not drawn: nothing will ever look at them.
+_LARGE = 1 << 16
+
+
+class StepTraced(BaseException):
+    """Ends the caller's step where it is fully traced. Not an Exception: nobody should catch it."""
+
+
+class Pretence:
+    """A context manager in which this process is rank ``rank`` of ``size``.
+
+    Args:
+        on_cut: called where the program traced so far would be compiled and run. May raise
+            :class:`StepTraced`.
+        on_read: called before a pending value is read, which runs what it depends on and leaves
+            everything else pending.
+
+    Attributes:
+        reads: places (``file:line in function``) where pending values were asked for. They get
+            zeros, true if finiteness was asked, and masks that select everything.
+    """
+
+    def __init__(
+        self, rank: int, size: int, on_cut: Callable[[], None], on_read: Callable[[], None]
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.on_cut, self.on_read = on_cut, on_read
+        self.reads: list[str] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Pretence:
+        patches = Patches()
+        self._stack.callback(patches.undo)
+        # torch_xla keeps both for the process once it knows them.
+        patches.set(xr, "_WORLD_SIZE", self.size)
+        patches.set(xr, "_ORDINAL", self.rank)
+        xlac = torch_xla._XLAC
+        patches.set(xlac, "_xla_step_marker", lambda *args, **kwargs: self.on_cut())
+        patches.set(xlac, "_xla_sync_multi", lambda *args, **kwargs: self.on_cut())
+        # Autocast asks what it runs on.
+        patches.set(xm, "xla_device_hw", lambda device: "TPU" if "xla" in str(device) else "CPU")
+        # What the process traced before is none of this step's, and the other way round.
+        device = str(torch_xla.device())
+        torch_xla._XLAC._set_all_reduce_token(device, None)
+        self._stack.callback(torch_xla._XLAC._set_all_reduce_token, device, None)
+        self._stack.enter_context(_NothingIsRead(self))
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._stack.close()
+
+    def read(self, tensors: list[torch.Tensor], value: float | None = None) -> None:
+        """Pending ``tensors`` are about to be read: they get values, zeros as a rule."""
+        self.reads.append(where.here())
+        self.on_read()
+        for tensor in tensors:
+            told = getattr(tensor, _TOLD, 0) if value is None else value
+            settle([tensor], float(told))
+
+
+def settle(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
+    """Gives pending tensors buffers, full of ``value``, without running what was traced."""
+    for tensor in tensors:
+        if is_pending(tensor):
+            filled = torch.full(tensor.shape, value, dtype=tensor.dtype)
+            # Not .to(), which makes a constant of a single element.
+            (placeholder,) = xm.send_cpu_data_to_device([filled], tensor.device)
+            assign(tensor, placeholder)
+            if is_pending(tensor):  # a view stays a computation on what it is a view of
+                torch_xla._XLAC._replace_xla_tensor(tensor, placeholder)
+
+
+class _NothingIsRead(TorchFunctionMode):
+    """Stands in for what only running could give, and leaves out what only running would need."""
+
+    def __init__(self, pretence: Pretence) -> None:
+        super().__init__()
+        self.pretence = pretence
+
+    def __torch_function__(self, func, _, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _TELLS or func in _CARRIES or func in _TURNS:
+            return _with_truth(func, args, kwargs)
+        if func is torch.Tensor.__getitem__:
+            # As many elements as there can be.
+            masks = [t for t in xla_tensors(args[1:]) if t.dtype is torch.bool and is_pending(t)]
+            if masks:
+                self.pretence.read(masks, 1.0)
+        elif func in READS and reads_to_host(func, args, kwargs):
+            pending = [t for t in xla_tensors((args, kwargs)) if is_pending(t)]
+            if pending:
+                self.pretence.read(pending)
+        elif func in _FILLS and _is_large_parameter(filled := _first(args, kwargs)):
+            return filled
+        elif func in _DRAWS and kwargs.get("out") is None:
+            plain = {k: v for k, v in kwargs.items() if k != "generator"}
+            if torch.empty(*args, **{**plain, "device": "meta"}).numel() >= _LARGE:
+                return torch.zeros(*args, **plain)
+        return func(*args, **kwargs)
+
+
+def _first(args: tuple, kwargs: dict) -> object:
+    return args[0] if args else kwargs.get("tensor")  # as functions of nn.init hand it over
+
+
+def _is_large_parameter(tensor: object) -> bool:
+    # Pages that nobody writes take up no memory, so even a model that is built whole on the host
+    # costs next to nothing.
+    return (
+        isinstance(tensor, torch.nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.numel() >= _LARGE
+    )
+
+
+_FILLS = frozenset(
+    getattr(torch.Tensor, f"{name}_")
+    for name in "uniform normal zero fill mul add sub div erfinv clamp copy".split()
+) | frozenset(
+    value
+    for name, value in vars(torch.nn.init).items()
+    if name.endswith("_") and isinstance(value, types.FunctionType)
+)
+_DRAWS = frozenset({torch.randn, torch.rand})
+
+# On a tensor: whether it is true, had the step run. Losses are finite.
+_TOLD = "_xla_fsdp_told"
+_TELLS = {
+    torch.isfinite: True, torch.Tensor.isfinite: True,
+    torch.isnan: False, torch.Tensor.isnan: False,
+    torch.isinf: False, torch.Tensor.isinf: False,
+}  # fmt: skip
+_CARRIES = frozenset(
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor)
+    for name in ("all", "any", "logical_and", "logical_or", "__and__", "__or__")
+    if hasattr(owner, name)
+)
+_TURNS = frozenset({
+    torch.logical_not, torch.Tensor.logical_not, torch.bitwise_not, torch.Tensor.bitwise_not,
+    torch.Tensor.__invert__,
+})  # fmt: skip
+
+
+def _with_truth(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
+    result = func(*args, **kwargs)
+    told = _TELLS.get(func)
+    if told is None and args and hasattr(args[0], _TOLD):
+        told = getattr(args[0], _TOLD) != (func in _TURNS)
+    if told is not None and isinstance(result, torch.Tensor):
+        setattr(result, _TOLD, told)
+    return result

@@ -1,0 +1,232 @@
+"""Traces the caller's training step as one rank of a slice, and stops where it would run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.runtime as xr
+
+from ..._cpu.runtime import ONE_AT_A_TIME
+from ...ranks import current_rank
+from .bound import ZeroBound, zero_bound
+from .live import LiveTensors, held
+from .naming import Naming, plain
+from .pretend import Pretence, StepTraced, settle
+from .steady import SteadyOptimizers, named_state, state_tensors
+from .traced import StepBoundary, TracedProgram
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """What one rank's step turned out to be.
+
+    Attributes:
+        program: what would be compiled.
+        bound: what fully sharded training must at least send; ``None`` if no wrapper was seen.
+        reads: places that read a value in mid-step.
+        programs_before: programs without an optimizer step that ran before this one (micro-batches
+            of gradient accumulation, evaluation), which are not planned.
+        has_optimizer: whether parameters are updated.
+        with_closure: whether an optimizer was called with a closure, so that its state is that of a
+            first step.
+    """
+
+    program: TracedProgram
+    bound: ZeroBound | None
+    reads: tuple[str, ...]
+    programs_before: int
+    has_optimizer: bool
+    with_closure: bool = False
+
+
+def trace_step(step: Callable[[], Any], rank: int, size: int) -> TracedStep:
+    """Calls ``step()`` as rank ``rank`` of ``size`` and returns its program.
+
+    The program is the first that contains an optimizer step, in the state that it has once
+    training is under way. Tensors and optimizers from outside that ``step`` updates get their
+    values back; learning rate schedulers from outside stay advanced.
+
+    Raises:
+        RuntimeError: called inside a rank of a launch or in SPMD mode, or while this process
+            launches ranks or plans already.
+        ValueError: ``step`` traced nothing on the XLA device.
+    """
+    if current_rank() is not None:
+        raise RuntimeError(
+            "plan was called inside a rank of a launch; call it from the main program"
+        )
+    if xr.is_spmd():
+        raise RuntimeError(
+            "plan traces one program a rank, and SPMD mode is one program for all devices; "
+            "do not call torch_xla.runtime.use_spmd() (or unset XLA_USE_SPMD)"
+        )
+    if not ONE_AT_A_TIME.acquire(blocking=False):
+        raise RuntimeError(
+            "this process is already launching ranks or planning; wait for that, and do not call "
+            "plan inside a step that is being planned"
+        )
+    try:
+        return _trace(step, rank, size)
+    finally:
+        ONE_AT_A_TIME.release()
+
+
+def _trace(step: Callable[[], Any], rank: int, size: int) -> TracedStep:
+    with _everything_put_back() as live:
+        run = _Run(live)
+        pretence = Pretence(rank, size, run.cut, run.read)
+        with run.naming.active(), run.optimizers.active(), pretence:
+            try:
+                result = step()  # held, as a training loop would hold it
+                run.end()
+                del result
+            except StepTraced:
+                pass
+        traced = run.finish(tuple(pretence.reads))
+        run.forget()
+    return traced
+
+
+class _Run:
+    """The state of one trace."""
+
+    def __init__(self, live: LiveTensors) -> None:
+        self.live = live
+        self.naming = Naming(self.begin)
+        self.optimizers = SteadyOptimizers(self.naming, self.state_made, self.repeat)
+        self.boundary: StepBoundary | None = None
+        self.found: TracedProgram | None = None
+        self.bound: ZeroBound | None = None
+        self.has_optimizer = False
+        self.programs = 0
+        # How many optimizer steps there were when a value was read after one.
+        self.steps_read: int | None = None
+        self.over = False
+
+    def begin(self) -> None:
+        """The first module is called, or the first optimizer steps: the step begins."""
+        if self.boundary is None:
+            self._settle()
+
+    def state_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has its state, and its parameters have been put back."""
+        self.begin()
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.is_xla]
+        self.boundary.note([held(t) for t in [*parameters, *state_tensors(optimizer)]])
+
+    def cut(self) -> None:
+        """Here a real run would compile and execute all that was traced."""
+        if self.over:
+            raise StepTraced  # the caller's code caught the first
+        if self.boundary is None:
+            settle(self.live.all())
+            return
+        self._lower()
+        if self.has_optimizer:
+            self._stop()
+        self._settle()
+
+    def read(self) -> None:
+        """Here a real run would execute what one value depends on; all else stays pending."""
+        if self.boundary is None or self.optimizers.warming_up or self.over:
+            return
+        if self.optimizers.stepped and self.steps_read is None:
+            # In a loop that never syncs this is where the step ends; more may follow.
+            self._lower()
+            self.programs -= 1
+            self.steps_read = len(self.optimizers.stepped)
+
+    def repeat(self) -> None:
+        """An optimizer steps again, with nothing synced since it did before."""
+        if self.steps_read is not None:
+            self._stop()
+
+    def end(self) -> None:
+        """The step returned without a sync: what it traced is the program."""
+        steps = len(self.optimizers.stepped)
+        if self.boundary is None or self.over or self.steps_read == steps:
+            return
+        if steps or self.found is None:
+            self._lower()
+
+    def _stop(self) -> None:
+        self.over = True
+        raise StepTraced
+
+    def finish(self, reads: tuple[str, ...]) -> TracedStep:
+        if self.found is None:
+            raise ValueError(
+                "the step traced nothing on the XLA device: it must build the model there, run one "
+                "training step and leave the sync to plan (or call torch_xla.sync() after the "
+                "optimizer's step)"
+            )
+        return TracedStep(
+            self.found, self.bound, reads, max(self.programs - 1, 0), self.has_optimizer,
+            self.optimizers.with_closure,
+        )  # fmt: skip
+
+    def forget(self) -> None:
+        """Lets go of the model."""
+        self.boundary = None
+        self.naming.forget()
+        self.optimizers.all.clear()
+        self.optimizers.stepped.clear()
+
+    def _settle(self) -> None:
+        tensors = self.live.all()
+        settle(tensors)
+        self.boundary = StepBoundary(tensors)
+
+    def _lower(self) -> None:
+        program = self.boundary.lower(self.live.all(), self._names())
+        if program is None:
+            return
+        self.programs += 1
+        self.found = program
+        self.has_optimizer = bool(self.optimizers.stepped) or self._updates_parameters(program)
+        self.bound = zero_bound(self.naming.roots)
+
+    def _updates_parameters(self, program: TracedProgram) -> bool:
+        """Whether it trains, be it with an optimizer that is none of torch's."""
+        trained = {plain(n) for root in self.naming.roots for n, _ in root.named_parameters()}
+        return any(program.arguments[number] in trained for number in program.donated)
+
+    def _names(self) -> dict[int, str]:
+        """What the device buffers are called."""
+        owners: dict[torch.Tensor, str] = {}
+        for root in self.naming.roots:
+            for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+                owners.setdefault(tensor, plain(name))
+        named = [(name, tensor) for tensor, name in owners.items()]
+        for optimizer in self.optimizers.all:
+            named += named_state(optimizer, owners)
+        # In-place updates leave a tensor pending; its buffer is the one noted when the step began.
+        names: dict[int, str] = {}
+        for name, tensor in named:
+            handle = self.boundary.handle_of(tensor) if tensor.is_xla else None
+            if handle is not None:
+                names.setdefault(handle, name)
+        return names
+
+
+@contextlib.contextmanager
+def _everything_put_back() -> Iterator[LiveTensors]:
+    """Tensors from before, and random states, are afterwards what they were."""
+    live = LiveTensors()
+    grads = [(tensor, tensor.grad) for tensor in live.before if tensor.is_leaf]
+    seed = torch_xla._XLAC._xla_get_rng_seed()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield live
+    finally:
+        torch_xla._XLAC._xla_set_rng_seed(seed)
+        for one in live.kept:
+            one.restore()
+        for tensor, grad in grads:
+            tensor.grad = grad
+        live.close()

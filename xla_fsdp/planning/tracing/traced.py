@@ -1,0 +1,90 @@
+"""The program of one step, lowered from what was traced, with the state it may overwrite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch_xla
+
+from .fingerprint import fingerprint
+from .live import Held, held
+
+
+@dataclass(frozen=True)
+class TracedProgram:
+    """A program as it would go to the compiler.
+
+    Attributes:
+        hlo: the module, a serialized ``HloModuleProto``.
+        donated: argument number to the number of the output that takes over its buffer.
+        arguments: what each argument is, e.g. ``blocks.3.mlp.weight``; "" where nobody knows.
+    """
+
+    hlo: bytes
+    donated: Mapping[int, int]
+    arguments: tuple[str, ...]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for programs that could share an executable."""
+        return fingerprint(self.hlo)
+
+
+class StepBoundary:
+    """What was on the device when the step began. The tensors themselves are not kept alive."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._by_alias: dict[int, int] = {}  # alias id to the handle of the buffer
+        self.note([held(tensor) for tensor in tensors])
+
+    def note(self, tensors: Iterable[Held]) -> None:
+        """Adds tensors that have a buffer; the others are left out."""
+        known = [one for one in tensors if not one.pending]
+        handles = torch_xla._XLAC._get_tensors_handle([one.tensor for one in known])
+        for one, handle in zip(known, handles, strict=True):
+            self._by_alias[one.alias_id] = handle
+
+    def handle_of(self, tensor: torch.Tensor) -> int | None:
+        """The buffer that ``tensor`` had when the step began, or got since; ``None`` if none."""
+        one = held(tensor)
+        if one.alias_id not in self._by_alias and not one.pending:
+            self.note([one])
+        return self._by_alias.get(one.alias_id)
+
+    def lower(
+        self, tensors: Iterable[torch.Tensor], names: Mapping[int, str]
+    ) -> TracedProgram | None:
+        """The program that would run now; ``None`` if nothing is pending.
+
+        Its outputs are all live ``tensors`` that wait for a value, as in a sync. One that updates a
+        tensor in place takes over that tensor's buffer if shape and dtype are the same, which is
+        torch_xla's own rule. ``names`` gives names by buffer handle.
+        """
+        live = [held(tensor) for tensor in tensors]
+        # Several Python objects may stand for one value.
+        outputs = list({one.tensor_id: one for one in live if one.pending}.values())
+        outputs.sort(key=lambda one: one.tensor_id)
+        if not outputs:
+            return None
+        context = torch_xla._XLAC.lowering.LoweringContext("step")
+        context.build([one.tensor for one in outputs])
+        arguments = context.device_parameter_id_tensor_mapping()
+        numbers = sorted(arguments)
+        handles = torch_xla._XLAC._get_tensors_handle([arguments[n] for n in numbers])
+        number_of = dict(zip(handles, numbers, strict=True))
+        donated: dict[int, int] = {}
+        for position, one in enumerate(outputs):
+            number = number_of.get(self._by_alias.get(one.alias_id, -1))
+            if number is not None and number not in donated and _fits(arguments[number], one):
+                donated[number] = position
+        by_number = {number: names.get(handle, "") for handle, number in number_of.items()}
+        return TracedProgram(
+            context.hlo(), donated, tuple(by_number.get(n, "") for n in range(len(numbers)))
+        )
+
+
+def _fits(argument: torch.Tensor, output: Held) -> bool:
+    return argument.shape == output.tensor.shape and argument.dtype == output.tensor.dtype
