@@ -34,7 +34,7 @@ def program(rank, options, frozen=()):
     return found
 
 
-# The root has two linear layers, the inner unit one: four and two parameters.
+# The root has two linear layers, the inner unit one: four and two parameters, all of them small.
 INNER, ROOT = 2, 4
 
 
@@ -43,8 +43,8 @@ def test_gathers_and_reductions_are_counted_out(run_ranks, reshard):
     for found in run_ranks(program, 4, {"reshard_after_forward": reshard}):
         assert found == {
             # The root keeps its parameters, its backward follows at once.
-            ("all-gather", "f32"): ROOT + INNER * (2 if reshard else 1),
-            ("reduce-scatter", "f32"): ROOT + INNER,
+            ("all-gather", "f32"): 3 if reshard else 2,
+            ("reduce-scatter", "f32"): 2,
             # Each padded to 128 elements a rank, 4 ranks.
             ("all-gather", "elements"): 512 * (ROOT + INNER * (2 if reshard else 1)),
             ("reduce-scatter", "elements"): 128 * (ROOT + INNER),
@@ -77,7 +77,47 @@ def test_flattening_needs_one_collective_a_unit(run_ranks):
 def test_frozen_parameters_are_not_reduced(run_ranks):
     frozen = ["0.weight", "1.0.weight", "1.0.bias"]
     for found in run_ranks(program, 2, {}, frozen):
-        assert found["reduce-scatter", "f32"] == ROOT + INNER - len(frozen)
+        assert found["reduce-scatter", "f32"] == 1
+        assert found["reduce-scatter", "elements"] == 128 * (ROOT + INNER - len(frozen))
+
+
+class Sizes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.large = nn.Linear(640, 512)  # 1.25 MiB
+        self.small = nn.Linear(512, 8)
+        self.norm = nn.LayerNorm(8, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.norm(self.small(self.large(x).relu()).double()).sum()
+
+
+def sizes(rank):
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model = FSDP(Sizes())
+    loss = model(torch.randn(3, 640).to(torch_xla.device()))
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo([loss.detach(), *grads])
+    torch_xla.sync()
+    return sorted(COLLECTIVE.findall(hlo))
+
+
+def test_large_parameters_travel_alone_and_small_ones_together_by_dtype(run_ranks):
+    rows = 320 // 128 + 1 + 4096 // 256  # a rank's biases and its part of the small matrix
+    for found in run_ranks(sizes, 2):
+        assert found == sorted([
+            # In rows as the matrix has them, both ranks' and one rank's.
+            ("f32", "512,640", "all-gather"),
+            ("f32", "256,640", "reduce-scatter"),
+            ("f32", f"{2 * rows},128", "all-gather"),
+            ("f32", f"{rows},128", "reduce-scatter"),
+            ("f64", "4,128", "all-gather"),
+            ("f64", "2,128", "reduce-scatter"),
+        ])  # fmt: skip
 
 
 def accumulation(rank):
@@ -103,7 +143,7 @@ def accumulation(rank):
 
 
 def test_no_sync_saves_reductions(run_ranks):
-    assert run_ranks(accumulation, 2) == [[INNER + ROOT, 2 * (INNER + ROOT)]] * 2
+    assert run_ranks(accumulation, 2) == [[2, 4]] * 2
 
 
 class Skips(nn.Module):

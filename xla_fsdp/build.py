@@ -70,7 +70,7 @@ class UnitBuilder:
         if self.options.compute_dtype is None and any(
             shard.dtype is torch.float16 for shard in self.unit.shards
         ):
-            self.unit.divide_in_float16()
+            self.unit.wire.divide_in_float16()
         return self.unit
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .order import BackwardPrefetch
+
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -20,6 +22,9 @@ class FSDPOptions:
     execute_sharding_on_init: bool = True
     optimization_barrier_in_forward: bool = True
     optimization_barrier_in_backward: bool = True
+    forward_prefetch: bool = True
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    limit_all_gathers: bool = True
     sync_on_finalization: bool = False
     disable_reshard_on_root: bool = True
     compute_dtype: torch.dtype | None = None
@@ -45,6 +50,10 @@ class FSDPOptions:
             if value is not None and value not in COMPUTE_DTYPES:
                 allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
                 raise ValueError(f"{name} must be one of {allowed} or None, got {value!r}")
+        prefetch = self.backward_prefetch
+        if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
+            allowed = ", ".join(str(one) for one in BackwardPrefetch)
+            raise TypeError(f"backward_prefetch must be {allowed} or None, got {prefetch!r}")
         if self.param_init_fn is not None and not callable(self.param_init_fn):
             raise TypeError(
                 f"param_init_fn must be a function of one module, got {self.param_init_fn!r}"

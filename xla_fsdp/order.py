@@ -3,14 +3,96 @@
 XLA is free to hoist a gather to the start of the program (all parameters in memory at once) and to
 merge the gather of the forward with that of the backward (parameters kept in between). A barrier
 that ties the shards to a tensor prevents both: nothing behind it starts before that tensor exists.
+
+Which tensor is the whole of prefetching. Tied to what the unit *before* started from, a gather may
+run while that unit computes; tied to the unit's own start, it cannot. A program is traced before it
+runs, so the units' order need not be known in advance.
+
+Gathers are also tied one to the next. The links carry one at a time anyway, and left alone the
+compiler starts those first that are waited for last.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Sequence
 
 import torch
 import torch_xla
+
+
+class BackwardPrefetch(enum.Enum):
+    """When the parameters of the next unit of a backward are gathered."""
+
+    BACKWARD_PRE = "pre"  # beside the gradients of the unit before: two units are full at a time
+    BACKWARD_POST = "post"  # after them, beside their reduction
+
+
+class Order:
+    """How far the units of one model are, in the step that is being traced.
+
+    Lifetime: what it holds are the inputs and gradients of the last unit or two, and only until the
+    forward or backward under way is over: a tensor that is held when the program runs becomes an
+    output of it.
+    """
+
+    def __init__(self) -> None:
+        self._started: Sequence[torch.Tensor] = ()  # what the last unit's forward started from
+        self._arrived: Sequence[torch.Tensor] = ()  # the same of the backward
+        self._gathered: torch.Tensor | None = None  # made of the last parameter gathered
+        # Reduced gradients: of the unit before the last one, and since.
+        self._reduced: list[torch.Tensor] = []
+        self._reducing: list[torch.Tensor] = []
+
+    def forward(self, inputs: Sequence[torch.Tensor], prefetch: bool) -> Sequence[torch.Tensor]:
+        """What the gather of a unit whose forward starts from ``inputs`` waits for."""
+        before, self._started = self._started, inputs
+        return before if prefetch and before else inputs
+
+    def backward(
+        self,
+        grads: Sequence[torch.Tensor],
+        prefetch: BackwardPrefetch | None,
+        limit: bool,
+    ) -> list[torch.Tensor]:
+        """What the gather of a unit waits for whose backward starts from ``grads``.
+
+        ``limit``: also for the reduction of the unit two before (without prefetch: one before), so
+        that full gradients of at most two units exist.
+        """
+        before, self._arrived = self._arrived, grads
+        done, self._reduced, self._reducing = self._reduced, self._reducing, []
+        early = prefetch is BackwardPrefetch.BACKWARD_PRE
+        events = list(before if early and before else grads)
+        if limit:
+            events += done
+            if prefetch is None:
+                events += self._reduced
+        return events
+
+    def turn(self, shard: torch.Tensor) -> torch.Tensor:
+        """``shard``, not before the gather whose result :meth:`gathered` was told last is over."""
+        return shard if self._gathered is None else shard + self._gathered
+
+    def gathered(self, full: torch.Tensor) -> None:
+        """What came out of the gather whose turn it was."""
+        # False whatever the value, NaN too, but only the program that runs knows. Not a barrier:
+        # the TPU compiler drops those that tie one large tensor to a small one.
+        self._gathered = torch.slice_copy(full.view(-1), 0, 0, 1) > math.inf
+
+    def reduced(self, shards: Sequence[torch.Tensor]) -> None:
+        """Gradient shards of the unit whose backward ends."""
+        self._reducing += shards
+
+    def forward_over(self) -> None:
+        """The outermost forward ended, or will not end."""
+        self._started, self._gathered = (), None
+
+    def backward_over(self) -> None:
+        """A backward ended, or will not end."""
+        self._arrived, self._reduced, self._reducing = (), [], []
+        self._gathered = None
 
 
 def after(

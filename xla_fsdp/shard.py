@@ -5,8 +5,10 @@ split over ``size`` ranks. Shape letters in the comments: ``n`` elements, ``p`` 
 padding, ``c = p / size`` elements a rank.
 
 Layout ``flat``: the elements in order, zero-padded to a multiple of ``size * 128``, rank ``r``
-keeping elements ``r*c .. (r+1)*c``. 128 is the width of a TPU vector register: shards travel as
-``(c/128, 128)``, a shape that the compiler gathers and reduce-scatters without copies.
+keeping elements ``r*c .. (r+1)*c``. Where these are whole rows of a matrix that fill TPU vector
+registers (8 sublanes of 128 lanes), shards travel as such rows, and a gathered matrix needs no copy
+before its use. Otherwise they travel as ``(c/128, 128)``. The compiler reduce-scatters both; of a
+vector it would make an all-reduce.
 Layout ``dim0``: rows, zero-padded to a multiple of ``size``, trailing dimensions kept.
 """
 
@@ -15,10 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 LANES = 128
+SUBLANES = 8
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,12 @@ class Layout:
         """One parameter split along dimension 0."""
         return cls("dim0", (Member(tuple(shape), 0),), size)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements without padding."""
         return sum(member.numel for member in self.members)
 
-    @property
+    @cached_property
     def padded_shape(self) -> tuple[int, ...]:
         """Shape of the shards of all ranks put together."""
         if self.kind == "dim0":
@@ -69,15 +73,21 @@ class Layout:
             return (math.ceil(rows / self.size) * self.size, *rest)
         return (math.ceil(self.numel / (self.size * LANES)) * self.size * LANES,)
 
-    @property
+    @cached_property
     def shard_shape(self) -> tuple[int, ...]:
         first, *rest = self.padded_shape
         return (first // self.size, *rest)
 
-    @property
+    @cached_property
     def wire_shape(self) -> tuple[int, ...]:
         """Shape in which a shard is gathered, and a gradient shard arrives."""
-        return self.shard_shape if self.kind == "dim0" else (self.shard_shape[0] // LANES, LANES)
+        if self.kind == "dim0":
+            return self.shard_shape
+        if len(self.members) == 1 and len(self.members[0].shape) == 2:
+            rows, columns = self.members[0].shape
+            if columns % LANES == 0 and rows and rows % (self.size * SUBLANES) == 0:
+                return (rows // self.size, columns)
+        return (self.shard_shape[0] // LANES, LANES)
 
     def cut(self, values: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
         """This rank's shard of the full ``values`` (one tensor a member); a copy.
@@ -133,7 +143,7 @@ class Layout:
             missing = self.padded_shape[0] - like.shape[0]
             return torch.cat([like, like.new_zeros(missing, *like.shape[1:])]) if missing else like
         if len(self.members) == 1 and self.numel == self.padded_shape[0]:
-            return like.reshape(-1, LANES)
+            return like.reshape(-1, self.wire_shape[1])
         pieces = [
             grad.reshape(-1) if grad is not None else like.new_zeros(member.numel)
             for member, grad in zip(self.members, grads, strict=True)

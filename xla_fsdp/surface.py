@@ -171,15 +171,15 @@ class WrapperSurface(nn.Module):
             if not value > 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
         for unit in self._wrapped_units() if recursive else [self._unit]:
-            unit.predivide, unit.postdivide = float(pre), float(post)
+            unit.wire.predivide, unit.wire.postdivide = float(pre), float(post)
 
     @property
     def gradient_predivide_factor(self) -> float:
-        return self._unit.predivide
+        return self._unit.wire.predivide
 
     @property
     def gradient_postdivide_factor(self) -> float:
-        return self._unit.postdivide
+        return self._unit.wire.postdivide
 
     def _settle(self, recursive: bool = True) -> None:
         if "_unit" in self.__dict__:

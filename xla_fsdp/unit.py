@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import linear
 from .gather import Pass
 from .options import FSDPOptions
-from .order import after
+from .order import Order
 from .shard import Layout
 from .tree import map_tensors, tensors_in
+from .wire import Wire
 from .world import World
 
 
@@ -57,12 +58,10 @@ class Unit:
         # Buffers that were cast, by dotted name in the wrapped module, with the dtype they had.
         self.buffer_dtypes: dict[str, torch.dtype] = {}
         self.placeholder = torch.zeros(1, device=world.device)
-        # Divisors of the gradient before and after the reduction: one division, of the shard.
-        self.predivide, self.postdivide = 1.0, float(world.size * world.replicas)
-        if options.compute_dtype is torch.float16:
-            self.divide_in_float16()
         self.require_sync = True
-        self.label = ""
+        self.wire = Wire(options, world)
+        # Shared by the units of a model once its root is known.
+        self.order = Order()
         # Full gradients of the micro-batches inside no_sync, by index in `tensors`.
         self._unsynced: dict[int, torch.Tensor] = {}
         self._installed: Pass | None = None
@@ -71,6 +70,7 @@ class Unit:
         # backward of their own inside the outer one).
         self._backward: dict[int, list[Pass]] = {}
         self._rnns: list[nn.RNNBase] = []
+        self._linears: list[nn.Linear] = []
         # Called at the end of every backward; the root wrapper finishes the whole model in it.
         self.on_backward_end: Callable[[], None] | None = None
 
@@ -94,15 +94,8 @@ class Unit:
             if place.module not in self._rnns:
                 self._rnns.append(place.module)
             self._refresh_rnns()
-
-    def divide_in_float16(self) -> None:
-        """Splits the division evenly: a sum over many ranks would overflow (65504), a full division
-        beforehand would underflow."""
-        if not self.options.fp32_reduce_scatter:
-            ranks, before = self.world.size * self.world.replicas, 1
-            while before * before < ranks:
-                before *= 2
-            self.predivide, self.postdivide = float(before), ranks / before
+        if place.module not in self._linears and linear.applies_to(place.module):
+            self._linears.append(place.module)
 
     @property
     def shards(self) -> list[nn.Parameter]:
@@ -119,13 +112,19 @@ class Unit:
         """Gathers for a forward on ``inputs`` and gives the modules their full parameters."""
         one = Pass(self)
         if self.tensors:
-            tied = self.options.optimization_barrier_in_forward
             arguments = tensors_in(inputs)
-            events = [t for t in arguments if t.device == self.world.device] if tied else ()
-            one.gather(events, self._needs_anchor(arguments))
+            one.gather(self._forward_events(arguments), self._needs_anchor(arguments))
         self._computing += 1
         self.install(one)
         return one
+
+    def _forward_events(self, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if not self.options.optimization_barrier_in_forward:
+            return ()
+        own = [tensor for tensor in arguments if tensor.device == self.world.device]
+        if torch._C._current_graph_task_id() != -1:  # recomputation inside a backward
+            return own
+        return self.order.forward(own, self.options.forward_prefetch)
 
     def end(self, one: Pass, keep: bool) -> None:
         """After the forward, or after an exception in it."""
@@ -150,6 +149,8 @@ class Unit:
         self._installed = one
         for place in self.places:
             place.module._parameters[place.name] = one.full[place.index]
+        for module in self._linears:
+            linear.replace_forward(module)
         self._refresh_rnns()
 
     def _restore(self) -> None:
@@ -161,6 +162,8 @@ class Unit:
             self._installed = None
             for place in self.places:
                 place.module._parameters[place.name] = place.resting
+            for module in self._linears:
+                linear.restore_forward(module)
             self._refresh_rnns()
 
     def settle(self) -> None:
@@ -192,10 +195,15 @@ class Unit:
         if one in passes:
             return
         passes.append(one)
-        tied = grad is not None and self.options.optimization_barrier_in_backward
-        one.regather([grad] if tied else ())
+        one.regather(self._backward_events(grad))
         # Recomputation of checkpointed layers inside the unit looks for parameters in the modules.
         self.install(one)
+
+    def _backward_events(self, grad: torch.Tensor | None) -> Sequence[torch.Tensor]:
+        if grad is None or not self.options.optimization_barrier_in_backward:
+            return ()
+        options = self.options
+        return self.order.backward([grad], options.backward_prefetch, options.limit_all_gathers)
 
     def _end_backward(self, task: int) -> None:
         self._leave_backward(task)
@@ -205,56 +213,43 @@ class Unit:
     def _leave_backward(self, task: int) -> None:
         for one in self._backward.pop(task):
             one.release()
+        self.order.backward_over()
         self._restore()
 
     # -- bytes ----------------------------------------------------------------------------------
 
     def gather(self, events: Sequence[torch.Tensor], backward: bool) -> list[torch.Tensor]:
-        """Every full parameter in compute dtype, traced to run after ``events``.
-
-        ``backward``: the last are asked for first. The compiler keeps to the order of tracing where
-        nothing else decides, and a parameter gathered before its turn takes up memory.
-        """
-        shards = [self._in_compute_dtype(shard) for shard in self.shards]
-        shapes = [tensor.layout.wire_shape for tensor in self.tensors]
-        wires = list(zip(self.tensors, after(shards, events, shapes), strict=True))
-        full = [self._gather(tensor, wire) for tensor, wire in (wires[::-1] if backward else wires)]
-        return [value for values in (full[::-1] if backward else full) for value in values]
-
-    def _gather(self, tensor: ShardedTensor, wire: torch.Tensor) -> list[torch.Tensor]:
-        if tensor.layout.numel == 0:
-            return [wire.new_zeros(member.shape) for member in tensor.layout.members]
-        gathered = self.world.all_gather(wire, self.label + tensor.key)
-        return tensor.layout.split(gathered)
-
-    def _in_compute_dtype(self, shard: torch.Tensor) -> torch.Tensor:
-        dtype = self.options.compute_dtype
-        if dtype is not None and shard.is_floating_point() and shard.dtype != dtype:
-            return shard.to(dtype)
-        return shard
+        """Every full parameter in compute dtype, traced to run after ``events``."""
+        return self.wire.gather(self.tensors, self.order, events, backward)
 
     def reduce(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
-    ) -> Iterator[torch.Tensor | None]:
+    ) -> list[torch.Tensor | None]:
         """A gradient shard for every sharded tensor, from the full gradients of its members.
 
         ``None`` where no member got a gradient or none is needed, and inside ``no_sync``.
         """
+        fulls: dict[int, torch.Tensor] = {}
         first = 0
         for number, tensor in enumerate(self.tensors):
             members = grads[first : first + len(tensor.layout.members)]
             first += len(tensor.layout.members)
             if not needed[number] or all(grad is None for grad in members):
-                yield None
                 continue
-            full = self._to_wire_dtype(tensor.layout.join(members))
+            full = self.wire.reducible(tensor.layout, members)
             if number in self._unsynced:
                 full = self._unsynced.pop(number) + full
-            if self.require_sync:
-                yield self._reduce(tensor, full)
-            else:
-                self._unsynced[number] = full
-                yield None
+            fulls[number] = full
+        if not self.require_sync:
+            self._unsynced.update(fulls)
+            return [None] * len(self.tensors)
+        shards = self._reduced(fulls)
+        return [shards.get(number) for number in range(len(self.tensors))]
+
+    def _reduced(self, fulls: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        shards, arrived = self.wire.reduce(self.tensors, fulls)
+        self.order.reduced(arrived)
+        return shards
 
     def forget_unsynced(self) -> None:
         """Drops what ``no_sync`` gathered."""
@@ -263,34 +258,10 @@ class Unit:
     def flush(self) -> None:
         """Reduces what ``no_sync`` gathered for tensors that the last backward did not reach."""
         if self.require_sync:
-            for number, full in self._unsynced.items():
-                tensor = self.tensors[number]
-                grad = self._reduce(tensor, full)
-                shard = tensor.shard
+            for number, grad in self._reduced(self._unsynced).items():
+                shard = self.tensors[number].shard
                 shard.grad = grad if shard.grad is None else shard.grad + grad
             self._unsynced = {}
-
-    def _to_wire_dtype(self, grad: torch.Tensor) -> torch.Tensor:
-        narrow = grad.dtype in (torch.float16, torch.bfloat16)
-        return grad.float() if narrow and self.options.fp32_reduce_scatter else grad
-
-    def _reduce(self, tensor: ShardedTensor, full: torch.Tensor) -> torch.Tensor:
-        label = self.label + tensor.key
-        if self.predivide != 1:
-            full = full / self.predivide
-        # The collective itself scales for nothing, but in the dtype of the wire: only where that
-        # is exact, by a power of two, and where nothing else is to be summed up first.
-        exact = math.frexp(self.postdivide)[0] == 0.5 and self.world.replicas == 1
-        shard = full
-        if tensor.layout.numel:
-            shard = self.world.reduce_scatter(full, label, 1 / self.postdivide if exact else 1.0)
-        if shard.dtype != tensor.shard.dtype:
-            shard = shard.to(tensor.shard.dtype)
-        # Not a view: torch_xla would keep what it is a view of as well, while somebody holds it.
-        shard = torch.view_copy(shard, tensor.layout.shard_shape)
-        if not exact:
-            shard = self.world.sum_over_replicas(shard, label) / self.postdivide
-        return shard
 
     def _refresh_rnns(self) -> None:
         # Recurrent modules compute with a list of their own instead of their attributes.

@@ -108,6 +108,7 @@ class World:
         if self.size == 1:
             return full if scale == 1.0 else full * scale
         named = _named("reduce_scatter", label)
+        self._forget_token()
         token = torch_xla._XLAC._get_all_reduce_token(self._device_name)
         shard = torch_xla._XLAC._xla_reduce_scatter(
             xm.REDUCE_SUM, full, token, scale, 0, self.size, self._group_lists, False,
@@ -146,11 +147,19 @@ class World:
         if size == 1:
             return shard
         named = _named("all_gather", label)
+        self._forget_token()
         full = torch_xla._XLAC._xla_all_gather(
             shard, 0, size, groups, False, self._channel("all_gather", shard, label), None,
         )  # fmt: skip
         del named
         return full
+
+    def _forget_token(self) -> None:
+        # torch_xla has every collective wait for the one before, through a token that it adds, as
+        # zero, to what is sent: no two overlap, and full gradients are rewritten. On TPU all ranks
+        # run one program, in one order. CPU ranks keep the token, for want of threads to wait in.
+        if self.context is None:
+            torch_xla._XLAC._set_all_reduce_token(self._device_name, None)
 
     def _channel(self, kind: str, tensor: torch.Tensor, label: str) -> int | None:
         if self.context is None:

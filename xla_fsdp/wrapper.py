@@ -13,6 +13,7 @@ from . import metadata
 from .build import UnitBuilder
 from .gather import computing
 from .options import FSDPOptions
+from .order import BackwardPrefetch
 from .recipe import parameters_saved_as_recipes
 from .surface import WrapperSurface
 from .tree import cast_floats
@@ -47,6 +48,14 @@ class XlaFullyShardedDataParallel(WrapperSurface):
             compiler may gather all units at the start of the step.
         optimization_barrier_in_backward: the same for the gather of the backward and the gradient
             that arrives at the module.
+        forward_prefetch: gather the parameters of the next wrapper while this one computes its
+            forward. Two wrappers' parameters are then in memory at a time.
+        backward_prefetch: ``BackwardPrefetch.BACKWARD_PRE``: gather the parameters of the next
+            wrapper while this one computes its backward; ``BACKWARD_POST``: once it has, beside
+            the reduction of its gradients; ``None``: once these are reduced.
+        limit_all_gathers: gather for the backward only once the gradients of the wrapper two
+            before are reduced, so that full gradients of two wrappers at most are in memory.
+            Without it the compiler may put reductions off to the end of the step.
         sync_on_finalization: call ``torch_xla.sync()`` at the end of every backward through the
             root, so that the optimizer step is a program of its own.
         disable_reshard_on_root: keep the root's own parameters from forward to backward whatever
@@ -103,6 +112,9 @@ class XlaFullyShardedDataParallel(WrapperSurface):
         auto_wrapper_callable: Callable[..., nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         replication_groups: Sequence[Sequence[int]] | None = None,
+        forward_prefetch: bool = True,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        limit_all_gathers: bool = True,
     ):
         _require_wrappable(module)
         given = locals()
@@ -146,6 +158,8 @@ class XlaFullyShardedDataParallel(WrapperSurface):
             keep = self._keeps_parameters()
         finally:
             unit.end(one, keep)
+            if self._is_root:
+                unit.order.forward_over()
         return unit.watch(one, outputs) if torch.is_grad_enabled() else outputs
 
     def _keeps_parameters(self) -> bool:
@@ -164,7 +178,8 @@ class XlaFullyShardedDataParallel(WrapperSurface):
             if isinstance(module, XlaFullyShardedDataParallel):
                 module._is_root = module is self
                 path = metadata.clean_name(name)
-                module._unit.label = f"{path}." if path else ""
+                module._unit.wire.label = f"{path}." if path else ""
+                module._unit.order = self._unit.order
                 module._unit.on_backward_end = None
         self._unit.on_backward_end = self._end_backward
 

@@ -129,7 +129,9 @@ class Session:
         prints a finished loss alone waits for nobody.
         """
         if context.pending and self._collectives_in(context, tensors):
-            self.sync_tensors(context, what, tensors)
+            # Waits for the values. A read may, but two ranks that read what is still being computed
+            # crashed torch_xla now and then (about once in 2000 launches on a loaded machine).
+            self.sync_tensors(context, what, tensors, wait=True)
 
     def exchange(self, context: RankContext, what: str, key: tuple, payload: Any) -> list:
         """Every rank's ``payload``, by rank."""

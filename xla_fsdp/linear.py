@@ -1,0 +1,80 @@
+"""``nn.Linear`` on inputs of three and more dimensions, without flattening them.
+
+PyTorch computes it as a product of matrices: the leading dimensions become one, and the gradient of
+the weight contracts over it. XLA lays tensors out freely, (batch, sequence, width) often with the
+sequence last, but a reshape forces the plain order on it: a copy of every activation. Contracting
+over all leading dimensions at once leaves the compiler its choice. Workload S on v5e:2x4: 46.5 to
+39.4 million cycles, and 93 MiB less of temporaries (benchmarks/LOG.md).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+_FORWARD = "...n,mn->...m"
+_GRAD_OF_INPUT = "...m,mn->...n"
+_GRAD_OF_WEIGHT = "...m,...n->mn"
+
+
+class _Product(torch.autograd.Function):
+    """``apply(x, y, equation)``: a contraction, differentiable any number of times."""
+
+    @staticmethod
+    def forward(ctx, x, y, equation):
+        ctx.save_for_backward(x, y)
+        ctx.equation = equation
+        return torch.einsum(_spelled(equation, x, y), x, y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        inputs, output = ctx.equation.split("->")
+        of_x, of_y = inputs.split(",")
+        grads = [None, None, None]
+        if ctx.needs_input_grad[0]:
+            grads[0] = _Product.apply(grad, y, f"{output},{of_y}->{of_x}")
+        if ctx.needs_input_grad[1]:
+            grads[1] = _Product.apply(grad, x, f"{output},{of_x}->{of_y}")
+        return tuple(grads)
+
+
+def _spelled(equation: str, x: torch.Tensor, y: torch.Tensor) -> str:
+    """``equation`` with letters for the dimensions behind the dots, so that it may sum over them."""
+    inputs = equation.split("->")[0].split(",")
+    number = max(
+        tensor.dim() - len(one.replace("...", ""))
+        for one, tensor in zip(inputs, (x, y), strict=True)
+        if "..." in one
+    )
+    return equation.replace("...", "abcdefghijkl"[:number])
+
+
+def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """What ``module`` computes of ``x`` ``(..., n)``: ``(..., m)``."""
+    plain = x.dim() < 3 or not x.is_xla or x.dtype != module.weight.dtype
+    if plain or torch.is_autocast_enabled("xla"):
+        return nn.Linear.forward(module, x)
+    y = _Product.apply(x, module.weight, _FORWARD)
+    return y if module.bias is None else y + module.bias
+
+
+def applies_to(module: nn.Module) -> bool:
+    """Whether ``module`` computes what :func:`linear` does, and not something of its own."""
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in module.__dict__
+    )
+
+
+def replace_forward(module: nn.Linear) -> None:
+    """Has ``module`` compute with :func:`linear` until :func:`restore_forward`."""
+    module.__dict__["forward"] = functools.partial(linear, module)
+
+
+def restore_forward(module: nn.Linear) -> None:
+    """Undoes :func:`replace_forward`."""
+    module.__dict__.pop("forward", None)

@@ -1,0 +1,217 @@
+"""The bytes of a unit: its shards on their way out, its gradients on their way back.
+
+A collective costs microseconds before it moves a byte, and most parameters of a model (biases,
+norms) are small. So all small ones of a unit share one collective, rank by rank: ``[a0 b0][a1 b1]``
+for parameters ``a`` and ``b`` of two ranks, since a gather puts ranks one behind the other. Large
+ones travel alone: they need no copies to be put together and taken apart, and each can be under way
+while another is computed with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .options import FSDPOptions
+from .order import Order, after
+from .shard import LANES, Layout
+from .world import World
+
+if TYPE_CHECKING:
+    from .unit import ShardedTensor
+
+# Full parameters of up to this many bytes on the wire travel together. 1 MiB takes the two links of
+# a v5e ring 12 us; starting a collective takes 3 us and one more for every hop.
+BUCKET_BYTES = 1 << 20
+
+
+class Wire:
+    """Gathers and reduces the sharded tensors of one unit.
+
+    Attributes:
+        predivide, postdivide: divisors of gradients before and after the reduction.
+    """
+
+    def __init__(self, options: FSDPOptions, world: World):
+        self.options = options
+        self.world = world
+        self.label = ""
+        self.predivide, self.postdivide = 1.0, float(world.size * world.replicas)
+
+    def divide_in_float16(self) -> None:
+        """Splits the division evenly: a sum over many ranks would overflow (65504), a full division
+        beforehand would underflow."""
+        if not self.options.fp32_reduce_scatter:
+            ranks, before = self.world.size * self.world.replicas, 1
+            while before * before < ranks:
+                before *= 2
+            self.predivide, self.postdivide = float(before), ranks / before
+
+    # -- gathering ------------------------------------------------------------------------------
+
+    def gather(
+        self,
+        tensors: Sequence[ShardedTensor],
+        order: Order,
+        events: Sequence[torch.Tensor],
+        backward: bool,
+    ) -> list[torch.Tensor]:
+        """Every full parameter of ``tensors`` in compute dtype, traced to run after ``events``.
+
+        ``backward``: the last are asked for first. The compiler keeps to the order of tracing where
+        nothing else decides, and a parameter gathered before its turn takes up memory.
+        """
+        dtypes = [self._compute_dtype(tensor) for tensor in tensors]
+        parts = self._parts(tensors, dtypes)
+        if backward:
+            parts.sort(key=lambda part: (len(part) < 2, -part[0]))
+        packed = [self._packed([tensors[i] for i in part], dtypes[part[0]]) for part in parts]
+        shards = after([shard for shard, _ in packed], events, [shape for _, shape in packed])
+        full: dict[int, list[torch.Tensor]] = {}
+        for part, shard in zip(parts, shards, strict=True):
+            if not backward:
+                shard = order.turn(shard)
+            gathered = self.world.all_gather(shard, self._name([tensors[i] for i in part]))
+            if not backward:
+                order.gathered(gathered)
+            layouts = [tensors[i].layout for i in part]
+            for i, piece in zip(part, _unpacked(gathered, layouts), strict=True):
+                full[i] = tensors[i].layout.split(piece)
+        for i, tensor in enumerate(tensors):
+            if not tensor.layout.numel:
+                shard = tensor.shard.to(dtypes[i])
+                full[i] = [shard.new_zeros(member.shape) for member in tensor.layout.members]
+        return [value for i in range(len(tensors)) for value in full[i]]
+
+    def _packed(
+        self, tensors: Sequence[ShardedTensor], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """What this rank sends for ``tensors``, and the shape to send it in."""
+        if len(tensors) == 1:
+            shard, shape = tensors[0].shard, tensors[0].layout.wire_shape
+        else:
+            shard = torch.cat([_flat(tensor.shard) for tensor in tensors])
+            shape = _lanes(shard.shape[0])
+        return (shard if shard.dtype == dtype else shard.to(dtype)), shape
+
+    def _compute_dtype(self, tensor: ShardedTensor) -> torch.dtype:
+        dtype, own = self.options.compute_dtype, tensor.shard.dtype
+        return dtype if dtype is not None and own.is_floating_point else own
+
+    # -- reducing -------------------------------------------------------------------------------
+
+    def reducible(self, layout: Layout, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """The full gradients of a tensor's members as one, in the shape and dtype to reduce it."""
+        full = layout.join(grads)
+        narrow = full.dtype in (torch.float16, torch.bfloat16)
+        return full.float() if narrow and self.options.fp32_reduce_scatter else full
+
+    def reduce(
+        self, tensors: Sequence[ShardedTensor], fulls: Mapping[int, torch.Tensor]
+    ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+        """Gradient shards from what :meth:`reducible` made, by number in ``tensors``.
+
+        Returns them, and what came out of the collectives, whose existence says that the
+        reductions are over.
+        """
+        shards: dict[int, torch.Tensor] = {}
+        arrived = []
+        numbers = list(fulls)
+        for part in self._parts([tensors[i] for i in numbers], [f.dtype for f in fulls.values()]):
+            part = [numbers[i] for i in part]
+            own = [tensors[i] for i in part]
+            reduced = self._reduced([fulls[i] for i in part], self._name(own))
+            arrived.append(reduced)
+            for i, tensor, piece in zip(part, own, self._shares(reduced, own), strict=True):
+                shards[i] = (
+                    piece if piece.dtype == tensor.shard.dtype else piece.to(tensor.shard.dtype)
+                )
+        for i in numbers:
+            if not tensors[i].layout.numel:
+                shards[i] = torch.zeros_like(tensors[i].shard)
+        return shards, arrived
+
+    def _reduced(self, fulls: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+        """The sum over all ranks, divided, of this rank's rows."""
+        full = fulls[0]
+        if len(fulls) > 1:
+            full = torch.cat([full.reshape(self.world.size, -1) for full in fulls], dim=1)
+            rows, *rest = _lanes(full.shape[1])
+            full = full.reshape(self.world.size * rows, *rest)
+        if self.predivide != 1:
+            full = full / self.predivide
+        # The collective itself scales for nothing, but in the dtype of the wire: only where that
+        # is exact, by a power of two, and where nothing else is to be summed up first.
+        exact = math.frexp(self.postdivide)[0] == 0.5 and self.world.replicas == 1
+        shard = self.world.reduce_scatter(full, name, 1 / self.postdivide if exact else 1.0)
+        if exact:
+            return shard
+        if shard.dtype != torch.float64:
+            shard = shard.float()
+        return self.world.sum_over_replicas(shard, name) / self.postdivide
+
+    def _shares(
+        self, reduced: torch.Tensor, tensors: Sequence[ShardedTensor]
+    ) -> list[torch.Tensor]:
+        # Not views: torch_xla would keep what they are views of as well, while somebody holds one.
+        if len(tensors) == 1:
+            return [torch.view_copy(reduced, tensors[0].layout.shard_shape)]
+        flat, first, shares = reduced.reshape(-1), 0, []
+        for tensor in tensors:
+            length = tensor.shard.numel()
+            share = torch.slice_copy(flat, 0, first, first + length)
+            shares.append(share.reshape(tensor.layout.shard_shape))
+            first += length
+        return shares
+
+    # -- which travel together ------------------------------------------------------------------
+
+    def _parts(
+        self, tensors: Sequence[ShardedTensor], dtypes: Sequence[torch.dtype]
+    ) -> list[list[int]]:
+        """Numbers of the tensors by collective: the small ones of each dtype first, then each other
+        one by itself. Tensors without elements do not travel."""
+        together: dict[torch.dtype, list[int]] = {}
+        alone = []
+        for i, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
+            elements = math.prod(tensor.layout.padded_shape)
+            if not tensor.layout.numel:
+                continue
+            if elements * dtype.itemsize <= BUCKET_BYTES:
+                together.setdefault(dtype, []).append(i)
+            else:
+                alone.append([i])
+        return [*together.values(), *alone]
+
+    def _name(self, tensors: Sequence[ShardedTensor]) -> str:
+        if len(tensors) == 1:
+            return self.label + tensors[0].key
+        return f"{self.label}{len(tensors)} small"
+
+
+def _flat(shard: torch.Tensor) -> torch.Tensor:
+    return shard if shard.dim() == 1 else shard.reshape(-1)
+
+
+def _lanes(length: int) -> tuple[int, int]:
+    """The shape in which ``length`` elements a rank travel together."""
+    return (length // LANES, LANES) if length % LANES == 0 else (1, length)
+
+
+def _unpacked(gathered: torch.Tensor, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    """The shards of all ranks, ``(size * rows, ...)`` for each layout, out of one gather."""
+    if len(layouts) == 1:
+        return [gathered]
+    size = layouts[0].size
+    by_rank = gathered.view(size, -1)
+    first, pieces = 0, []
+    for layout in layouts:
+        length = math.prod(layout.shard_shape)
+        rows, *rest = layout.wire_shape
+        piece = torch.slice_copy(by_rank, 1, first, first + length)
+        pieces.append(piece.view(size * rows, *rest))
+        first += length
+    return pieces
