@@ -1,8 +1,9 @@
-"""Side by side with torch_xla's own FSDP on the TPU compiler: ``python -m benchmarks.planned``.
+"""Side by side with others' FSDP on the TPU compiler: ``python -m benchmarks.planned``.
 
-Plans workload S with both classes for several slices; no TPU is needed. A compilation takes half a
-minute to three minutes on two cores; results are cached. Table and pictures go to
-``benchmarks/results``.
+Plans workload S for several slices, as four ways to shard it: this wrapper, torch_xla's own class,
+torch_xla's SPMD variant ("FSDPv2") and plain JAX; then with every block rematerialised. No TPU is
+needed. A compilation takes half a minute to three minutes on two cores; results are cached. Tables
+and pictures go to ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -10,38 +11,56 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import xla_fsdp
 from xla_fsdp import Report
 
+from .peers import JAX, SPMD, plan_peer
 from .workload_s import IN_TREE, OURS, step_of
 
 RESULTS = Path(__file__).parent / "results"
-SLICES = ("v3-8", "v5litepod-8", "v6e-8")
+SLICES = ("v3-8", "v3-128", "v5litepod-8", "v5litepod-64", "v6e-8")
+PLAIN, REMATERIALISED = "plain", "rematerialised"
+# What each table compares. The SPMD variant has no rematerialisation of its own.
+TABLES = {PLAIN: (OURS, IN_TREE, SPMD, JAX), REMATERIALISED: (OURS, IN_TREE, JAX)}
 MB, MIB = 1e6, 2**20
+NOTE = (
+    "sent: bytes a device sends in a step; bound: two all-gathers and one reduce-scatter of every "
+    "parameter in bfloat16 (plain JAX keeps what it gathered for the backward, at the cost of "
+    "memory, so a gather less); asynchronous, fused (inside a computation): of the bytes; "
+    "synchronous: all that are not asynchronous; milliseconds: of the time model in "
+    "docs/plan-time-model.md."
+)
+
+Reports = dict[str, dict[str, Report]]  # by slice and name
 
 # label, how to get it from a report, decimals
-ROWS: list[tuple[str, Callable[[Report], float], int]] = [
-    ("bytes sent, MB a device", lambda r: r.wire_bytes / MB, 1),
-    ("bytes sent / ZeRO-3 bound", lambda r: r.wire_ratio, 2),
-    ("of them beside compute, %", lambda r: 100 * _beside(r), 0),
+FIGURES: list[tuple[str, Callable[[Report], float], int]] = [
+    ("sent, MB", lambda r: r.wire_bytes / MB, 1),
+    ("sent / bound", lambda r: r.wire_ratio or 0.0, 2),
+    ("asynchronous, %", lambda r: _percent(r, "asynchronous"), 0),
+    ("fused, %", lambda r: _percent(r, "fused"), 0),
     ("synchronous collectives", lambda r: _synchronous(r), 0),
-    ("temporaries, MiB of HBM", lambda r: r.memory.temporaries / MIB, 0),
+    ("temporaries, MiB", lambda r: r.memory.temporaries / MIB, 0),
     ("HBM required, MiB", lambda r: r.memory.required / MIB, 0),
-    ("compute, million cycles", lambda r: _cycles(r) / 1e6, 1),
-    ("step time, ms (model)", lambda r: 1e3 * r.timing.step, 1),
-    ("MFU, % (model)", lambda r: 100 * r.timing.mfu, 1),
-    ("executables of 3 ranks", lambda r: r.executables, 0),
-    ("compile time, s", lambda r: r.compile_seconds, 0),
+    ("compute, M cycles", lambda r: _cycles(r) / 1e6, 1),
+    ("collectives, ms", lambda r: 1e3 * r.timing.collective, 1),
+    ("step, ms", lambda r: 1e3 * r.timing.step, 1),
+    ("MFU, %", lambda r: 100 * r.timing.mfu, 1),
+]
+# In the JSON beside those.
+MORE: list[tuple[str, Callable[[Report], float]]] = [
+    ("executables of the ranks traced", lambda r: r.executables),
+    ("compile time, s", lambda r: r.compile_seconds),
 ]
 
 
-def _beside(report: Report) -> float:
+def _percent(report: Report, how: str) -> float:
     some = report.schedule.collectives
-    beside = sum(c.wire_bytes * c.times for c in some if c.asynchronous or c.fused)
-    return beside / report.wire_bytes if report.wire_bytes else 0.0
+    share = sum(c.wire_bytes * c.times for c in some if getattr(c, how))
+    return 100 * share / report.wire_bytes if report.wire_bytes else 0.0
 
 
 def _synchronous(report: Report) -> int:
@@ -52,44 +71,73 @@ def _cycles(report: Report) -> int:
     return sum(op.cycles * op.times for op in report.schedule.ops)
 
 
-def markdown(reports: dict[str, dict[str, Report]]) -> str:
-    """A column a slice and class, a row a figure."""
-    names = [(where, name) for where in reports for name in (OURS, IN_TREE)]
+def plan_one(name: str, where: str, checkpoint: bool) -> Report:
+    """Workload S as ``name`` shards it, on a slice."""
+    title = f"workload S, {name}"
+    if name in (SPMD, JAX):
+        return plan_peer(name, where, checkpoint=checkpoint, title=title)
+    return xla_fsdp.plan(step_of(name, checkpoint), where, title=title)
+
+
+def markdown(reports: Reports) -> str:
+    """A row a slice and name, a column a figure."""
     lines = [
-        "| | " + " | ".join(f"{where}<br>{name}" for where, name in names) + " |",
-        "|---|" + "---:|" * len(names),
+        "| slice | | " + " | ".join(label for label, *_ in FIGURES) + " |",
+        "|---|---|" + "---:|" * len(FIGURES),
     ]
-    for label, get, decimals in ROWS:
-        cells = [f"{get(reports[where][name]):,.{decimals}f}" for where, name in names]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    for where, by_name in reports.items():
+        for name, report in by_name.items():
+            cells = [f"{get(report):,.{decimals}f}" for _, get, decimals in FIGURES]
+            lines.append(f"| {where} | {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def page(tables: dict[str, Reports]) -> str:
+    """All tables as one text."""
+    parts = [f"Workload S, {kind}:\n\n{markdown(reports)}" for kind, reports in tables.items()]
+    return "\n\n".join([*parts, NOTE])
+
+
+def figures(reports: Reports) -> dict[str, dict[str, dict[str, float]]]:
+    """By slice, name and label."""
+    wanted = [row[:2] for row in FIGURES] + MORE
+    return {
+        where: {name: {label: get(one) for label, get in wanted} for name, one in by_name.items()}
+        for where, by_name in reports.items()
+    }
+
+
+def plan_table(kind: str, slices: Sequence[str], names: Sequence[str], out: Path) -> Reports:
+    """Plans one table; draws ours to ``out``."""
+    reports: Reports = {}
+    for where in slices:
+        for name in (name for name in TABLES[kind] if name in names):
+            print(f"{name}, {kind}, on {where}", file=sys.stderr)
+            report = plan_one(name, where, checkpoint=kind == REMATERIALISED)
+            reports.setdefault(where, {})[name] = report
+            if name == OURS:
+                stem = "planned-S" if kind == PLAIN else "planned-S-checkpoint"
+                report.plot(out / f"{stem}-{where}.png")
+    return reports
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planned", description=__doc__)
     parser.add_argument("slices", nargs="*", default=SLICES, help="default: %(default)s")
-    parser.add_argument("--checkpoint", action="store_true", help="rematerialise every block")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for table and pictures")
+    every = TABLES[PLAIN]
+    parser.add_argument("--only", action="append", choices=every, help="of these (repeatable)")
+    parser.add_argument("--table", action="append", choices=list(TABLES), help="default: both")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for tables and pictures")
     flags = parser.parse_args()
     flags.out.mkdir(parents=True, exist_ok=True)
-    stem = "planned-S-checkpoint" if flags.checkpoint else "planned-S"
-    reports: dict[str, dict[str, Report]] = {}
-    for where in flags.slices:
-        for name in (OURS, IN_TREE):
-            print(f"{name} on {where}", file=sys.stderr)
-            report = xla_fsdp.plan(
-                step_of(name, flags.checkpoint), where, title=f"workload S, {name}"
-            )
-            reports.setdefault(where, {})[name] = report
-        reports[where][OURS].plot(flags.out / f"{stem}-{where}.png")
-    table = markdown(reports)
-    (flags.out / f"{stem}.md").write_text(table + "\n")
-    figures = {
-        where: {name: {row[0]: row[1](one) for row in ROWS} for name, one in by_name.items()}
-        for where, by_name in reports.items()
+    tables = {
+        kind: plan_table(kind, flags.slices, flags.only or every, flags.out)
+        for kind in flags.table or TABLES
     }
-    (flags.out / f"{stem}.json").write_text(json.dumps(figures, indent=1) + "\n")
-    print(table)
+    (flags.out / "planned-S.md").write_text(page(tables) + "\n")
+    found = {kind: figures(reports) for kind, reports in tables.items()}
+    (flags.out / "planned-S.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(page(tables))
 
 
 if __name__ == "__main__":

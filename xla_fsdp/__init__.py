@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from .launcher import CollectiveMismatchError, RankError, RankTimeoutError, launch
+    from .order import BackwardPrefetch
     from .planning.api import plan
     from .planning.compiling.compiler import CompileError, MissingExtraError
     from .planning.reporting.report import Report
     from .planning.slices.topology import UnknownTopologyError
     from .remat import checkpoint_module
+    from .scan import scan_blocks
     from .wrap import (
         always_wrap_policy,
         lambda_auto_wrap_policy,
@@ -32,7 +34,9 @@ _HOMES = {
     "RankTimeoutError": "launcher",
     "CollectiveMismatchError": "launcher",
     "XlaFullyShardedDataParallel": "wrapper",
+    "BackwardPrefetch": "order",
     "checkpoint_module": "remat",
+    "scan_blocks": "scan",
     "always_wrap_policy": "wrap",
     "lambda_auto_wrap_policy": "wrap",
     "recursive_wrap": "wrap",

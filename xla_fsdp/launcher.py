@@ -14,6 +14,7 @@ from torch_xla._internal import tpu
 from ._cpu.errors import CollectiveMismatchError, RankError, RankTimeoutError
 from ._cpu.host import run_ranks
 from ._cpu.runtime import CpuRuntime
+from .compiler_options import libtpu_init_args
 from .ranks import current_rank
 
 __all__ = ["CollectiveMismatchError", "RankError", "RankTimeoutError", "launch"]
@@ -79,6 +80,8 @@ def launch(
         )
     if not _on_cpu() or dist.is_torchelastic_launched():
         _check_device_count(num_devices)
+        # Read by libtpu when it starts, in this process or those that are started now.
+        os.environ["LIBTPU_INIT_ARGS"] = libtpu_init_args(os.environ.get("LIBTPU_INIT_ARGS", ""))
         torch_xla.launch(fn, tuple(args))
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:

@@ -42,7 +42,7 @@ class _Product(torch.autograd.Function):
 
 
 def _spelled(equation: str, x: torch.Tensor, y: torch.Tensor) -> str:
-    """``equation`` with letters for the dimensions behind the dots, so that it may sum over them."""
+    """``equation`` with letters instead of the dots, so that it may sum over those dimensions."""
     inputs = equation.split("->")[0].split(",")
     number = max(
         tensor.dim() - len(one.replace("...", ""))

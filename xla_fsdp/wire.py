@@ -68,15 +68,17 @@ class Wire:
         parts = self._parts(tensors, dtypes)
         if backward:
             parts.sort(key=lambda part: (len(part) < 2, -part[0]))
-        packed = [self._packed([tensors[i] for i in part], dtypes[part[0]]) for part in parts]
+        packed = [_packed([tensors[i] for i in part]) for part in parts]
         shards = after([shard for shard, _ in packed], events, [shape for _, shape in packed])
         full: dict[int, list[torch.Tensor]] = {}
         for part, shard in zip(parts, shards, strict=True):
-            if not backward:
-                shard = order.turn(shard)
-            gathered = self.world.all_gather(shard, self._name([tensors[i] for i in part]))
-            if not backward:
-                order.gathered(gathered)
+            # Cast behind the barrier: or the forward's would be kept for the backward.
+            if shard.dtype != dtypes[part[0]]:
+                shard = shard.to(dtypes[part[0]])
+            gathered = self.world.all_gather(
+                order.turn(shard), self._name([tensors[i] for i in part])
+            )
+            order.gathered(gathered)
             layouts = [tensors[i].layout for i in part]
             for i, piece in zip(part, _unpacked(gathered, layouts), strict=True):
                 full[i] = tensors[i].layout.split(piece)
@@ -85,17 +87,6 @@ class Wire:
                 shard = tensor.shard.to(dtypes[i])
                 full[i] = [shard.new_zeros(member.shape) for member in tensor.layout.members]
         return [value for i in range(len(tensors)) for value in full[i]]
-
-    def _packed(
-        self, tensors: Sequence[ShardedTensor], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """What this rank sends for ``tensors``, and the shape to send it in."""
-        if len(tensors) == 1:
-            shard, shape = tensors[0].shard, tensors[0].layout.wire_shape
-        else:
-            shard = torch.cat([_flat(tensor.shard) for tensor in tensors])
-            shape = _lanes(shard.shape[0])
-        return (shard if shard.dtype == dtype else shard.to(dtype)), shape
 
     def _compute_dtype(self, tensor: ShardedTensor) -> torch.dtype:
         dtype, own = self.options.compute_dtype, tensor.shard.dtype
@@ -146,7 +137,11 @@ class Wire:
         # The collective itself scales for nothing, but in the dtype of the wire: only where that
         # is exact, by a power of two, and where nothing else is to be summed up first.
         exact = math.frexp(self.postdivide)[0] == 0.5 and self.world.replicas == 1
-        shard = self.world.reduce_scatter(full, name, 1 / self.postdivide if exact else 1.0)
+        # Small ones go at once: going around takes a few microseconds a step.
+        large = full.numel() * full.dtype.itemsize > BUCKET_BYTES
+        world = self.world
+        reduce_scatter = world.reduce_scatter_beside_compute if large else world.reduce_scatter
+        shard = reduce_scatter(full, name, 1 / self.postdivide if exact else 1.0)
         if exact:
             return shard
         if shard.dtype != torch.float64:
@@ -189,7 +184,15 @@ class Wire:
     def _name(self, tensors: Sequence[ShardedTensor]) -> str:
         if len(tensors) == 1:
             return self.label + tensors[0].key
-        return f"{self.label}{len(tensors)} small"
+        return f"{self.label}small_parameters"
+
+
+def _packed(tensors: Sequence[ShardedTensor]) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """What this rank sends for ``tensors``, and the shape to send it in."""
+    if len(tensors) == 1:
+        return tensors[0].shard, tensors[0].layout.wire_shape
+    shard = torch.cat([_flat(tensor.shard) for tensor in tensors])
+    return shard, _lanes(shard.shape[0])
 
 
 def _flat(shard: torch.Tensor) -> torch.Tensor:

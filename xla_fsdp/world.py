@@ -21,6 +21,8 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
 from .ranks import RankContext, current_rank
+from .ring import Ring
+from .routes import Routes, routes_for
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -38,6 +40,9 @@ class World:
         device: the XLA device of this rank. Autograd runs on threads of its own that do not know
             it, hence it is kept here.
         context: the rank's place in a CPU launch, which numbers its collectives; ``None`` on TPU.
+        routes: the ways over the links where the group is a whole TPU slice; ``None`` elsewhere,
+            and all goes at once.
+        ring: the way on which large gradients are reduced by permutes, where that is better.
     """
 
     rank: int
@@ -46,6 +51,8 @@ class World:
     device: torch.device
     replica_groups: Groups = ()
     context: RankContext | None = field(default=None, compare=False, repr=False)
+    routes: Routes | None = field(default=None, compare=False, repr=False)
+    ring: Ring | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def current(
@@ -77,7 +84,10 @@ class World:
         replicas: Groups = ()
         if replication_groups:
             replicas = _checked_groups("replication_groups", replication_groups, None)
-        return cls(rank, size, groups, torch_xla.device(), replicas, current_rank())
+        device = torch_xla.device()
+        routes = _routes(device) if groups == (tuple(range(total)),) else None
+        ring = routes.ring if routes is not None else None
+        return cls(rank, size, groups, device, replicas, current_rank(), routes, ring)
 
     # Every collective needs these two; a step has hundreds.
     @cached_property
@@ -95,7 +105,13 @@ class World:
 
     def all_gather(self, shard: torch.Tensor, label: str = "") -> torch.Tensor:
         """Concatenates every rank's ``shard`` on dimension 0: ``(d, ...)`` to ``(size*d, ...)``."""
-        return self._gather(shard, self._group_lists, label)
+        if self.routes is None:
+            return self._gather(shard, self._group_lists, label)
+        route = self.routes.gather(self.size * shard.numel() * shard.element_size())
+        full = self._move(shard, [(target, source) for source, target in route.moves], label)
+        for groups in reversed(route.stages):
+            full = self._gather(full, _lists(groups), label)
+        return full
 
     def reduce_scatter(
         self, full: torch.Tensor, label: str = "", scale: float = 1.0
@@ -107,15 +123,53 @@ class World:
         """
         if self.size == 1:
             return full if scale == 1.0 else full * scale
+        if self.routes is None:
+            return self._scatter(full, self._group_lists, label, scale)
+        size = full.numel() * full.element_size()
+        route = self.routes.scatter(size, size // full.shape[0])
+        shard = full
+        for number, groups in enumerate(route.stages):
+            last = number == len(route.stages) - 1
+            shard = self._scatter(shard, _lists(groups), label, scale if last else 1.0)
+        return self._move(shard, route.moves, label)
+
+    def reduce_scatter_beside_compute(
+        self, full: torch.Tensor, label: str = "", scale: float = 1.0
+    ) -> torch.Tensor:
+        """As :meth:`reduce_scatter`, for a large ``full`` whose sum is not needed at once.
+
+        By permutes around :attr:`ring`, if there is one. Sums are rounded to the dtype of ``full``
+        at every step, as they are in the compiler's own ring.
+        """
+        halves = 2 * self.size
+        if self.ring is None or full.shape[0] % halves:
+            return self.reduce_scatter(full, label, scale)
         named = _named("reduce_scatter", label)
-        self._forget_token()
-        token = torch_xla._XLAC._get_all_reduce_token(self._device_name)
-        shard = torch_xla._XLAC._xla_reduce_scatter(
-            xm.REDUCE_SUM, full, token, scale, 0, self.size, self._group_lists, False,
-            self._channel("reduce_scatter", full, label), None,
-        )[0]  # fmt: skip
+        # Behind a barrier, and the view after it: or the compiler would compute the gradient in the
+        # shape of its parts, in a layout that costs copies of activations.
+        parts = torch.view_copy(full, full.shape)
+        torch_xla._XLAC._xla_optimization_barrier_([parts])
+        parts = parts.view(halves, full.shape[0] // halves, *full.shape[1:])
+        reduced = [self._once_around(parts, way) for way in range(2)]
         del named
-        return shard
+        shard = torch.cat(reduced).reshape(-1, *full.shape[1:])
+        return shard if scale == 1.0 else shard * scale
+
+    def _once_around(self, parts: torch.Tensor, way: int) -> torch.Tensor:
+        pairs = self.ring.pairs(way)
+        held = torch.index_select(parts, 0, self._ring_parts[way, :1])
+        for step in range(1, self.size):
+            self._forget_token()
+            token = torch_xla._XLAC._get_all_reduce_token(self._device_name)
+            held = torch_xla._XLAC._xla_collective_permute(held, token, pairs)[0]
+            held = held + torch.index_select(parts, 0, self._ring_parts[way, step : step + 1])
+        return held
+
+    @cached_property
+    def _ring_parts(self) -> torch.Tensor:
+        # A table, not numbers: ranks must share one program.
+        table = torch.tensor(self.ring.parts(self.rank))
+        return xm.send_cpu_data_to_device([table], self.device)[0]
 
     def all_reduce_sum(self, value: torch.Tensor, label: str = "") -> torch.Tensor:
         """The sum of ``value`` over the sharding group; same shape, meant for few elements."""
@@ -154,6 +208,31 @@ class World:
         del named
         return full
 
+    def _scatter(
+        self, full: torch.Tensor, groups: list[list[int]], label: str, scale: float
+    ) -> torch.Tensor:
+        named = _named("reduce_scatter", label)
+        self._forget_token()
+        token = torch_xla._XLAC._get_all_reduce_token(self._device_name)
+        shard = torch_xla._XLAC._xla_reduce_scatter(
+            xm.REDUCE_SUM, full, token, scale, 0, len(groups[0]), groups, False,
+            self._channel("reduce_scatter", full, label), None,
+        )[0]  # fmt: skip
+        del named
+        return shard
+
+    def _move(
+        self, shard: torch.Tensor, moves: Sequence[tuple[int, int]], label: str
+    ) -> torch.Tensor:
+        """Sends every rank's ``shard`` to where ``moves`` (source, target) says; same shape."""
+        if not moves:
+            return shard
+        named = _named("collective_permute", label)
+        self._forget_token()
+        moved = xm.collective_permute(shard, [list(pair) for pair in moves])
+        del named
+        return moved
+
     def _forget_token(self) -> None:
         # torch_xla has every collective wait for the one before, through a token that it adds, as
         # zero, to what is sent: no two overlap, and full gradients are rewritten. On TPU all ranks
@@ -172,6 +251,12 @@ def _named(kind: str, label: str) -> object:
     if not torch_xla._XLAC._get_ir_debug():
         return None
     return torch_xla._XLAC.profiler.scope_pusher(f"{kind}[{label}]")
+
+
+def _routes(device: torch.device) -> Routes | None:
+    """The ways over the slice that this process runs on, or is planned for."""
+    kind = torch_xla._XLAC._xla_device_kind(str(device))
+    return routes_for(kind, xr.global_runtime_device_attributes())
 
 
 def _lists(groups: Groups) -> list[list[int]]:

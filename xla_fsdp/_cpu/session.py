@@ -27,7 +27,7 @@ from .rng import RankGenerators
 _XLAC = torch_xla._XLAC
 _COLLECTIVE_NODE = re.compile(
     r"= (\S.*?) (xla::(?:all_gather|reduce_scatter|cross_replica_sum|all_to_all|"
-    r"collective_permute)\w*)\("
+    r"collective_permute|scan_blocks)\w*)\("
 )
 
 

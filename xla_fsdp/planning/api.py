@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ..compiler_options import OPTIONS
 from .compiling.cache import CompiledStep, PlanCache
 from .compiling.compiler import compile_step, require_extra, versions
 from .compiling.progress import Progress
@@ -48,7 +49,8 @@ def plan(
         ranks: which ranks to trace, to see whether all share one executable; the first one is
             compiled. Default: 0, 1 and the last.
         compiler_options: flags of the TPU compiler, e.g.
-            ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``.
+            ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``, over those of
+            :mod:`xla_fsdp.compiler_options`, which ``xla_fsdp.launch`` sets as well.
         cache: results are kept by digest of the program in this folder; ``True`` means
             ``~/.cache/xla_fsdp/plans``, ``False`` none.
         progress: say on standard error what is going on.
@@ -76,7 +78,8 @@ def plan(
     shown = Progress() if progress else Progress(None)
     first = _trace(step, numbers[0], where, shown)
     kept = PlanCache.at(cache)
-    compiled = compile_step(first.program, where, compiler_options or {}, kept, shown)
+    options = {**OPTIONS, **(compiler_options or {})}
+    compiled = compile_step(first.program, where, options, kept, shown)
     executables = _executables(step, first, numbers, where, compiled.key, kept, shown)
     return _report(where, compiled, first, numbers, executables, title)
 
@@ -120,7 +123,7 @@ def _ranks(ranks: Iterable[int] | None, where: Slice) -> tuple[int, ...]:
 
 def _trace(step: Callable[[], Any], rank: int, where: Slice, progress: Progress) -> TracedStep:
     with progress.while_doing(f"tracing rank {rank} of {where.devices}"):
-        return trace_step(step, rank, where.devices)
+        return trace_step(step, rank, where.devices, where)
 
 
 def _report(

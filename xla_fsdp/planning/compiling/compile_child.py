@@ -2,7 +2,9 @@
 
 libtpu reads its settings from the environment when it is loaded, prints what it likes, and ends the
 process when it does not like a program; none of that may happen to the caller. ``DIR/request.json``
-and ``DIR/step.hlo`` say what to compile. The results, all in DIR:
+and one more file say what to compile: ``DIR/step.hlo``, the program of every device, or, where the
+request says ``partitioned``, ``DIR/step.stablehlo``, one program of all devices together, with
+shardings, for the compiler to partition. The results, all in DIR:
 
 - ``result.json``: the compiler's memory figures and seconds, or ``error`` and its kind;
 - ``scheduled.txt``: the scheduled program;
@@ -16,6 +18,11 @@ import os
 import sys
 import time
 from pathlib import Path
+
+
+def program_file(request: dict) -> str:
+    """Name of the file that holds the program."""
+    return "step.stablehlo" if request.get("partitioned") else "step.hlo"
 
 
 def main(folder: Path) -> None:
@@ -51,17 +58,29 @@ def compile_step(folder: Path, request: dict) -> dict:
     devices = sorted(slice_.devices, key=lambda device: device.id)
     if len(devices) != request["devices"]:
         raise ValueError(f"expected {request['devices']} devices, libtpu has {len(devices)}")
-    program = jaxlib._jax.mlir.hlo_to_stablehlo((folder / "step.hlo").read_bytes())
+    partitioned = request.get("partitioned")
+    replicas, partitions = (1, len(devices)) if partitioned else (len(devices), 1)
+    program = (folder / program_file(request)).read_bytes()
+    if not partitioned:
+        program = jaxlib._jax.mlir.hlo_to_stablehlo(program)
     with mlir.make_ir_context():
         module = ir.Module.parse(program)
         _donate(ir, module, set(request["donated"]))
-        count = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), len(devices))
-        module.operation.attributes["mhlo.num_replicas"] = count
+        for name, number in (("replicas", replicas), ("partitions", partitions)):
+            count = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
+            module.operation.attributes[f"mhlo.num_{name}"] = count
         code = mlir.module_to_bytecode(module)
     options = xla_client.CompileOptions()
-    options.num_replicas, options.num_partitions = len(devices), 1
+    options.num_replicas, options.num_partitions = replicas, partitions
+    if partitioned:
+        build = options.executable_build_options
+        build.use_spmd_partitioning = True
+        build.use_shardy_partitioner = partitioned["shardy"]
+        # An output without a sharding of its own gets what it is computed in, as in torch_xla.
+        build.allow_spmd_sharding_propagation_to_output = [True]
+    ids = [device.id for device in devices]
     options.device_assignment = xla_client.DeviceAssignment.create(
-        np.array([[device.id] for device in devices])
+        np.array(ids).reshape(replicas, partitions)
     )
     options.env_option_overrides = list(request["compiler_options"].items())
     began = time.monotonic()
@@ -85,12 +104,12 @@ def compile_step(folder: Path, request: dict) -> dict:
 
 def _donate(ir, module, donated: set[int]) -> None:
     """States which arguments' buffers outputs may take over; the compiler pairs them."""
-    main = next(op for op in module.body.operations if op.name.value == "main")
+    main = ir.SymbolTable(module.operation)["main"]
     given = list(main.attributes["arg_attrs"]) if "arg_attrs" in main.attributes else []
     attributes = []
     for number in range(len(main.type.inputs)):
         known = {one.name: one.attr for one in given[number]} if given else {}
-        if number in donated:
+        if number in donated and "tf.aliasing_output" not in known:
             known["jax.buffer_donor"] = ir.BoolAttr.get(True)
         attributes.append(ir.DictAttr.get(known))
     main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)

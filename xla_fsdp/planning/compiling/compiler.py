@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..program.flops import model_flops
 from ..records import CompilerMemory
@@ -24,6 +25,9 @@ from ..tracing.traced import TracedProgram
 from . import compile_child
 from .cache import CompiledStep, PlanCache
 from .progress import Progress
+
+if TYPE_CHECKING:
+    from ..foreign import PartitionedProgram
 
 _NEEDED = ("jax", "jaxlib", "libtpu", "matplotlib")
 _POLL_SECONDS = 0.1
@@ -65,15 +69,55 @@ def compile_step(
     Raises:
         CompileError: the compiler refused the program, or ended without a word.
     """
+    request = {**_request(where, options), "donated": sorted(program.donated)}
+    key = _key([program.fingerprint, names(program.hlo)], request)
+    return _compiled(key, program.hlo, request, where, cache, progress, model_flops)
+
+
+def compile_partitioned(
+    program: PartitionedProgram,
+    where: Slice,
+    options: Mapping[str, str],
+    cache: PlanCache,
+    progress: Progress,
+) -> CompiledStep:
+    """As :func:`compile_step`, for one program that the compiler partitions over all devices."""
     request = {
+        **_request(where, options),
+        "donated": sorted(program.donated),
+        "partitioned": {"shardy": program.shardy},
+        "model_flops": program.model_flops,
+    }
+    key = _key([program.fingerprint], request)
+    return _compiled(
+        key, program.stablehlo, request, where, cache, progress, lambda _: program.model_flops
+    )
+
+
+def _request(where: Slice, options: Mapping[str, str]) -> dict:
+    return {
         "libtpu_name": where.libtpu_name,
         "topology_options": dict(where.options),
         "devices": where.devices,
-        "donated": sorted(program.donated),
         "compiler_options": dict(options),
         "format": _FORMAT,
     }
-    key = _key(program, request)
+
+
+def _key(program: Sequence[object], request: dict) -> str:
+    parts = [*program, request, versions()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _compiled(
+    key: str,
+    code: bytes,
+    request: dict,
+    where: Slice,
+    cache: PlanCache,
+    progress: Progress,
+    flops: Callable[[str], float],
+) -> CompiledStep:
     known = cache.read(key)
     if known is not None:
         return known
@@ -81,16 +125,11 @@ def compile_step(
     with tempfile.TemporaryDirectory(prefix="xla_fsdp_plan_") as name:
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request))
-        (folder / "step.hlo").write_bytes(program.hlo)
+        (folder / compile_child.program_file(request)).write_bytes(code)
         _run(folder, f"compiling for {where.name} ({where.devices} devices)", progress)
-        compiled = _collect(folder, key)
+        compiled = _collect(folder, key, flops)
     cache.write(compiled)
     return compiled
-
-
-def _key(program: TracedProgram, request: dict) -> str:
-    parts = [program.fingerprint, names(program.hlo), request, versions()]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _run(folder: Path, what: str, progress: Progress) -> None:
@@ -131,7 +170,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _collect(folder: Path, key: str) -> CompiledStep:
+def _collect(folder: Path, key: str, flops: Callable[[str], float]) -> CompiledStep:
     result = json.loads((folder / "result.json").read_text())
     if result.get("error") and result["kind"] != "memory":
         raise CompileError(f"the TPU compiler refused the program: {result['error']}")
@@ -153,7 +192,7 @@ def _collect(folder: Path, key: str) -> CompiledStep:
         refusal=result.get("error", ""),
         seconds=result["seconds"],
         from_cache=False,
-        model_flops=model_flops(traced),
+        model_flops=flops(traced),
     )
 
 

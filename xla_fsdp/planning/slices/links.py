@@ -118,6 +118,7 @@ class Links:
         self._wraps = tuple(w and n > 2 for w, n in zip(wraps, self._shape, strict=True))
         self._routes: dict[Groups, tuple[Route, ...]] = {}
         self._paths: dict[Groups, tuple[int, int]] = {}
+        self._used: dict[Groups, frozenset[_Link]] = {}
 
     def seconds(self, collective: Collective) -> float:
         """See :func:`collective_seconds`."""
@@ -125,6 +126,17 @@ class Links:
             return self._permute(collective)
         routes = self.routes(collective.groups)
         return max((self._along(route, collective) for route in routes), default=0.0)
+
+    def used(self, collective: Collective) -> frozenset[_Link] | None:
+        """The links, one way each, that a permute uses; ``None``, all of them, for other kinds."""
+        if collective.kind != "collective-permute":
+            return None
+        pairs = collective.groups
+        if pairs not in self._used:
+            places = self._places
+            paths = (self._path(places[a][:3], places[b][:3]) for a, b in pairs)
+            self._used[pairs] = frozenset(link for path in paths for link in path)
+        return self._used[pairs]
 
     def routes(self, groups: Groups) -> tuple[Route, ...]:
         """The different routes among ``groups`` of ranks, used at the same time; () means all.

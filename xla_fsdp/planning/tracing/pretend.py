@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from ..._cpu import where
 from ..._cpu.mode import READS, reads_to_host, xla_tensors
 from ..._cpu.patches import Patches
+from ...routes import attributes_of
+from ..slices.topology import Slice
 from .live import assign, is_pending
 
 # Values of tensors this large are not drawn: nothing will ever look at them.
@@ -36,6 +38,7 @@ class Pretence:
     """A context manager in which this process is rank ``rank`` of ``size``.
 
     Args:
+        slice: the slice that the runtime is to describe, or ``None``.
         on_cut: called where the program traced so far would be compiled and run. May raise
             :class:`StepTraced`.
         on_read: called before a pending value is read, which runs what it depends on and leaves
@@ -47,9 +50,14 @@ class Pretence:
     """
 
     def __init__(
-        self, rank: int, size: int, on_cut: Callable[[], None], on_read: Callable[[], None]
+        self,
+        rank: int,
+        size: int,
+        on_cut: Callable[[], None],
+        on_read: Callable[[], None],
+        slice: Slice | None = None,
     ) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.slice = rank, size, slice
         self.on_cut, self.on_read = on_cut, on_read
         self.reads: list[str] = []
         self._stack = contextlib.ExitStack()
@@ -61,6 +69,10 @@ class Pretence:
         patches.set(xr, "_WORLD_SIZE", self.size)
         patches.set(xr, "_ORDINAL", self.rank)
         xlac = torch_xla._XLAC
+        if self.slice is not None:
+            devices, kind = attributes_of(self.slice), self.slice.chip.device_kind
+            patches.set(xr, "global_runtime_device_attributes", lambda: devices)
+            patches.set(xlac, "_xla_device_kind", lambda device: kind)
         patches.set(xlac, "_xla_step_marker", lambda *args, **kwargs: self.on_cut())
         patches.set(xlac, "_xla_sync_multi", lambda *args, **kwargs: self.on_cut())
         # Autocast asks what it runs on.

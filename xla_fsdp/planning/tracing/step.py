@@ -13,6 +13,7 @@ import torch_xla.runtime as xr
 
 from ..._cpu.runtime import ONE_AT_A_TIME
 from ...ranks import current_rank
+from ..slices.topology import Slice
 from .bound import ZeroBound, zero_bound
 from .live import LiveTensors, held
 from .naming import Naming, plain
@@ -44,8 +45,10 @@ class TracedStep:
     with_closure: bool = False
 
 
-def trace_step(step: Callable[[], Any], rank: int, size: int) -> TracedStep:
-    """Calls ``step()`` as rank ``rank`` of ``size`` and returns its program.
+def trace_step(
+    step: Callable[[], Any], rank: int, size: int, slice: Slice | None = None
+) -> TracedStep:
+    """Calls ``step()`` as rank ``rank`` of ``size``, on ``slice``, and returns its program.
 
     The program is the first that contains an optimizer step, in the state that it has once
     training is under way. Tensors and optimizers from outside that ``step`` updates get their
@@ -71,15 +74,15 @@ def trace_step(step: Callable[[], Any], rank: int, size: int) -> TracedStep:
             "plan inside a step that is being planned"
         )
     try:
-        return _trace(step, rank, size)
+        return _trace(step, rank, size, slice)
     finally:
         ONE_AT_A_TIME.release()
 
 
-def _trace(step: Callable[[], Any], rank: int, size: int) -> TracedStep:
+def _trace(step: Callable[[], Any], rank: int, size: int, slice: Slice | None) -> TracedStep:
     with _everything_put_back() as live:
         run = _Run(live)
-        pretence = Pretence(rank, size, run.cut, run.read)
+        pretence = Pretence(rank, size, run.cut, run.read, slice)
         with run.naming.active(), run.optimizers.active(), pretence:
             try:
                 result = step()  # held, as a training loop would hold it

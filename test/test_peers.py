@@ -1,0 +1,221 @@
+"""The peers of the planned benchmark: the same network, and programs whose bytes are known."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from reports import make
+
+from benchmarks.peers.sizes import Sizes
+
+# More activations than parameters, so that gathering parameters is what costs least.
+TINY = Sizes(blocks=1, width=256, batch=16, sequence=64)
+V3 = "v3-8"
+
+
+def trains_as_torch_does():
+    """One AdamW step of either from the same weights: loss and all new weights."""
+    import jax
+    import jax.numpy as jnp
+    import numpy
+    import torch
+
+    from benchmarks.peers import jax_fsdp
+    from benchmarks.workload_s import Network
+
+    jax.config.update("jax_platforms", "cpu")
+    torch.manual_seed(0)
+    model = Network(lambda block: block, blocks=2, width=32)
+    weights = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    known = jax_fsdp.shapes(blocks=2, width=32)
+    assert {name: value.T.shape for name, value in weights.items()} == known
+    assert sum(value.size for value in weights.values()) == Sizes(2, 32).elements
+
+    x = torch.randn(3, 8, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=jax_fsdp.RATE)
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+
+    parameters = {name: jnp.asarray(value.T) for name, value in weights.items()}
+    zeros = {name: jnp.zeros_like(value) for name, value in parameters.items()}
+    state = {"step": jnp.int32(0), "exp_avg": zeros, "exp_avg_sq": zeros}
+    for checkpoint in (False, True):
+        new, after, jax_loss = jax_fsdp.train_step(
+            parameters, state, jnp.asarray(x.numpy()), jnp.float32, checkpoint
+        )
+        assert float(jax_loss) == pytest.approx(loss.item(), rel=1e-6)
+        assert int(after["step"]) == 1
+        for name, parameter in model.named_parameters():
+            # A first step of Adam is the sign of the gradient, times the rate, almost.
+            moment = optimizer.state[parameter]["exp_avg"].numpy()
+            numpy.testing.assert_allclose(after["exp_avg"][name].T, moment, rtol=1e-4, atol=1e-8)
+            clear = abs(moment) > 1e-6
+            expected = parameter.detach().numpy()
+            numpy.testing.assert_allclose(
+                numpy.asarray(new[name].T)[clear], expected[clear], rtol=1e-5, atol=1e-7
+            )
+            assert clear.mean() > 0.9 or name.endswith("qkv.bias")
+    half = jax_fsdp.train_step(parameters, state, jnp.asarray(x.numpy()))[2]
+    assert float(half) == pytest.approx(loss.item(), rel=0.02)
+
+
+def jax_sends_what_it_should(cache):
+    from benchmarks.peers import JAX, plan_peer
+
+    plain = plan_peer(JAX, V3, TINY, cache=cache, progress=False)
+    again = plan_peer(JAX, V3, TINY, cache=cache, progress=False)
+    assert again.from_cache and again.schedule == plain.schedule
+    parts = 2 * TINY.elements * 7 // 8  # what a gather or a reduce-scatter of everything sends
+    assert plain.bound_wire_bytes == pytest.approx(3 * parts, abs=2)
+    sent = _sent(plain)
+    assert sent["all-gather"] == pytest.approx(parts, rel=0.02)
+    # On a torus a reduce-scatter over all devices is an all-reduce: twice the bytes.
+    assert sent["all-reduce"] + 2 * sent["reduce-scatter"] == pytest.approx(2 * parts, rel=0.02)
+    assert all(c.group_size == 8 for c in plain.schedule.collectives)
+    _holds_its_share(plain)
+
+    again = plan_peer(JAX, V3, TINY, checkpoint=True, cache=cache, progress=False)
+    blocks = TINY.elements - 2 * (TINY.width**2 + TINY.width)
+    twice = parts + 2 * blocks * 7 // 8  # the blocks' parameters are gathered again
+    assert _sent(again)["all-gather"] == pytest.approx(twice, rel=0.1)
+
+
+def spmd_sends_what_it_should(cache):
+    from benchmarks.peers import SPMD, plan_peer
+
+    report = plan_peer(SPMD, V3, TINY, cache=cache, progress=False)
+    parts = 2 * TINY.elements * 7 // 8
+    sent = _sent(report)
+    assert parts <= sent["all-gather"] <= 2 * parts  # 1.21 with libtpu 0.0.21
+    assert sent["all-reduce"] + 2 * sent["reduce-scatter"] == pytest.approx(2 * parts, rel=0.1)
+    _holds_its_share(report)
+
+
+def _sent(report):
+    found = Counter()
+    for one in report.schedule.collectives:
+        found[one.kind] += one.wire_bytes * one.times
+    return found
+
+
+def _holds_its_share(report):
+    """Parameters and both moments, float32, an eighth each, all donated; and the batch."""
+    state = 3 * 4 * TINY.elements // 8
+    batch = 4 * TINY.batch * TINY.sequence * TINY.width
+    assert state <= report.memory.aliased <= 1.1 * state  # small vectors are padded
+    assert report.memory.outputs - report.memory.aliased < 4096
+    assert state + batch <= report.memory.arguments <= 1.1 * (state + batch)
+    names = {b.name for b in report.schedule.buffers if b.category == "argument"}
+    assert {"first.weight", "exp_avg of blocks.0.up.weight"} <= names
+    assert report.timing.model_flops == TINY.model_flops
+
+
+def wrong_requests(cache):
+    from dataclasses import replace
+
+    from benchmarks.peers import SPMD, plan_peer
+    from benchmarks.peers.child import Request, lower
+    from xla_fsdp.planning.foreign import plan_partitioned
+
+    with pytest.raises(ValueError, match="there are SPMD, JAX"):
+        plan_peer("DDP", V3)
+    with pytest.raises(ValueError, match="not set up for rematerialisation"):
+        plan_peer(SPMD, V3, checkpoint=True)
+    with pytest.raises(RuntimeError, match="lowering jax_fsdp ended with status 1"):
+        lower("jax_fsdp", Request(8, replace(TINY, width=24), False))
+    program = lower("jax_fsdp", Request(8, TINY, False))
+    with pytest.raises(ValueError, match="over 8 devices and v3-32 has 32"):
+        plan_partitioned(program, "v3-32", cache=cache)
+
+
+def flops_are_those_of_the_traced_step(cache):
+    """What the peers are told, and what a plan counts in the program of this package's class."""
+    from jax._src.lib import xla_client
+
+    from benchmarks.workload_s import step_of
+    from xla_fsdp.planning.program.flops import model_flops
+    from xla_fsdp.planning.tracing.step import trace_step
+
+    hlo = trace_step(step_of("ours"), 0, 8).program.hlo
+    module = xla_client._xla.HloModule.from_serialized_hlo_module_proto(hlo)
+    assert model_flops(module.to_string()) == Sizes().model_flops
+
+
+CHECKS = [
+    jax_sends_what_it_should,
+    spmd_sends_what_it_should,
+    wrong_requests,
+    flops_are_those_of_the_traced_step,
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("plans"))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_peers(elsewhere, cache, check):
+    elsewhere(check, cache)
+
+
+def test_jax_trains_the_same_network(elsewhere):
+    elsewhere(trains_as_torch_does)
+
+
+SAME = """
+import json, os, sys
+from pathlib import Path
+from benchmarks.peers import spmd
+spmd.STAND_IN = int(sys.argv[2])
+spmd.main(Path(sys.argv[1]))
+os._exit(0)
+"""
+
+
+def test_a_mesh_that_stands_in_gives_the_program_of_the_true_one(run_script, tmp_path):
+    """Two devices whose shardings are then said to be of eight, and eight devices."""
+    answers = []
+    for devices in (2, 8):
+        folder = tmp_path / str(devices)
+        folder.mkdir()
+        sizes = {"blocks": 1, "width": 256, "batch": 2, "sequence": 16}
+        request = {"devices": 8, "sizes": sizes, "checkpoint": False}
+        (folder / "request.json").write_text(json.dumps(request))
+        done = run_script(SAME, folder, devices)
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads((folder / "step.json").read_text()))
+    assert answers[0] == answers[1]
+
+
+def test_only_shardings_of_one_dimension_are_resized():
+    from benchmarks.peers.spmd import resized
+
+    text = 'mhlo.sharding = "{devices=[1,2]0,1}", mhlo.sharding = "{devices=[2,1,1]<=[2]}"'
+    assert resized(text, 2, 16) == (
+        'mhlo.sharding = "{devices=[1,16]<=[16]}", mhlo.sharding = "{devices=[16,1,1]<=[16]}"'
+    )
+    assert resized('mhlo.sharding = "{replicated}"', 2, 16) == 'mhlo.sharding = "{replicated}"'
+    with pytest.raises(ValueError, match="not one dimension over 2 devices"):
+        resized('mhlo.sharding = "{devices=[2,2]0,1,2,3}"', 2, 16)
+
+
+def test_the_benchmark_has_a_row_for_every_slice_and_name():
+    """With reports made by hand, so that nothing is compiled."""
+    from benchmarks.planned import FIGURES, TABLES, figures, page
+
+    report = make()
+    tables = {
+        kind: {where: dict.fromkeys(names, report) for where in (V3, "v6e-8")}
+        for kind, names in TABLES.items()
+    }
+    lines = page(tables).splitlines()
+    for where in (V3, "v6e-8"):
+        assert sum(line.startswith(f"| {where} | ours |") for line in lines) == len(TABLES)
+        assert sum(line.startswith(f"| {where} | SPMD |") for line in lines) == 1
+    assert {line.count("|") for line in lines if line.startswith("|")} == {len(FIGURES) + 3}
+    found = json.loads(json.dumps(figures(tables["plain"])))
+    assert found[V3]["JAX"]["sent, MB"] == pytest.approx(report.wire_bytes / 1e6)

@@ -1,0 +1,189 @@
+"""Collectives in stages: exact, and only where the link model says that they are faster."""
+
+import pytest
+import torch
+
+from xla_fsdp.planning.slices.topology import names, resolve
+from xla_fsdp.routes import Routes, attributes_of, routes_for
+
+MB = 10**6
+KINDS = ("reduce-scatter", "all-gather")
+
+
+def members(groups):
+    return {rank: group for group in groups for rank in group}
+
+
+def scattered(route, size):
+    """The parts that each rank holds the sum of after a reduce-scatter, and from how many ranks."""
+    held = [(range(size), frozenset({rank})) for rank in range(size)]
+    for groups in route.stages:
+        group_of = members(groups)
+        before = list(held)
+        for rank in range(size):
+            group = group_of[rank]
+            parts = before[rank][0]
+            assert all(before[other][0] == parts for other in group)
+            share = len(parts) // len(group)
+            at = group.index(rank) * share
+            held[rank] = parts[at : at + share], frozenset().union(*(before[o][1] for o in group))
+    before = list(held)
+    for source, target in route.moves:
+        held[target] = before[source]
+    return held
+
+
+def gathered(route, size):
+    """The parts that each rank has after an all-gather, in order."""
+    held = [(rank,) for rank in range(size)]
+    for source, target in route.moves:
+        held[source] = (target,)
+    for groups in reversed(route.stages):
+        group_of, before = members(groups), list(held)
+        held = [sum((before[other] for other in group_of[rank]), ()) for rank in range(size)]
+    return held
+
+
+SMALL = [name for name in names() if resolve(name).devices <= 128]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_way_leaves_part_r_at_rank_r(name):
+    slice = resolve(name)
+    size = slice.devices
+    ways = Routes(slice).all("all-gather", MB)
+    assert len({way.stages for way in ways}) == len(ways)
+    for way in ways:
+        assert scattered(way, size) == [
+            (range(r, r + 1), frozenset(range(size))) for r in range(size)
+        ]
+        assert gathered(way, size) == [tuple(range(size))] * size
+
+
+class Only:
+    """One way for everything."""
+
+    def __init__(self, route):
+        self.route = route
+
+    def gather(self, number_of_bytes, row_bytes=256):
+        return self.route
+
+    scatter = gather
+
+
+def collectives(rank, name):
+    """Rows as one stage and as every other way deals them out; and the routes taken."""
+    from dataclasses import replace
+
+    import torch_xla
+
+    from xla_fsdp.world import World
+
+    world = World.current()
+    assert world.routes is None  # the CPU is no slice
+    # Whole numbers, so that sums are exact in any order; each rank's and row's its own.
+    full = torch.arange(8 * 3 * 2).view(24, 2).float() * (rank + 1) + rank
+    shard = (torch.arange(6.0) + 100 * rank).view(3, 2)
+    full, shard = full.to(world.device), shard.to(world.device)
+    results = []
+    for way in Routes(resolve(name)).all("all-gather", 1):
+        one = replace(world, routes=Only(way))
+        results += [one.reduce_scatter(full, scale=0.5), one.all_gather(shard)]
+    torch_xla.sync()
+    return [result.cpu() for result in results]
+
+
+@pytest.mark.parametrize("name", ["v3-8", "v5e:2x4", "v4-16"])
+def test_stages_deal_out_the_same_rows_as_one_collective(run_ranks, name):
+    everything = torch.cat([(torch.arange(6.0) + 100 * rank).view(3, 2) for rank in range(8)])
+    total = sum(torch.arange(48).view(24, 2).float() * (r + 1) + r for r in range(8)) * 0.5
+    ways = Routes(resolve(name)).all("all-gather", 1)
+    assert any(way.moves for way in ways) == (name != "v4-16" and name != "v3-8")
+    for rank, results in enumerate(run_ranks(collectives, 8, name)):
+        assert len(results) == 2 * len(ways) > 4
+        for shard, full in zip(results[::2], results[1::2], strict=True):
+            assert torch.equal(shard, total[3 * rank : 3 * rank + 3])
+            assert torch.equal(full, everything)
+
+
+def widths(route):
+    return tuple(len(groups[0]) for groups in route.stages), bool(route.moves)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "scatter", "gather"),
+    [
+        # Three short lines, rings on three axes, or one ring already: at once.
+        ("v3-8", 8, ((8,), False), ((8,), False)),
+        ("v4-128", 8, ((64,), False), ((64,), False)),
+        ("v5p-128", 8, ((64,), False), ((64,), False)),
+        ("v5litepod-8", 8, ((8,), False), ((8,), False)),
+        # Lines: blocks as rings. A large gather is one ring by itself.
+        ("v5litepod-64", 8, ((16, 4), True), ((16, 4), True)),
+        ("v5litepod-64", 24, ((32, 2), True), ((64,), False)),
+        ("v3-128", 8, ((32, 4), True), ((32, 4), True)),
+        ("v3-128", 24, ((64, 2), True), ((128,), False)),
+        ("v5litepod-16", 8, ((8, 2), True), ((16,), False)),
+        # Rings: one axis after the other instead of one ring of 256.
+        ("v5litepod-256", 24, ((256,), False), ((16, 16), False)),
+    ],
+)
+def test_choices_on_named_slices(name, size, scatter, gather):
+    routes = Routes(resolve(name))
+    assert widths(routes.scatter(size * MB)) == scatter
+    assert widths(routes.gather(size * MB)) == gather
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["v3-8", "v3-128", "v4-128", "v5litepod-64", "v5p-128", "v6e-256"])
+def test_stages_are_worth_it_or_left_alone(name, kind):
+    routes = Routes(resolve(name))
+    for size in (10**5, MB, 8 * MB, 24 * MB, 100 * MB):
+        at_once, *others = routes.all(kind, size)
+        chosen = routes.scatter(size) if kind == "reduce-scatter" else routes.gather(size)
+        best = min(way.seconds for way in others)
+        assert chosen.seconds == (best if best < 0.9 * at_once.seconds else at_once.seconds)
+        assert len(at_once.stages) == 1 and not at_once.moves
+
+
+@pytest.mark.parametrize("name", ["v3-128", "v4-128", "v5litepod-8", "v5p-128", "v6e-64"])
+def test_a_runtime_that_describes_a_slice_is_believed(name):
+    slice = resolve(name)
+    devices = attributes_of(slice)
+    found = routes_for(slice.chip.device_kind, devices[::-1])
+    assert (found.slice.chip, found.slice.shape) == (slice.chip, slice.shape)
+    assert routes_for(slice.chip.device_kind, devices) is found
+
+
+@pytest.mark.parametrize("kind", ["TPU v3", "TPU v9", "cpu"])
+def test_what_is_no_slice_has_no_routes(kind):
+    # A CPU; chips without places; not a full grid; another numbering; more chips than there are.
+    devices = attributes_of(resolve("v3-32"))
+    swapped = [dict(one) for one in devices]
+    swapped[0]["coords"], swapped[9]["coords"] = swapped[9]["coords"], swapped[0]["coords"]
+    far = [{**one, "coords": [64 * c for c in one["coords"]]} for one in devices]
+    for given in ([{"name": "CPU:0"}], [{"name": "TPU:0"}], [], devices[:-1], swapped, far):
+        assert routes_for(kind, given) is None
+    assert (routes_for(kind, devices) is None) == (kind != "TPU v3")
+
+
+def test_ranks_of_a_planned_slice_share_a_program(elsewhere):
+    first, last = (elsewhere(fingerprint_on, rank, "v5litepod-64") for rank in (0, 63))
+    assert first == last != elsewhere(fingerprint_on, 0, None)
+
+
+def fingerprint_on(rank, name):
+    from torch import nn
+
+    import xla_fsdp
+    from xla_fsdp.planning.tracing.fingerprint import fingerprint
+    from xla_fsdp.planning.tracing.step import trace_step
+
+    def step():
+        model = xla_fsdp.XlaFullyShardedDataParallel(nn.Linear(2048, 2048))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(2, 2048).to("xla")).sum().backward()
+        optimizer.step()
+
+    return fingerprint(trace_step(step, rank, 64, name and resolve(name)).program.hlo)

@@ -1,0 +1,72 @@
+"""A reduce-scatter around a ring of neighbouring chips, made of permutes.
+
+The TPU compiler runs a reduce-scatter while everything else waits. Permutes it starts, and goes on
+to compute. So on chips that can (:data:`OVERLAPPING`) large gradients go around a ring: the part
+of rank r starts at its neighbour, and every chip on the way adds its own values, until it comes to
+r after n-1 steps. As many bytes as a reduce-scatter sends. One half of every part goes one way
+round and the other half the other way, so that both links of a chip are in use.
+
+Example, three ranks, one way round, of part 0 = [a0 a1 a2] (what each rank has of it):
+rank 1 sends a1 to rank 2, which sends a1+a2 to rank 0, which adds a0.
+
+Nothing here imports torch or torch_xla; ``world.py`` traces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Families of chips whose permutes run beside compute; on v2 and v3 they do not (libtpu 0.0.21).
+OVERLAPPING = ("v5e", "v6e")
+# Steps cost a few microseconds each, and instructions: a long ring is not worth it.
+LONGEST = 16
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks in the order of a ring, each a neighbour of the next and the last of the first."""
+
+    ranks: tuple[int, ...]
+
+    def pairs(self, way: int) -> list[tuple[int, int]]:
+        """Who sends to whom, for ``way`` 0 (onwards) or 1 (back)."""
+        step = 1 if way == 0 else -1
+        size = len(self.ranks)
+        return [(rank, self.ranks[(i + step) % size]) for i, rank in enumerate(self.ranks)]
+
+    def parts(self, rank: int) -> list[list[int]]:
+        """For each way, the part that ``rank`` adds to what it holds at each step, its own last.
+
+        Counted in halves: of every part the half ``2p`` goes onwards and ``2p + 1`` back.
+        """
+        at, size = self.ranks.index(rank), len(self.ranks)
+        return [
+            [2 * self.ranks[(at - sign * (step + 1)) % size] + way for step in range(size)]
+            for way, sign in enumerate((1, -1))
+        ]
+
+
+def ring_of(places: Sequence[tuple[int, ...]]) -> Ring | None:
+    """A ring through chips at ``places``, ``(x, y)`` by rank, over links between neighbours only.
+
+    ``None`` if they are not all chips of a rectangle with two rows at least and an even number of
+    rows or columns, one rank each.
+    """
+    by_place = {place: rank for rank, place in enumerate(places)}
+    xs, ys = ([*sorted({place[axis] for place in places})] for axis in range(2))
+    consecutive = all(axis == [*range(axis[0], axis[0] + len(axis))] for axis in (xs, ys))
+    if len(by_place) != len(places) or len(places) != len(xs) * len(ys) or not consecutive:
+        return None
+    if min(len(xs), len(ys)) < 2 or len(places) % 2 or len(places) > LONGEST:
+        return None
+    if len(ys) % 2:  # rows must be even in number
+        flipped = ring_of([(place[1], place[0]) for place in places])
+        return flipped
+    # Up and down the rows without their first chips, and back along these.
+    path = []
+    for number, y in enumerate(ys):
+        row = [(x, y) for x in xs[1:]]
+        path += row if number % 2 == 0 else row[::-1]
+    path += [(xs[0], y) for y in reversed(ys)]
+    return Ring(tuple(by_place[place] for place in path))
