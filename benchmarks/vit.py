@@ -27,11 +27,15 @@ WIDTH, HEADS, PATCH, IMAGE = 5120, 32, 14, 224
 class VisionTransformer(nn.Module):
     """Blocks are wrapped as they are built, so that the model never exists in full."""
 
-    def __init__(self, blocks: int, classes: int = 1000):
+    def __init__(self, blocks: int, classes: int = 1000, scan: bool = True):
         super().__init__()
         self.patches = nn.Conv2d(3, WIDTH, PATCH, PATCH)
         self.position = nn.Parameter(torch.zeros(1, (IMAGE // PATCH) ** 2, WIDTH))
-        self.blocks = nn.Sequential(*[_block() for _ in range(blocks)])
+        plain = (Block(WIDTH, HEADS, causal=False) for _ in range(blocks))
+        if scan:
+            self.blocks = xla_fsdp.scan_blocks(plain, compute_dtype=torch.bfloat16)
+        else:
+            self.blocks = nn.Sequential(*[_wrap(xla_fsdp.checkpoint_module(b)) for b in plain])
         self.norm = nn.LayerNorm(WIDTH, eps=1e-6)
         self.head = nn.Linear(WIDTH, classes)
 
@@ -40,19 +44,15 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(self.blocks(tokens)).mean(1))
 
 
-def _block() -> nn.Module:
-    return _wrap(xla_fsdp.checkpoint_module(Block(WIDTH, HEADS, causal=False)))
-
-
 def _wrap(module: nn.Module) -> nn.Module:
     return xla_fsdp.XlaFullyShardedDataParallel(module, compute_dtype=torch.bfloat16)
 
 
-def step_of(blocks: int, batch: int):
+def step_of(blocks: int, batch: int, scan: bool = True):
     """A function that builds the model and trains a step."""
 
     def step() -> torch.Tensor:
-        model = _wrap(VisionTransformer(blocks))
+        model = _wrap(VisionTransformer(blocks, scan=scan))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
         images = torch.randn(batch, 3, IMAGE, IMAGE).to("xla")
         labels = torch.randint(1000, (batch,)).to("xla")
@@ -80,12 +80,14 @@ def main() -> None:
     parser.add_argument("--slice", default="v3-128", help="default: %(default)s")
     parser.add_argument("--blocks", type=int, default=32, help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=8, help="images a device, default 8")
+    scan = "blocks in one loop (scan_blocks); --no-scan: each wrapped and checkpointed by itself"
+    parser.add_argument("--scan", action=argparse.BooleanOptionalAction, default=True, help=scan)
     parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--picture", help="also draw it there: .png or .html")
     flags = parser.parse_args()
     with Peak(resident, 0.05) as memory:
         report = xla_fsdp.plan(
-            step_of(flags.blocks, flags.batch),
+            step_of(flags.blocks, flags.batch, flags.scan),
             flags.slice,
             cache=flags.cache,
             title=f"ViT, {flags.blocks} blocks of width {WIDTH}, batch {flags.batch} a device",

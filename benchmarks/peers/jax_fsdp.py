@@ -9,7 +9,8 @@ Names are those of the torch model; a ``weight`` of two dimensions is (in, out),
 
 Without the constraint that gathers, the compiler makes rings of permutes and products instead: on
 v5e:2x4 with libtpu 0.0.21, 271 MiB sent instead of 175, 54.9 million cycles instead of 43.1, and
-1788 MiB of temporaries instead of 1341.
+1788 MiB of temporaries instead of 1341. Without the barrier it gathers first and casts then on
+v3-128: 625 MB instead of 417. The barrier costs 0.3 % of the cycles on v5e:2x4.
 
 Shapes: b batch, s sequence, w width, h heads, d = w / h.
 """
@@ -148,7 +149,9 @@ def lowered(request: Request) -> tuple[jax.stages.Lowered, list[str], dict[int, 
     step = functools.partial(
         train_step,
         checkpoint=request.checkpoint,
-        gather=lambda value: jax.lax.with_sharding_constraint(value, whole),
+        gather=lambda value: jax.lax.with_sharding_constraint(
+            jax.lax.optimization_barrier(value), whole
+        ),
     )
     shardings = jax.tree.map(lambda one: one.sharding, (parameters, state))
     jitted = jax.jit(step, out_shardings=(*shardings, whole), donate_argnums=(0, 1))

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 
-from .hlo import Computation, Instruction, parse_module
+from .hlo import Computation, Instruction, Module, parse_module
 from .shapes import Shape
+from .trips import trip_count
 
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -36,16 +38,33 @@ def model_flops(traced: str) -> float:
     """
     module = parse_module(traced)
     forward = everything = 0.0
-    for computation in module.computations.values():
-        for instruction in computation.instructions:
-            flops = _flops(computation, instruction)
-            if flops and _AGAIN not in instruction.op_name:
-                everything += flops
-                if not any(name in instruction.op_name for name in _NOT_FORWARD):
-                    forward += flops
+    for name, flops in _named_flops(module, module.entry, "", 1):
+        if _AGAIN not in name:
+            everything += flops
+            if not any(part in name for part in _NOT_FORWARD):
+                forward += flops
     # A step without modules has no names.
     named = "backward[" in traced
     return 3 * forward if named else everything
+
+
+def _named_flops(
+    module: Module, computation: Computation, name: str, times: int
+) -> Iterator[tuple[str, float]]:
+    """Products in ``computation``, which runs ``times`` over: what it is called from and called,
+    and FLOPs."""
+    for instruction in computation.instructions:
+        whole = f"{name}/{instruction.op_name}"
+        flops = _flops(computation, instruction)
+        if flops:
+            yield whole, times * flops
+        for key in ("body", "to_apply"):
+            inner = instruction.attribute(key)
+            if inner is None or instruction.opcode not in ("while", "call"):
+                continue
+            often = trip_count(module, computation, instruction) if key == "body" else 1
+            body = module.named(inner.lstrip("%"), instruction)
+            yield from _named_flops(module, body, whole, times * (often or 1))
 
 
 def _flops(computation: Computation, instruction: Instruction) -> float:
