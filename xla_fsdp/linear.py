@@ -9,10 +9,11 @@ over all leading dimensions at once leaves the compiler its choice. Workload S o
 
 from __future__ import annotations
 
-import functools
-
 import torch
+import torch.nn.functional as F
+import torch_xla.backends
 from torch import nn
+from torch.autograd import forward_ad
 
 _FORWARD = "...n,mn->...m"
 _GRAD_OF_INPUT = "...m,mn->...n"
@@ -52,29 +53,59 @@ def _spelled(equation: str, x: torch.Tensor, y: torch.Tensor) -> str:
     return equation.replace("...", "abcdefghijkl"[:number])
 
 
-def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """What ``module`` computes of ``x`` ``(..., n)``: ``(..., m)``."""
-    plain = x.dim() < 3 or not x.is_xla or x.dtype != module.weight.dtype
-    if plain or torch.is_autocast_enabled("xla"):
-        return nn.Linear.forward(module, x)
-    y = _Product.apply(x, module.weight, _FORWARD)
-    return y if module.bias is None else y + module.bias
+def linear(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """What ``module`` computes of ``input`` ``(..., n)``: ``(..., m)``."""
+    weight = module.weight
+    if _contracts(input, weight):
+        y = _Product.apply(input, weight, _FORWARD)
+        return y if module.bias is None else y + module.bias
+    return F.linear(input, weight, module.bias)
+
+
+def _contracts(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        input.dim() > 2
+        and input.is_xla
+        and input.dtype == weight.dtype
+        and input.shape[-1] == weight.shape[1]  # else it is for PyTorch to say what is wrong
+        and not torch.is_autocast_enabled("xla")
+        # torch_xla's contraction would ignore it.
+        and torch_xla.backends.get_mat_mul_precision() == "default"
+        and forward_ad._current_level < 0
+    )
 
 
 def applies_to(module: nn.Module) -> bool:
-    """Whether ``module`` computes what :func:`linear` does, and not something of its own."""
+    """Whether ``module`` computes what :func:`linear` does, and not something of its own.
+
+    Parametrized weights (LoRA, spectral norm) are computed anew whenever they are looked at.
+    """
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
-        and "forward" not in module.__dict__
+        and "weight" in module._parameters
     )
 
 
 def replace_forward(module: nn.Linear) -> None:
-    """Has ``module`` compute with :func:`linear` until :func:`restore_forward`."""
-    module.__dict__["forward"] = functools.partial(linear, module)
+    """Has ``module`` compute with :func:`linear` until :func:`restore_forward`.
+
+    Unless somebody else replaced its forward.
+    """
+    module.__dict__.setdefault("forward", _Contraction(module))
 
 
 def restore_forward(module: nn.Linear) -> None:
     """Undoes :func:`replace_forward`."""
-    module.__dict__.pop("forward", None)
+    if isinstance(module.__dict__.get("forward"), _Contraction):
+        del module.__dict__["forward"]
+
+
+class _Contraction:
+    """The forward of a module, while it is replaced."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.module = module
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(self.module, input)

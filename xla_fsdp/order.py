@@ -21,6 +21,9 @@ from collections.abc import Sequence
 import torch
 import torch_xla
 
+# What a scalar can stand in for.
+_CAN_WAIT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 class BackwardPrefetch(enum.Enum):
     """When the parameters of the next unit of a backward are gathered."""
@@ -44,6 +47,10 @@ class Order:
         # Reduced gradients: of the unit before the last one, and since.
         self._reduced: list[torch.Tensor] = []
         self._reducing: list[torch.Tensor] = []
+
+    def __deepcopy__(self, memo: dict) -> Order:
+        """A copy of a model is not under way."""
+        return memo.setdefault(id(self), Order())
 
     def forward(self, inputs: Sequence[torch.Tensor], prefetch: bool) -> Sequence[torch.Tensor]:
         """What the gather of a unit whose forward starts from ``inputs`` waits for."""
@@ -73,7 +80,9 @@ class Order:
 
     def turn(self, shard: torch.Tensor) -> torch.Tensor:
         """``shard``, not before the gather whose result :meth:`gathered` was told last is over."""
-        return shard if self._gathered is None else shard + self._gathered
+        if self._gathered is None or shard.dtype not in _CAN_WAIT:
+            return shard
+        return torch.where(self._gathered, 0.0, shard)
 
     def gathered(self, full: torch.Tensor) -> None:
         """What came out of the gather whose turn it was."""

@@ -210,8 +210,12 @@ class Unit:
         if self.on_backward_end is not None:
             self.on_backward_end()
 
+    def leave_backward(self) -> None:
+        """Frees what the backward under way has gathered."""
+        self._leave_backward(torch._C._current_graph_task_id())
+
     def _leave_backward(self, task: int) -> None:
-        for one in self._backward.pop(task):
+        for one in self._backward.pop(task, ()):
             one.release()
         self.order.backward_over()
         self._restore()
@@ -243,13 +247,10 @@ class Unit:
         if not self.require_sync:
             self._unsynced.update(fulls)
             return [None] * len(self.tensors)
-        shards = self._reduced(fulls)
-        return [shards.get(number) for number in range(len(self.tensors))]
-
-    def _reduced(self, fulls: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         shards, arrived = self.wire.reduce(self.tensors, fulls)
-        self.order.reduced(arrived)
-        return shards
+        if torch._C._current_graph_task_id() in self._backward:  # at its end the order forgets
+            self.order.reduced(arrived)
+        return [shards.get(number) for number in range(len(self.tensors))]
 
     def forget_unsynced(self) -> None:
         """Drops what ``no_sync`` gathered."""
@@ -258,7 +259,7 @@ class Unit:
     def flush(self) -> None:
         """Reduces what ``no_sync`` gathered for tensors that the last backward did not reach."""
         if self.require_sync:
-            for number, grad in self._reduced(self._unsynced).items():
+            for number, grad in self.wire.reduce(self.tensors, self._unsynced)[0].items():
                 shard = self.tensors[number].shard
                 shard.grad = grad if shard.grad is None else shard.grad + grad
             self._unsynced = {}

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 # Full parameters of up to this many bytes on the wire travel together. 1 MiB takes the two links of
 # a v5e ring 12 us; starting a collective takes 3 us and one more for every hop.
-BUCKET_BYTES = 1 << 20
+SMALL_BYTES = 1 << 20
+# But not more at a time: what travels together is there twice while it is taken apart.
+BUCKET_BYTES = 1 << 25
 
 
 class Wire:
@@ -40,6 +42,8 @@ class Wire:
         self.world = world
         self.label = ""
         self.predivide, self.postdivide = 1.0, float(world.size * world.replicas)
+        if options.compute_dtype is torch.float16:
+            self.divide_in_float16()
 
     def divide_in_float16(self) -> None:
         """Splits the division evenly: a sum over many ranks would overflow (65504), a full division
@@ -138,7 +142,7 @@ class Wire:
         # is exact, by a power of two, and where nothing else is to be summed up first.
         exact = math.frexp(self.postdivide)[0] == 0.5 and self.world.replicas == 1
         # Small ones go at once: going around takes a few microseconds a step.
-        large = full.numel() * full.dtype.itemsize > BUCKET_BYTES
+        large = full.numel() * full.dtype.itemsize > SMALL_BYTES
         world = self.world
         reduce_scatter = world.reduce_scatter_beside_compute if large else world.reduce_scatter
         shard = reduce_scatter(full, name, 1 / self.postdivide if exact else 1.0)
@@ -169,17 +173,23 @@ class Wire:
     ) -> list[list[int]]:
         """Numbers of the tensors by collective: the small ones of each dtype first, then each other
         one by itself. Tensors without elements do not travel."""
-        together: dict[torch.dtype, list[int]] = {}
+        together: dict[torch.dtype, list[list[int]]] = {}
+        filled: dict[torch.dtype, int] = {}
         alone = []
         for i, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
-            elements = math.prod(tensor.layout.padded_shape)
+            size = math.prod(tensor.layout.padded_shape) * dtype.itemsize
             if not tensor.layout.numel:
                 continue
-            if elements * dtype.itemsize <= BUCKET_BYTES:
-                together.setdefault(dtype, []).append(i)
-            else:
+            if size > SMALL_BYTES:
                 alone.append([i])
-        return [*together.values(), *alone]
+                continue
+            buckets = together.setdefault(dtype, [])
+            if not buckets or filled[dtype] + size > BUCKET_BYTES:
+                buckets.append([])
+                filled[dtype] = 0
+            buckets[-1].append(i)
+            filled[dtype] += size
+        return [*(bucket for buckets in together.values() for bucket in buckets), *alone]
 
     def _name(self, tensors: Sequence[ShardedTensor]) -> str:
         if len(tensors) == 1:

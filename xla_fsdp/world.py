@@ -105,7 +105,7 @@ class World:
 
     def all_gather(self, shard: torch.Tensor, label: str = "") -> torch.Tensor:
         """Concatenates every rank's ``shard`` on dimension 0: ``(d, ...)`` to ``(size*d, ...)``."""
-        if self.routes is None:
+        if self.routes is None or self.size == 1:
             return self._gather(shard, self._group_lists, label)
         route = self.routes.gather(self.size * shard.numel() * shard.element_size())
         full = self._move(shard, [(target, source) for source, target in route.moves], label)
@@ -256,7 +256,9 @@ def _named(kind: str, label: str) -> object:
 def _routes(device: torch.device) -> Routes | None:
     """The ways over the slice that this process runs on, or is planned for."""
     kind = torch_xla._XLAC._xla_device_kind(str(device))
-    return routes_for(kind, xr.global_runtime_device_attributes())
+    routes = routes_for(kind, xr.global_runtime_device_attributes())
+    # A process that nobody launched is one rank, though it sees the whole slice.
+    return routes if routes is not None and routes.slice.devices == xr.world_size() else None
 
 
 def _lists(groups: Groups) -> list[list[int]]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from . import metadata
 from .build import UnitBuilder
-from .gather import computing
+from .gather import computing, computing_passes
 from .options import FSDPOptions
 from .order import BackwardPrefetch
 from .recipe import parameters_saved_as_recipes
@@ -158,7 +158,7 @@ class XlaFullyShardedDataParallel(WrapperSurface):
             keep = self._keeps_parameters()
         finally:
             unit.end(one, keep)
-            if self._is_root:
+            if not computing_passes() and torch._C._current_graph_task_id() == -1:
                 unit.order.forward_over()
         return unit.watch(one, outputs) if torch.is_grad_enabled() else outputs
 
@@ -188,6 +188,8 @@ class XlaFullyShardedDataParallel(WrapperSurface):
             for unit in self._wrapped_units():
                 unit.flush()
         if self.fsdp_options.sync_on_finalization:
+            for unit in self._wrapped_units():  # what is full would be an output of the program
+                unit.leave_backward()
             # Not torch_xla.sync(): this is autograd's thread, whose default device is another's.
             device = str(self._unit.world.device)
             torch_xla._XLAC._xla_step_marker(device, [], wait=False)

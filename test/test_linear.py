@@ -1,0 +1,157 @@
+"""Linear layers inside a wrapped model: contracted without flattening, and still a linear layer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+
+def fsdp(module):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    return FSDP(module)
+
+
+def device():
+    import torch_xla
+
+    return torch_xla.device()
+
+
+SHAPES = [(5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 2, 3, 8), (8,), (0, 5, 8)]
+
+
+def values_and_gradients(rank, bias):
+    import torch_xla
+
+    for shape in SHAPES:
+        torch.manual_seed(0)
+        plain = nn.Linear(8, 6, bias=bias)
+        model = nn.Linear(8, 6, bias=bias)
+        model.load_state_dict(plain.state_dict())
+        model = fsdp(model)
+        x = torch.randn(shape)
+        ours, expected = (t.requires_grad_() for t in (x.to(device()), x.clone()))
+        y = model(ours)
+        y.square().sum().backward()
+        z = plain(expected)
+        z.square().sum().backward()
+        torch_xla.sync()
+        close = dict(rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(y.cpu(), z, **close)
+        torch.testing.assert_close(ours.grad.cpu(), expected.grad, **close)
+        for name, parameter in plain.named_parameters():
+            shard = dict(model.named_parameters())[name]
+            whole = shard.grad.cpu()[: parameter.numel()].view_as(parameter)
+            torch.testing.assert_close(whole, parameter.grad, **close)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_and_gradients(run_ranks, bias):
+    run_ranks(values_and_gradients, 1, bias)
+
+
+def contraction(rank):
+    """The backward of a three-dimensional input reshapes no activation."""
+    import torch_xla
+
+    model = fsdp(nn.Linear(128, 256))
+    x = torch.randn(4, 8, 128).to(device()).requires_grad_()
+    torch_xla.sync()
+    model(x).square().sum().backward()
+    weight = dict(model.named_parameters())["weight"]
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo([weight.grad, x.grad])
+    torch_xla.sync()
+    return hlo
+
+
+def test_nothing_is_flattened(run_ranks):
+    (hlo,) = run_ranks(contraction, 1)
+    assert "[32,128]" not in hlo and "[32,256]" not in hlo
+
+
+def own_forward(rank):
+    """What users put on a module stays there, and is what computes."""
+    model = fsdp(nn.Sequential(nn.Linear(4, 4)))
+    layer = model.module[0]
+    layer.forward = own = lambda input: input * 0 + 7
+    assert model(torch.ones(2, 3, 4).to(device())).cpu().eq(7).all()
+    assert layer.forward is own
+
+
+def called_by_keyword(rank):
+    class ByKeyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.inner(input=x)
+
+    assert fsdp(ByKeyword())(torch.ones(2, 5, 4).to(device())).shape == (2, 5, 3)
+
+
+def parametrized(rank):
+    """A parametrization computes its weight once a forward, as ever."""
+    torch.manual_seed(0)
+    plain = spectral_norm(nn.Linear(6, 6))
+    torch.manual_seed(0)
+    model = fsdp(spectral_norm(nn.Linear(6, 6)))
+    x = torch.randn(2, 3, 6)
+    for _ in range(3):
+        ours, expected = model(x.to(device())).cpu(), plain(x)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def after_an_exception(rank):
+    model = fsdp(nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 3, 4).to(device()))
+    assert "forward" not in model.module[0].__dict__
+
+
+def precision(rank):
+    """Full float32 precision is passed on."""
+    import torch_xla
+    import torch_xla.backends
+
+    before = torch_xla.backends.get_mat_mul_precision()
+    torch_xla.backends.set_mat_mul_precision("highest")
+    try:
+        y = fsdp(nn.Linear(4, 4))(torch.ones(2, 3, 4).to(device()))
+        hlo = torch_xla._XLAC._get_xla_tensors_hlo([y])
+    finally:
+        torch_xla.backends.set_mat_mul_precision(before)
+    assert "operand_precision={highest,highest}" in hlo
+
+
+CHECKS = [own_forward, called_by_keyword, parametrized, after_an_exception, precision]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_it_is_still_the_users_layer(run_ranks, check):
+    run_ranks(check, 1)
+
+
+def twice_differentiable(rank):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(1, 4), torch.randn(1)
+    inner = nn.Linear(4, 1)
+    with torch.no_grad():
+        inner.weight.copy_(weight), inner.bias.copy_(bias)
+    model = fsdp(inner)
+    x = torch.randn(2, 3, 4)
+    found = []
+    for function, leaf in (
+        (model, x.to(device()).requires_grad_()),
+        (lambda t: F.linear(t, weight, bias), x.clone().requires_grad_()),
+    ):
+        (grad,) = torch.autograd.grad(function(leaf).tanh().sum(), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), leaf)
+        found.append(second.cpu())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_gradients(run_ranks):
+    run_ranks(twice_differentiable, 1)

@@ -1,0 +1,180 @@
+"""The order of gathers and reductions: what is held for it, and that values do not depend on it."""
+
+import copy
+
+import pytest
+import torch
+from test_special_uses import assert_same_gradients, inputs, mlp, run, wrapped
+from torch import nn
+
+from xla_fsdp import BackwardPrefetch, checkpoint_module
+
+PREFETCH = [
+    {"forward_prefetch": forward, "backward_prefetch": backward, "limit_all_gathers": limit}
+    for forward, backward, limit in (
+        (True, BackwardPrefetch.BACKWARD_PRE, True),
+        (False, BackwardPrefetch.BACKWARD_POST, True),
+        (True, None, True),
+        (False, None, False),
+        (True, BackwardPrefetch.BACKWARD_PRE, False),
+    )
+]
+
+
+def deep():
+    torch.manual_seed(5)
+    return nn.Sequential(*[nn.Sequential(mlp(), nn.Linear(3, 6)) for _ in range(3)])
+
+
+def same_gradients(rank, options, checkpoint):
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    plain, model = deep(), deep()
+    for index in range(3):
+        inner = checkpoint_module(model[index]) if checkpoint else model[index]
+        model[index] = FSDP(inner, **options)
+    model = FSDP(model, **options)
+    for step in range(2):
+        for one in (model, plain):
+            one.zero_grad()
+        model(inputs(rank, step).to(torch_xla.device())).square().mean().backward()
+        world = range(xr.world_size())
+        plain(torch.cat([inputs(r, step) for r in world])).square().mean().backward()
+        torch_xla.sync()
+        assert_same_gradients(model, plain)
+        assert nothing_held(model)
+
+
+def nothing_held(model):
+    order = model._unit.order
+    return not (order._started or order._arrived or order._reduced or order._reducing) and (
+        order._gathered is None
+    )
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("options", PREFETCH, ids=range(len(PREFETCH)))
+def test_gradients_are_the_same_in_every_order(run_ranks, options, checkpoint):
+    run(run_ranks, same_gradients, options, checkpoint)
+
+
+class Opaque(nn.Module):
+    """Returns something in which nobody looks for tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        class Output:
+            value = self.inner(x)
+
+        return Output
+
+
+def odd_ends(rank):
+    import torch_xla
+
+    x = torch.randn(2, 6).to(torch_xla.device())
+    opaque = wrapped(Opaque())
+    opaque(x).value.sum().backward()
+    assert nothing_held(opaque)
+
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    model = wrapped(Parts(), "first")
+    model(x)
+    assert nothing_held(model)
+    model.first(x)  # a part of the model by itself
+    assert nothing_held(model)
+    torch_xla.sync()
+    clone = copy.deepcopy(model)
+    assert clone._unit.order is not model._unit.order
+    assert clone._unit.order is clone.first._unit.order
+    with model.no_sync():
+        model(x).sum().backward()
+    model(x, *()).mul(0).sum().backward()
+    assert nothing_held(model)
+
+
+def test_nothing_is_held_whatever_is_called(run_ranks):
+    run(run_ranks, odd_ends, ranks=1)
+
+
+class Signs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Parameter(torch.randn(1024, 512))
+        self.zeros = nn.Parameter(torch.full((1024, 512), -0.0))
+        self.infinite = nn.Parameter(torch.full((1024, 512), float("inf")))
+        self.after = nn.Parameter(torch.ones(1024, 512))
+
+    def forward(self):
+        signs = torch.copysign(torch.ones_like(self.zeros), self.zeros)
+        return self.before.sum() * 0 + signs.sum(), self.infinite.max(), self.after.sum()
+
+
+def bit_for_bit(rank):
+    import torch_xla
+
+    model = wrapped(Signs())
+    torch_xla.sync()
+    with torch.no_grad():
+        signs, infinite, after = model()
+    assert signs.item() == -1024 * 512 and infinite.item() == float("inf")
+    assert after.item() == 1024 * 512  # gathered after the infinite ones
+
+
+def test_waiting_for_one_another_does_not_change_parameters(run_ranks):
+    # One rank: between several on a CPU, torch_xla adds a zero of its own making to what is sent.
+    run(run_ranks, bit_for_bit, ranks=1)
+
+
+def large_float16(rank):
+    """Sums that float16 cannot hold; their mean it can."""
+    import torch_xla
+
+    layer = nn.Linear(1, 1, bias=False)
+    model = wrapped(nn.Sequential(layer), compute_dtype=torch.float16)
+    model(torch.full((1, 1), 40000.0).to(torch_xla.device())).sum().backward()
+    grad = next(model.parameters()).grad.cpu()[0]
+    assert rank != 0 or abs(grad - 40000) < 50
+
+
+def test_float16_gradients_are_divided_before_they_are_summed(run_ranks):
+    run(run_ranks, large_float16)
+
+
+def one_rank_that_sees_a_slice(rank):
+    """Nobody launched ranks: a whole slice is there, but the process is alone."""
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from xla_fsdp.planning.slices.topology import resolve
+    from xla_fsdp.routes import attributes_of
+    from xla_fsdp.world import World
+
+    attributes = attributes_of(resolve("v5litepod-8"))
+    kept = xr.global_runtime_device_attributes, torch_xla._XLAC._xla_device_kind
+    xr.global_runtime_device_attributes = lambda: attributes
+    torch_xla._XLAC._xla_device_kind = lambda device: resolve("v5litepod-8").chip.device_kind
+    try:
+        world = World.current()
+    finally:
+        xr.global_runtime_device_attributes, torch_xla._XLAC._xla_device_kind = kept
+    assert world.size == 1 and world.routes is None and world.ring is None
+    shard = torch.ones(4, 128).to(world.device)
+    assert world.all_gather(shard).shape == world.reduce_scatter(shard).shape == (4, 128)
+
+
+def test_a_process_alone_on_a_slice(run_ranks):
+    run(run_ranks, one_rank_that_sees_a_slice, ranks=1)
