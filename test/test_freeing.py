@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.rnn import GRU  # torch_xla replaces nn.GRU by one that needs a device
 
 # Larger than any activation in these tests, so size alone tells a parameter from an activation.
 ROWS, COLUMNS = 48, 40
@@ -105,7 +106,7 @@ WEIGHTED = {
 MODELS = {name: (Weighted, compute) for name, compute in WEIGHTED.items()} | {
     "attention": (Attend,),
     "lstm": (Recurrent, nn.LSTM),
-    "gru": (Recurrent, nn.GRU),
+    "gru": (Recurrent, GRU),
     "conv": (Convolve,),
     "embedding": (Embed,),
     "autocast": (Autocast,),

@@ -1,5 +1,6 @@
 """``xla_fsdp.testing``: ranks for other people's test suites."""
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -103,6 +104,23 @@ def test_an_abort_in_a_rank_ends_the_worker_only(run_ranks):
         run_ranks(die, 2)
     assert "last words" in str(info.value)
     assert len(run_ranks(pid, 2)) == 2
+
+
+def test_a_crash_in_a_used_process_is_tried_again_in_a_new_one(run_ranks, tmp_path, capfd):
+    def crash(rank, until):
+        if len(os.listdir(tmp_path)) < until:
+            (tmp_path / str(time.monotonic_ns())).touch()
+            ctypes.string_at(0)
+        return os.getpid()
+
+    before = run_ranks(pid, 1)
+    (after,) = run_ranks(crash, 1, 1)
+    assert after not in before
+    assert "SIGSEGV" in (said := capfd.readouterr().err) and "again, in a new process" in said
+    # But not for ever.
+    with pytest.raises(WorkerDiedError, match="SIGSEGV"):
+        run_ranks(crash, 1, 3)
+    assert len(os.listdir(tmp_path)) == 3
 
 
 def test_timeout_kills_the_worker_and_shows_stacks(run_ranks):

@@ -25,7 +25,13 @@ _MAX_RANKS = 8
 
 
 class WorkerDiedError(RankError):
-    """The worker process ended in the middle of a call; the message has what it printed."""
+    """The worker process ended in the middle of a call; the message has what it printed.
+
+    Attributes:
+        signal: what killed it, or ``None``.
+    """
+
+    signal: signal.Signals | None = None
 
 
 class WorkerPool:
@@ -42,6 +48,18 @@ class WorkerPool:
             raise ValueError(f"num_ranks must be an int from 1 to {_MAX_RANKS}, got {size!r}")
         call = _dumps_call(fn, args, kwargs)
         worker = self._take(size)
+        first_call = worker.fresh
+        try:
+            return worker.run(call, timeout)
+        except WorkerDiedError as error:
+            # XLA's runtime crashes now and then in a process that has run many programs, not all of
+            # which ended well. What ran before must not fail this call; a fresh process counts.
+            if first_call or error.signal is not signal.SIGSEGV:
+                raise
+            sys.stderr.write(f"{error}\nRunning it again, in a new process.\n")
+        finally:
+            self._give_back(worker)
+        worker = _Worker(size)
         try:
             return worker.run(call, timeout)
         finally:
@@ -82,7 +100,7 @@ class _Worker:
     def __init__(self, size: int) -> None:
         self.size = size
         self.usable = True
-        self._fresh = True
+        self.fresh = True
         self._output = tempfile.TemporaryFile()
         ours, theirs = socket.socketpair()
         environment = {
@@ -110,7 +128,7 @@ class _Worker:
         """Sends one call and waits for its results."""
         start = self._output.seek(0, os.SEEK_END)
         self.usable = False  # until it has answered
-        limit = timeout + (_START_SECONDS if self._fresh else 0.0)
+        limit = timeout + (_START_SECONDS if self.fresh else 0.0)
         try:
             self._connection.send((list(sys.path), os.getcwd(), call))
             if not self._connection.poll(limit):
@@ -118,7 +136,7 @@ class _Worker:
             outcome, value, self.usable = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._died(start) from error
-        self._fresh = False
+        self.fresh = False
         output = self._printed(start)
         if outcome == "results":
             sys.stderr.write(output)
@@ -159,15 +177,19 @@ class _Worker:
         )
 
     def _died(self, start: int) -> WorkerDiedError:
+        killer = None
         try:
             status = self._process.wait(timeout=5.0)
-            how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+            killer = signal.Signals(-status) if status < 0 else None
+            how = f"signal {killer.name}" if killer else f"status {status}"
         except subprocess.TimeoutExpired:
             how = "its connection closed"
-        return WorkerDiedError(
+        error = WorkerDiedError(
             f"the process of the {self.size} ranks ended ({how}). It printed:\n"
             f"{self._printed(start)}"
         )
+        error.signal = killer
+        return error
 
 
 def _rank_error(
