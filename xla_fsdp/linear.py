@@ -15,6 +15,8 @@ import torch_xla.backends
 from torch import nn
 from torch.autograd import forward_ad
 
+from .world import World
+
 _FORWARD = "...n,mn->...m"
 _GRAD_OF_INPUT = "...m,mn->...n"
 _GRAD_OF_WEIGHT = "...m,...n->mn"
@@ -73,6 +75,11 @@ def _contracts(input: torch.Tensor, weight: torch.Tensor) -> bool:
         and torch_xla.backends.get_mat_mul_precision() == "default"
         and forward_ad._current_level < 0
     )
+
+
+def pays_on(world: World) -> bool:
+    """Whether contracting is worth it: XLA on a CPU flattens again, with copies."""
+    return world.context is None
 
 
 def applies_to(module: nn.Module) -> bool:

@@ -69,7 +69,9 @@ class ScanUnit(Unit):
         self.depth = 0
         self.parameters: list[Stack] = []
         self.buffers: list[Stack] = []
-        self.linears = [m for m in template.modules() if linear.applies_to(m)]
+        self.linears: list[nn.Linear] = []
+        if linear.pays_on(world):
+            self.linears = [m for m in template.modules() if linear.applies_to(m)]
 
     @property
     def shards(self) -> list[nn.Parameter]:

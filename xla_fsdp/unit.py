@@ -95,7 +95,8 @@ class Unit:
                 self._rnns.append(place.module)
             self._refresh_rnns()
         if place.module not in self._linears and linear.applies_to(place.module):
-            self._linears.append(place.module)
+            if linear.pays_on(self.world):
+                self._linears.append(place.module)
 
     @property
     def shards(self) -> list[nn.Parameter]:
