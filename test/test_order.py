@@ -110,32 +110,25 @@ def test_nothing_is_held_whatever_is_called(run_ranks):
     run(run_ranks, odd_ends, ranks=1)
 
 
-class Signs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.before = nn.Parameter(torch.randn(1024, 512))
-        self.zeros = nn.Parameter(torch.full((1024, 512), -0.0))
-        self.infinite = nn.Parameter(torch.full((1024, 512), float("inf")))
-        self.after = nn.Parameter(torch.ones(1024, 512))
-
-    def forward(self):
-        signs = torch.copysign(torch.ones_like(self.zeros), self.zeros)
-        return self.before.sum() * 0 + signs.sum(), self.infinite.max(), self.after.sum()
-
-
 def bit_for_bit(rank):
+    """Whatever a gathered parameter begins with, the next is what it was."""
     import torch_xla
 
-    model = wrapped(Signs())
-    torch_xla.sync()
-    with torch.no_grad():
-        signs, infinite, after = model()
-    assert signs.item() == -1024 * 512 and infinite.item() == float("inf")
-    assert after.item() == 1024 * 512  # gathered after the infinite ones
+    from xla_fsdp.order import Order
+
+    device = torch_xla.device()
+    for first in (1.0, -0.0, float("inf"), -float("inf"), float("nan")):
+        for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
+            order = Order()
+            shard = torch.tensor([-0.0, 1.0, 5.0], dtype=dtype).to(device)
+            assert order.turn(shard) is shard
+            order.gathered(torch.full((4, 2), first).to(device))
+            waited = order.turn(shard).cpu()
+            assert waited.dtype == dtype and torch.equal(waited, shard.cpu())
+            assert torch.equal(torch.signbit(waited), torch.signbit(shard.cpu()))
 
 
 def test_waiting_for_one_another_does_not_change_parameters(run_ranks):
-    # One rank: between several on a CPU, torch_xla adds a zero of its own making to what is sent.
     run(run_ranks, bit_for_bit, ranks=1)
 
 

@@ -81,10 +81,12 @@ class Wire:
             # Cast behind the barrier: or the forward's would be kept for the backward.
             if shard.dtype != dtypes[part[0]]:
                 shard = shard.to(dtypes[part[0]])
-            gathered = self.world.all_gather(
-                order.turn(shard), self._name([tensors[i] for i in part])
-            )
-            order.gathered(gathered)
+            name = self._name([tensors[i] for i in part])
+            if self.world.context is None:
+                gathered = self.world.all_gather(order.turn(shard), name)
+                order.gathered(gathered)
+            else:  # torch_xla's token has them in order
+                gathered = self.world.all_gather(shard, name)
             layouts = [tensors[i].layout for i in part]
             for i, piece in zip(part, _unpacked(gathered, layouts), strict=True):
                 full[i] = tensors[i].layout.split(piece)
