@@ -54,7 +54,7 @@ class WorkerPool:
         except WorkerDiedError as error:
             # XLA's runtime crashes now and then in a process that has run many programs, not all of
             # which ended well. What ran before must not fail this call; a fresh process counts.
-            if first_call or error.signal is not signal.SIGSEGV:
+            if first_call or error.signal not in (signal.SIGSEGV, signal.SIGABRT):
                 raise
             sys.stderr.write(f"{error}\nRunning it again, in a new process.\n")
         finally:
