@@ -108,6 +108,7 @@ def donated_bytes_are_the_difference(cache):
 def wire_bytes_are_those_of_the_traced_program(cache):
     """Counted before the compiler, and after it for what each collective was traced as."""
     from xla_fsdp import plan
+    from xla_fsdp.compiler_options import OPTIONS
     from xla_fsdp.planning.compiling.cache import PlanCache
     from xla_fsdp.planning.compiling.compiler import compile_step
     from xla_fsdp.planning.compiling.progress import Progress
@@ -120,8 +121,9 @@ def wire_bytes_are_those_of_the_traced_program(cache):
     for name in ("ours", "in-tree"):
         step = _step(name)
         report = plan(step, V3, cache=cache, progress=False, ranks=[0])
-        program = trace_step(step, 0, 8).program
-        compiled = compile_step(program, resolve(V3), {}, PlanCache.at(cache), Progress(None))
+        program = trace_step(step, 0, 8, resolve(V3)).program
+        kept = PlanCache.at(cache)
+        compiled = compile_step(program, resolve(V3), OPTIONS, kept, Progress(None))
         assert compiled.from_cache
         traced = find_collectives(line_up(parse_module(compiled.traced))).collectives
         predicted = sum(c.wire_bytes * c.times for c in traced)
@@ -132,7 +134,9 @@ def wire_bytes_are_those_of_the_traced_program(cache):
         # The compiler merges small gathers into padded ones: a few bytes more, none less.
         assert predicted <= found <= 1.002 * predicted, (name, predicted, found)
         assert report.wire_bytes >= found
-        assert report.bound_wire_bytes <= predicted * 1.001
+        # The first weight is of no use in the backward: a batch has no gradient.
+        unused = 2 * 512 * 1024 * 7 // 8 if name == "ours" else 0
+        assert report.bound_wire_bytes <= (predicted + unused) * 1.001, name
 
 
 def a_step_that_does_not_fit(cache):

@@ -61,8 +61,7 @@ def ring_of(places: Sequence[tuple[int, ...]]) -> Ring | None:
     if min(len(xs), len(ys)) < 2 or len(places) % 2 or len(places) > LONGEST:
         return None
     if len(ys) % 2:  # rows must be even in number
-        flipped = ring_of([(place[1], place[0]) for place in places])
-        return flipped
+        return ring_of([(place[1], place[0]) for place in places])
     # Up and down the rows without their first chips, and back along these.
     path = []
     for number, y in enumerate(ys):

@@ -68,6 +68,8 @@ class Routes:
     def __init__(self, slice: Slice) -> None:
         self.slice = slice
         self._links = Links(slice)
+        # Asked for every collective of every step, of a few sizes.
+        self._known: dict[tuple[str, int, int], Route] = {}
 
     @cached_property
     def ring(self) -> Ring | None:
@@ -92,10 +94,14 @@ class Routes:
         ]
 
     def _fastest(self, kind: str, number_of_bytes: int, row_bytes: int = 256) -> Route:
-        at_once, *others = self.all(kind, number_of_bytes, row_bytes)
-        # Of equals the first, which has the fewest stages.
-        staged = min(others, key=lambda route: route.seconds, default=at_once)
-        return staged if staged.seconds < _WORTH * at_once.seconds else at_once
+        asked = kind, number_of_bytes, row_bytes
+        if asked not in self._known:
+            at_once, *others = self.all(*asked)
+            # Of equals the first, which has the fewest stages.
+            staged = min(others, key=lambda route: route.seconds, default=at_once)
+            worth = staged.seconds < _WORTH * at_once.seconds
+            self._known[asked] = staged if worth else at_once
+        return self._known[asked]
 
     @cached_property
     def _ways(self) -> list[tuple[tuple[Groups, ...], tuple[tuple[int, int], ...]]]:

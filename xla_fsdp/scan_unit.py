@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -123,7 +122,7 @@ class ScanUnit(Unit):
             for number, (stack, grad) in enumerate(zip(self.parameters, grads, strict=True))
             if grad is not None
         }
-        exact = math.frexp(self.wire.postdivide)[0] == 0.5 and self.world.replicas == 1
+        exact = self.wire.divides_on_the_wire
         tensors = self._block(
             shard.to(fulls[number].dtype) if exact and number in fulls else shard
             for number, shard in enumerate(shards)

@@ -56,6 +56,13 @@ class Wire:
                 before *= 2
             self.predivide, self.postdivide = float(before), ranks / before
 
+    @property
+    def divides_on_the_wire(self) -> bool:
+        """Whether the collective itself scales. That costs nothing, but is done in the dtype of the
+        wire: only by a power of two, which is exact, and where nothing else is to be summed up
+        first."""
+        return math.frexp(self.postdivide)[0] == 0.5 and self.world.replicas == 1
+
     # -- gathering ------------------------------------------------------------------------------
 
     def gather(
@@ -142,9 +149,7 @@ class Wire:
             full = full.reshape(self.world.size * rows, *rest)
         if self.predivide != 1:
             full = full / self.predivide
-        # The collective itself scales for nothing, but in the dtype of the wire: only where that
-        # is exact, by a power of two, and where nothing else is to be summed up first.
-        exact = math.frexp(self.postdivide)[0] == 0.5 and self.world.replicas == 1
+        exact = self.divides_on_the_wire
         large = full.numel() * full.dtype.itemsize > BESIDE_BYTES
         world = self.world
         reduce_scatter = world.reduce_scatter_beside_compute if large else world.reduce_scatter

@@ -159,9 +159,7 @@ class World:
         pairs = self.ring.pairs(way)
         held = torch.index_select(parts, 0, self._ring_parts[way, :1])
         for step in range(1, self.size):
-            self._forget_token()
-            token = torch_xla._XLAC._get_all_reduce_token(self._device_name)
-            held = torch_xla._XLAC._xla_collective_permute(held, token, pairs)[0]
+            held = self._permute(held, pairs)
             held = held + torch.index_select(parts, 0, self._ring_parts[way, step : step + 1])
         return held
 
@@ -228,10 +226,13 @@ class World:
         if not moves:
             return shard
         named = _named("collective_permute", label)
-        self._forget_token()
-        moved = xm.collective_permute(shard, [list(pair) for pair in moves])
+        moved = self._permute(shard, moves)
         del named
         return moved
+
+    def _permute(self, value: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+        self._forget_token()
+        return xm.collective_permute(value, [list(pair) for pair in pairs])
 
     def _forget_token(self) -> None:
         # torch_xla has every collective wait for the one before, through a token that it adds, as

@@ -81,7 +81,7 @@ def plan(
     options = {**OPTIONS, **(compiler_options or {})}
     compiled = compile_step(first.program, where, options, kept, shown)
     executables = _executables(step, first, numbers, where, compiled.key, kept, shown)
-    return _report(where, compiled, first, numbers, executables, title)
+    return make_report(where, compiled, first, numbers, executables, title)
 
 
 def _executables(
@@ -126,7 +126,7 @@ def _trace(step: Callable[[], Any], rank: int, where: Slice, progress: Progress)
         return trace_step(step, rank, where.devices, where)
 
 
-def _report(
+def make_report(
     where: Slice,
     compiled: CompiledStep,
     step: TracedStep,

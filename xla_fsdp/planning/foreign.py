@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .api import _report
+from .api import make_report
 from .compiling.cache import PlanCache
 from .compiling.compiler import compile_partitioned, require_extra
 from .compiling.progress import Progress
@@ -83,4 +83,4 @@ def plan_partitioned(
     compiled = compile_partitioned(program, where, compiler_options or {}, kept, shown)
     traced = TracedProgram(program.stablehlo, program.donated, program.arguments)
     step = TracedStep(traced, program.bound, (), 0, has_optimizer=True)
-    return _report(where, compiled, step, ranks=(0,), executables=1, title=title)
+    return make_report(where, compiled, step, ranks=(0,), executables=1, title=title)
