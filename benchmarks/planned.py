@@ -1,9 +1,10 @@
 """Side by side with others' FSDP on the TPU compiler: ``python -m benchmarks.planned``.
 
 Plans workload S for several slices, as four ways to shard it: this wrapper, torch_xla's own class,
-torch_xla's SPMD variant ("FSDPv2") and plain JAX; then with every block rematerialised. No TPU is
-needed. A compilation takes half a minute to three minutes on two cores; results are cached. Tables
-and pictures go to ``benchmarks/results``.
+torch_xla's SPMD variant ("FSDPv2") and plain JAX; then with every block rematerialised, on 3-D
+tori, and with parameters kept for the backward (ZeRO-2). No TPU is needed. A compilation takes half
+a minute to three minutes on two cores; results are cached. Tables and pictures go to
+``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -12,19 +13,38 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import xla_fsdp
 from xla_fsdp import Report
+from xla_fsdp.compiler_options import OPTIONS
 
 from .peers import JAX, SPMD, plan_peer
 from .workload_s import IN_TREE, OURS, step_of
 
 RESULTS = Path(__file__).parent / "results"
 SLICES = ("v3-8", "v3-128", "v5litepod-8", "v5litepod-64", "v6e-8")
-PLAIN, REMATERIALISED = "plain", "rematerialised"
-# What each table compares. The SPMD variant has no rematerialisation of its own.
-TABLES = {PLAIN: (OURS, IN_TREE, SPMD, JAX), REMATERIALISED: (OURS, IN_TREE, JAX)}
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is compared, where, and how it is trained."""
+
+    slices: tuple[str, ...]
+    names: tuple[str, ...]
+    checkpoint: bool = False
+    reshard_after_forward: bool = True
+
+
+PLAIN = "plain"
+TABLES = {
+    PLAIN: Table(SLICES, (OURS, IN_TREE, SPMD, JAX)),
+    # The SPMD variant has no rematerialisation of its own.
+    "rematerialised": Table(SLICES, (OURS, IN_TREE, JAX), checkpoint=True),
+    "3-D tori": Table(("v4-128", "v5p-128"), (OURS, IN_TREE)),
+    "ZeRO-2": Table(("v5litepod-8", "v6e-8"), (OURS, IN_TREE), reshard_after_forward=False),
+}
 MB, MIB = 1e6, 2**20
 NOTE = (
     "sent: bytes a device sends in a step; bound: two all-gathers and one reduce-scatter of every "
@@ -71,12 +91,15 @@ def _cycles(report: Report) -> int:
     return sum(op.cycles * op.times for op in report.schedule.ops)
 
 
-def plan_one(name: str, where: str, checkpoint: bool) -> Report:
-    """Workload S as ``name`` shards it, on a slice."""
+def plan_one(name: str, where: str, table: Table) -> Report:
+    """Workload S as ``name`` shards it, on a slice. All are compiled with the same options."""
     title = f"workload S, {name}"
     if name in (SPMD, JAX):
-        return plan_peer(name, where, checkpoint=checkpoint, title=title)
-    return xla_fsdp.plan(step_of(name, checkpoint), where, title=title)
+        return plan_peer(
+            name, where, checkpoint=table.checkpoint, compiler_options=OPTIONS, title=title
+        )
+    step = step_of(name, table.checkpoint, table.reshard_after_forward)
+    return xla_fsdp.plan(step, where, title=title)
 
 
 def markdown(reports: Reports) -> str:
@@ -107,31 +130,34 @@ def figures(reports: Reports) -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
-def plan_table(kind: str, slices: Sequence[str], names: Sequence[str], out: Path) -> Reports:
-    """Plans one table; draws ours to ``out``."""
+def plan_table(
+    kind: str, slices: Sequence[str] | None, names: Sequence[str] | None, out: Path
+) -> Reports:
+    """Plans one table, or some slices and names of it; draws ours to ``out``."""
+    table = TABLES[kind]
     reports: Reports = {}
-    for where in slices:
-        for name in (name for name in TABLES[kind] if name in names):
+    for where in slices or table.slices:
+        for name in (name for name in table.names if name in (names or table.names)):
             print(f"{name}, {kind}, on {where}", file=sys.stderr)
-            report = plan_one(name, where, checkpoint=kind == REMATERIALISED)
+            report = plan_one(name, where, table)
             reports.setdefault(where, {})[name] = report
             if name == OURS:
-                stem = "planned-S" if kind == PLAIN else "planned-S-checkpoint"
+                stem = "planned-S" if kind == PLAIN else f"planned-S-{kind}"
                 report.plot(out / f"{stem}-{where}.png")
     return reports
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planned", description=__doc__)
-    parser.add_argument("slices", nargs="*", default=SLICES, help="default: %(default)s")
-    every = TABLES[PLAIN]
+    parser.add_argument("slices", nargs="*", help="default: those of each table")
+    every = TABLES[PLAIN].names
     parser.add_argument("--only", action="append", choices=every, help="of these (repeatable)")
-    parser.add_argument("--table", action="append", choices=list(TABLES), help="default: both")
+    parser.add_argument("--table", action="append", choices=list(TABLES), help="default: all")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for tables and pictures")
     flags = parser.parse_args()
     flags.out.mkdir(parents=True, exist_ok=True)
     tables = {
-        kind: plan_table(kind, flags.slices, flags.only or every, flags.out)
+        kind: plan_table(kind, flags.slices, flags.only, flags.out)
         for kind in flags.table or TABLES
     }
     (flags.out / "planned-S.md").write_text(page(tables) + "\n")

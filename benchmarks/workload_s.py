@@ -28,14 +28,20 @@ class Network(nn.Module):
         return self.last(self.blocks(self.first(x)))
 
 
-def step_of(name: str, checkpoint: bool = False) -> Callable[[], torch.Tensor]:
+def step_of(
+    name: str, checkpoint: bool = False, reshard_after_forward: bool = True
+) -> Callable[[], torch.Tensor]:
     """A function that builds workload S, wrapped by class ``name``, and trains a step."""
 
     def step() -> torch.Tensor:
         fsdp, checkpoint_module = _classes(name)
 
         def wrap(module: nn.Module) -> nn.Module:
-            return fsdp(module, compute_dtype=torch.bfloat16)
+            return fsdp(
+                module,
+                compute_dtype=torch.bfloat16,
+                reshard_after_forward=reshard_after_forward,
+            )
 
         def wrap_block(block: nn.Module) -> nn.Module:
             if not checkpoint:

@@ -209,8 +209,8 @@ def test_the_benchmark_has_a_row_for_every_slice_and_name():
 
     report = make()
     tables = {
-        kind: {where: dict.fromkeys(names, report) for where in (V3, "v6e-8")}
-        for kind, names in TABLES.items()
+        kind: {where: dict.fromkeys(table.names, report) for where in (V3, "v6e-8")}
+        for kind, table in TABLES.items()
     }
     lines = page(tables).splitlines()
     for where in (V3, "v6e-8"):
