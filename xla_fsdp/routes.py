@@ -30,7 +30,7 @@ from .planning.records import Collective
 from .planning.slices.chips import CHIPS
 from .planning.slices.links import Links
 from .planning.slices.topology import Slice, UnknownTopologyError, resolve
-from .ring import OVERLAPPING, Ring, ring_of
+from .ring import OVERLAPPING, Rings, rings_of
 
 Groups = tuple[tuple[int, ...], ...]
 # Ways to go: digits of a rank by stage. Every digit is the range of one coordinate, or part of it.
@@ -70,13 +70,15 @@ class Routes:
         self._links = Links(slice)
         # Asked for every collective of every step, of a few sizes.
         self._known: dict[tuple[str, int, int], Route] = {}
+        self._rings: dict[Groups, Rings | None] = {}
 
-    @cached_property
-    def ring(self) -> Ring | None:
-        """The ring for reductions beside compute, on chips that can."""
-        if self.slice.chip.family not in OVERLAPPING:
-            return None
-        return ring_of([place[:2] for place in self.slice.coordinates()])
+    def rings(self, groups: Groups) -> Rings | None:
+        """Rings for a reduction beside compute within ``groups``, on chips that can."""
+        if groups not in self._rings:
+            able = self.slice.chip.family in OVERLAPPING
+            places = [place[:2] for place in self.slice.coordinates()]
+            self._rings[groups] = rings_of(groups, places) if able else None
+        return self._rings[groups]
 
     def scatter(self, number_of_bytes: int, row_bytes: int = 256) -> Route:
         """The fastest reduce-scatter of so many bytes (what each rank brings in), in such rows."""

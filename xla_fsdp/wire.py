@@ -151,9 +151,8 @@ class Wire:
             full = full / self.predivide
         exact = self.divides_on_the_wire
         large = full.numel() * full.dtype.itemsize > BESIDE_BYTES
-        world = self.world
-        reduce_scatter = world.reduce_scatter_beside_compute if large else world.reduce_scatter
-        shard = reduce_scatter(full, name, 1 / self.postdivide if exact else 1.0)
+        scale = 1 / self.postdivide if exact else 1.0
+        shard = self.world.reduce_scatter(full, name, scale, beside_compute=large)
         if exact:
             return shard
         if shard.dtype != torch.float64:

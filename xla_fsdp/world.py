@@ -21,7 +21,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
 from .ranks import RankContext, current_rank
-from .ring import Ring
+from .ring import Rings
 from .routes import Routes, routes_for
 
 Groups = tuple[tuple[int, ...], ...]
@@ -42,7 +42,6 @@ class World:
         context: the rank's place in a CPU launch, which numbers its collectives; ``None`` on TPU.
         routes: the ways over the links where the group is a whole TPU slice; ``None`` elsewhere,
             and all goes at once.
-        ring: the way on which large gradients are reduced by permutes, where that is better.
     """
 
     rank: int
@@ -52,7 +51,6 @@ class World:
     replica_groups: Groups = ()
     context: RankContext | None = field(default=None, compare=False, repr=False)
     routes: Routes | None = field(default=None, compare=False, repr=False)
-    ring: Ring | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def current(
@@ -86,8 +84,7 @@ class World:
             replicas = _checked_groups("replication_groups", replication_groups, None)
         device = torch_xla.device()
         routes = _routes(device) if groups == (tuple(range(total)),) else None
-        ring = routes.ring if routes is not None else None
-        return cls(rank, size, groups, device, replicas, current_rank(), routes, ring)
+        return cls(rank, size, groups, device, replicas, current_rank(), routes)
 
     # Every collective needs these two; a step has hundreds.
     @cached_property
@@ -114,12 +111,16 @@ class World:
         return full
 
     def reduce_scatter(
-        self, full: torch.Tensor, label: str = "", scale: float = 1.0
+        self, full: torch.Tensor, label: str = "", scale: float = 1.0, beside_compute: bool = False
     ) -> torch.Tensor:
         """Sums ``full`` over the ranks, keeps this rank's rows of dimension 0, times ``scale``.
 
         Two ranks with ``[1, 2, 3, 4]`` and ``[5, 6, 7, 8]``: rank 0 gets ``[6, 8]`` (1+5, 2+6),
         rank 1 gets ``[10, 12]`` (3+7, 4+8). ``(size*d, ...)`` to ``(d, ...)``.
+
+        ``beside_compute``: ``full`` is large and its sum not needed at once, so by permutes around
+        rings, on chips that compute meanwhile. Sums are rounded to the dtype of ``full`` at every
+        step, as they are in the compiler's own ring.
         """
         if self.size == 1:
             return full if scale == 1.0 else full * scale
@@ -130,44 +131,45 @@ class World:
         shard = full
         for number, groups in enumerate(route.stages):
             last = number == len(route.stages) - 1
-            shard = self._scatter(shard, _lists(groups), label, scale if last else 1.0)
+            rings = self.routes.rings(groups) if beside_compute else None
+            if rings is not None and shard.shape[0] % (2 * rings.size) == 0:
+                shard = self._around(shard, rings, label)
+                shard = shard * scale if last and scale != 1.0 else shard
+            else:
+                shard = self._scatter(shard, _lists(groups), label, scale if last else 1.0)
         return self._move(shard, route.moves, label)
 
-    def reduce_scatter_beside_compute(
-        self, full: torch.Tensor, label: str = "", scale: float = 1.0
-    ) -> torch.Tensor:
-        """As :meth:`reduce_scatter`, for a large ``full`` whose sum is not needed at once.
-
-        By permutes around :attr:`ring`, if there is one. Sums are rounded to the dtype of ``full``
-        at every step, as they are in the compiler's own ring.
-        """
-        halves = 2 * self.size
-        if self.ring is None or full.shape[0] % halves:
-            return self.reduce_scatter(full, label, scale)
+    def _around(self, full: torch.Tensor, rings: Rings, label: str) -> torch.Tensor:
+        """This rank's rows of the sum within its ring."""
         named = _named("reduce_scatter", label)
         # Behind a barrier, and the view after it: or the compiler would compute the gradient in the
         # shape of its parts, in a layout that costs copies of activations.
         parts = torch.view_copy(full, full.shape)
         torch_xla._XLAC._xla_optimization_barrier_([parts])
+        halves = 2 * rings.size
         parts = parts.view(halves, full.shape[0] // halves, *full.shape[1:])
-        reduced = [self._once_around(parts, way) for way in range(2)]
+        mine = self._ring_parts(rings)
+        reduced = []
+        for way in range(2):
+            pairs = rings.pairs(way)
+            held = torch.index_select(parts, 0, mine[way, :1])
+            for step in range(1, rings.size):
+                held = self._permute(held, pairs)
+                held = held + torch.index_select(parts, 0, mine[way, step : step + 1])
+            reduced.append(held)
         del named
-        shard = torch.cat(reduced).reshape(-1, *full.shape[1:])
-        return shard if scale == 1.0 else shard * scale
+        return torch.cat(reduced).reshape(-1, *full.shape[1:])
 
-    def _once_around(self, parts: torch.Tensor, way: int) -> torch.Tensor:
-        pairs = self.ring.pairs(way)
-        held = torch.index_select(parts, 0, self._ring_parts[way, :1])
-        for step in range(1, self.size):
-            held = self._permute(held, pairs)
-            held = held + torch.index_select(parts, 0, self._ring_parts[way, step : step + 1])
-        return held
+    def _ring_parts(self, rings: Rings) -> torch.Tensor:
+        if rings not in self._tables:
+            # A table, not numbers: ranks must share one program.
+            table = torch.tensor(rings.parts(self.rank))
+            self._tables[rings] = xm.send_cpu_data_to_device([table], self.device)[0]
+        return self._tables[rings]
 
     @cached_property
-    def _ring_parts(self) -> torch.Tensor:
-        # A table, not numbers: ranks must share one program.
-        table = torch.tensor(self.ring.parts(self.rank))
-        return xm.send_cpu_data_to_device([table], self.device)[0]
+    def _tables(self) -> dict[Rings, torch.Tensor]:
+        return {}
 
     def all_reduce_sum(self, value: torch.Tensor, label: str = "") -> torch.Tensor:
         """The sum of ``value`` over the sharding group; same shape, meant for few elements."""
