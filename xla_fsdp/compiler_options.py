@@ -14,6 +14,11 @@ OPTIONS: Mapping[str, str] = MappingProxyType({
     # All-gathers may run beside loops over elements, not only beside products of matrices.
     # Workload S on v5e:2x4: 99 instead of 76 % of the bytes are sent beside compute.
     "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": "true",
+    # Operands are prefetched whole, not in up to four slices that are under way one by one: for
+    # each the compiler sets aside two tables of 16 KiB that share memory with nothing.
+    # Workload S on v5e:2x4: 1,025 instead of 1,045 MiB of temporaries, recomputed 367 instead of
+    # 391, and 0.3 and 2 % fewer cycles.
+    "xla_tpu_sliced_prefetch_max_slices": "1",
 })  # fmt: skip
 
 

@@ -104,19 +104,13 @@ class Order:
         self._gathered = None
 
 
-def after(
-    tensors: Sequence[torch.Tensor],
-    events: Sequence[torch.Tensor],
-    shapes: Sequence[Sequence[int]] | None = None,
-) -> list[torch.Tensor]:
+def after(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of ``tensors`` that exist only once all ``events`` do; the arguments stay as they are.
 
-    ``shapes``: what to view the copies as. A barrier replaces what it is given. Applied to a
-    parameter itself it would make the parameter an output of every step, so it is applied to
-    copies; the compiler removes those.
+    A barrier replaces what it is given. Applied to a parameter itself it would make the parameter
+    an output of every step, so it is applied to copies; the compiler removes those.
     """
-    shapes = shapes or [tensor.shape for tensor in tensors]
-    tied = [torch.view_copy(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+    tied = [torch.view_copy(tensor, tensor.shape) for tensor in tensors]
     if tied and events:
         torch_xla._XLAC._xla_optimization_barrier_(
             tied + [torch.view_copy(event, event.shape) for event in events]

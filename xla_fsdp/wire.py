@@ -82,18 +82,22 @@ class Wire:
         if backward:
             parts.sort(key=lambda part: (len(part) < 2, -part[0]))
         packed = [_packed([tensors[i] for i in part]) for part in parts]
-        shards = after([shard for shard, _ in packed], events, [shape for _, shape in packed])
+        shards = after([shard for shard, _ in packed], events)
         full: dict[int, list[torch.Tensor]] = {}
-        for part, shard in zip(parts, shards, strict=True):
-            # Cast behind the barrier: or the forward's would be kept for the backward.
+        in_turn = self.world.context is None  # else torch_xla's token has them in order
+        for part, shard, (_, shape) in zip(parts, shards, packed, strict=True):
+            # First of all the waiting, that of the barrier and this one: the compiler drops the
+            # barrier in the end, and what both the forward and the backward do to a stored shard
+            # before they wait (reshape it to the tiles of the wire, cast it), it does once and
+            # keeps in between.
+            if in_turn:
+                shard = order.turn(shard)
+            shard = shard.view(shape)
             if shard.dtype != dtypes[part[0]]:
                 shard = shard.to(dtypes[part[0]])
-            name = self._name([tensors[i] for i in part])
-            if self.world.context is None:
-                gathered = self.world.all_gather(order.turn(shard), name)
+            gathered = self.world.all_gather(shard, self._name([tensors[i] for i in part]))
+            if in_turn:
                 order.gathered(gathered)
-            else:  # torch_xla's token has them in order
-                gathered = self.world.all_gather(shard, name)
             layouts = [tensors[i].layout for i in part]
             for i, piece in zip(part, _unpacked(gathered, layouts), strict=True):
                 full[i] = tensors[i].layout.split(piece)
