@@ -27,6 +27,7 @@ class Case:
     dtype: torch.dtype = torch.float32  # of the parameters
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
+    as_on_tpu: bool = False  # traced like there
 
     @property
     def micro_batches(self) -> int:
@@ -36,7 +37,8 @@ class Case:
         options = [f"{k}={str(v).removeprefix('torch.')}" for k, v in self.options.items()]
         parts = [self.wrapping, "checkpoint" * self.checkpoint, self.accumulation, self.optimizer]
         dtype = str(self.dtype).removeprefix("torch.")
-        return "-".join(part for part in [*parts, dtype, *options] if part)
+        tpu = "as_on_tpu" * self.as_on_tpu
+        return "-".join(part for part in [*parts, dtype, tpu, *options] if part)
 
 
 @dataclass
@@ -158,6 +160,9 @@ def one_rank(rank: int, case: Case) -> dict[str, Any]:
     import torch_xla
     import torch_xla.runtime as xr
 
+    from xla_fsdp.ranks import current_rank
+
+    current_rank().as_on_tpu = case.as_on_tpu
     device = torch_xla.device()
     model = wrap(case, build(case))
     optimizer = optimizer_for(case, model.parameters())

@@ -3,18 +3,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from test_special_uses import trace_as_on_tpu
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 
 def fsdp(module):
     """Wrapped as on a TPU."""
-    from unittest import mock
-
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
-    with mock.patch("xla_fsdp.linear.pays_on", return_value=True):
-        return FSDP(module)
+    trace_as_on_tpu()
+    return FSDP(module)
 
 
 def device():

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_special_uses import assert_same_gradients, inputs, mlp, run, wrapped
+from test_special_uses import assert_same_gradients, inputs, mlp, run, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import BackwardPrefetch, checkpoint_module
@@ -32,6 +32,7 @@ def same_gradients(rank, options, checkpoint):
 
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
+    trace_as_on_tpu()
     plain, model = deep(), deep()
     for index in range(3):
         inner = checkpoint_module(model[index]) if checkpoint else model[index]
@@ -51,7 +52,7 @@ def same_gradients(rank, options, checkpoint):
 def nothing_held(model):
     order = model._unit.order
     return not (order._started or order._arrived or order._reduced or order._reducing) and (
-        order._gathered is None
+        order.last is None
     )
 
 
@@ -78,6 +79,7 @@ class Opaque(nn.Module):
 def odd_ends(rank):
     import torch_xla
 
+    trace_as_on_tpu()
     x = torch.randn(2, 6).to(torch_xla.device())
     opaque = wrapped(Opaque())
     opaque(x).value.sum().backward()

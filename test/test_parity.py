@@ -15,18 +15,27 @@ from parity import Case
 WRAPPINGS = ["root", "nested", "auto", "flat", "dim0"]
 ACCUMULATIONS = ["none", "no_sync", "plain"]
 
-# Optimizer, norm and number of ranks go round while the rest is a full cross product.
+# Optimizer, norm, ranks and way of tracing go round while the rest is a full cross product.
 _rotation = zip(
     itertools.cycle(["sgd", "adamw"]),
     itertools.cycle([2.0, 1.0, 2.0, math.inf, 2.0]),
     itertools.cycle([4, 3, 4, 2, 3, 4, 1]),
+    itertools.cycle([True, False]),
 )
 CROSS = [
     (
-        Case(wrapping, checkpoint, accumulation, optimizer, norm, options={} if reshard else ZERO2),
+        Case(
+            wrapping,
+            checkpoint,
+            accumulation,
+            optimizer,
+            norm,
+            options={} if reshard else ZERO2,
+            as_on_tpu=as_on_tpu,
+        ),
         ranks,
     )
-    for (wrapping, reshard, checkpoint, accumulation), (optimizer, norm, ranks) in zip(
+    for (wrapping, reshard, checkpoint, accumulation), (optimizer, norm, ranks, as_on_tpu) in zip(
         itertools.product(WRAPPINGS, [True, False], [False, True], ACCUMULATIONS),
         _rotation,
         strict=False,
@@ -48,7 +57,7 @@ def test_float32(run_ranks, case, ranks):
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 @pytest.mark.parametrize("ranks", [3])
 def test_float64_to_the_last_digits(run_ranks, wrapping, ranks):
-    case = Case(wrapping, True, "no_sync", "adamw", dtype=torch.float64)
+    case = Case(wrapping, True, "no_sync", "adamw", dtype=torch.float64, as_on_tpu=True)
     sharded = parity.merge(run_ranks(parity.one_rank, ranks, case))
     (reference,) = run_ranks(parity.unsharded_on_xla, 1, case)
     parity.assert_equal(sharded, reference, rtol=1e-11, atol=1e-13)

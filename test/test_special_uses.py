@@ -32,6 +32,13 @@ def wrapped(model: nn.Module, *children: str, **options):
     return FSDP(model, **options)
 
 
+def trace_as_on_tpu() -> None:
+    """Until the launch is over, this rank traces what a TPU would get."""
+    from xla_fsdp.ranks import current_rank
+
+    current_rank().as_on_tpu = True
+
+
 def inputs(rank: int, step: int = 0) -> torch.Tensor:
     """Two rows for each rank; every rank can make every other's."""
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))

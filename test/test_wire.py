@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from test_special_uses import inputs, mlp, wrapped
+from test_special_uses import inputs, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 COLLECTIVE = re.compile(
@@ -17,6 +17,7 @@ def program(rank, options, frozen=()):
     """Collectives of one forward and backward as (kind, dtype), and the elements they return."""
     import torch_xla
 
+    trace_as_on_tpu()
     plain = mlp()
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(name not in frozen)
@@ -92,11 +93,13 @@ class Sizes(nn.Module):
         return self.norm(self.small(self.large(x).relu()).double()).sum()
 
 
-def sizes(rank):
+def sizes(rank, as_on_tpu):
     import torch_xla
 
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
+    if as_on_tpu:
+        trace_as_on_tpu()
     model = FSDP(Sizes())
     loss = model(torch.randn(3, 640).to(torch_xla.device()))
     loss.backward()
@@ -108,7 +111,7 @@ def sizes(rank):
 
 def test_large_parameters_travel_alone_and_small_ones_together_by_dtype(run_ranks):
     rows = 320 // 128 + 1 + 4096 // 256  # a rank's biases and its part of the small matrix
-    for found in run_ranks(sizes, 2):
+    for found in run_ranks(sizes, 2, True):
         assert found == sorted([
             # In rows as the matrix has them, both ranks' and one rank's.
             ("f32", "512,640", "all-gather"),
@@ -120,10 +123,16 @@ def test_large_parameters_travel_alone_and_small_ones_together_by_dtype(run_rank
         ])  # fmt: skip
 
 
+def test_on_cpu_ranks_every_parameter_travels_alone(run_ranks):
+    for found in run_ranks(sizes, 2, False):
+        assert len([kind for _, _, kind in found if kind == "all-gather"]) == 6
+
+
 def accumulation(rank):
     """Reductions of two micro-batches, the first inside no_sync; and again without."""
     import torch_xla
 
+    trace_as_on_tpu()
     counts = []
     for hold in (True, False):
         model = wrapped(mlp(), "1")
@@ -156,10 +165,12 @@ class Skips(nn.Module):
         return self.outer(self.inner(x) if use_inner else x)
 
 
-def unit_left_out(rank):
+def unit_left_out(rank, as_on_tpu):
     """The last micro-batch does not use a unit that an earlier one, inside no_sync, did."""
     import torch_xla
 
+    if as_on_tpu:
+        trace_as_on_tpu()
     model = wrapped(Skips(), "inner")
     x = inputs(rank).to(torch_xla.device())
     with model.no_sync():
@@ -169,5 +180,6 @@ def unit_left_out(rank):
     return [p.grad.abs().sum().item() > 0 for p in model.parameters()]
 
 
-def test_no_sync_loses_no_gradient_of_a_unit_that_is_left_out(run_ranks):
-    assert run_ranks(unit_left_out, 2) == [[True] * 4, [False] * 4]
+@pytest.mark.parametrize("as_on_tpu", [True, False])
+def test_no_sync_loses_no_gradient_of_a_unit_that_is_left_out(run_ranks, as_on_tpu):
+    assert run_ranks(unit_left_out, 2, as_on_tpu) == [[True] * 4, [False] * 4]

@@ -43,7 +43,7 @@ class Order:
     def __init__(self) -> None:
         self._started: Sequence[torch.Tensor] = ()  # what the last unit's forward started from
         self._arrived: Sequence[torch.Tensor] = ()  # the same of the backward
-        self._gathered: torch.Tensor | None = None  # made of the last parameter gathered
+        self.last: torch.Tensor | None = None  # made of the last parameter gathered
         # Reduced gradients: of the unit before the last one, and since.
         self._reduced: list[torch.Tensor] = []
         self._reducing: list[torch.Tensor] = []
@@ -80,15 +80,15 @@ class Order:
 
     def turn(self, shard: torch.Tensor) -> torch.Tensor:
         """``shard``, not before the gather whose result :meth:`gathered` was told last is over."""
-        if self._gathered is None or shard.dtype not in _CAN_WAIT:
+        if self.last is None or shard.dtype not in _CAN_WAIT:
             return shard
-        return torch.where(self._gathered, 0.0, shard)
+        return torch.where(self.last, 0.0, shard)
 
     def gathered(self, full: torch.Tensor) -> None:
         """What came out of the gather whose turn it was."""
         # False whatever the value, NaN too, but only the program that runs knows. Not a barrier:
         # the TPU compiler drops those that tie one large tensor to a small one.
-        self._gathered = torch.slice_copy(full.view(-1), 0, 0, 1) > math.inf
+        self.last = torch.slice_copy(full.view(-1), 0, 0, 1) > math.inf
 
     def reduced(self, shards: Sequence[torch.Tensor]) -> None:
         """Gradient shards of the unit whose backward ends."""
@@ -96,12 +96,12 @@ class Order:
 
     def forward_over(self) -> None:
         """The outermost forward ended, or will not end."""
-        self._started, self._gathered = (), None
+        self._started, self.last = (), None
 
     def backward_over(self) -> None:
         """A backward ended, or will not end."""
         self._arrived, self._reduced, self._reducing = (), [], []
-        self._gathered = None
+        self.last = None
 
 
 def after(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> list[torch.Tensor]:

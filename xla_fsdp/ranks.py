@@ -46,6 +46,8 @@ class RankContext:
         device: the rank's XLA device.
         pending: collectives traced since the last full sync, in order.
         active: whether the launch is still on. Threads that autograd or the user keeps outlive it.
+        as_on_tpu: trace what a TPU would get, see :attr:`xla_fsdp.world.World.as_on_tpu`. For
+            tests, which have no TPU.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -54,6 +56,7 @@ class RankContext:
         self.device = device
         self.pending: list[Collective] = []
         self.active = True
+        self.as_on_tpu = False
         self._issued = 0
         self._lock = threading.Lock()
 

@@ -15,7 +15,8 @@ import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 
-Tensors = list[torch.Tensor]
+from .once import Tensors, Traced, placeholder, twin
+
 # (carry, slices, constants) -> (carry, results)
 Body = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
 
@@ -52,49 +53,17 @@ def loop(
     """
     depth = stacked[0].shape[0]
     with _fresh_trace(device, seed):
-        arguments = [_placeholder(t.shape, t.dtype) for t in carry]
-        arguments += [_placeholder(t.shape[1:], t.dtype) for t in stacked]
-        arguments += [_placeholder(t.shape, t.dtype) for t in constants]
+        arguments = [placeholder(t.shape, t.dtype) for t in carry]
+        arguments += [placeholder(t.shape[1:], t.dtype) for t in stacked]
+        arguments += [placeholder(t.shape, t.dtype) for t in constants]
         first, second = len(carry), len(carry) + len(stacked)
-        given = [_twin(argument) for argument in arguments]
+        given = [twin(argument) for argument in arguments]
         new_carry, results = body(given[:first], given[first:second], given[second:])
-        traced = _Traced(arguments, [*new_carry, *results])
+        traced = Traced("scan_body", arguments, [*new_carry, *results])
     operands = [*carry, *stacked, *constants, *traced.hoisted.values()]
     computation = _While(traced, depth, first, second, results, reverse).build(operands)
     outputs = torch_xla._XLAC._xla_user_computation("xla::scan_blocks", operands, computation)
     return outputs[: len(carry)], outputs[len(carry) :]
-
-
-class _Traced:
-    """A traced body as a computation, and where its parameters come from.
-
-    Attributes:
-        computation: takes its parameters in order of their numbers, returns a tuple.
-        argument_of: parameter number to the number of the body's argument.
-        hoisted: parameter number to a tensor that the body used from outside of it (constants that
-            live on the device, closures).
-        seed: the hoisted parameter that random numbers start from, or ``None``.
-    """
-
-    def __init__(self, arguments: Tensors, outputs: Tensors) -> None:
-        context = torch_xla._XLAC.lowering.LoweringContext("scan_body")
-        context.build(outputs)
-        self.computation = xb.computation_from_module_proto("scan_body", context.hlo())
-        self.argument_of: dict[int, int] = {}
-        for number, argument in enumerate(arguments):
-            parameter = context.tensor_parameter_id(argument)
-            if parameter != -1:
-                self.argument_of[parameter] = number
-        self.hoisted = {
-            parameter: tensor
-            for parameter, tensor in context.device_parameter_id_tensor_mapping().items()
-            if parameter not in self.argument_of
-        }
-        self.seed: int | None = None
-        ids, nodes = torch_xla._XLAC._get_tensors_xla_device_data_node(outputs)
-        seed_id = torch_xla._XLAC._get_seed_info_id()
-        if seed_id in ids:
-            self.seed = context.tensor_parameter_id(nodes[ids.index(seed_id)])
 
 
 class _While:
@@ -111,7 +80,7 @@ class _While:
 
     def __init__(
         self,
-        traced: _Traced,
+        traced: Traced,
         depth: int,
         sliced: int,
         constant: int,
@@ -182,16 +151,6 @@ def _row(stack: xb.Op, index: xb.Op) -> xb.Op:
 
 def _start(stack: xb.Op, index: xb.Op) -> list[xb.Op]:
     return [index, *(index.zeros_like() for _ in stack.shape().sizes[1:])]
-
-
-def _placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return xb.create_placeholder_tensor(tuple(shape), dtype)
-
-
-def _twin(placeholder: torch.Tensor) -> torch.Tensor:
-    """Another tensor with the same value. One that the body changes in place has another after."""
-    twin = torch.empty_like(placeholder)
-    return twin.copy_(placeholder)  # no computation: the value is taken over
 
 
 def _shape(tensor: torch.Tensor) -> xb.Shape:

@@ -69,7 +69,7 @@ class ScanUnit(Unit):
         self.parameters: list[Stack] = []
         self.buffers: list[Stack] = []
         self.linears: list[nn.Linear] = []
-        if linear.pays_on(world):
+        if world.as_on_tpu:
             self.linears = [m for m in template.modules() if linear.applies_to(m)]
 
     @property
@@ -140,7 +140,7 @@ class ScanUnit(Unit):
             for stack, value in zip(stacks, [*parameters, *buffers], strict=True):
                 stack.put(value)
             for module in self.linears:
-                linear.replace_forward(module)
+                linear.replace_forward(module, linear.keeps_input(module, self.world))
             yield
         finally:
             for module in self.linears:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import linear
+from .carrier import Carrier
 from .gather import Pass
 from .options import FSDPOptions
 from .order import Order
@@ -60,6 +61,7 @@ class Unit:
         self.placeholder = torch.zeros(1, device=world.device)
         self.require_sync = True
         self.wire = Wire(options, world)
+        self.carrier = Carrier(self.wire)
         # Shared by the units of a model once its root is known.
         self.order = Order()
         # Full gradients of the micro-batches inside no_sync, by index in `tensors`.
@@ -95,7 +97,7 @@ class Unit:
                 self._rnns.append(place.module)
             self._refresh_rnns()
         if place.module not in self._linears and linear.applies_to(place.module):
-            if linear.pays_on(self.world):
+            if self.world.as_on_tpu:
                 self._linears.append(place.module)
 
     @property
@@ -151,7 +153,7 @@ class Unit:
         for place in self.places:
             place.module._parameters[place.name] = one.full[place.index]
         for module in self._linears:
-            linear.replace_forward(module)
+            linear.replace_forward(module, linear.keeps_input(module, self.world))
         self._refresh_rnns()
 
     def _restore(self) -> None:
@@ -225,7 +227,7 @@ class Unit:
 
     def gather(self, events: Sequence[torch.Tensor], backward: bool) -> list[torch.Tensor]:
         """Every full parameter in compute dtype, traced to run after ``events``."""
-        return self.wire.gather(self.tensors, self.order, events, backward)
+        return self.carrier.gather(self.tensors, self.order, events, backward)
 
     def reduce(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
@@ -234,21 +236,20 @@ class Unit:
 
         ``None`` where no member got a gradient or none is needed, and inside ``no_sync``.
         """
-        fulls: dict[int, torch.Tensor] = {}
+        reached: dict[int, Sequence[torch.Tensor | None]] = {}
         first = 0
         for number, tensor in enumerate(self.tensors):
             members = grads[first : first + len(tensor.layout.members)]
             first += len(tensor.layout.members)
-            if not needed[number] or all(grad is None for grad in members):
-                continue
-            full = self.wire.reducible(tensor.layout, members)
-            if number in self._unsynced:
-                full = self._unsynced.pop(number) + full
-            fulls[number] = full
+            if needed[number] and any(grad is not None for grad in members):
+                reached[number] = members
+        held = {
+            number: self._unsynced.pop(number) for number in reached if number in self._unsynced
+        }
         if not self.require_sync:
-            self._unsynced.update(fulls)
+            self._unsynced.update(self.wire.joined(self.tensors, reached, held))
             return [None] * len(self.tensors)
-        shards, arrived = self.wire.reduce(self.tensors, fulls)
+        shards, arrived = self.carrier.reduce(self.tensors, reached, held)
         if torch._C._current_graph_task_id() in self._backward:  # at its end the order forgets
             self.order.reduced(arrived)
         return [shards.get(number) for number in range(len(self.tensors))]
@@ -259,7 +260,7 @@ class Unit:
 
     def flush(self) -> None:
         """Reduces what ``no_sync`` gathered for tensors that the last backward did not reach."""
-        if self.require_sync:
+        if self.require_sync and self._unsynced:
             for number, grad in self.wire.reduce(self.tensors, self._unsynced)[0].items():
                 shard = self.tensors[number].shard
                 shard.grad = grad if shard.grad is None else shard.grad + grad

@@ -4,7 +4,7 @@ A collective costs microseconds before it moves a byte, and most parameters of a
 norms) are small. So all small ones of a unit share one collective, rank by rank: ``[a0 b0][a1 b1]``
 for parameters ``a`` and ``b`` of two ranks, since a gather puts ranks one behind the other. Large
 ones travel alone: they need no copies to be put together and taken apart, and each can be under way
-while another is computed with.
+while another is computed with. On CPU ranks, where starting costs next to nothing, all travel so.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Wire:
         packed = [_packed([tensors[i] for i in part]) for part in parts]
         shards = after([shard for shard, _ in packed], events)
         full: dict[int, list[torch.Tensor]] = {}
-        in_turn = self.world.context is None  # else torch_xla's token has them in order
+        in_turn = self.world.as_on_tpu  # else torch_xla's token has them in order
         for part, shard, (_, shape) in zip(parts, shards, packed, strict=True):
             # First of all the waiting, that of the barrier and this one: the compiler drops the
             # barrier in the end, and what both the forward and the backward do to a stored shard
@@ -118,6 +118,17 @@ class Wire:
         full = layout.join(grads)
         narrow = full.dtype in (torch.float16, torch.bfloat16)
         return full.float() if narrow and self.options.fp32_reduce_scatter else full
+
+    def joined(
+        self,
+        tensors: Sequence[ShardedTensor],
+        grads: Mapping[int, Sequence[torch.Tensor | None]],
+        held: Mapping[int, torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """What :meth:`reducible` makes of the members' ``grads``, by number in ``tensors``, added
+        to what it made of earlier ones."""
+        fulls = {n: self.reducible(tensors[n].layout, members) for n, members in grads.items()}
+        return {n: held[n] + full if n in held else full for n, full in fulls.items()}
 
     def reduce(
         self, tensors: Sequence[ShardedTensor], fulls: Mapping[int, torch.Tensor]
@@ -184,6 +195,7 @@ class Wire:
     ) -> list[list[int]]:
         """Numbers of the tensors by collective: the small ones of each dtype first, then each other
         one by itself. Tensors without elements do not travel."""
+        share = SMALL_BYTES if self.world.as_on_tpu else 0
         together: dict[torch.dtype, list[list[int]]] = {}
         filled: dict[torch.dtype, int] = {}
         alone = []
@@ -191,7 +203,7 @@ class Wire:
             size = math.prod(tensor.layout.padded_shape) * dtype.itemsize
             if not tensor.layout.numel:
                 continue
-            if size > SMALL_BYTES:
+            if size > share:
                 alone.append([i])
                 continue
             buckets = together.setdefault(dtype, [])

@@ -40,6 +40,7 @@ class World:
         device: the XLA device of this rank. Autograd runs on threads of its own that do not know
             it, hence it is kept here.
         context: the rank's place in a CPU launch, which numbers its collectives; ``None`` on TPU.
+        device_kind: what the runtime calls the chip, such as "TPU v6 lite"; "" where unknown.
         routes: the ways over the links where the group is a whole TPU slice; ``None`` elsewhere,
             and all goes at once.
     """
@@ -50,6 +51,7 @@ class World:
     device: torch.device
     replica_groups: Groups = ()
     context: RankContext | None = field(default=None, compare=False, repr=False)
+    device_kind: str = ""
     routes: Routes | None = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -83,8 +85,9 @@ class World:
         if replication_groups:
             replicas = _checked_groups("replication_groups", replication_groups, None)
         device = torch_xla.device()
-        routes = _routes(device) if groups == (tuple(range(total)),) else None
-        return cls(rank, size, groups, device, replicas, current_rank(), routes)
+        kind = torch_xla._XLAC._xla_device_kind(str(device))
+        routes = _routes(kind) if groups == (tuple(range(total)),) else None
+        return cls(rank, size, groups, device, replicas, current_rank(), kind, routes)
 
     # Every collective needs these two; a step has hundreds.
     @cached_property
@@ -99,6 +102,15 @@ class World:
     def replicas(self) -> int:
         """How many ranks hold the same shard."""
         return len(self.replica_groups[0]) if self.replica_groups else 1
+
+    @property
+    def as_on_tpu(self) -> bool:
+        """Whether to trace what runs best on a TPU.
+
+        XLA on a CPU drops barriers and gathers ahead what travels together, flattens contractions
+        again, with copies, and wants a number of its own for every collective.
+        """
+        return self.context is None or self.context.as_on_tpu
 
     def all_gather(self, shard: torch.Tensor, label: str = "") -> torch.Tensor:
         """Concatenates every rank's ``shard`` on dimension 0: ``(d, ...)`` to ``(size*d, ...)``."""
@@ -256,9 +268,8 @@ def _named(kind: str, label: str) -> object:
     return torch_xla._XLAC.profiler.scope_pusher(f"{kind}[{label}]")
 
 
-def _routes(device: torch.device) -> Routes | None:
+def _routes(kind: str) -> Routes | None:
     """The ways over the slice that this process runs on, or is planned for."""
-    kind = torch_xla._XLAC._xla_device_kind(str(device))
     routes = routes_for(kind, xr.global_runtime_device_attributes())
     # A process that nobody launched is one rank, though it sees the whole slice.
     return routes if routes is not None and routes.slice.devices == xr.world_size() else None
