@@ -1,5 +1,9 @@
 """Linear layers inside a wrapped model: contracted without flattening, and still a linear layer."""
 
+import contextlib
+import re
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +29,20 @@ def device():
 SHAPES = [(5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 2, 3, 8), (8,), (0, 5, 8)]
 
 
-def values_and_gradients(rank, bias):
+def keeping():
+    """As on a chip on which inputs of narrowing layers are kept."""
+    import torch_xla
+
+    kind = torch_xla._XLAC._xla_device_kind(str(device()))
+    return mock.patch("xla_fsdp.linear.KEEPING", (kind,))
+
+
+def values_and_gradients(rank, bias, keep):
+    with keeping() if keep else contextlib.nullcontext():
+        compare_with_plain(bias)
+
+
+def compare_with_plain(bias):
     import torch_xla
 
     for shape in SHAPES:
@@ -50,9 +67,32 @@ def values_and_gradients(rank, bias):
             torch.testing.assert_close(whole, parameter.grad, **close)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_values_and_gradients(run_ranks, bias):
-    run_ranks(values_and_gradients, 1, bias)
+@pytest.mark.parametrize("bias,keep", [(True, False), (False, False), (True, True)])
+def test_values_and_gradients(run_ranks, bias, keep):
+    run_ranks(values_and_gradients, 1, bias, keep)
+
+
+def barriers(rank, inner, outer):
+    """How many the forward of a linear layer puts around its input."""
+    import torch_xla
+
+    with keeping():
+        model = fsdp(nn.Linear(inner, outer))
+        torch_xla.sync()
+        counts = []
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                x = torch.ones(2, 3, inner).to(device()) * 2
+                hlo = torch_xla._XLAC._get_xla_tensors_hlo([model(x)])
+            counts.append(len(re.findall(rf"f32\[2,3,{inner}\]\S* get-tuple-element", hlo)))
+            torch_xla.sync()
+    return counts
+
+
+def test_only_what_a_layer_narrows_is_kept_and_only_for_a_backward(run_ranks):
+    (narrowing,), (widening,) = (run_ranks(barriers, 1, *sizes) for sizes in ((8, 4), (4, 8)))
+    assert narrowing[0] == narrowing[1] + 1
+    assert widening[0] == widening[1]
 
 
 def contraction(rank):
@@ -137,7 +177,12 @@ def test_it_is_still_the_users_layer(run_ranks, check):
     run_ranks(check, 1)
 
 
-def twice_differentiable(rank):
+def twice_differentiable(rank, keep):
+    with keeping() if keep else contextlib.nullcontext():
+        differentiate_twice()
+
+
+def differentiate_twice():
     torch.manual_seed(0)
     weight, bias = torch.randn(1, 4), torch.randn(1)
     inner = nn.Linear(4, 1)
@@ -156,5 +201,6 @@ def twice_differentiable(rank):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_of_gradients(run_ranks):
-    run_ranks(twice_differentiable, 1)
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_of_gradients(run_ranks, keep):
+    run_ranks(twice_differentiable, 1, keep)
