@@ -42,6 +42,7 @@ CROSS = [
     )
     for ZERO2 in [{"reshard_after_forward": False}]
 ]
+CROSS.sort(key=lambda pair: pair[1])  # else processes of ranks would be started over and over
 
 
 def check(run_ranks, case: Case, ranks: int, rtol: float, atol: float) -> None:
