@@ -114,6 +114,39 @@ def test_nothing_is_flattened(run_ranks):
     assert "[32,128]" not in hlo and "[32,256]" not in hlo
 
 
+class Queries(nn.Module):
+    """A parameter that goes into a linear layer as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, 5, 8))
+        self.narrow = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.narrow(self.queries).sum() + x.sum()
+
+
+def saved_parameters(rank):
+    """Which tensors of a forward autograd keeps, and whether as recipes."""
+    from xla_fsdp import recipe
+
+    found, search = [], recipe.recipe_of
+
+    def noting(tensor):
+        result = search(tensor)
+        found.append((tuple(tensor.shape), result is not None))
+        return result
+
+    with keeping(), mock.patch.object(recipe, "recipe_of", noting):
+        fsdp(nn.Sequential(fsdp(Queries())))(torch.ones(1).to(device()))
+    return found
+
+
+def test_a_parameter_is_not_kept(run_ranks):
+    (found,) = run_ranks(saved_parameters, 1)
+    assert ((1, 5, 8), True) in found and ((1, 5, 8), False) not in found
+
+
 def own_forward(rank):
     """What users put on a module stays there, and is what computes."""
     model = fsdp(nn.Sequential(nn.Linear(4, 4)))

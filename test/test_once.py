@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from test_special_uses import gradients, inputs, mlp, run, trace_as_on_tpu, wrapped
+from torch import nn
 
 
 def world():
@@ -50,6 +51,71 @@ def traced_once():
 
 def test_a_function_is_traced_once_for_each_shape(elsewhere):
     elsewhere(traced_once)
+
+
+def as_many_as_are_of_use():
+    """Lengths that come once (generated text) do not stay in memory."""
+    from xla_fsdp import once as module
+
+    once, function, calls = counted(world())
+    for length in range(2, 2 + 2 * module._KEPT):
+        once("f", function, [torch.ones(length).to(world().device)], "key")
+    assert len(once._known) == module._KEPT
+    calls.clear()
+    once("f", function, [torch.ones(1 + 2 * module._KEPT).to(world().device)], "key")
+    assert not calls
+
+
+def test_what_was_not_used_for_long_is_forgotten(elsewhere):
+    elsewhere(as_many_as_are_of_use)
+
+
+def without_elements():
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model = FSDP(nn.Sequential(nn.Linear(4, 3), FSDP(nn.Linear(3, 0))))
+    x = torch.ones(2, 4).to(torch_xla.device())
+    for _ in range(2):
+        model(x).sum().backward()
+        assert model(x).cpu().shape == (2, 0)
+
+
+def test_a_unit_without_elements(elsewhere):
+    elsewhere(without_elements)
+
+
+TRAINS = """
+import sys
+import torch, torch_xla
+from torch import nn
+from torch_xla.experimental import eager_mode
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+eager_mode(sys.argv[1] == "eager")
+torch.manual_seed(0)
+plain = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 3))
+torch.manual_seed(0)
+model = FSDP(nn.Sequential(FSDP(nn.Embedding(10, 6)), nn.Linear(6, 3)))
+ids = torch.arange(8).view(2, 4)
+for _ in range(2):
+    model(ids.to(torch_xla.device())).square().sum().backward()
+    plain(ids).square().sum().backward()
+    torch_xla.sync()
+for ours, theirs in zip(model.parameters(), plain.parameters()):
+    grad = ours.grad.cpu()[: theirs.numel()].view_as(theirs)
+    torch.testing.assert_close(grad, theirs.grad, rtol=0.05, atol=0.05)
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("setting", ["eager", "XLA_USE_32BIT_LONG", "XLA_USE_BF16", ""])
+def test_settings_of_torch_xla(run_script, setting):
+    """In eager mode nothing can be traced; others change the types that tensors have on devices."""
+    env = {"PJRT_DEVICE": "CPU", **({setting: "1"} if setting.isupper() else {})}
+    done = run_script(TRAINS, setting or "plain", env=env)
+    assert done.stdout.endswith("equal\n"), done.stderr
 
 
 def names():

@@ -86,7 +86,8 @@ def linear(module: nn.Linear, input: torch.Tensor, keep: bool = False) -> torch.
     """
     weight = module.weight
     if _contracts(input, weight):
-        if keep and torch.is_grad_enabled():
+        # The gradient of a frozen weight, which reads the input once more, is not computed.
+        if keep and torch.is_grad_enabled() and weight.requires_grad:
             input = _Kept.apply(input)
         y = _Product.apply(input, weight, _FORWARD)
         return y if module.bias is None else y + module.bias

@@ -20,11 +20,12 @@ from .world import World
 Tensors = list[torch.Tensor]
 
 
-class Once:
-    """Calls functions of tensors, tracing each only the first time.
+# Computations of one Once. A unit needs three for each shape of its inputs.
+_KEPT = 16
 
-    What is known grows with every new shape of an argument; so does what the compiler must know.
-    """
+
+class Once:
+    """Calls functions of tensors, tracing each only the first time."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -47,14 +48,17 @@ class Once:
             key: what the function does depends on this, on ``name`` and on shapes and dtypes of
                 ``tensors``, and on nothing else.
         """
-        if not self._world.as_on_tpu or not tensors:
+        if not tensors or not self._world.as_on_tpu or torch_xla._XLAC._get_use_eager_mode():
             return function(tensors)
-        known = None
         key = (name, key, *((tensor.shape, tensor.dtype) for tensor in tensors))
-        if not self._always_anew:
-            known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._trace(name, function, tensors)
+        known = self._known.pop(key, None)
+        if known is None or self._always_anew:
+            known = self._trace(name, function, tensors)
+        self._known[key] = known  # at the end: the first is what was not used for longest
+        if len(self._known) > _KEPT:
+            del self._known[next(iter(self._known))]
+        if known.computation is None:
+            return function(tensors)
         operands = [
             one if isinstance(one, torch.Tensor) else tensors[one] for one in known.operands
         ]
@@ -73,17 +77,24 @@ class Once:
         token = torch_xla._XLAC._get_all_reduce_token(device)
         torch_xla._XLAC._set_all_reduce_token(device, None)
         try:
-            arguments = [placeholder(tensor.shape, tensor.dtype) for tensor in tensors]
+            arguments = [_placeholder_of(tensor, device) for tensor in tensors]
+            pairs = zip(arguments, tensors, strict=True)
+            if any(argument.dtype != tensor.dtype for argument, tensor in pairs):
+                return _Known(None, [])  # torch_xla computes with another type (XLA_USE_32BIT_LONG)
             traced = Traced(name, arguments, function([twin(one) for one in arguments]))
         finally:
+            # Only CPU ranks keep to its order, see World.
+            token = token if self._world.context is not None else None
             torch_xla._XLAC._set_all_reduce_token(device, token)
             torch_xla._XLAC._xla_set_default_device(default)
         operands = traced.argument_of | traced.hoisted
+        if not operands:  # parameters without elements: nothing to call with
+            return _Known(None, [])
         return _Known(traced.computation, [operands[number] for number in range(len(operands))])
 
 
 class _Known(NamedTuple):
-    computation: object
+    computation: object  # None where the function is to be called instead
     operands: list[int | torch.Tensor]  # numbers of arguments, and tensors that it uses besides
 
 
@@ -122,6 +133,12 @@ class Traced:
 def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor without a value, to trace with."""
     return xb.create_placeholder_tensor(tuple(shape), dtype)
+
+
+def _placeholder_of(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """One of the type that ``tensor`` has on the device."""
+    shape = torch_xla._XLAC._xla_op_tensor_shape(tensor, device)
+    return torch_xla._XLAC._xla_create_placeholder_tensor(shape)
 
 
 def twin(tensor: torch.Tensor) -> torch.Tensor:
