@@ -1,6 +1,7 @@
 """The order of gathers and reductions: what is held for it, and that values do not depend on it."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -173,3 +174,21 @@ def one_rank_that_sees_a_slice(rank):
 
 def test_a_process_alone_on_a_slice(run_ranks):
     run(run_ranks, one_rank_that_sees_a_slice, ranks=1)
+
+
+def selected(rank):
+    """Types of what waits for the gather before."""
+    import torch_xla
+
+    trace_as_on_tpu()
+    model = wrapped(mlp(), "1", compute_dtype=torch.bfloat16)
+    torch_xla.sync()
+    model(inputs(rank).to(torch_xla.device())).sum().backward()
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo([p.grad for p in model.parameters()])
+    return re.findall(r"= (\w+)\[[\d,]+\]\S* select\(", hlo)
+
+
+def test_shards_wait_before_they_are_cast(run_ranks):
+    """Cast first, the narrow shards of the forward are kept for the backward."""
+    for types in run_ranks(selected, 2):
+        assert types and set(types) == {"f32"}

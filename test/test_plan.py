@@ -215,22 +215,13 @@ def in_tree_on_workload_s(cache):
     assert "gradients of blocks.0" in warnings and "full all-reduce" in warnings
 
 
-def nothing_in_pieces_and_no_shard_twice(cache):
-    """Slices of prefetches take tables; a shard as it is sent, from forward to backward, a copy."""
+def nothing_in_pieces(cache):
+    """Each slice of a prefetch would take two tables in memory."""
     from xla_fsdp import plan
 
     step = _step(width=1024, rows=2048)
     schedule = plan(step, V5E, cache=cache, progress=False, ranks=[0]).schedule
     assert not [op.name for op in schedule.ops if "slice-start" in op.name]
-    backward = min(op.index for op in schedule.ops if op.phase == "backward")
-    sizes = {"bf16[256,1024]", "bf16[128,2048]", "bf16[262144]", "f32[256,1024]", "f32[128,2048]"}
-    kept = [
-        buffer.name
-        for buffer in schedule.buffers
-        if buffer.category == "temporary" and buffer.born < backward <= buffer.dies
-        and buffer.shape in sizes
-    ]  # fmt: skip
-    assert not kept
 
 
 CHECKS = [
@@ -241,7 +232,7 @@ CHECKS = [
     a_step_that_does_not_fit,
     wrong_arguments,
     in_tree_on_workload_s,
-    nothing_in_pieces_and_no_shard_twice,
+    nothing_in_pieces,
 ]
 
 
