@@ -246,6 +246,30 @@ def test_plan(elsewhere, cache, check):
     elsewhere(check, cache)
 
 
+CRASHES = """
+import sys, types
+sys.path.insert(0, sys.argv[1])
+from test_plan import _step
+from xla_fsdp import plan
+from xla_fsdp.planning.compiling import compiler
+
+# Another module for the process that compiles.
+compiler.compile_child = types.SimpleNamespace(
+    __name__="crashing_child", program_file=compiler.compile_child.program_file
+)
+plan(_step(), "v3-8", cache=False, ranks=[0], compiler_options={"xla_some_flag": "true"})
+"""
+
+
+def test_a_crash_of_the_compiler_names_the_options(run_script, tmp_path):
+    child = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    (tmp_path / "crashing_child.py").write_text(child)
+    folders = os.pathsep.join([str(tmp_path), os.path.dirname(os.path.dirname(__file__))])
+    done = run_script(CRASHES, os.path.dirname(__file__), env={"PYTHONPATH": folders})
+    assert "exit status -11 (a crash; compiler_options= can undo" in done.stderr
+    assert "xla_some_flag=true" in done.stderr
+
+
 def test_an_interrupt_leaves_no_compiler_behind(run_script):
     """Ctrl-C while the compiler works: it ends with the plan."""
     done = run_script(

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -149,12 +150,23 @@ def _run(folder: Path, what: str, progress: Progress) -> None:
                 child.wait()
     if not (folder / "result.json").exists():
         tail = (folder / "log").read_text(errors="replace").strip().splitlines()[-15:]
-        killed = " (killed, perhaps by a system out of memory)" if child.returncode == -9 else ""
         raise CompileError(
-            f"the TPU compiler ended with exit status {child.returncode}{killed} and no result. "
+            f"the TPU compiler ended with exit status {child.returncode}"
+            f"{_perhaps(child.returncode, folder)} and no result. "
             "Its last words:\n" + "\n".join(tail)
         )
     progress.done(what, time.monotonic() - began)
+
+
+def _perhaps(status: int, folder: Path) -> str:
+    """What a user can do about a compiler that was killed, or crashed."""
+    if status == -signal.SIGKILL:
+        return " (killed, perhaps by a system out of memory)"
+    options = json.loads((folder / "request.json").read_text())["compiler_options"]
+    if status < 0 and options:
+        given = ", ".join(f"{name}={value}" for name, value in options.items())
+        return f" (a crash; compiler_options= can undo what it was asked, one by one: {given})"
+    return ""
 
 
 def _give_back_memory() -> None:
