@@ -131,12 +131,13 @@ def wire_bytes_are_those_of_the_traced_program(cache):
             wire_bytes(c.asked or c.kind, c.bytes, c.group_size) * c.times
             for c in report.schedule.collectives
         )
-        # The compiler merges small gathers into padded ones: a few bytes more, none less.
-        assert predicted <= found <= 1.002 * predicted, (name, predicted, found)
-        assert report.wire_bytes >= found
-        # The first weight is of no use in the backward: a batch has no gradient.
+        assert report.bound_wire_bytes <= predicted * 1.001, name
+        # Nobody needs the first weight in the backward, since a batch has no gradient: the compiler
+        # drops the gather.
         unused = 2 * 512 * 1024 * 7 // 8 if name == "ours" else 0
-        assert report.bound_wire_bytes <= (predicted + unused) * 1.001, name
+        # It merges small gathers into padded ones: a few bytes more, none less.
+        assert predicted - unused <= found <= 1.002 * (predicted - unused), (name, predicted, found)
+        assert report.wire_bytes >= found
 
 
 def a_step_that_does_not_fit(cache):
@@ -199,8 +200,21 @@ def in_tree_on_workload_s(cache):
     """What the in-tree class is known to send: 2.64 times the bound, nothing beside compute."""
     from benchmarks.workload_s import step_of
     from xla_fsdp import plan
+    from xla_fsdp.compiler_options import OPTIONS
 
-    report = plan(step_of("in-tree"), V5E, cache=cache, progress=False, ranks=[0, 7])
+    defaults = {
+        "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": "false",
+        "xla_tpu_sliced_prefetch_max_slices": "4",
+    }
+    assert set(defaults) == set(OPTIONS)
+    report = plan(
+        step_of("in-tree"),
+        V5E,
+        cache=cache,
+        progress=False,
+        ranks=[0, 7],
+        compiler_options=defaults,
+    )
     assert round(report.wire_ratio, 2) == 2.64
     assert report.wire_bytes / 2**20 == pytest.approx(693.7, abs=0.1)
     assert report.bound_wire_bytes / 2**20 == pytest.approx(262.8, abs=0.1)
