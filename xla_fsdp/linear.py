@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from .world import World
 
-# Kinds of chips. Workload S on v6e-8: 20.6 instead of 23.3 million cycles, recomputed 26 instead of
+# Kinds of chips. Workload S on v6e-8: 20.7 instead of 23.3 million cycles, recomputed 26 instead of
 # 29, for 195 MiB more. On v5e nothing is gained.
 KEEPING = ("TPU v6 lite",)
 # Dimensions of both factors and of the product: a letter each, a star for all leading ones.

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 # Families of chips whose permutes run beside compute; on v2 and v3 they do not (libtpu 0.0.21).
 OVERLAPPING = ("v5e", "v6e")
 # Every step costs microseconds, and waits for an operation beside it. By the time model, workload S
-# takes 4 % longer with rings of 8 than with the compiler's own reduce-scatter (v5e; on v6e nothing
-# more), and 7 % with rings of 16.
+# takes 4 % longer with rings of 8 than with the compiler's own reduce-scatter (v5e; on v6e 1 %),
+# and 7 % with rings of 16.
 LONGEST = 8
 
 
