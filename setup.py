@@ -16,7 +16,9 @@ setup(
     packages=[
         "xla_fsdp",
         "xla_fsdp._cpu",
+        "xla_fsdp.checkpoint",
         "xla_fsdp.consolidate",
+        "xla_fsdp.consolidate.format",
         "xla_fsdp.planning",
         *(
             f"xla_fsdp.planning.{part}"
@@ -25,14 +27,14 @@ setup(
     ],
     package_dir={"xla_fsdp.consolidate": "consolidate"},
     # torch_xla is built against one torch version; a newer torch fails to load it.
-    install_requires=["torch==2.9.0", "torch_xla==2.9.0", "numpy", "safetensors"],
+    install_requires=["torch==2.9.0", "torch_xla==2.9.0", "numpy", "safetensors", "fsspec", "xxhash", "tqdm"],
     extras_require={
         "tpu": ["torch_xla[tpu]==2.9.0"],
         # The TPU compiler and its front end, as torch_xla 2.9.0 pins them itself.
         "plan": ["torch_xla[pallas,tpu]==2.9.0", "matplotlib"],
         "pod": ["cloud-tpu-client==0.10", "absl-py"],
         "examples": ["absl-py", "rich", "scikit-learn", "tensorboard", "torchvision==0.24.0"],
-        "test": ["cloudpickle", "pytest", "psutil"],
+        "test": ["cloudpickle", "hypothesis", "pytest", "psutil"],
         "lint": ["ruff==0.14.4"],
     },
 )

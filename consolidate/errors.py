@@ -59,3 +59,35 @@ class TiedWeightError(CheckpointError, ValueError):
 
 class OutputError(CheckpointError):
     """The result cannot be written where it was asked for."""
+
+
+class IncompleteCheckpointError(CheckpointNotFoundError):
+    """A folder has no manifest: it is no checkpoint, or one whose saving never ended."""
+
+
+class CorruptFileError(UnreadableFileError):
+    """The bytes of a file are not those that were saved."""
+
+
+class MixedSaveError(CheckpointError):
+    """A file is whole, but belongs to another save: another step, run, rank or world size."""
+
+
+class CoverageError(ShardMismatchError):
+    """The shards of a tensor leave a gap, overlap, or reach beyond its end."""
+
+
+class ModelMismatchError(CheckpointError):
+    """The checkpoint and the model or optimizer to load it into do not fit together."""
+
+
+class UnsupportedValueError(CheckpointError, TypeError):
+    """Something that this format cannot store without executing code when it is read."""
+
+
+class OtherRankError(CheckpointError):
+    """This rank did its part, but another one failed; the message has that one's error."""
+
+
+class SharedStorageError(CheckpointError):
+    """Ranks do not see each other's files."""

@@ -28,26 +28,14 @@ def shard_metadata(wrapper: XlaFullyShardedDataParallel) -> dict[str, Any]:
 
     Names are as seen from ``wrapper``; a parameter used under several names lists all of them.
     """
-    names: dict[ShardedTensor, list[list[str]]] = {}
+    names = sharded_names(wrapper)
     keys: dict[ShardedTensor, str] = {}
     buffers: dict[str, str] = {}
     for path, module in _wrappers(wrapper):
         unit = module._unit
-        first_number = {}
-        number = 0
         for tensor in unit.tensors:
-            first_number[tensor] = number
-            number += len(tensor.layout.members)
-            names.setdefault(tensor, [[] for _ in tensor.layout.members])
             if tensor.flattened and module._parameters.get(tensor.key) is tensor.shard:
                 keys.setdefault(tensor, dotted(path, tensor.key))
-        for place in unit.places:
-            tensor, member = _member_at(unit, place.index, first_number)
-            known = names[tensor][member]
-            for inside in place.paths:
-                name = dotted(path, dotted(inside, place.name))
-                if name not in known:
-                    known.append(name)
         for name, dtype in unit.buffer_dtypes.items():
             buffers[dotted(path, name)] = str(dtype).removeprefix("torch.")
     parameters = {
@@ -64,6 +52,27 @@ def shard_metadata(wrapper: XlaFullyShardedDataParallel) -> dict[str, Any]:
         "parameters": parameters,
         "buffers": buffers,
     }
+
+
+def sharded_names(root: nn.Module) -> dict[ShardedTensor, list[list[str]]]:
+    """The names of every member of every sharded tensor in ``root``, as seen from there."""
+    names: dict[ShardedTensor, list[list[str]]] = {}
+    for path, module in _wrappers(root):
+        unit = module._unit
+        first_number = {}
+        number = 0
+        for tensor in unit.tensors:
+            first_number[tensor] = number
+            number += len(tensor.layout.members)
+            names.setdefault(tensor, [[] for _ in tensor.layout.members])
+        for place in unit.places:
+            tensor, member = _member_at(unit, place.index, first_number)
+            known = names[tensor][member]
+            for inside in place.paths:
+                name = dotted(path, dotted(inside, place.name))
+                if name not in known:
+                    known.append(name)
+    return names
 
 
 def _wrappers(wrapper: nn.Module) -> Iterator[tuple[str, nn.Module]]:

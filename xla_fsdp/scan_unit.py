@@ -76,6 +76,14 @@ class ScanUnit(Unit):
     def shards(self) -> list[nn.Parameter]:
         return [stack.value for stack in self.parameters]
 
+    def holders(self) -> list[tuple[ShardedTensor, nn.Parameter, int]]:
+        count, held = len(self.parameters), []
+        for number, tensor in enumerate(self.tensors):
+            block, index = divmod(number, count)
+            stacked = self.parameters[index].value
+            held.append((tensor, stacked, block * tensor.shard.numel()))
+        return held
+
     def describe_blocks(self, depth: int, cast: dict[str, torch.dtype]) -> None:
         """Fills in ``tensors``, ``places`` and ``buffer_dtypes``, block by block.
 

@@ -111,6 +111,22 @@ class Layout:
         pieces.append(values[0].new_zeros(length - filled))
         return torch.cat(pieces)
 
+    def pieces(self, rank: int) -> list[tuple[int, int, int]]:
+        """What of each member a rank's shard holds: elements ``begin .. end`` of the flattened
+        member, which stand in the flattened shard from ``at`` on; ``begin == end`` for nothing.
+
+        Example: two ranks, shards of 128 elements, members of 100 and 60. Rank 0 holds
+        ``(0, 100, 0)`` and ``(0, 28, 100)``, rank 1 ``(0, 0, 0)`` and ``(28, 60, 0)``.
+        """
+        length = math.prod(self.shard_shape)
+        first = rank * length
+        held = []
+        for member in self.members:
+            begin = max(first - member.offset, 0)
+            end = min(first + length - member.offset, member.numel)
+            held.append((begin, end, member.offset + begin - first) if begin < end else (0, 0, 0))
+        return held
+
     def split(self, gathered: torch.Tensor) -> list[torch.Tensor]:
         """The members' full values, out of the shards of all ranks in wire shape.
 

@@ -104,6 +104,11 @@ class Unit:
     def shards(self) -> list[nn.Parameter]:
         return [tensor.shard for tensor in self.tensors]
 
+    def holders(self) -> list[tuple[ShardedTensor, nn.Parameter, int]]:
+        """For every sharded tensor the parameter that an optimizer sees, and the first of its
+        flattened elements that is the tensor's."""
+        return [(tensor, tensor.shard, 0) for tensor in self.tensors]
+
     # -- forward --------------------------------------------------------------------------------
 
     @property

@@ -1,0 +1,131 @@
+"""The container of all files: safetensors.
+
+Eight bytes, little-endian, say how long the header is; the header is JSON, ``{name: {"dtype",
+"shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}``; then come the tensors' bytes,
+without gaps. Read strictly: every byte of the file belongs to one thing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidMetadataError, UnreadableFileError
+from .dtypes import DTYPES
+from .strict import read_json, write_json
+
+MAX_HEADER_BYTES = 100_000_000
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor. begin, end: its bytes, counted from the beginning of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Container:
+    """What a header says; ``size``: bytes of the whole file."""
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+    data_begin: int
+    size: int
+
+
+def layout(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[Container, bytes]:
+    """The container of ``tensors`` (name, dtype, shape), in that order, and its first bytes.
+
+    ``metadata`` may say something about them that depends on nothing but them.
+    """
+    offsets: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    begin, spans = 0, []
+    for name, dtype, shape in tensors:
+        assert name not in offsets, name
+        end = begin + math.prod(shape) * DTYPES[dtype].itemsize
+        offsets[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        spans.append((name, dtype, tuple(shape), begin, end))
+        begin = end
+    header = write_json(offsets)
+    # Tensors begin at a multiple of eight bytes, so that whoever maps the file can use them there.
+    header += b" " * (-len(header) % 8)
+    start = 8 + len(header)
+    entries = {n: Entry(d, s, start + b, start + e) for n, d, s, b, e in spans}
+    container = Container(entries, dict(metadata), start, start + begin)
+    return container, len(header).to_bytes(8, "little") + header
+
+
+def read_container(read: Callable[[int, int], bytes], size: int, label: str) -> Container:
+    """Parses the header of a file of ``size`` bytes; ``read(begin, end)`` gives some of them.
+
+    Raises:
+        UnreadableFileError: truncated, longer than what it describes, or no safetensors file.
+        InvalidMetadataError: a header that contradicts itself.
+    """
+    if size < 8:
+        raise UnreadableFileError(f"{label}: has {size} bytes, too few for a safetensors file")
+    length = int.from_bytes(read(0, 8), "little")
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        raise UnreadableFileError(
+            f"{label}: its first bytes announce a header of {length} bytes, but there are "
+            f"{size - 8} in all (at most {MAX_HEADER_BYTES} are allowed): truncated, or no "
+            "safetensors file"
+        )
+    described = read_json(read(8, 8 + length), label)
+    if not isinstance(described, dict):
+        raise InvalidMetadataError(f"{label}: its header is not a JSON object")
+    metadata = described.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise InvalidMetadataError(f"{label}: {_METADATA} in its header must map names to strings")
+    start = 8 + length
+    entries = {name: _entry(name, value, start, label) for name, value in described.items()}
+    end = start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != end:
+            what = "overlaps the tensor before it" if entry.begin < end else "leaves a gap"
+            raise InvalidMetadataError(f"{label}: tensor {name!r:.120} {what}")
+        end = entry.end
+    if end != size:
+        raise UnreadableFileError(
+            f"{label}: has {size} bytes, its header describes {end}: "
+            + ("truncated" if size < end else "there are bytes after the end")
+        )
+    return Container(entries, metadata, start, size)
+
+
+def _entry(name: str, value: Any, start: int, label: str) -> Entry:
+    def fail(what: str) -> None:
+        raise InvalidMetadataError(f"{label}: tensor {name!r:.120}: {what}")
+
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        fail("expected an object of dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        fail(f"unknown dtype {dtype!r:.40}")
+    if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
+        fail(f"shape {shape!r:.80} and data_offsets {offsets!r:.80} must be lists of whole numbers")
+    begin, end = offsets
+    if len(shape) > 64 or math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
+        fail(f"{dtype} of shape {shape!r:.80} does not take data_offsets {offsets!r:.80}")
+    return Entry(dtype, tuple(shape), start + begin, start + end)
+
+
+def _whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)

@@ -1,0 +1,39 @@
+"""Names of dtypes in safetensors files, and tensors as bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import UnsupportedValueError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype, where: str) -> str:
+    """``"F32"`` for ``torch.float32``; :class:`UnsupportedValueError` naming ``where`` if none."""
+    if dtype not in _NAMES:
+        raise UnsupportedValueError(f"{where}: {dtype} has no place in a safetensors file")
+    return _NAMES[dtype]
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous one-dimensional CPU tensor, not copied; little-endian."""
+    return memoryview(tensor.detach().view(torch.uint8).numpy())

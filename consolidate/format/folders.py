@@ -1,0 +1,120 @@
+"""Checkpoints side by side in one folder, one for each step.
+
+::
+
+    runs/vit/step-00001000/manifest.json, rank-00000-of-00008.safetensors, ...
+    runs/vit/step-00002000/...
+    runs/vit/step-00002000.2/...                     step 2000 saved again
+    runs/vit/.step-00003000.5f0c9d41a7b8e6f2.partial/   being saved, or a leftover
+
+A folder without a manifest is no checkpoint. Where folders can be renamed (``Store.renames``) the
+partial one becomes the final one in one step; elsewhere files are written to their final place,
+the manifest last.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CheckpointNotFoundError, IncompleteCheckpointError
+from . import manifest
+from .store import Store, join, open_store
+
+_STEP = re.compile(r"step-(\d{8,18})(?:\.([1-9]\d{0,8}))?")
+_PARTIAL = re.compile(r"\.step-\d{8,18}(?:\.[1-9]\d{0,8})?\.[0-9a-f]{16}\.partial")
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """The folder of one save; ``version`` counts saves of the same step, from 1."""
+
+    step: int
+    version: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step:08d}" + (f".{self.version}" if self.version > 1 else "")
+
+    def partial_name(self, save_id: str) -> str:
+        """What it is called while it is being written."""
+        return f".{self.name}.{save_id}.partial"
+
+
+def places(store: Store, root: str) -> list[Place]:
+    """The checkpoints in a folder by their names, oldest first; not yet known to be whole."""
+    found = (_STEP.fullmatch(name) for name in store.list(root))
+    return sorted(Place(int(m[1]), int(m[2] or 1)) for m in found if m)
+
+
+def next_place(store: Store, root: str, step: int) -> Place:
+    """Where to save ``step``: beside what is there of it already."""
+    versions = [place.version for place in places(store, root) if place.step == step]
+    return Place(step, max(versions, default=0) + 1)
+
+
+def has_manifest(store: Store, folder: str) -> bool:
+    """Whether ``folder`` claims to be a checkpoint."""
+    return manifest.NAME in store.list(folder)
+
+
+def newest(store: Store, root: str) -> Place | None:
+    """The checkpoint with the highest step, and of several of one step the last."""
+    for place in reversed(places(store, root)):
+        if has_manifest(store, join(root, place.name)):
+            return place
+    return None
+
+
+def resolve(path: Any) -> tuple[Store, str]:
+    """The store and folder of the checkpoint that ``path`` means: it, or the newest in it.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing.
+        IncompleteCheckpointError: there is no manifest.
+    """
+    store, folder = open_store(path)
+    names = store.list(folder)
+    if manifest.NAME in names:
+        return store, folder
+    place = newest(store, folder)
+    if place is not None:
+        return store, join(folder, place.name)
+    if not store.is_folder(folder):
+        raise CheckpointNotFoundError(f"{folder}: is no folder")
+    raise IncompleteCheckpointError(
+        f"{folder}: has no {manifest.NAME}, nor a folder step-... that has one: no checkpoint, or "
+        "one whose saving never ended"
+    )
+
+
+def leftovers(store: Store, root: str) -> list[str]:
+    """Paths of what saves that were cut short have left in ``root``."""
+    partial = [name for name in store.list(root) if _PARTIAL.fullmatch(name)]
+    if not store.renames:
+        partial += [
+            place.name
+            for place in places(store, root)
+            if not has_manifest(store, join(root, place.name))
+        ]
+    return [join(root, name) for name in partial]
+
+
+def superseded(store: Store, root: str, keep_last: int | None) -> list[str]:
+    """Paths of checkpoints to remove after a save, oldest first: of a step that was saved again the
+    earlier ones, and all but the ``keep_last`` newest steps."""
+    newest_of = {place.step: place for place in places(store, root)}
+    kept = sorted(newest_of)[-keep_last:] if keep_last is not None else list(newest_of)
+    return [
+        join(root, place.name)
+        for place in places(store, root)
+        if place.step not in kept or place != newest_of[place.step]
+    ]
+
+
+def discard(store: Store, folder: str) -> None:
+    """Removes a checkpoint; one that is half removed is none."""
+    store.remove(join(folder, manifest.NAME))
+    store.sync_folder(folder)
+    store.remove(folder)

@@ -1,0 +1,147 @@
+"""Files of a local or mounted file system, durable before anything depends on them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from typing import NoReturn
+
+from ..errors import CheckpointNotFoundError, OutputError, UnreadableFileError
+
+
+class LocalStore:
+    """A file system with rename and fsync; see :class:`~.store.Store`."""
+
+    renames = True
+
+    def create(self, path: str) -> LocalOutput:
+        return LocalOutput(path)
+
+    def size(self, path: str) -> int:
+        try:
+            status = os.lstat(path)
+        except OSError as error:
+            _unreadable(path, error)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+            raise UnreadableFileError(f"{path}: is {kind}, expected a file")
+        return status.st_size
+
+    def read_into(self, path: str, begin: int, out: memoryview) -> None:
+        try:
+            # Not through a link, and without waiting should it be a pipe.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            _unreadable(path, error)
+        try:
+            done = 0
+            while done < len(out):
+                count = os.preadv(descriptor, [out[done:]], begin + done)
+                if not count:
+                    raise UnreadableFileError(
+                        f"{path}: ends at byte {begin + done}, expected {begin + len(out)} or more"
+                    )
+                done += count
+        except OSError as error:
+            _unreadable(path, error)
+        finally:
+            os.close(descriptor)
+
+    def list(self, path: str) -> list[str]:
+        try:
+            return os.listdir(path)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            _unreadable(path, error)
+
+    def is_folder(self, path: str) -> bool:
+        return os.path.isdir(path)
+
+    def make_folder(self, path: str) -> None:
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            _unwritable(path, error)
+
+    def rename(self, old: str, new: str) -> None:
+        try:
+            if os.path.lexists(new):
+                raise FileExistsError(errno.EEXIST, "exists already")
+            os.rename(old, new)
+        except OSError as error:
+            _unwritable(new, error)
+        self.sync_folder(os.path.dirname(new) or ".")
+
+    def remove(self, path: str) -> None:
+        try:
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            elif os.path.lexists(path):
+                os.unlink(path)
+        except FileNotFoundError:
+            pass  # somebody else was quicker
+        except OSError as error:
+            _unwritable(path, error)
+
+    def sync_folder(self, path: str) -> None:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            _unwritable(path, error)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some network file systems have no such thing; theirs are durable by themselves.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+                _unwritable(path, error)
+        finally:
+            os.close(descriptor)
+
+
+class LocalOutput:
+    """A new file; see :class:`~.store.Output`."""
+
+    def __init__(self, path: str):
+        self.path = path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._descriptor = os.open(path, flags, 0o666)
+        except OSError as error:
+            _unwritable(path, error)
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._descriptor, view[: 1 << 30]) :]
+        except OSError as error:
+            _unwritable(self.path, error)
+
+    def close(self) -> None:
+        try:
+            try:
+                os.fsync(self._descriptor)
+            finally:
+                os.close(self._descriptor)
+        except OSError as error:
+            _unwritable(self.path, error)
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+
+
+def _unwritable(path: str, error: OSError) -> NoReturn:
+    raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _unreadable(path: str, error: OSError) -> NoReturn:
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise CheckpointNotFoundError(f"{path}: does not exist") from error
+    if error.errno == errno.ELOOP:
+        raise UnreadableFileError(f"{path}: is a symbolic link, expected a file") from error
+    raise UnreadableFileError(f"{path}: cannot be read: {error.strerror or error}") from error

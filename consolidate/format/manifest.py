@@ -1,0 +1,264 @@
+"""The manifest: the file whose presence makes a folder a checkpoint.
+
+It says what was saved (every parameter, buffer and optimizer state of the unsharded model), by
+whom, and the size and digests of every rank's file. Nothing in it depends on how the model was
+wrapped. Its first line is ``{"digest": "...", "manifest":``; the digest is that of all bytes after
+the colon up to the last brace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CorruptFileError, InvalidMetadataError
+from . import fields
+from .digests import chunk_bytes, digest
+from .rank_file import FileRecord
+from .strict import read_json, write_json
+
+NAME = "manifest.json"
+FORMAT, VERSION = "xla_fsdp", 2
+MAX_BYTES = 1 << 30
+_HEAD, _MIDDLE, _TAIL = b'{"digest": "', b'", "manifest":\n', b"}\n"
+_DIGEST = len(digest(b""))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter or buffer of the unsharded model.
+
+    names: its dotted name, then those tied to it. dtype: as stored, ``"F32"``. restore: for
+    buffers that were cast for computing, the dtype they had.
+    """
+
+    names: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    restore: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class State:
+    """What an optimizer keeps for one parameter.
+
+    sharded: dtypes of the tensors of the parameter's shape, by key (``"exp_avg"``). single: all
+    else, encoded (``"step"``).
+    """
+
+    sharded: Mapping[str, str]
+    single: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group: names (the first of each), and encoded options (``"lr"``)."""
+
+    parameters: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The whole optimizer; ``kind`` is the name of its class, ``state`` by parameter name."""
+
+    kind: str
+    groups: tuple[Group, ...]
+    state: Mapping[str, State]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One save. ``scheduler`` and ``extra`` are encoded (``values``); ``extra_state``: what
+    modules' ``get_extra_state`` returned, encoded, by key; ``files``: by rank."""
+
+    save_id: str
+    step: int
+    world_size: int
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    files: tuple[FileRecord, ...]
+    optimizer: Optimizer | None = None
+    scheduler: Any = None
+    extra: Any = None
+    extra_state: Mapping[str, Any] | None = None
+
+    def identity(self, rank: int) -> dict[str, str]:
+        """What the file of ``rank`` says of itself in its header."""
+        return {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "save_id": self.save_id,
+            "step": str(self.step),
+            "rank": str(rank),
+            "world_size": str(self.world_size),
+        }
+
+
+def file_name(rank: int, world_size: int) -> str:
+    """``rank-00000-of-00008.safetensors``."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def parameter_key(name: str) -> str:
+    """Under which a piece of a parameter is stored in a rank's file."""
+    return f"parameter/{name}"
+
+
+def buffer_key(name: str) -> str:
+    return f"buffer/{name}"
+
+
+def state_key(key: str, name: str) -> str:
+    return f"state/{key}/{name}"
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """The bytes of the manifest file."""
+    body = write_json(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "save_id": manifest.save_id,
+            "step": manifest.step,
+            "world_size": manifest.world_size,
+            "parameters": [_dump_tensor(tensor) for tensor in manifest.parameters.values()],
+            "buffers": [_dump_tensor(tensor) for tensor in manifest.buffers.values()],
+            "optimizer": manifest.optimizer and _dump_optimizer(manifest.optimizer),
+            "scheduler": manifest.scheduler,
+            "extra": manifest.extra,
+            "extra_state": manifest.extra_state,
+            "files": [
+                {"name": f.name, "size": f.size, "chunk": f.chunk, "digests": "".join(f.digests)}
+                for f in manifest.files
+            ],
+        }
+    )
+    return _HEAD + digest(body).encode() + _MIDDLE + body + _TAIL
+
+
+def load_manifest(data: bytes, label: str) -> Manifest:
+    """The reverse of :func:`dump_manifest`.
+
+    Raises:
+        CorruptFileError: the bytes are not those that were written.
+        InvalidMetadataError: they are, but are no manifest that this version knows.
+    """
+    begin = len(_HEAD) + _DIGEST
+    body = data[begin + len(_MIDDLE) : -len(_TAIL)]
+    found = data[: len(_HEAD)], data[begin : begin + len(_MIDDLE)], data[-len(_TAIL) :]
+    whole = found == (_HEAD, _MIDDLE, _TAIL) and len(data) > begin + len(_MIDDLE) + len(_TAIL)
+    if not whole or digest(body).encode() != data[len(_HEAD) : begin]:
+        raise CorruptFileError(
+            f"{label}: its bytes are not those that were saved (truncated, changed, or no "
+            "manifest); use another checkpoint"
+        )
+    described = read_json(body, label)
+    if not isinstance(described, dict):
+        raise InvalidMetadataError(f"{label}: is not a JSON object")
+    if (described.get("format"), described.get("version")) != (FORMAT, VERSION):
+        raise InvalidMetadataError(
+            f"{label}: is of format {described.get('format')!r:.40} version "
+            f"{described.get('version')!r:.40}, this reader knows {FORMAT!r} version {VERSION}"
+        )
+    return _manifest(fields.Fields(described, label))
+
+
+def _manifest(found: fields.Fields) -> Manifest:
+    save_id = found.text("save_id")
+    world_size = found.whole("world_size", least=1)
+    parameters = {t.name: t for t in map(_tensor, found.objects("parameters"))}
+    buffers = {t.name: t for t in map(_tensor, found.objects("buffers"))}
+    names = [n for t in [*parameters.values(), *buffers.values()] for n in t.names]
+    count = len(found.objects("parameters")) + len(found.objects("buffers"))
+    if len(set(names)) != len(names) or count != len(parameters) + len(buffers):
+        found.fail("a name of a parameter or buffer stands twice")
+    files = tuple(_file(each, rank, world_size) for rank, each in enumerate(found.objects("files")))
+    if len(files) != world_size:
+        found.fail(f"lists {len(files)} files of {world_size} ranks")
+    optimizer = found.optional("optimizer")
+    extra_state = found.json("extra_state")
+    if extra_state is not None and not isinstance(extra_state, dict):
+        found.fail("extra_state must be an object")
+    return Manifest(
+        save_id=save_id,
+        step=found.whole("step"),
+        world_size=world_size,
+        parameters=parameters,
+        buffers=buffers,
+        files=files,
+        optimizer=None if optimizer is None else _optimizer(optimizer, parameters),
+        scheduler=found.json("scheduler"),
+        extra=found.json("extra"),
+        extra_state=extra_state,
+    )
+
+
+def _dump_tensor(tensor: Tensor) -> dict[str, Any]:
+    described = {"names": list(tensor.names), "dtype": tensor.dtype, "shape": list(tensor.shape)}
+    return described if tensor.restore is None else {**described, "restore": tensor.restore}
+
+
+def _tensor(found: fields.Fields) -> Tensor:
+    restore = found.dtype("restore") if found.has("restore") else None
+    return Tensor(found.names("names"), found.dtype("dtype"), found.shape("shape"), restore)
+
+
+def _file(found: fields.Fields, rank: int, world_size: int) -> FileRecord:
+    name, size, digests = found.text("name"), found.whole("size"), found.text("digests")
+    if name != file_name(rank, world_size):
+        found.fail(f"file of rank {rank} is called {name!r:.80}, not {file_name(rank, world_size)}")
+    chunk = found.whole("chunk", least=1)
+    if chunk != chunk_bytes(size):
+        found.fail(f"{name}: chunk is {chunk}, expected {chunk_bytes(size)} for {size} bytes")
+    if len(digests) != _DIGEST * math.ceil(size / chunk):
+        found.fail(f"{name}: has digests of {len(digests) // _DIGEST} chunks for {size} bytes")
+    each = tuple(digests[i : i + _DIGEST] for i in range(0, len(digests), _DIGEST))
+    return FileRecord(name, size, chunk, each)
+
+
+def _dump_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    return {
+        "kind": optimizer.kind,
+        "groups": [
+            {"parameters": list(group.parameters), "options": dict(group.options)}
+            for group in optimizer.groups
+        ],
+        "state": {
+            name: {"sharded": dict(state.sharded), "single": dict(state.single)}
+            for name, state in optimizer.state.items()
+        },
+    }
+
+
+def _optimizer(found: fields.Fields, parameters: Mapping[str, Tensor]) -> Optimizer:
+    groups = tuple(
+        Group(group.names("parameters", least=0), group.mapping("options"))
+        for group in found.objects("groups")
+    )
+    grouped = [name for group in groups for name in group.parameters]
+    if len(set(grouped)) != len(grouped):
+        found.fail("a parameter is in two groups of the optimizer")
+    state = {name: _state(each) for name, each in found.children("state").items()}
+    for name in [*grouped, *state]:
+        if name not in parameters:
+            found.fail(f"the optimizer speaks of {name!r:.120}, which is no parameter")
+    return Optimizer(found.text("kind"), groups, state)
+
+
+def _state(found: fields.Fields) -> State:
+    sharded = found.children_of("sharded", lambda each, key: each.dtype(key))
+    for key in sharded:
+        if "/" in key:
+            found.fail(f"state {key!r:.80} has a slash in its name")
+    return State(sharded, found.mapping("single"))

@@ -1,0 +1,163 @@
+"""One rank's file: writing it tensor by tensor, and reading parts of it, every byte checked."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import CorruptFileError
+from .container import Container, layout, read_container
+from .digests import ChunkDigests, chunk_bytes, digest
+from .dtypes import DTYPES, tensor_bytes
+from .store import Store
+
+# Bytes written or copied to the host at a time.
+PIECE_BYTES = 1 << 24
+_CACHED_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest knows of a file. chunk: bytes that one of ``digests`` is of."""
+
+    name: str
+    size: int
+    chunk: int
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor to be written. value: gives it, one-dimensional or of ``shape``, when it is its
+    turn; called once."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    value: Callable[[], torch.Tensor]
+
+
+def write_file(
+    store: Store, path: str, items: Iterable[Item], metadata: Mapping[str, str]
+) -> FileRecord:
+    """Writes a safetensors file; durable when this returns. Memory: one tensor at a time.
+
+    Raises:
+        OutputError: it cannot be written. What is there of it is left to the caller.
+    """
+    # Wide types first, so that every tensor begins at a multiple of its own item size.
+    items = sorted(items, key=lambda item: -DTYPES[item.dtype].itemsize)
+    container, header = layout([(i.key, i.dtype, i.shape) for i in items], metadata)
+    digests = ChunkDigests(chunk_bytes(container.size))
+    output = store.create(path)
+    try:
+        digests.update(memoryview(header))
+        output.write(header)
+        for item in items:
+            value = item.value().detach().cpu().reshape(-1)
+            assert value.dtype is DTYPES[item.dtype], (item.key, value.dtype)
+            assert value.numel() == container.entries[item.key].numel, (item.key, value.shape)
+            view = tensor_bytes(value)
+            for begin in range(0, len(view), PIECE_BYTES):
+                piece = view[begin : begin + PIECE_BYTES]
+                digests.update(piece)
+                output.write(piece)
+            del value, view
+        output.close()
+    except BaseException:
+        output.discard()
+        raise
+    name = path.rpartition("/")[2]
+    return FileRecord(name, container.size, digests.chunk, tuple(digests.finish()))
+
+
+class CheckedFile:
+    """A file whose bytes are compared with the digests of its record as they are read.
+
+    Raises:
+        CorruptFileError: size or bytes are not those of the record.
+    """
+
+    def __init__(self, store: Store, path: str, record: FileRecord):
+        self.store = store
+        self.path = path
+        self.record = record
+        self._chunks: OrderedDict[int, bytes] = OrderedDict()
+        self._container: Container | None = None
+        size = store.size(path)
+        if size != record.size:
+            kind = "truncated" if size < record.size else "something was appended"
+            raise CorruptFileError(
+                f"{path}: has {size} bytes, the manifest says {record.size}: {kind}; "
+                "use another checkpoint"
+            )
+
+    @property
+    def container(self) -> Container:
+        """Its header; read when first asked for."""
+        if self._container is None:
+            self._container = read_container(self._bytes, self.record.size, self.path)
+        return self._container
+
+    def read_into(self, begin: int, out: memoryview) -> None:
+        """Fills ``out`` with the bytes from ``begin``, having checked the chunks they are in."""
+        chunk, done = self.record.chunk, 0
+        while done < len(out):
+            at = begin + done
+            number, inside = divmod(at, chunk)
+            length = min(chunk, self.record.size - number * chunk)
+            if inside == 0 and len(out) - done >= length and number not in self._chunks:
+                target = out[done : done + length]
+                self.store.read_into(self.path, at, target)
+                self._check(number, target)
+                done += length
+            else:
+                data = self._cached(number, length)
+                part = memoryview(data)[inside : inside + len(out) - done]
+                out[done : done + len(part)] = part
+                done += len(part)
+
+    def read(self, key: str, begin: int, end: int) -> torch.Tensor:
+        """Elements ``begin .. end`` of a tensor, one-dimensional."""
+        entry = self.container.entries[key]
+        out = torch.empty(end - begin, dtype=DTYPES[entry.dtype])
+        if out.numel():
+            self.read_into(entry.begin + begin * entry.itemsize, tensor_bytes(out))
+        return out
+
+    def verify(self, progress: Callable[[int], None] = lambda count: None) -> None:
+        """Checks every byte. ``progress`` is told how many at a time."""
+        buffer = memoryview(bytearray(min(self.record.chunk, self.record.size)))
+        for number in range(len(self.record.digests)):
+            begin = number * self.record.chunk
+            part = buffer[: min(self.record.chunk, self.record.size - begin)]
+            self.store.read_into(self.path, begin, part)
+            self._check(number, part)
+            progress(len(part))
+
+    def _bytes(self, begin: int, end: int) -> bytes:
+        data = bytearray(end - begin)
+        self.read_into(begin, memoryview(data))
+        return bytes(data)
+
+    def _cached(self, number: int, length: int) -> bytes:
+        if number not in self._chunks:
+            data = bytearray(length)
+            self.store.read_into(self.path, number * self.record.chunk, memoryview(data))
+            self._check(number, memoryview(data))
+            self._chunks[number] = bytes(data)
+            while len(self._chunks) > 1 and len(self._chunks) * self.record.chunk > _CACHED_BYTES:
+                self._chunks.popitem(last=False)
+        self._chunks.move_to_end(number)
+        return self._chunks[number]
+
+    def _check(self, number: int, data: memoryview) -> None:
+        if digest(data) != self.record.digests[number]:
+            begin = number * self.record.chunk
+            raise CorruptFileError(
+                f"{self.path}: bytes {begin} to {begin + len(data)} are not those that were "
+                "saved (their digest differs from the manifest's); use another checkpoint"
+            )

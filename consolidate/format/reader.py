@@ -1,0 +1,276 @@
+"""A checkpoint, opened: any part of any tensor, whatever ranks hold it, all of it checked."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..errors import (
+    CorruptFileError,
+    CoverageError,
+    IncompleteCheckpointError,
+    InvalidMetadataError,
+    MissingRankError,
+    MixedSaveError,
+    ShardMismatchError,
+)
+from . import folders, manifest
+from .manifest import Manifest, buffer_key, file_name, load_manifest, parameter_key, state_key
+from .rank_file import CheckedFile
+from .store import Store, join, read
+from .strict import read_json
+
+_RANK_FILE = re.compile(r"rank-\d+-of-\d+\..*")
+# begin, end, rank: the elements of a tensor that a rank holds.
+Piece = tuple[int, int, int]
+
+
+class RankFile(CheckedFile):
+    """The file of one rank, known to belong to the manifest.
+
+    Attributes:
+        begins: by parameter, the first of its elements that the rank holds.
+    """
+
+    def __init__(self, store: Store, folder: str, whole: Manifest, rank: int):
+        super().__init__(store, join(folder, file_name(rank, whole.world_size)), whole.files[rank])
+        identity = whole.identity(rank)
+        for key, expected in identity.items():
+            found = self.container.metadata.get(key)
+            if found != expected:
+                raise MixedSaveError(
+                    f"{self.path}: says it is of {key} {found!r:.60}, the manifest beside it is of "
+                    f"{key} {expected!r}"
+                )
+        self.begins: dict[str, int] = self._read_begins(whole)
+        for key, entry in self.container.entries.items():
+            kind, _, rest = key.partition("/")
+            if kind == "parameter":
+                self._require(key, entry, whole.parameters.get(rest), rest)
+            elif kind == "state":
+                state, _, name = rest.partition("/")
+                self._require(
+                    key, entry, whole.parameters.get(name), name, self._dtype(whole, name, state)
+                )
+            elif kind == "buffer":
+                self._require_buffer(key, entry, whole.buffers.get(rest))
+            elif kind != "rank":
+                raise InvalidMetadataError(f"{self.path}: holds {key!r:.120}, of no known kind")
+
+    def length(self, name: str) -> int:
+        """How many elements of a parameter the rank holds."""
+        entry = self.container.entries.get(parameter_key(name))
+        return 0 if entry is None else entry.numel
+
+    def _read_begins(self, whole: Manifest) -> dict[str, int]:
+        begins = read_json(self.container.metadata.get("begins", "").encode(), self.path)
+        if not isinstance(begins, dict) or not all(
+            type(n) is int and n >= 0 and name in whole.parameters for name, n in begins.items()
+        ):
+            raise InvalidMetadataError(f"{self.path}: does not say where its pieces begin")
+        return begins
+
+    def _dtype(self, whole: Manifest, name: str, state: str) -> str | None:
+        if whole.optimizer is None or name not in whole.optimizer.state:
+            return None
+        return whole.optimizer.state[name].sharded.get(state)
+
+    def _require(self, key, entry, tensor, name, dtype=...) -> None:
+        dtype = (tensor.dtype if tensor else None) if dtype is ... else dtype
+        if tensor is None or dtype is None:
+            raise ShardMismatchError(f"{self.path}: holds {key!r:.120}, unknown to the manifest")
+        if entry.dtype != dtype:
+            raise ShardMismatchError(
+                f"{self.path}: {key!r:.120} is {entry.dtype}, the manifest says {dtype}"
+            )
+        begin, length = self.begins.get(name, 0), self.length(name)
+        if len(entry.shape) != 1 or entry.numel != length or begin + length > tensor.numel:
+            raise CoverageError(
+                f"{self.path}: {key!r:.120} of shape {list(entry.shape)} from element {begin} does "
+                f"not fit into {list(tensor.shape)}"
+            )
+
+    def _require_buffer(self, key, entry, tensor) -> None:
+        if tensor is None or (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+            raise ShardMismatchError(
+                f"{self.path}: {key!r:.120} is {entry.dtype} {list(entry.shape)}, the manifest says "
+                + ("nothing of it" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}")
+            )
+
+
+class ShardedCheckpoint:
+    """One checkpoint, read-only. Opening reads the manifest and the names in the folder.
+
+    Raises:
+        CheckpointNotFoundError, IncompleteCheckpointError: there is none.
+        CorruptFileError, InvalidMetadataError: the manifest is damaged.
+        MissingRankError, MixedSaveError: files are missing, or too many.
+    """
+
+    def __init__(self, path: Any):
+        self.store, self.folder = folders.resolve(path)
+        label = join(self.folder, manifest.NAME)
+        size = self.store.size(label)
+        if size > manifest.MAX_BYTES:
+            raise CorruptFileError(f"{label}: has {size} bytes, more than any manifest")
+        self.manifest = load_manifest(read(self.store, label, 0, size), label)
+        self._files: dict[int, RankFile] = {}
+        self._pieces: dict[str, list[Piece]] | None = None
+        self._require_exact_files()
+
+    def _require_exact_files(self) -> None:
+        expected = [record.name for record in self.manifest.files]
+        found = {name for name in self.store.list(self.folder) if _RANK_FILE.fullmatch(name)}
+        missing = sorted(set(expected) - found)
+        if missing:
+            raise MissingRankError(
+                f"{join(self.folder, missing[0])}: is missing; the manifest lists "
+                f"{len(expected)} files, {len(missing)} of which are not there"
+            )
+        more = sorted(found - set(expected))
+        if more:
+            raise MixedSaveError(
+                f"{join(self.folder, more[0])}: is not listed in the manifest, which is of "
+                f"{self.manifest.world_size} ranks; it belongs to another save"
+            )
+
+    def file(self, rank: int) -> RankFile:
+        """The file of a rank, its header read and checked."""
+        if rank not in self._files:
+            self._files[rank] = RankFile(self.store, self.folder, self.manifest, rank)
+        return self._files[rank]
+
+    def files(self) -> Iterator[RankFile]:
+        """All of them, by rank."""
+        return (self.file(rank) for rank in range(self.manifest.world_size))
+
+    def pieces(self, name: str) -> list[Piece]:
+        """Who holds which elements of a parameter, in order; every element exactly once.
+
+        Raises:
+            CoverageError: not so, for any parameter of the checkpoint.
+        """
+        if self._pieces is None:
+            self._pieces = self._all_pieces()
+        return self._pieces[name]
+
+    def _all_pieces(self) -> dict[str, list[Piece]]:
+        pieces: dict[str, list[Piece]] = {name: [] for name in self.manifest.parameters}
+        for rank, file in enumerate(self.files()):
+            for name in self.manifest.parameters:
+                length = file.length(name)
+                if length:
+                    begin = file.begins.get(name, 0)
+                    pieces[name].append((begin, begin + length, rank))
+        for name, tensor in self.manifest.parameters.items():
+            end = 0
+            for begin, until, rank in sorted(pieces[name]):
+                if begin != end:
+                    what = "nobody holds" if begin > end else "two ranks hold"
+                    raise CoverageError(
+                        f"{self.file(rank).path}: {what} elements {min(begin, end)} to "
+                        f"{max(begin, end)} of parameter {name!r}"
+                    )
+                end = until
+            if end != tensor.numel:
+                raise CoverageError(
+                    f"{self.folder}: nobody holds elements {end} to {tensor.numel} of {name!r}"
+                )
+            pieces[name].sort()
+        self._require_state(pieces)
+        self._require_buffers()
+        return pieces
+
+    def _require_state(self, pieces: dict[str, list[Piece]]) -> None:
+        """Whoever holds a piece of a parameter holds the same of its state."""
+        optimizer = self.manifest.optimizer
+        for name, state in optimizer.state.items() if optimizer is not None else ():
+            for key in state.sharded:
+                for _, _, rank in pieces[name]:
+                    if state_key(key, name) not in self.file(rank).container.entries:
+                        raise CoverageError(
+                            f"{self.file(rank).path}: has a piece of {name!r}, but not of its "
+                            f"optimizer state {key!r}"
+                        )
+
+    def _require_buffers(self) -> None:
+        for name in self.manifest.buffers:
+            if buffer_key(name) not in self.file(0).container.entries:
+                raise ShardMismatchError(f"{self.file(0).path}: lacks buffer {name!r}")
+
+    def read_parameter(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Elements ``begin .. end`` of a parameter, one-dimensional, in its dtype."""
+        return self._read(parameter_key(name), name, begin, end)
+
+    def read_state(self, key: str, name: str, begin: int, end: int) -> torch.Tensor:
+        """The same of a sharded optimizer state."""
+        return self._read(state_key(key, name), name, begin, end)
+
+    def read_buffer(self, name: str, rank: int = 0) -> torch.Tensor:
+        """A whole buffer as ``rank`` had it."""
+        tensor = self.manifest.buffers[name]
+        key = buffer_key(name)
+        if key not in self.file(rank).container.entries:
+            raise ShardMismatchError(f"{self.file(rank).path}: lacks buffer {name!r}")
+        return self.file(rank).read(key, 0, tensor.numel).reshape(tensor.shape)
+
+    def _read(self, key: str, name: str, begin: int, end: int) -> torch.Tensor:
+        pieces = self.pieces(name)
+        parts = []
+        # Begin with the piece that `begin` lies in.
+        first = max(bisect_right(pieces, begin, key=lambda piece: piece[0]) - 1, 0)
+        for low, high, rank in pieces[first:]:
+            if low >= end:
+                break
+            start, stop = max(low, begin), min(high, end)
+            if start < stop:
+                parts.append(self.file(rank).read(key, start - low, stop - low))
+        if len(parts) == 1:
+            return parts[0]
+        if parts:
+            return torch.cat(parts)
+        return self.file(0).read(key, 0, 0)
+
+    def verify(self, progress: Callable[[int], None] = lambda count: None) -> None:
+        """Checks every byte of every file, and that all tensors are there.
+
+        Raises:
+            CheckpointError: one of its subclasses, naming the file.
+        """
+        for file in self.files():
+            file.verify(progress)
+        for name in self.manifest.parameters:
+            self.pieces(name)
+            break
+        else:
+            self._all_pieces()
+
+
+def latest(path: Any) -> str | None:
+    """The newest complete checkpoint in the folder ``path``, ``None`` if there is none.
+
+    Looks at manifests, names and sizes, not at every byte; loading does that.
+
+    Raises:
+        CheckpointError: the newest one claims to be complete but is damaged; remove its folder to
+            go back to the one before.
+    """
+    from .store import open_store
+
+    store, root = open_store(path)
+    place = folders.newest(store, root)
+    if place is None:
+        return None
+    # As the caller wrote it: the store's own path has no protocol.
+    found = join(str(path).rstrip("/"), place.name)
+    try:
+        checkpoint = ShardedCheckpoint(found)
+        for record in checkpoint.manifest.files:
+            CheckedFile(store, join(checkpoint.folder, record.name), record)
+    except IncompleteCheckpointError:
+        return None  # removed a moment ago
+    return found

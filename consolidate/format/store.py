@@ -1,0 +1,102 @@
+"""Where files live: a local or mounted file system, or anything that fsspec opens.
+
+The rest of the package writes through the few operations of :class:`Store`, each of which is a
+boundary at which a process may die; a test can put its own in between.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from typing import Any, Protocol
+
+
+class Output(Protocol):
+    """A file in the making. ``close`` makes it durable; without it the file may be anything."""
+
+    def write(self, data: bytes | memoryview) -> None: ...
+
+    def close(self) -> None: ...
+
+    def discard(self) -> None:
+        """Closes without making durable, after an error."""
+
+
+class Store(Protocol):
+    """Operations on files by path.
+
+    Errors come as :class:`~..errors.OutputError` when writing, ``CheckpointNotFoundError`` and
+    ``UnreadableFileError`` when reading, all naming the path.
+
+    Attributes:
+        renames: whether a folder can be renamed in one step. Where not (object stores), a folder
+            becomes a checkpoint when its manifest, written last, appears.
+    """
+
+    renames: bool
+
+    def create(self, path: str) -> Output:
+        """A new file; it is an error if there is one."""
+
+    def size(self, path: str) -> int:
+        """Bytes of the file at ``path``, which must be a file, not a link to one."""
+
+    def read_into(self, path: str, begin: int, out: memoryview) -> None:
+        """Fills ``out`` with the bytes from ``begin``; too few are an error."""
+
+    def list(self, path: str) -> list[str]:
+        """Names in a folder; none if there is no folder."""
+
+    def is_folder(self, path: str) -> bool: ...
+
+    def make_folder(self, path: str) -> None:
+        """With its parents; nothing if it is there."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Only if :attr:`renames`; durable when it returns. ``new`` must not exist."""
+
+    def remove(self, path: str) -> None:
+        """A file, or a folder with all in it; nothing if there is none."""
+
+    def sync_folder(self, path: str) -> None:
+        """Makes the names in a folder durable."""
+
+
+def read(store: Store, path: str, begin: int, end: int) -> bytes:
+    """The bytes ``begin .. end`` of a file."""
+    data = bytearray(end - begin)
+    store.read_into(path, begin, memoryview(data))
+    return bytes(data)
+
+
+def join(*parts: str) -> str:
+    """A path from its parts, for any store."""
+    return posixpath.join(*parts)
+
+
+def open_store(path: Any, label: str = "path") -> tuple[Store, str]:
+    """The store that ``path`` points into, and the path there.
+
+    ``gs://bucket/run`` goes to fsspec, which needs the package for that protocol; anything without
+    ``://`` is a local path.
+
+    Raises:
+        TypeError, ValueError: ``path`` is no path, empty, or of a protocol that is not installed.
+    """
+    import os
+
+    try:
+        text = os.fspath(path)
+    except TypeError:
+        raise TypeError(f"{label} must be a path, got {type(path).__name__}") from None
+    if isinstance(text, bytes):
+        text = os.fsdecode(text)
+    if not text or "\0" in text:
+        raise ValueError(f"{label} must be a path, got {text!r}")
+    text = text.removeprefix("file://")
+    if "://" in text:
+        from .remote import RemoteStore
+
+        return RemoteStore.open(text, label)
+    from .local import LocalStore
+
+    return LocalStore(), text.rstrip("/") or "/"

@@ -1,0 +1,6 @@
+"""Checkpoints from and into a sharded model. The format itself is ``xla_fsdp.consolidate.format``.
+
+The data passes through, when saving: ``inventory`` and ``optimizers`` (what this rank holds of the
+unsharded model), ``contents`` (as tensors of a file), ``saving``; when loading: ``matching`` (what
+of the checkpoint this rank needs), ``loading``. ``meeting`` is how ranks agree.
+"""

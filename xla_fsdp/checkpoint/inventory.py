@@ -1,0 +1,245 @@
+"""What this rank holds of a model, in terms of the unsharded model.
+
+Whatever the wrapping (nested, auto, flat, scanned, none), a rank holds of every parameter a run of
+consecutive elements of it, flattened. That is all that a checkpoint needs to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch_xla.runtime as xr
+from torch import nn
+
+from ..metadata import _wrappers, clean_name, sharded_names
+from ..names import dotted
+from ..shard import Layout
+from ..world import World
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """One parameter of the unsharded model, and the part of it that this rank holds.
+
+    Attributes:
+        names: its dotted name, and those of parameters tied to it.
+        shape, dtype: of the whole parameter, as it is stored (not as it is computed with).
+        begin, end: the flattened elements that are here.
+        at: which flattened element of ``holder`` element ``begin`` is.
+        holder: the parameter that the optimizer sees: a shard, a vector or stack of several
+            parameters' shards, or the whole parameter where nothing is sharded.
+        writes: whether this rank's copy is the one to save; others may have the same.
+        layout, member, world: how the holder was cut, ``None`` if it was not.
+        first: which flattened element of ``holder`` its layout begins at.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    begin: int
+    end: int
+    at: int
+    holder: nn.Parameter
+    writes: bool
+    layout: Layout | None = None
+    member: int = 0
+    first: int = 0
+    world: World | None = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def length(self) -> int:
+        """Elements that are here."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, eq=False)
+class HeldBuffer:
+    """One persistent buffer, whole on every rank.
+
+    Attributes:
+        tensor: the buffer, or the stack of it that scanned blocks keep; then ``row`` says which.
+        restore: the dtype it had before it was cast for computing, ``None`` if it was not.
+    """
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    restore: torch.dtype | None = None
+    row: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape if self.row is None else self.tensor.shape[1:])
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A model as this rank has it; ``extra_state``: modules that implement ``get_extra_state``."""
+
+    parameters: tuple[Held, ...]
+    buffers: tuple[HeldBuffer, ...]
+    extra_state: dict[str, nn.Module]
+    rank: int
+    world_size: int
+
+    def by_holder(self) -> dict[nn.Parameter, list[Held]]:
+        """The parameters in each tensor that an optimizer sees."""
+        found: dict[nn.Parameter, list[Held]] = {}
+        for held in self.parameters:
+            found.setdefault(held.holder, []).append(held)
+        return found
+
+
+def take_inventory(model: nn.Module) -> Inventory:
+    """Raises:
+    TypeError: ``model`` is no module.
+    ValueError: it is sharded over groups whose copies are independent of each other, or has
+        parameters on the meta device.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for _, wrapper in _wrappers(model):
+        wrapper._settle(recursive=False)  # what an exception in a forward left behind
+    rank, size = xr.global_ordinal(), xr.world_size()
+    sharded = list(_sharded(model, rank, size))
+    holders = {held.holder for held in sharded}
+    # Names and parameters in the order of the unsharded model, whatever the wrapping.
+    order = {name: i for i, name in enumerate(dict.fromkeys(map(clean_name, _all_names(model))))}
+    parameters = []
+    for held in [*sharded, *_whole(model, holders, rank, size)]:
+        if held.holder.is_meta:
+            raise ValueError(f"parameter {held.name!r} is on the meta device: it has no values yet")
+        names = sorted(held.names, key=lambda name: order.get(name, len(order)))
+        parameters.append(replace(held, names=tuple(names)))
+    parameters.sort(key=lambda held: order.get(held.name, len(order)))
+    return Inventory(
+        tuple(parameters), tuple(_buffers(model)), _with_extra_state(model), rank, size
+    )
+
+
+def _sharded(model: nn.Module, rank: int, size: int) -> Iterator[Held]:
+    names = sharded_names(model)
+    seen = set()
+    for _, module in _wrappers(model):
+        unit = module._unit
+        for tensor, holder, first in unit.holders():
+            if tensor in seen:  # shared by two units, or by two names of one
+                continue
+            seen.add(tensor)
+            pieces = tensor.layout.pieces(unit.world.rank)
+            for member, (begin, end, at) in enumerate(pieces):
+                yield Held(
+                    names=tuple(names[tensor][member]),
+                    shape=tensor.layout.members[member].shape,
+                    dtype=holder.dtype,
+                    begin=begin,
+                    end=end,
+                    at=first + at,
+                    holder=holder,
+                    writes=_writes(unit.world, rank, size),
+                    layout=tensor.layout,
+                    member=member,
+                    first=first,
+                    world=unit.world,
+                )
+
+
+def _writes(world: World, rank: int, size: int) -> bool:
+    if world.size == size:
+        return True
+    if len(world.groups) > 1 and not world.replica_groups:
+        raise ValueError(
+            f"the model is sharded over groups of {world.size} of {size} ranks without "
+            "replication_groups, so its copies may differ; pass replication_groups if they are "
+            "replicas, or save every rank's state_dict() and get_shard_metadata() by hand"
+        )
+    return rank in world.groups[0]
+
+
+def _whole(model: nn.Module, holders: set, rank: int, size: int) -> Iterator[Held]:
+    """Parameters that nothing shards; the work of writing them goes round the ranks."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in holders:
+                names.setdefault(parameter, []).append(dotted(clean_name(path), name))
+    for number, (parameter, own) in enumerate(names.items()):
+        length = parameter.numel()
+        yield Held(
+            names=tuple(dict.fromkeys(own)),
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            begin=0,
+            end=length,
+            at=0,
+            holder=parameter,
+            writes=number % size == rank,
+        )
+
+
+def _buffers(model: nn.Module) -> Iterator[HeldBuffer]:
+    casts = {
+        dotted(path, name): dtype
+        for path, wrapper in _wrappers(model)
+        for name, dtype in wrapper._unit.buffer_dtypes.items()
+    }
+    stacks = {}
+    for path, wrapper in _wrappers(model):
+        for stack in getattr(wrapper._unit, "buffers", ()):
+            stacks[id(stack.value)] = path, wrapper, stack
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                own = found.setdefault(id(buffer), (buffer, []))[1]
+                own.append(dotted(clean_name(path), name))
+    for identity, (buffer, own) in found.items():
+        if identity not in stacks:
+            names = tuple(dict.fromkeys(own))
+            yield HeldBuffer(names, buffer, casts.get(names[0]))
+            continue
+        path, wrapper, stack = stacks[identity]
+        blocks = [
+            tuple(dotted(path, dotted(str(number), name)) for name in stack.names)
+            for number in range(len(wrapper))
+        ]
+        if stack.shared:
+            names = tuple(name for each in blocks for name in each)
+            yield HeldBuffer(names, buffer, casts.get(names[0]))
+        else:
+            for row, names in enumerate(blocks):
+                yield HeldBuffer(names, buffer, casts.get(names[0]), row)
+
+
+def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    return {
+        dotted(clean_name(path), "_extra_state"): module
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _all_names(model: nn.Module) -> Iterator[str]:
+    """Names of parameters, in the order of ``named_parameters()`` of the unsharded model."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        unit = module.__dict__.get("_unit")
+        if unit is not None and hasattr(unit, "template"):  # scanned: no modules of their own
+            for place in unit.places:
+                for inside in place.paths:
+                    yield dotted(path, dotted(inside, place.name))
+        for name in module._parameters:
+            yield dotted(path, name)

@@ -1,0 +1,58 @@
+"""How the ranks of a save or load agree: all succeed, or all raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+from ..consolidate.errors import OtherRankError
+from ..consolidate.format.strict import read_json, write_json
+
+
+class Meeting:
+    """All ranks of the launch. Its methods must be called on every rank, in the same order."""
+
+    def __init__(self) -> None:
+        self.rank = xr.global_ordinal()
+        self.size = xr.world_size()
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Every rank's ``value`` (anything that JSON can express), by rank."""
+        if self.size == 1:
+            return [value]
+        payloads = xm.rendezvous(f"xla_fsdp checkpoint: {what}", write_json([self.rank, value]))
+        found = dict(read_json(bytes(payload), what) for payload in payloads)
+        return [found[rank] for rank in range(self.size)]
+
+    def together(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        """What ``work`` returned on every rank, by rank.
+
+        Raises:
+            OtherRankError: it raised on another rank. Where it raised on this one, that exception.
+        """
+        own: Exception | None = None
+        result = None
+        try:
+            result = work()
+        except Exception as error:
+            own = error
+        outcomes = self.gather(what, [result, None] if own is None else [None, describe(own)])
+        if own is not None:
+            raise own
+        for rank, (_, failure) in enumerate(outcomes):
+            if failure is not None:
+                raise OtherRankError(f"rank {rank} could not {what}: {failure}")
+        return [value for value, _ in outcomes]
+
+    def first(self, what: str, work: Callable[[], Any]) -> Any:
+        """What ``work`` returns on rank 0, which alone does it; errors as in :meth:`together`."""
+        return self.together(what, work if self.rank == 0 else lambda: None)[0]
+
+
+def describe(error: Exception) -> str:
+    """One line for other ranks to read."""
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text:.500}" if text else type(error).__name__
