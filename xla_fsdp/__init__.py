@@ -9,6 +9,10 @@ from logging import getLogger as _getLogger
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
+    from .checkpoint.asynchronous import AsyncCheckpointer
+    from .checkpoint.loading import LoadedCheckpoint, load_checkpoint
+    from .checkpoint.saving import save_checkpoint
+    from .consolidate.format.reader import latest
     from .launcher import CollectiveMismatchError, RankError, RankTimeoutError, launch
     from .order import BackwardPrefetch
     from .planning.api import plan
@@ -42,6 +46,11 @@ _HOMES = {
     "recursive_wrap": "wrap",
     "size_based_auto_wrap_policy": "wrap",
     "transformer_auto_wrap_policy": "wrap",
+    "save_checkpoint": "checkpoint.saving",
+    "load_checkpoint": "checkpoint.loading",
+    "LoadedCheckpoint": "checkpoint.loading",
+    "AsyncCheckpointer": "checkpoint.asynchronous",
+    "latest": "consolidate.format.reader",
     "plan": "planning.api",
     "Report": "planning.reporting.report",
     "UnknownTopologyError": "planning.slices.topology",

@@ -104,13 +104,11 @@ def leftovers(store: Store, root: str) -> list[str]:
 def superseded(store: Store, root: str, keep_last: int | None) -> list[str]:
     """Paths of checkpoints to remove after a save, oldest first: of a step that was saved again the
     earlier ones, and all but the ``keep_last`` newest steps."""
-    newest_of = {place.step: place for place in places(store, root)}
+    whole = [place for place in places(store, root) if has_manifest(store, join(root, place.name))]
+    newest_of = {place.step: place for place in whole}
     kept = sorted(newest_of)[-keep_last:] if keep_last is not None else list(newest_of)
-    return [
-        join(root, place.name)
-        for place in places(store, root)
-        if place.step not in kept or place != newest_of[place.step]
-    ]
+    wanted = {newest_of[step] for step in kept}
+    return [join(root, place.name) for place in whole if place not in wanted]
 
 
 def discard(store: Store, folder: str) -> None:

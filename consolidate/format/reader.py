@@ -97,7 +97,8 @@ class RankFile(CheckedFile):
     def _require_buffer(self, key, entry, tensor) -> None:
         if tensor is None or (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
             raise ShardMismatchError(
-                f"{self.path}: {key!r:.120} is {entry.dtype} {list(entry.shape)}, the manifest says "
+                f"{self.path}: {key!r:.120} is {entry.dtype} {list(entry.shape)}, "
+                "the manifest says "
                 + ("nothing of it" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}")
             )
 

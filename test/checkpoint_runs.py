@@ -1,0 +1,90 @@
+"""Training runs that are saved and resumed: what the tests of checkpoints have in common."""
+
+from __future__ import annotations
+
+import torch
+import torch_xla
+from zoo import Zoo, batches, loss_of
+
+import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+WRAPPINGS = ("none", "root", "nested", "flat", "rows", "auto")
+
+
+def wrapped(kind: str, model: torch.nn.Module) -> torch.nn.Module:
+    if kind == "none":
+        model = model.to("xla")
+        model.tie()
+        return model
+    if kind == "nested":
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = FSDP(block)
+    if kind == "auto":
+        return FSDP(model, auto_wrap_policy=xla_fsdp.always_wrap_policy)
+    return FSDP(
+        model, flatten_parameters=kind == "flat", shard_param_on_dim_0=kind == "rows"
+    )
+
+
+def adam(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def averaged(parameters):
+    return torch.optim.ASGD(parameters, lr=1e-2)
+
+
+def nesterov(parameters):
+    return torch.optim.NAdam(parameters, lr=1e-2)
+
+
+def heavy_ball(parameters):
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+class Run:
+    """A model, its optimizer and schedule, on one of ``size`` ranks."""
+
+    def __init__(self, kind: str, rank: int, size: int, seed: int = 0, optimizer=adam):
+        torch.manual_seed(seed)
+        self.model = wrapped(kind, Zoo())
+        self.kind, self.rank, self.size = kind, rank, size
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = optimizer(trained)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, max_lr=0.05, total_steps=50
+        )
+
+    def train(self, begin: int, end: int) -> list[float]:
+        """Steps ``begin .. end``; the losses of the whole batch."""
+        import torch_xla.core.xla_model as xm
+
+        losses = []
+        for tokens in batches(end)[begin:]:
+            each = tokens.shape[0] // self.size
+            mine = tokens[self.rank * each : (self.rank + 1) * each].to("xla")
+            loss = loss_of(self.model(mine), mine)
+            loss.backward()
+            if self.kind == "none" and self.size > 1:
+                for parameter in self.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad = xm.all_reduce(
+                            xm.REDUCE_SUM, parameter.grad, scale=1 / self.size
+                        )
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            torch_xla.sync()
+            losses.append(xm.mesh_reduce("loss", loss.item(), sum) / self.size)
+        return losses
+
+    def save(self, path, step: int, **options) -> str:
+        return xla_fsdp.save_checkpoint(
+            path, self.model, self.optimizer, self.scheduler, step=step, **options
+        )
+
+    def load(self, path, **options):
+        return xla_fsdp.load_checkpoint(
+            path, self.model, self.optimizer, self.scheduler, **options
+        )

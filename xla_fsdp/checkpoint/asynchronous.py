@@ -1,0 +1,237 @@
+"""``AsyncCheckpointer``: training goes on while the checkpoint is written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch_xla
+from torch import nn
+
+from ..consolidate.errors import CheckpointError, OtherRankError
+from ..consolidate.format.rank_file import FileRecord
+from ..consolidate.format.store import join, read
+from ..consolidate.format.strict import read_json, write_json
+from .draft import Draft, begin
+from .meeting import Meeting, describe
+from .saving import abandon, meeting_request, records
+
+# Seconds between two looks for what other ranks have written, at most.
+_LONGEST_WAIT = 0.5
+# Seconds that rank 0 waits for the others' files once its program has ended.
+_PATIENCE_AT_EXIT = 120.0
+
+
+class AsyncCheckpointer:
+    """Saves as :func:`save_checkpoint` does, but only the copy to the host blocks.
+
+    A thread of each rank writes that rank's file, and rank 0's completes the checkpoint once all
+    files are there; ranks tell each other through small files, never through the devices, which go
+    on training. One save is under way at a time: the next one first waits for it. Errors are
+    raised, on all ranks, by the next call. All methods must be called on every rank. As a context
+    manager it waits at the end::
+
+        with xla_fsdp.AsyncCheckpointer("runs/vit", keep_last=3) as checkpointer:
+            for step in range(1, steps + 1):
+                ...
+                if step % 1000 == 0:
+                    checkpointer.save(model, optimizer, scheduler, step=step)
+
+    Memory on the host: a copy of what the rank holds, until it is written.
+
+    Args:
+        path, keep_last: as in :func:`save_checkpoint`.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, keep_last: int | None = None) -> None:
+        self.path = path
+        self.keep_last = keep_last
+        self._running: _Running | None = None
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        step: int,
+        extra: Any = None,
+    ) -> None:
+        """Begins to save; returns when everything is copied, so that training may change it.
+
+        Raises:
+            CheckpointError: the save before this one failed (this one is not begun), or this one
+                cannot begin; see :func:`save_checkpoint`.
+        """
+        self.wait()
+        meeting = Meeting()
+        torch_xla.sync()
+        request = meeting_request(meeting, self.path, step, self.keep_last)
+        draft = begin(meeting, request, model, optimizer, scheduler, extra)
+        copies: list[Any] = []
+        try:
+            meeting.together("copy to the host", lambda: copies.append(draft.contents.on_host()))
+        except Exception:
+            abandon(draft)
+            raise
+        self._running = _Running(replace(draft, contents=copies[0]), meeting)
+
+    def wait(self) -> str | None:
+        """Returns the path of the last checkpoint once it is complete, ``None`` if there was none.
+
+        Raises:
+            CheckpointError: it could not be saved. Earlier checkpoints are as they were.
+        """
+        running, self._running = self._running, None
+        return None if running is None else running.finish()
+
+    def close(self) -> None:
+        """:meth:`wait`, under the name that files have."""
+        self.wait()
+
+    def __enter__(self) -> AsyncCheckpointer:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if kind is None:
+            self.wait()
+        # After an exception other ranks may be anywhere: this rank's thread ends by itself.
+
+
+class _Running:
+    """A save under way on this rank.
+
+    Its thread is no daemon: a process that ends without waiting still completes what it can.
+    """
+
+    def __init__(self, draft: Draft, meeting: Meeting) -> None:
+        self.draft = draft
+        self.meeting = meeting
+        self._error: Exception | None = None
+        self._path: str | None = None
+        self._written = threading.Event()
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"xla_fsdp checkpoint, rank {draft.rank}"
+        )
+        self._thread.start()
+
+    def finish(self) -> str:
+        """Agrees with the other ranks on how it went."""
+        self._written.wait()
+        try:
+            self.meeting.together("write its file", self._raise)
+            self._thread.join()
+            self._path = self.meeting.first("complete the checkpoint", self._result)
+        except Exception:
+            self._given_up.set()
+            self._thread.join()
+            self.meeting.gather("give up the save", None)  # nobody writes any more
+            abandon(self.draft)
+            raise
+        return self._path
+
+    def _result(self) -> str | None:
+        self._raise()
+        return self._path
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            record = self._write()
+            if self.draft.rank == 0:
+                self._path = self._complete(record)
+        except Exception as error:
+            self._fail(error)
+        # What was copied for this save is not needed any more.
+        self.draft = replace(self.draft, contents=replace(self.draft.contents, items=[]))
+
+    def _write(self) -> FileRecord:
+        try:
+            record = self.draft.write()
+            self._announce("record", asdict(record))
+        except Exception as error:
+            self._error = error  # before anybody is told that the writing is over
+            raise
+        finally:
+            self._written.set()
+        return record
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        # The disk may be full: then the next call on this rank says so to all.
+        with contextlib.suppress(CheckpointError):
+            self._announce("failed", describe(error))
+
+    def _complete(self, own: FileRecord) -> str | None:
+        """On rank 0: waits for all files, then makes them a checkpoint."""
+        found: dict[int, dict[str, Any]] = {0: asdict(own)}
+        wait, alone_since = 0.01, None
+        while len(found) < self.meeting.size:
+            if self._given_up.wait(wait):
+                return None
+            wait = min(2 * wait, _LONGEST_WAIT)
+            self._collect(found)
+            if not threading.main_thread().is_alive():  # nobody will call finish any more
+                alone_since = alone_since or time.monotonic()
+                if time.monotonic() > alone_since + _PATIENCE_AT_EXIT:
+                    raise OtherRankError("the program ended, but not all ranks wrote their files")
+        self._remove_announcements()
+        return self.draft.commit(records([found[rank] for rank in range(self.meeting.size)]))
+
+    def _collect(self, found: dict[int, dict[str, Any]]) -> None:
+        store, folder = self.draft.store, self.draft.partial
+        names = set(store.list(folder))
+        for rank in range(self.meeting.size):
+            for kind in ("failed", "record"):
+                name = _announcement(rank, kind)
+                if rank in found or name not in names:
+                    continue
+                path = join(folder, name)
+                said = _read_when_whole(lambda p=path: read(store, p, 0, store.size(p)))
+                if kind == "failed":
+                    raise OtherRankError(f"rank {rank} could not write its file: {said}")
+                found[rank] = said
+
+    def _announce(self, kind: str, value: Any) -> None:
+        if self.draft.rank == 0 or self.meeting.size == 1:
+            return
+        store = self.draft.store
+        path = join(self.draft.partial, _announcement(self.draft.rank, kind))
+        output = store.create(path)
+        try:
+            output.write(write_json([value]))
+            output.close()
+        except BaseException:
+            output.discard()
+            raise
+
+    def _remove_announcements(self) -> None:
+        store = self.draft.store
+        for rank in range(1, self.meeting.size):
+            store.remove(join(self.draft.partial, _announcement(rank, "record")))
+
+
+def _announcement(rank: int, kind: str) -> str:
+    return f"rank-{rank:05d}.{kind}"
+
+
+def _read_when_whole(read_bytes: Callable[[], bytes]) -> Any:
+    """What an announcement says; its name may be there before its content."""
+    for _ in range(100):
+        data = read_bytes()
+        if data.endswith(b"]"):
+            try:
+                return read_json(data, "announcement")[0]
+            except CheckpointError:
+                pass
+        time.sleep(0.05)
+    raise OtherRankError("an announcement of another rank cannot be read")

@@ -1,0 +1,168 @@
+"""What a rank puts into its file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch_xla.core.xla_model as xm
+
+from ..consolidate.format import values
+from ..consolidate.format.digests import digest
+from ..consolidate.format.dtypes import dtype_name
+from ..consolidate.format.manifest import (
+    Manifest,
+    Tensor,
+    buffer_key,
+    dump_manifest,
+    parameter_key,
+    state_key,
+)
+from ..consolidate.format.rank_file import Item
+from ..consolidate.format.strict import write_json
+from .inventory import Held, HeldBuffer, Inventory, take_inventory
+from .optimizers import HeldState, describe_optimizer
+
+RNG_TORCH, RNG_XLA = "rank/rng.torch", "rank/rng.xla"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """One rank's part of a checkpoint: ``manifest`` without files, and with the values that are the
+    same everywhere only on rank 0."""
+
+    manifest: Manifest
+    items: Sequence[Item]
+    begins: Mapping[str, int]
+
+    def agreement(self) -> str:
+        """A digest of what must be the same on all ranks."""
+        common = replace(self.manifest, scheduler=None, extra=None, extra_state=None)
+        if common.optimizer is not None:
+            state = {
+                name: replace(state, single=dict.fromkeys(state.single))
+                for name, state in common.optimizer.state.items()
+            }
+            common = replace(common, optimizer=replace(common.optimizer, state=state))
+        return digest(dump_manifest(common))
+
+    def metadata(self, rank: int) -> dict[str, str]:
+        """The metadata of the rank's file."""
+        begins = write_json(dict(self.begins)).decode()
+        return {**self.manifest.identity(rank), "begins": begins}
+
+    def on_host(self) -> Contents:
+        """A copy that shares nothing with the model: training may go on."""
+        return replace(self, items=[_copied(item) for item in self.items])
+
+
+def take_contents(model: Any, optimizer: Any, scheduler: Any, step: int, extra: Any) -> Contents:
+    """What this rank has to save. Nothing is copied yet, but small values on rank 0.
+
+    Raises:
+        TypeError, ValueError, CheckpointError: something that cannot be saved.
+    """
+    inventory = take_inventory(model)
+    first = inventory.rank == 0
+    described, states = None, []
+    if optimizer is not None:
+        described, states = describe_optimizer(optimizer, inventory, with_values=first)
+    manifest = Manifest(
+        save_id="",
+        step=step,
+        world_size=inventory.world_size,
+        parameters={
+            held.name: Tensor(held.names, dtype_name(held.dtype, held.name), held.shape)
+            for held in inventory.parameters
+        },
+        buffers={buffer.name: _described(buffer) for buffer in inventory.buffers},
+        files=(),
+        optimizer=described,
+        scheduler=_scheduler_state(scheduler) if first else None,
+        extra=values.encode(extra, "extra") if first else None,
+        extra_state={
+            key: values.encode(module.get_extra_state(), f"get_extra_state() of {key!r}")
+            for key, module in inventory.extra_state.items()
+        }
+        if first
+        else None,
+    )
+    begins = {held.name: held.begin for held in inventory.parameters if held.writes and held.length}
+    return Contents(manifest, list(_items(inventory, states)), begins)
+
+
+def _scheduler_state(scheduler: Any) -> Any:
+    if scheduler is None:
+        return None
+    if not hasattr(scheduler, "state_dict"):
+        raise TypeError(f"scheduler must have a state_dict(), got {type(scheduler).__name__}")
+    return values.encode(scheduler.state_dict(), "scheduler.state_dict()")
+
+
+def _described(buffer: HeldBuffer) -> Tensor:
+    restore = buffer.restore and dtype_name(buffer.restore, buffer.name)
+    return Tensor(buffer.names, dtype_name(buffer.tensor.dtype, buffer.name), buffer.shape, restore)
+
+
+class _HostCopies:
+    """Tensors on the host, the last one kept: what is cut out of it is asked for in a row."""
+
+    def __init__(self) -> None:
+        self._tensor: torch.Tensor | None = None
+        self._copy: torch.Tensor | None = None
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All elements in one dimension."""
+        if tensor is not self._tensor:
+            self._copy = None  # freed before the next one is made
+            self._copy = tensor.detach().cpu().reshape(-1)
+            self._tensor = tensor
+        return self._copy
+
+
+def _items(inventory: Inventory, states: Iterable[HeldState]) -> Iterable[Item]:
+    host = _HostCopies()
+    for held in sorted(inventory.parameters, key=_by_holder(inventory)):
+        if held.writes and held.length:
+            yield _piece(parameter_key(held.name), held.holder, held, host)
+    for state in states:
+        for held in state.parameters:
+            if held.writes and held.length:
+                yield _piece(state_key(state.key, held.name), state.tensor, held, host)
+    for buffer in inventory.buffers:
+        name = dtype_name(buffer.tensor.dtype, buffer.name)
+        yield Item(buffer_key(buffer.name), name, buffer.shape, _buffer_value(buffer, host))
+    state = torch.get_rng_state()
+    yield Item(RNG_TORCH, "U8", tuple(state.shape), lambda: state)
+    seed = torch.tensor(list(xm.get_rng_state().to_bytes(8, "little")), dtype=torch.uint8)
+    yield Item(RNG_XLA, "U8", (8,), lambda: seed)
+
+
+def _by_holder(inventory: Inventory) -> Callable[[Held], int]:
+    order = {holder: number for number, holder in enumerate(inventory.by_holder())}
+    return lambda held: order[held.holder]
+
+
+def _piece(key: str, tensor: torch.Tensor, held: Held, host: _HostCopies) -> Item:
+    dtype = dtype_name(tensor.dtype, key)
+    return Item(
+        key, dtype, (held.length,), lambda: host.flat(tensor)[held.at : held.at + held.length]
+    )
+
+
+def _buffer_value(buffer: HeldBuffer, host: _HostCopies) -> Callable[[], torch.Tensor]:
+    def value() -> torch.Tensor:
+        flat = host.flat(buffer.tensor)
+        if buffer.row is None:
+            return flat
+        length = flat.numel() // buffer.tensor.shape[0]
+        return flat[buffer.row * length : (buffer.row + 1) * length]
+
+    return value
+
+
+def _copied(item: Item) -> Item:
+    value = item.value().clone()
+    return replace(item, value=lambda: value)

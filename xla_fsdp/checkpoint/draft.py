@@ -1,0 +1,225 @@
+"""One save, from its folder to its manifest; what all ways of saving share.
+
+Every rank writes one file into a folder that is no checkpoint yet; once all are durable, rank 0
+writes the manifest and gives the folder its name. Whatever happens before leaves earlier
+checkpoints as they are, and a folder that the next save removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..consolidate.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ModelMismatchError,
+    SharedStorageError,
+)
+from ..consolidate.format import folders, manifest
+from ..consolidate.format.rank_file import FileRecord, write_file
+from ..consolidate.format.store import Store, join, open_store
+from .contents import Contents, take_contents
+from .meeting import Meeting
+
+# How long a file system may take to show one host what another has written.
+_VISIBLE_SECONDS = 30.0
+_BEGUN = "begun"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, checked."""
+
+    path: str
+    step: int
+    keep_last: int | None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.step, bool) or not isinstance(self.step, int):
+            raise TypeError(f"step must be an int, got {type(self.step).__name__}")
+        if not 0 <= self.step < 10**18:
+            raise ValueError(f"step must be at least 0, got {self.step}")
+        kept = self.keep_last
+        if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 1):
+            raise ValueError(f"keep_last must be an int of at least 1, or None, got {kept!r}")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A save under way.
+
+    Attributes:
+        folder: the name it will have.
+        partial: where the save keeps what is not part of the checkpoint; with a store that
+            renames, also the checkpoint itself until it is complete.
+        shown: ``folder`` as the user would write it.
+    """
+
+    store: Store
+    root: str
+    folder: str
+    partial: str
+    shown: str
+    contents: Contents
+    rank: int
+    keep_last: int | None
+
+    @property
+    def data(self) -> str:
+        """Where the ranks' files go."""
+        return self.partial if self.store.renames else self.folder
+
+    def file(self, rank: int) -> str:
+        return join(self.data, manifest.file_name(rank, self.contents.manifest.world_size))
+
+    def write(self) -> FileRecord:
+        """Writes this rank's file; durable when it returns."""
+        record = write_file(
+            self.store, self.file(self.rank), self.contents.items, self.contents.metadata(self.rank)
+        )
+        self.store.sync_folder(self.data)
+        return record
+
+    def commit(self, records: Sequence[FileRecord]) -> str:
+        """On rank 0, after all have written: makes it a checkpoint. Returns its path."""
+        for rank, record in enumerate(records):
+            self._await_file(rank, record)
+        whole = replace(self.contents.manifest, files=tuple(records))
+        output = self.store.create(join(self.data, manifest.NAME))
+        try:
+            output.write(manifest.dump_manifest(whole))
+            output.close()
+        except BaseException:
+            output.discard()
+            raise
+        self.store.sync_folder(self.data)
+        if self.store.renames:
+            self.store.rename(self.partial, self.folder)
+        self._tidy()
+        return self.shown
+
+    def abandon(self) -> None:
+        """On rank 0, when no rank writes any more: removes what is there of it, if possible."""
+        for path in {self.partial, self.data}:
+            with contextlib.suppress(CheckpointError):
+                self.store.remove(path)
+
+    def _await_file(self, rank: int, record: FileRecord) -> None:
+        path = self.file(rank)
+
+        def there() -> bool:
+            try:
+                return self.store.size(path) == record.size
+            except CheckpointNotFoundError:
+                return False
+
+        if not _eventually(there):
+            raise SharedStorageError(
+                f"{path}: rank {rank} has written {record.size} bytes there, which rank 0 does not "
+                "see; save to a file system or object store that all hosts share"
+            )
+
+    def _tidy(self) -> None:
+        # The checkpoint is complete. What cannot be removed now will be, after the next save.
+        try:
+            if not self.store.renames:
+                self.store.remove(self.partial)
+            for path in folders.superseded(self.store, self.root, self.keep_last):
+                folders.discard(self.store, path)
+        except CheckpointError as error:
+            warnings.warn(
+                f"{self.shown} is complete, but an older checkpoint could not be removed: {error}",
+                stacklevel=2,
+            )
+
+
+def begin(
+    meeting: Meeting, request: Request, model: Any, optimizer: Any, scheduler: Any, extra: Any
+) -> Draft:
+    """Agrees on what is to be saved and where; on every rank.
+
+    Raises:
+        CheckpointError, TypeError, ValueError: it cannot be saved, or not there.
+        SharedStorageError: a rank does not see the folder that rank 0 made.
+    """
+    contents: list[Contents] = []
+
+    def describe() -> str:
+        contents.append(take_contents(model, optimizer, scheduler, request.step, extra))
+        return contents[0].agreement()
+
+    agreements = meeting.together("describe what to save", describe)
+    for rank, agreement in enumerate(agreements):
+        if agreement != agreements[0]:
+            raise ModelMismatchError(
+                f"rank {rank} and rank 0 have different models, optimizers or steps to save; "
+                "all ranks must call this together, with the same"
+            )
+    store, root = open_store(request.path)
+    save_id, name = meeting.first("prepare the folder", lambda: _prepare(store, root, request.step))
+    place = folders.Place(request.step, name)
+    known = replace(contents[0].manifest, save_id=save_id)
+    draft = Draft(
+        store=store,
+        root=root,
+        folder=join(root, place.name),
+        partial=join(root, place.partial_name(save_id)),
+        shown=join(request.path.rstrip("/") or "/", place.name),
+        contents=replace(contents[0], manifest=known),
+        rank=meeting.rank,
+        keep_last=request.keep_last,
+    )
+    meeting.together("see rank 0's folder", lambda: _require_shared(draft))
+    return draft
+
+
+def _prepare(store: Store, root: str, step: int) -> list:
+    """Makes room, and the folder to write to. Returns the save's id and its number of the step."""
+    store.make_folder(root)
+    if store.renames:
+        parent = root.rpartition("/")[0] or ("/" if root.startswith("/") else ".")
+        with contextlib.suppress(CheckpointError):  # a parent that may not be read
+            store.sync_folder(parent)
+    for path in folders.leftovers(store, root):
+        store.remove(path)
+    place = folders.next_place(store, root, step)
+    save_id = secrets.token_hex(8)
+    partial = join(root, place.partial_name(save_id))
+    store.make_folder(partial)
+    if not store.renames:  # where there are no folders, only files are seen
+        output = store.create(join(partial, _BEGUN))
+        output.write(save_id.encode())
+        output.close()
+    return [save_id, place.version]
+
+
+def _require_shared(draft: Draft) -> None:
+    def seen() -> bool:
+        if draft.store.renames:
+            return draft.store.is_folder(draft.partial)
+        return _BEGUN in draft.store.list(draft.partial)
+
+    if not _eventually(seen):
+        raise SharedStorageError(
+            f"{draft.root}: this rank does not see what rank 0 has written there; save to a file "
+            "system or object store that all hosts share, or gather the model on rank 0 with "
+            "full_state_dict()"
+        )
+
+
+def _eventually(condition) -> bool:
+    """Whether ``condition()`` comes true soon; file systems over a network take their time."""
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    wait = 0.01
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(wait)
+        wait = min(2 * wait, 1.0)
+    return True
