@@ -22,9 +22,7 @@ def wrapped(kind: str, model: torch.nn.Module) -> torch.nn.Module:
             model.blocks[number] = FSDP(block)
     if kind == "auto":
         return FSDP(model, auto_wrap_policy=xla_fsdp.always_wrap_policy)
-    return FSDP(
-        model, flatten_parameters=kind == "flat", shard_param_on_dim_0=kind == "rows"
-    )
+    return FSDP(model, flatten_parameters=kind == "flat", shard_param_on_dim_0=kind == "rows")
 
 
 def adam(parameters):
@@ -52,8 +50,14 @@ class Run:
         self.kind, self.rank, self.size = kind, rank, size
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = optimizer(trained)
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer, max_lr=0.05, total_steps=50
+        schedules = torch.optim.lr_scheduler
+        self.scheduler = schedules.SequentialLR(
+            self.optimizer,
+            [
+                schedules.LinearLR(self.optimizer, start_factor=0.1, total_iters=2),
+                schedules.MultiStepLR(self.optimizer, milestones=[1, 1, 3]),
+            ],
+            milestones=[2],
         )
 
     def train(self, begin: int, end: int) -> list[float]:
@@ -68,7 +72,7 @@ class Run:
             loss.backward()
             if self.kind == "none" and self.size > 1:
                 for parameter in self.model.parameters():
-                    if parameter.grad is not None:
+                    if parameter.grad is not None and parameter.numel():
                         parameter.grad = xm.all_reduce(
                             xm.REDUCE_SUM, parameter.grad, scale=1 / self.size
                         )
@@ -85,6 +89,4 @@ class Run:
         )
 
     def load(self, path, **options):
-        return xla_fsdp.load_checkpoint(
-            path, self.model, self.optimizer, self.scheduler, **options
-        )
+        return xla_fsdp.load_checkpoint(path, self.model, self.optimizer, self.scheduler, **options)

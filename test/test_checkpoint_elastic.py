@@ -1,41 +1,220 @@
-"""Saved on N ranks in one wrapping, resumed on M in another: training goes on all the same."""
+"""Saved by N ranks in one wrapping, loaded by M in another: same values, and training goes on."""
 
 import pytest
 import torch
-from checkpoint_runs import WRAPPINGS, Run, averaged, heavy_ball, nesterov
+from checkpoint_runs import WRAPPINGS, Run, adam, averaged, heavy_ball, nesterov
 
-OPTIMIZERS = {"nested": None, "flat": nesterov, "rows": averaged, "root": heavy_ball}
+from xla_fsdp.checkpoint.inventory import take_inventory
+from xla_fsdp.consolidate.errors import ModelMismatchError, OtherRankError
+from xla_fsdp.consolidate.format.manifest import State
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+from xla_fsdp.shard import Layout
 
-
-def _save_all(rank, size, folder, wrappings):
-    losses = {}
-    for kind, optimizer in wrappings:
-        run = Run(kind, rank, size, **({"optimizer": optimizer} if optimizer else {}))
-        run.train(0, 2)
-        run.save(f"{folder}/{kind}-{size}", 2, extra={"size": size, "shape": (1, 2)})
-        losses[kind] = run.train(2, 4)
-    return losses
+COUNTS = (1, 2, 3, 4, 7, 8)
+# A wrapping for each number of ranks, so that every pair of counts also changes the wrapping.
+BY_COUNT = dict(zip(COUNTS, WRAPPINGS, strict=True))
 
 
-def _resume(rank, size, folder, kind, saved, optimizer):
-    run = Run(kind, rank, size, seed=9, **({"optimizer": optimizer} if optimizer else {}))
-    found = run.load(f"{folder}/{saved}")
-    assert found.step == 2 and found.extra["shape"] == (1, 2)
+def _held(run: Run) -> dict[str, tuple[int, torch.Tensor]]:
+    """Every run of elements that this rank holds, of parameters and optimizer state."""
+    found = {}
+    for held in take_inventory(run.model).parameters:
+        state = run.optimizer.state.get(held.holder, {})
+        for key, tensor in {"": held.holder, **state}.items():
+            if tensor.shape == held.holder.shape and (held.shape or key != "step"):
+                flat = tensor.detach().cpu().reshape(-1)
+                found[f"{held.name} {key}"] = held.begin, flat[held.at : held.at + held.length]
+            else:
+                found[f"{held.name} {key}"] = 0, tensor.detach().cpu().reshape(1).clone()
+    return found
+
+
+def _whole(ranks: list[dict]) -> dict[str, torch.Tensor]:
+    """The unsharded values, from what all ranks hold."""
+    whole = {}
+    for name in ranks[0]:
+        pieces = {begin: piece for rank in ranks for begin, piece in [rank[name]] if piece.numel()}
+        ordered = [pieces[begin] for begin in sorted(pieces)]
+        whole[name] = torch.cat(ordered) if ordered else torch.empty(0)
+    return whole
+
+
+def _train_and_save(rank, size, kind, path, optimizer):
+    run = Run(kind, rank, size, optimizer=optimizer)
+    run.train(0, 2)
+    run.save(path, 2, extra={"shape": (1, 2)})
+    return _held(run), run.train(2, 4)
+
+
+def _load_and_save(rank, size, kind, path, saved_as):
+    run = Run(kind, rank, size, seed=9)
+    assert run.load(path).extra == {"shape": (1, 2)}
+    run.save(saved_as, 3, extra={"shape": (1, 2)})
+    return _held(run)
+
+
+def _different(found: dict, expected: dict) -> list[str]:
+    # An optimizer that never saw a gradient of one parameter has no state of it, but as a part of
+    # a vector it has.
+    return [name for name, value in expected.items() if not torch.equal(value, found[name])]
+
+
+def _read_as(path, layout_of, size: int, names) -> dict[str, torch.Tensor]:
+    """What ``size`` ranks together would load, piece by piece, without being there."""
+    checkpoint = ShardedCheckpoint(path)
+    whole = {}
+    for name, tensor in checkpoint.manifest.parameters.items():
+        keys = ["", *checkpoint.manifest.optimizer.state.get(name, State({}, {})).sharded]
+        layout = layout_of(tensor.shape, size)
+        for key in keys:
+            pieces = []
+            for rank in range(size):
+                ((begin, end, _),) = layout.pieces(rank)
+                read = checkpoint.read_state if key else checkpoint.read_parameter
+                pieces.append(read(*([key] if key else []), name, begin, end))
+            whole[f"{name} {key}"] = torch.cat(pieces)
+    return {name: whole[name] for name in names if name in whole}
+
+
+def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path):
+    ranks = run_ranks(_train_and_save, 3, 3, "nested", tmp_path / "start", adam)
+    expected = _whole([held for held, _ in ranks])
+    last = "start"
+    for size, kind in BY_COUNT.items():
+        held = run_ranks(_load_and_save, size, size, kind, tmp_path / last, tmp_path / str(size))
+        assert not _different(_whole(held), expected), size
+        last = str(size)
+    # 8 to 3, of which a worker is still there.
+    held = run_ranks(_load_and_save, 3, 3, "rows", tmp_path / "8", tmp_path / "again")
+    assert not _different(_whole(held), expected)
+    elements = {name: value for name, value in expected.items() if not name.endswith(" step")}
+    for saved in COUNTS:
+        for size in COUNTS:
+            for layout_of in (lambda shape, n: Layout.flat([shape], n), _rows):
+                read = _read_as(tmp_path / str(saved), layout_of, size, elements)
+                assert not _different(read, elements), (saved, size)
+
+
+def _rows(shape, size: int) -> Layout:
+    return Layout.rows(shape, size) if shape else Layout.flat([shape], size)
+
+
+def _every_wrapping(rank, size, folder):
+    """Saves in every wrapping, loads each into every wrapping; returns what differs."""
+    first = Run("nested", rank, size)
+    first.train(0, 2)
+    first.save(f"{folder}/start", 2)
+    for kind in WRAPPINGS:
+        run = Run(kind, rank, size, seed=3)
+        run.load(f"{folder}/start")
+        run.save(f"{folder}/{kind}", 2)
+    runs = {kind: Run(kind, rank, size, seed=4) for kind in WRAPPINGS}
+    found = {}
+    for saved in WRAPPINGS:
+        for kind, run in runs.items():
+            run.load(f"{folder}/{saved}")
+            found[saved, kind] = _held(run)
+    return _held(first), found
+
+
+def test_every_wrapping_loads_what_every_other_saved(run_ranks, tmp_path):
+    ranks = run_ranks(_every_wrapping, 3, 3, tmp_path)
+    expected = _whole([held for held, _ in ranks])
+    for pair in ranks[0][1]:
+        assert not _different(_whole([found[pair] for _, found in ranks]), expected), pair
+
+
+def _train_resume_train(rank, size, kind, path, optimizer):
+    run = Run(kind, rank, size, optimizer=optimizer)
+    run.train(0, 2)
+    run.save(path, 2)
+    draw = [torch.rand(3), torch.rand(3, device="xla").cpu()]
+    uninterrupted = run.train(2, 4), _held(run)
+    other = Run(kind, rank, size, seed=9, optimizer=optimizer)
+    other.load(path)
+    again = [torch.rand(3), torch.rand(3, device="xla").cpu()]
+    assert torch.equal(draw[0], again[0]), "torch's random state"
+    assert torch.equal(draw[1], again[1]), "XLA's random state"
+    resumed = other.train(2, 4), _held(other)
+    assert resumed[0] == uninterrupted[0]
+    for name, (begin, value) in uninterrupted[1].items():
+        assert begin == resumed[1][name][0] and torch.equal(value, resumed[1][name][1]), name
+    assert run.scheduler.state_dict() == other.scheduler.state_dict()
+
+
+@pytest.mark.parametrize(
+    "kind, optimizer",
+    [("nested", adam), ("flat", nesterov), ("rows", averaged), ("none", heavy_ball)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_on_as_many_ranks_training_resumes_bit_for_bit(run_ranks, tmp_path, kind, optimizer):
+    run_ranks(_train_resume_train, 3, 3, kind, tmp_path, optimizer)
+
+
+def _resume(rank, size, kind, path, optimizer):
+    run = Run(kind, rank, size, seed=9, optimizer=optimizer)
+    run.load(path)
     return run.train(2, 4)
 
 
-def test_every_number_of_ranks_onto_every_other(run_ranks, tmp_path):
-    counts = (1, 2, 3, 4, 8)
-    expected = {
-        size: run_ranks(_save_all, size, size, tmp_path, [("nested", None)])[0]["nested"]
-        for size in counts
-    }
-    for size in counts:
-        for saved in counts:
-            for rank, losses in enumerate(
-                run_ranks(_resume, size, size, tmp_path, "nested", f"nested-{saved}", None)
-            ):
-                if size == saved:
-                    assert losses == expected[saved], (saved, size, rank)
-                else:
-                    torch.testing.assert_close(losses, expected[saved], rtol=2e-5, atol=1e-5)
+@pytest.mark.parametrize("optimizer", [adam, averaged], ids=lambda fn: fn.__name__)
+def test_on_other_ranks_training_resumes_to_rounding(run_ranks, tmp_path, optimizer):
+    _, expected = run_ranks(_train_and_save, 3, 3, "nested", tmp_path, optimizer)[0]
+    resumed = run_ranks(_resume, 4, 4, "root", tmp_path, optimizer)
+    for losses in resumed:
+        torch.testing.assert_close(losses, expected, rtol=2e-5, atol=1e-5)
+
+
+def _groups(rank, size, folder):
+    def make(kind, swapped=False, one=False):
+        run = Run(kind, rank, size)
+        decayed = [p for n, p in run.model.named_parameters() if n.endswith("weight")]
+        rest = [p for n, p in run.model.named_parameters() if not n.endswith("weight")]
+        groups = [{"params": decayed, "weight_decay": 0.5, "lr": 0.125}, {"params": rest}]
+        groups = [{"params": decayed + rest}] if one else groups[::-1] if swapped else groups
+        run.optimizer = torch.optim.SGD(groups, lr=0.25, nesterov=True, momentum=0.5)
+        run.scheduler = None
+        return run
+
+    make("nested").save(folder, 1)
+    run = make("root", swapped=True)
+    for group in run.optimizer.param_groups:
+        group["lr"] = 7.0
+    run.load(folder)
+    assert [g["lr"] for g in run.optimizer.param_groups] == [0.25, 0.125]
+    assert [g["weight_decay"] for g in run.optimizer.param_groups] == [0, 0.5]
+    with pytest.raises(ModelMismatchError, match="is no group of the checkpoint"):
+        make("root", one=True).load(folder)
+    run.optimizer = torch.optim.Adam(run.model.parameters())
+    with pytest.raises(ModelMismatchError, match="is of optimizer SGD, this one is Adam"):
+        run.load(folder)
+
+
+def test_parameter_groups_are_found_by_the_names_in_them(run_ranks, tmp_path):
+    run_ranks(_groups, 3, 3, tmp_path)
+
+
+def _other_models(rank, size, folder):
+    run = Run("nested", rank, size)
+    run.save(folder, 1)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    own = Run("root", rank, size, seed=5)
+    own.model.module.more = torch.nn.Parameter(torch.zeros(3))
+    found = {}
+    with pytest.raises(ModelMismatchError, match="'more' is in the model only"):
+        own.load(folder)
+    own.scheduler = None
+    own.optimizer = None
+    own.load(folder, strict=False)
+    for name, value in own.model.state_dict().items():
+        if name in before and before[name].shape == value.shape:
+            found[name] = torch.equal(before[name].cpu(), value.cpu())
+    assert all(found.values()) and len(found) > 20
+    if rank == 1:
+        run.model.module.head.weight = torch.nn.Parameter(torch.zeros(2, 2, device="xla"))
+    with pytest.raises((ModelMismatchError, OtherRankError), match="'head.weight'|rank 1 could"):
+        run.load(folder)
+
+
+def test_what_does_not_fit_the_model_is_named_on_every_rank(run_ranks, tmp_path):
+    run_ranks(_other_models, 3, 3, tmp_path)

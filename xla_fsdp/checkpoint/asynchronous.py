@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch_xla
 from torch import nn
 
 from ..consolidate.errors import CheckpointError, OtherRankError
@@ -19,7 +18,7 @@ from ..consolidate.format.store import join, read
 from ..consolidate.format.strict import read_json, write_json
 from .draft import Draft, begin
 from .meeting import Meeting, describe
-from .saving import abandon, meeting_request, records
+from .saving import abandon, at_rest, meeting_request, records
 
 # Seconds between two looks for what other ranks have written, at most.
 _LONGEST_WAIT = 0.5
@@ -70,15 +69,17 @@ class AsyncCheckpointer:
         """
         self.wait()
         meeting = Meeting()
-        torch_xla.sync()
-        request = meeting_request(meeting, self.path, step, self.keep_last)
-        draft = begin(meeting, request, model, optimizer, scheduler, extra)
         copies: list[Any] = []
-        try:
-            meeting.together("copy to the host", lambda: copies.append(draft.contents.on_host()))
-        except Exception:
-            abandon(draft)
-            raise
+        with at_rest() as seed:
+            request = meeting_request(meeting, self.path, step, self.keep_last)
+            draft = begin(meeting, request, model, optimizer, scheduler, extra, seed)
+            try:
+                meeting.together(
+                    "copy to the host", lambda: copies.append(draft.contents.on_host())
+                )
+            except Exception:
+                abandon(draft)
+                raise
         self._running = _Running(replace(draft, contents=copies[0]), meeting)
 
     def wait(self) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch_xla
 import torch_xla.core.xla_model as xm
 
 from ..consolidate.format import values
@@ -58,7 +59,9 @@ class Contents:
         return replace(self, items=[_copied(item) for item in self.items])
 
 
-def take_contents(model: Any, optimizer: Any, scheduler: Any, step: int, extra: Any) -> Contents:
+def take_contents(
+    model: Any, optimizer: Any, scheduler: Any, step: int, extra: Any, seed: int
+) -> Contents:
     """What this rank has to save. Nothing is copied yet, but small values on rank 0.
 
     Raises:
@@ -90,7 +93,7 @@ def take_contents(model: Any, optimizer: Any, scheduler: Any, step: int, extra: 
         else None,
     )
     begins = {held.name: held.begin for held in inventory.parameters if held.writes and held.length}
-    return Contents(manifest, list(_items(inventory, states)), begins)
+    return Contents(manifest, list(_items(inventory, states, seed)), begins)
 
 
 def _scheduler_state(scheduler: Any) -> Any:
@@ -104,6 +107,15 @@ def _scheduler_state(scheduler: Any) -> Any:
 def _described(buffer: HeldBuffer) -> Tensor:
     restore = buffer.restore and dtype_name(buffer.restore, buffer.name)
     return Tensor(buffer.names, dtype_name(buffer.tensor.dtype, buffer.name), buffer.shape, restore)
+
+
+def device_seed() -> int:
+    """XLA's random state on this rank's device."""
+    return xm.get_rng_state(str(torch_xla.device()))
+
+
+def set_device_seed(seed: int) -> None:
+    xm.set_rng_state(seed, str(torch_xla.device()))
 
 
 class _HostCopies:
@@ -122,7 +134,7 @@ class _HostCopies:
         return self._copy
 
 
-def _items(inventory: Inventory, states: Iterable[HeldState]) -> Iterable[Item]:
+def _items(inventory: Inventory, states: Iterable[HeldState], seed: int) -> Iterable[Item]:
     host = _HostCopies()
     for held in sorted(inventory.parameters, key=_by_holder(inventory)):
         if held.writes and held.length:
@@ -136,8 +148,8 @@ def _items(inventory: Inventory, states: Iterable[HeldState]) -> Iterable[Item]:
         yield Item(buffer_key(buffer.name), name, buffer.shape, _buffer_value(buffer, host))
     state = torch.get_rng_state()
     yield Item(RNG_TORCH, "U8", tuple(state.shape), lambda: state)
-    seed = torch.tensor(list(xm.get_rng_state().to_bytes(8, "little")), dtype=torch.uint8)
-    yield Item(RNG_XLA, "U8", (8,), lambda: seed)
+    eight = torch.tensor(list(seed.to_bytes(8, "little")), dtype=torch.uint8)
+    yield Item(RNG_XLA, "U8", (8,), lambda: eight)
 
 
 def _by_holder(inventory: Inventory) -> Callable[[Held], int]:

@@ -140,9 +140,15 @@ class Draft:
 
 
 def begin(
-    meeting: Meeting, request: Request, model: Any, optimizer: Any, scheduler: Any, extra: Any
+    meeting: Meeting,
+    request: Request,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    extra: Any,
+    seed: int,
 ) -> Draft:
-    """Agrees on what is to be saved and where; on every rank.
+    """Agrees on what is to be saved and where; on every rank. ``seed``: XLA's random state.
 
     Raises:
         CheckpointError, TypeError, ValueError: it cannot be saved, or not there.
@@ -151,7 +157,7 @@ def begin(
     contents: list[Contents] = []
 
     def describe() -> str:
-        contents.append(take_contents(model, optimizer, scheduler, request.step, extra))
+        contents.append(take_contents(model, optimizer, scheduler, request.step, extra, seed))
         return contents[0].agreement()
 
     agreements = meeting.together("describe what to save", describe)

@@ -18,7 +18,7 @@ from ..consolidate.format.dtypes import DTYPES
 from ..consolidate.format.manifest import State, parameter_key, state_key
 from ..consolidate.format.reader import ShardedCheckpoint
 from ..swap import fill_
-from .contents import RNG_TORCH, RNG_XLA
+from .contents import RNG_TORCH, RNG_XLA, set_device_seed
 from .inventory import Held, HeldBuffer, Inventory, take_inventory
 from .matching import Match, match_model, match_optimizer
 from .meeting import Meeting
@@ -82,6 +82,7 @@ def load_checkpoint(
     prepared[0].apply()
     torch_xla.sync()
     meeting.together("load the checkpoint", lambda: None)  # nobody trains on before all have loaded
+    prepared[0].restore_rng()  # last: every meeting moves XLA's on
     return prepared[0].result
 
 
@@ -170,9 +171,11 @@ class _Prepared:
                     }
         if self.scheduler is not None:
             self.scheduler.load_state_dict(self.scheduler_state)
+
+    def restore_rng(self) -> None:
         if self.rng is not None:
             torch.set_rng_state(self.rng[0])
-            xm.set_rng_state(self.rng[1])
+            set_device_seed(self.rng[1])
 
 
 def _assign(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch_xla
 from torch import nn
 
 from ..consolidate.format.rank_file import FileRecord
+from .contents import device_seed, set_device_seed
 from .draft import Draft, Request, begin
 from .meeting import Meeting
 
@@ -53,15 +56,30 @@ def save_checkpoint(
         OtherRankError: another rank failed. If one rank raises, all do.
     """
     meeting = Meeting()
-    torch_xla.sync()  # the step that was traced so far is what is saved
-    request = meeting_request(meeting, path, step, keep_last)
-    draft = begin(meeting, request, model, optimizer, scheduler, extra)
+    with at_rest() as seed:
+        request = meeting_request(meeting, path, step, keep_last)
+        draft = begin(meeting, request, model, optimizer, scheduler, extra, seed)
+        try:
+            written = meeting.together("write its file", lambda: asdict(draft.write()))
+            return meeting.first("complete the checkpoint", lambda: draft.commit(records(written)))
+        except Exception:
+            abandon(draft)
+            raise
+
+
+@contextlib.contextmanager
+def at_rest() -> Iterator[int]:
+    """Between two steps: what was traced so far has run, and random numbers go on from here.
+
+    Gives XLA's random state. Every meeting of the ranks ends a step, which moves it on; it is put
+    back, so that a run that goes on and one that is resumed from here draw the same.
+    """
+    torch_xla.sync()
+    state = device_seed()
     try:
-        written = meeting.together("write its file", lambda: asdict(draft.write()))
-        return meeting.first("complete the checkpoint", lambda: draft.commit(records(written)))
-    except Exception:
-        abandon(draft)
-        raise
+        yield state
+    finally:
+        set_device_seed(state)
 
 
 def meeting_request(
