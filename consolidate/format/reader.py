@@ -19,6 +19,7 @@ from ..errors import (
     ShardMismatchError,
 )
 from . import folders, manifest
+from .dtypes import DTYPES
 from .manifest import Manifest, buffer_key, file_name, load_manifest, parameter_key, state_key
 from .rank_file import CheckedFile
 from .store import Store, join, read
@@ -205,11 +206,14 @@ class ShardedCheckpoint:
 
     def read_parameter(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements ``begin .. end`` of a parameter, one-dimensional, in its dtype."""
-        return self._read(parameter_key(name), name, begin, end)
+        return self._read(
+            parameter_key(name), name, self.manifest.parameters[name].dtype, begin, end
+        )
 
     def read_state(self, key: str, name: str, begin: int, end: int) -> torch.Tensor:
         """The same of a sharded optimizer state."""
-        return self._read(state_key(key, name), name, begin, end)
+        dtype = self.manifest.optimizer.state[name].sharded[key]
+        return self._read(state_key(key, name), name, dtype, begin, end)
 
     def read_buffer(self, name: str, rank: int = 0) -> torch.Tensor:
         """A whole buffer as ``rank`` had it."""
@@ -219,7 +223,7 @@ class ShardedCheckpoint:
             raise ShardMismatchError(f"{self.file(rank).path}: lacks buffer {name!r}")
         return self.file(rank).read(key, 0, tensor.numel).reshape(tensor.shape)
 
-    def _read(self, key: str, name: str, begin: int, end: int) -> torch.Tensor:
+    def _read(self, key: str, name: str, dtype: str, begin: int, end: int) -> torch.Tensor:
         pieces = self.pieces(name)
         parts = []
         # Begin with the piece that `begin` lies in.
@@ -232,9 +236,7 @@ class ShardedCheckpoint:
                 parts.append(self.file(rank).read(key, start - low, stop - low))
         if len(parts) == 1:
             return parts[0]
-        if parts:
-            return torch.cat(parts)
-        return self.file(0).read(key, 0, 0)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=DTYPES[dtype])
 
     def verify(self, progress: Callable[[int], None] = lambda count: None) -> None:
         """Checks every byte of every file, and that all tensors are there.
