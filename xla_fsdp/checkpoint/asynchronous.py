@@ -78,7 +78,7 @@ class AsyncCheckpointer:
                     "copy to the host", lambda: copies.append(draft.contents.on_host())
                 )
             except Exception:
-                abandon(draft)
+                abandon(draft, meeting)
                 raise
         self._running = _Running(replace(draft, contents=copies[0]), meeting)
 
@@ -132,8 +132,8 @@ class _Running:
         except Exception:
             self._given_up.set()
             self._thread.join()
-            self.meeting.gather("give up the save", None)  # nobody writes any more
-            abandon(self.draft)
+            self.meeting.gather("stop writing", None)
+            abandon(self.draft, self.meeting)
             raise
         return self._path
 

@@ -63,7 +63,7 @@ def save_checkpoint(
             written = meeting.together("write its file", lambda: asdict(draft.write()))
             return meeting.first("complete the checkpoint", lambda: draft.commit(records(written)))
         except Exception:
-            abandon(draft)
+            abandon(draft, meeting)
             raise
 
 
@@ -98,7 +98,8 @@ def records(written: list[dict[str, Any]]) -> list[FileRecord]:
     return [FileRecord(**{**each, "digests": tuple(each["digests"])}) for each in written]
 
 
-def abandon(draft: Draft) -> None:
-    """After a failure that all ranks know of."""
+def abandon(draft: Draft, meeting: Meeting) -> None:
+    """After a failure that all ranks know of: returns when what is there of the save is gone."""
     if draft.rank == 0:
         draft.abandon()
+    meeting.gather("give up the save", None)

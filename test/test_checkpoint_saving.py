@@ -1,0 +1,185 @@
+"""Saving: what is kept, what is refused, and saving while training goes on."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch_xla
+from checkpoint_runs import Run
+
+import xla_fsdp
+from xla_fsdp.checkpoint import draft
+from xla_fsdp.consolidate.errors import (
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    ModelMismatchError,
+    OtherRankError,
+    OutputError,
+    UnsupportedValueError,
+)
+
+
+def _names(folder) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def _keep_and_repeat(rank, size, folder):
+    run = Run("nested", rank, size)
+    assert xla_fsdp.latest(folder) is None
+    for step in (1, 2, 3):
+        run.save(folder, step, keep_last=2)
+    assert _names(folder) == ["step-00000002", "step-00000003"]
+    again = run.save(folder, 3, extra="again")
+    assert again == f"{folder}/step-00000003.2" == xla_fsdp.latest(folder)
+    assert _names(folder) == ["step-00000002", "step-00000003.2"]
+    assert run.load(folder).extra == "again"
+    assert run.load(f"{folder}/step-00000002").step == 2
+
+
+def test_the_newest_are_kept_and_a_step_saved_again_replaces_itself(run_ranks, tmp_path):
+    run_ranks(_keep_and_repeat, 3, 3, str(tmp_path / "a [b] *ü"))
+
+
+def _in_memory(rank, size, url):
+    run = Run("nested", rank, size)
+    run.train(0, 1)
+    assert run.save(url, 1) == f"{url}/step-00000001"
+    with xla_fsdp.AsyncCheckpointer(url, keep_last=1) as checkpointer:
+        checkpointer.save(run.model, run.optimizer, run.scheduler, step=2)
+        expected = run.train(1, 2)
+    assert xla_fsdp.latest(url) == f"{url}/step-00000002"
+    other = Run("root", rank, size, seed=4)
+    assert other.load(url).path.endswith("/step-00000002")
+    assert other.train(1, 2) == expected
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    assert [name.rpartition("/")[2] for name in files.ls(url, detail=False)] == ["step-00000002"]
+
+
+def test_object_stores_get_the_manifest_last_and_keep_nothing_else(run_ranks):
+    run_ranks(_in_memory, 3, 3, "memory://bucket/run")
+
+
+def _asynchronously(rank, size, folder):
+    run = Run("nested", rank, size)
+    run.train(0, 1)
+    checkpointer = xla_fsdp.AsyncCheckpointer(folder)
+    checkpointer.save(run.model, run.optimizer, run.scheduler, step=1, extra={"loss": 0.5})
+    expected = run.train(1, 3)  # changes what is being saved
+    checkpointer.save(run.model, run.optimizer, run.scheduler, step=3)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.zero_()
+    torch_xla.sync()
+    assert checkpointer.wait() == f"{folder}/step-00000003"
+    assert _names(folder) == ["step-00000001", "step-00000003"]
+    other = Run("nested", rank, size, seed=6)
+    assert other.load(f"{folder}/step-00000001").extra == {"loss": 0.5}
+    assert other.train(1, 3) == expected
+    later = other.train(3, 4)
+    other.load(folder)
+    assert other.train(3, 4) == later
+
+
+def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(run_ranks, tmp_path):
+    run_ranks(_asynchronously, 3, 3, str(tmp_path))
+
+
+class _Broken:
+    """A store on which one rank cannot write its file."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def create(self, path):
+        if "rank-" in path:
+            raise OutputError(f"{path}: cannot be written: No space left on device")
+        return self._store.create(path)
+
+
+def _one_rank_fails(rank, size, folder, failing):
+    run = Run("nested", rank, size)
+    run.save(folder, 1)
+    checkpointer = xla_fsdp.AsyncCheckpointer(folder)
+    original = draft.open_store
+    if rank == 0:  # ranks are threads of one process: one of them changes it for all
+
+        def broken(path, label="path"):
+            store, root = original(path, label)
+            from xla_fsdp.ranks import current_rank
+
+            return (_Broken(store), root) if current_rank().rank == failing else (store, root)
+
+        draft.open_store = broken
+    try:
+        kind = OutputError if rank == failing else OtherRankError
+        with pytest.raises(kind, match="No space left on device"):
+            run.save(folder, 2)
+        checkpointer.save(run.model, run.optimizer, step=2)
+        run.train(0, 1)
+        with pytest.raises(kind, match="No space left on device"):
+            checkpointer.save(run.model, run.optimizer, step=3)
+        assert checkpointer.wait() is None
+    finally:
+        if rank == 0:
+            draft.open_store = original
+    assert _names(folder) == ["step-00000001"]
+    run.save(folder, 2)
+    assert _names(folder) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_that_cannot_write_stops_all_and_leaves_nothing(run_ranks, tmp_path, failing):
+    run_ranks(_one_rank_fails, 3, 3, str(tmp_path), failing)
+
+
+def _refused(rank, size, folder):
+    run = Run("nested", rank, size)
+    for options, kind, message in (
+        ({"step": -1}, ValueError, "at least 0, got -1"),
+        ({"step": 1.5}, TypeError, "step must be an int, got float"),
+        ({"step": 1, "keep_last": 0}, ValueError, "keep_last must be an int of at least 1"),
+        ({"step": 1, "extra": {"a": [1, object()]}}, UnsupportedValueError, r"extra\['a'\]\[1\]"),
+    ):
+        failed = (kind, OtherRankError) if rank else kind
+        with pytest.raises(failed, match=message):
+            xla_fsdp.save_checkpoint(folder, run.model, **options)
+    with pytest.raises(TypeError, match="must be a torch.optim.Optimizer, got SGD_"):
+        xla_fsdp.save_checkpoint(folder, run.model, type("SGD_", (), {})(), step=1)
+    foreign = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1)
+    with pytest.raises(ModelMismatchError, match="create the optimizer after wrapping"):
+        xla_fsdp.save_checkpoint(folder, run.model, foreign, step=1)
+    with pytest.raises(ModelMismatchError, match="rank 1 and rank 0 have different models"):
+        xla_fsdp.save_checkpoint(folder, run.model, step=1 + (rank == 1))
+    blocked = Path(folder) / "file"
+    blocked.write_text("no folder")
+    with pytest.raises(OutputError if rank == 0 else OtherRankError, match="cannot be written"):
+        run.save(blocked, 1)
+    for path, kind in (
+        (folder + "/nothing", CheckpointNotFoundError),
+        (folder, IncompleteCheckpointError),
+    ):
+        with pytest.raises(kind if rank == 0 else OtherRankError):
+            run.load(path)
+    assert _names(folder) == ["file"]
+
+
+def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(run_ranks, tmp_path):
+    run_ranks(_refused, 3, 3, str(tmp_path))
+
+
+def test_one_process_without_a_launch_saves_and_loads(run_script, tmp_path):
+    script = """
+import sys, torch, xla_fsdp
+model = torch.nn.Linear(3, 2)
+print(xla_fsdp.save_checkpoint(sys.argv[1], model, step=7))
+other = torch.nn.Linear(3, 2)
+print(xla_fsdp.load_checkpoint(sys.argv[1], other).step, torch.equal(model.weight, other.weight))
+"""
+    done = run_script(script, tmp_path, env={"PJRT_DEVICE": "CPU"})
+    assert done.stdout.split() == [f"{tmp_path}/step-00000007", "7", "True"], done.stderr
