@@ -122,11 +122,16 @@ class CheckedFile:
 
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:
         """Elements ``begin .. end`` of a tensor, one-dimensional."""
+        out = torch.empty(end - begin, dtype=DTYPES[self.container.entries[key].dtype])
+        self.read_to(out, key, begin)
+        return out
+
+    def read_to(self, out: torch.Tensor, key: str, begin: int) -> None:
+        """The same from ``begin`` on into ``out``, contiguous, one-dimensional and of its dtype."""
         entry = self.container.entries[key]
-        out = torch.empty(end - begin, dtype=DTYPES[entry.dtype])
+        assert out.dtype is DTYPES[entry.dtype] and begin + out.numel() <= entry.numel, key
         if out.numel():
             self.read_into(entry.begin + begin * entry.itemsize, tensor_bytes(out))
-        return out
 
     def verify(self, progress: Callable[[int], None] = lambda count: None) -> None:
         """Checks every byte. ``progress`` is told how many at a time."""

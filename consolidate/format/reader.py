@@ -206,14 +206,30 @@ class ShardedCheckpoint:
 
     def read_parameter(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Elements ``begin .. end`` of a parameter, one-dimensional, in its dtype."""
-        return self._read(
-            parameter_key(name), name, self.manifest.parameters[name].dtype, begin, end
-        )
+        out = torch.empty(end - begin, dtype=DTYPES[self.manifest.parameters[name].dtype])
+        self.read_to(out, None, name, begin)
+        return out
 
     def read_state(self, key: str, name: str, begin: int, end: int) -> torch.Tensor:
         """The same of a sharded optimizer state."""
         dtype = self.manifest.optimizer.state[name].sharded[key]
-        return self._read(state_key(key, name), name, dtype, begin, end)
+        out = torch.empty(end - begin, dtype=DTYPES[dtype])
+        self.read_to(out, key, name, begin)
+        return out
+
+    def read_to(self, out: torch.Tensor, state: str | None, name: str, begin: int) -> None:
+        """Fills ``out``, contiguous and one-dimensional, with elements of a parameter, or of its
+        ``state``, from ``begin`` on."""
+        key = parameter_key(name) if state is None else state_key(state, name)
+        pieces, end = self.pieces(name), begin + out.numel()
+        # The first of interest is the one that `begin` lies in.
+        first = max(bisect_right(pieces, begin, key=lambda piece: piece[0]) - 1, 0)
+        for low, high, rank in pieces[first:]:
+            if low >= end:
+                break
+            start, stop = max(low, begin), min(high, end)
+            if start < stop:
+                self.file(rank).read_to(out[start - begin : stop - begin], key, start - low)
 
     def read_buffer(self, name: str, rank: int = 0) -> torch.Tensor:
         """A whole buffer as ``rank`` had it."""
@@ -222,21 +238,6 @@ class ShardedCheckpoint:
         if key not in self.file(rank).container.entries:
             raise ShardMismatchError(f"{self.file(rank).path}: lacks buffer {name!r}")
         return self.file(rank).read(key, 0, tensor.numel).reshape(tensor.shape)
-
-    def _read(self, key: str, name: str, dtype: str, begin: int, end: int) -> torch.Tensor:
-        pieces = self.pieces(name)
-        parts = []
-        # Begin with the piece that `begin` lies in.
-        first = max(bisect_right(pieces, begin, key=lambda piece: piece[0]) - 1, 0)
-        for low, high, rank in pieces[first:]:
-            if low >= end:
-                break
-            start, stop = max(low, begin), min(high, end)
-            if start < stop:
-                parts.append(self.file(rank).read(key, start - low, stop - low))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=DTYPES[dtype])
 
     def verify(self, progress: Callable[[int], None] = lambda count: None) -> None:
         """Checks every byte of every file, and that all tensors are there.

@@ -111,17 +111,19 @@ class _Reader:
     def same_world(self) -> bool:
         return self.checkpoint.manifest.world_size == self.meeting.size
 
-    def piece(self, held: Held, name: str, state: str | None = None) -> torch.Tensor:
-        """The elements of a parameter, or of its optimizer state, that are held here."""
+    def piece(self, out: torch.Tensor, held: Held, name: str, state: str | None = None) -> None:
+        """Fills the place of a parameter, or of its optimizer state, in a flat holder."""
+        if not held.length:
+            return
+        place = out[held.at : held.at + held.length]
         if self.same_world:
             own = self.checkpoint.file(self.meeting.rank)
             key = parameter_key(name) if state is None else state_key(state, name)
             mine = own.begins.get(name, 0), own.length(name)
             if mine == (held.begin, held.length) and key in own.container.entries:
-                return own.read(key, 0, held.length)
-        if state is None:
-            return self.checkpoint.read_parameter(name, held.begin, held.end)
-        return self.checkpoint.read_state(state, name, held.begin, held.end)
+                own.read_to(place, key, 0)
+                return
+        self.checkpoint.read_to(place, state, name, held.begin)
 
     def flat(
         self,
@@ -133,8 +135,7 @@ class _Reader:
         """A holder's new values, in its shape; zero in the padding."""
         flat = torch.zeros(holder.numel(), dtype=dtype or holder.dtype)
         for held, name in named:
-            if held.length:
-                flat[held.at : held.at + held.length] = self.piece(held, name, state)
+            self.piece(flat, held, name, state)
         return flat.view(holder.shape)
 
 
@@ -250,7 +251,7 @@ def _holders(
         elif named:  # the rest of the vector stays as it is
             flat = holder.detach().cpu().reshape(-1).clone()
             for held, name in named:
-                flat[held.at : held.at + held.length] = reader.piece(held, name)
+                reader.piece(flat, held, name)
             found.append((holder, flat.view(holder.shape)))
     return found
 

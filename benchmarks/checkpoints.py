@@ -1,0 +1,192 @@
+"""Saving and loading against a plain copy of the same bytes, the in-tree way and torch's.
+
+    python -m benchmarks.checkpoints --dir /tmp/checkpoints --gib 2
+
+4 CPU ranks train a model whose parameters and Adam state are ``--gib`` in all. In turns, several
+times: ``save_checkpoint``; every rank's ``xm.save`` of state_dict, metadata and optimizer, the way
+of torch_xla's own class; ``torch.distributed.checkpoint`` of the same tensors, by the same ranks in
+one process; a plain copy of the checkpoint's files, with fsync as all but the in-tree way do. Then
+the same for loading, where a plain copy is reading all files. The page cache is warm for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+RANKS = 4
+WIDTH = 2048
+
+
+def _model(gib: float):
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    torch.manual_seed(0)
+    depth = max(1, round(gib * 2**30 / 12 / WIDTH**2))
+    layers = [FSDP(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(depth)]
+    model = FSDP(nn.Sequential(*layers))
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    torch_xla.sync()
+    return model, optimizer
+
+
+def _rank(rank: int, folder: str, gib: float, rounds: int) -> dict[str, list[float]]:
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    import xla_fsdp
+
+    model, optimizer = _model(gib)
+    root = Path(folder)
+    times: dict[str, list[float]] = {}
+
+    def timed(name: str, work: Callable[[], None]) -> None:
+        xm.rendezvous(name)
+        start = time.perf_counter()
+        work()
+        xm.rendezvous(name)
+        times.setdefault(name, []).append(time.perf_counter() - start)
+
+    def fresh(name: str) -> Path:
+        if rank == 0:
+            shutil.rmtree(root / name, ignore_errors=True)
+            (root / name).mkdir(parents=True)
+        xm.rendezvous("fresh")
+        return root / name
+
+    def intree_file() -> Path:
+        return root / "intree" / f"rank-{rank}-of-{RANKS}.pth"
+
+    def save_intree() -> None:
+        held = {
+            "model": model.state_dict(),
+            "shard_metadata": model.get_shard_metadata(),
+            "optimizer": optimizer.state_dict(),
+        }
+        xm.save(held, str(intree_file()), master_only=False)
+
+    def load_intree() -> None:
+        held = torch.load(intree_file())
+        model.load_state_dict(held["model"])
+        optimizer.load_state_dict(held["optimizer"])
+        torch_xla.sync(wait=True)
+
+    def files() -> list[Path]:
+        return sorted((root / "ours" / "step-00000001").iterdir())
+
+    for _ in range(rounds):
+        fresh("ours")
+        timed(
+            "save, ours",
+            lambda: xla_fsdp.save_checkpoint(root / "ours", model, optimizer, step=1),
+        )
+        fresh("intree")
+        timed("save, in-tree way", save_intree)
+        fresh("copy")
+        timed("save, plain copy", lambda: _copy(files(), root / "copy", rank))
+        fresh("dcp")
+        timed("save, torch dcp", lambda: _save_dcp(root / "dcp", model, optimizer, rank))
+    for _ in range(rounds):
+        timed(
+            "load, ours", lambda: xla_fsdp.load_checkpoint(root / "ours", model, optimizer) and None
+        )
+        timed("load, in-tree way", load_intree)
+        timed("load, plain copy", lambda: _read(files(), rank))
+        timed("load, torch dcp", lambda: _load_dcp(root / "dcp", model, optimizer, rank))
+    return times
+
+
+def _copy(files: list[Path], folder: Path, rank: int) -> None:
+    if rank == 0:  # one after the other, as cp does
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
+            with open(folder / file.name, "rb+") as copied:
+                os.fsync(copied.fileno())
+
+
+def _read(files: list[Path], rank: int) -> None:
+    if rank == 0:
+        for file in files:
+            file.read_bytes()
+
+
+def _held(model, optimizer, rank: int) -> dict[str, torch.Tensor]:
+    held = {f"{rank}.{name}": value for name, value in model.state_dict().items()}
+    for number, state in enumerate(optimizer.state.values()):
+        for key, value in state.items():
+            held[f"{rank}.{number}.{key}"] = value
+    return held
+
+
+# torch's library knows one process; in turns, ranks save what they hold under names of their own.
+def _save_dcp(folder: Path, model, optimizer, rank: int) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    held = {name: value.cpu() for name, value in _held(model, optimizer, rank).items()}
+    dcp.save(held, checkpoint_id=str(folder / str(rank)), no_dist=True)
+
+
+def _load_dcp(folder: Path, model, optimizer, rank: int) -> None:
+    import torch.distributed.checkpoint as dcp
+    import torch_xla
+
+    held = _held(model, optimizer, rank)
+    host = {name: torch.empty_like(value, device="cpu") for name, value in held.items()}
+    dcp.load(host, checkpoint_id=str(folder / str(rank)), no_dist=True)
+    with torch.no_grad():
+        for name, value in held.items():
+            value.copy_(host[name].to(value.device))
+    torch_xla.sync(wait=True)
+
+
+def table(times: dict[str, list[float]], size: int) -> str:
+    """Markdown: seconds, and speed relative to the plain copy (above 1: faster)."""
+    rows = ["| | s, median | relative to a plain copy |", "|---|---:|---:|"]
+    for name, each in times.items():
+        copy = times[f"{name.partition(',')[0]}, plain copy"]
+        ratio = median(c / own for c, own in zip(copy, each, strict=True))
+        rows.append(f"| {name} | {median(each):.2f} | {ratio:.2f} |")
+    return f"{size / 2**30:.2f} GiB on {RANKS} ranks\n\n" + "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--dir", default="/tmp/xla_fsdp-checkpoints", help="where to write")
+    parser.add_argument("--gib", type=float, default=2.0, help="parameters and Adam state, GiB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", help="write the figures there, as JSON")
+    arguments = parser.parse_args()
+    import xla_fsdp
+
+    try:
+        ranks = xla_fsdp.launch(
+            _rank, (arguments.dir, arguments.gib, arguments.rounds), num_devices=RANKS, timeout=600
+        )
+        saved = Path(arguments.dir) / "ours" / "step-00000001"
+        size = sum(file.stat().st_size for file in saved.iterdir())
+    finally:
+        shutil.rmtree(arguments.dir, ignore_errors=True)
+    print(table(ranks[0], size))
+    if arguments.output:
+        Path(arguments.output).write_text(
+            json.dumps({"bytes": size, "seconds": ranks[0]}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
