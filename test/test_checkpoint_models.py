@@ -1,0 +1,221 @@
+"""Kinds of models and optimizers that checkpoints must cope with."""
+
+import pytest
+import torch
+import torch_xla
+from torch import nn
+
+import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.consolidate.errors import OtherRankError, UnsupportedValueError
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+
+
+def _gradients(model, seed: int) -> None:
+    model.zero_grad()
+    x = torch.randn(4, model[0].in_features, generator=torch.Generator().manual_seed(seed))
+    model(x.to("xla")).square().sum().backward()
+
+
+def _same_values(one, other) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
+
+
+OPTIMIZERS = [
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam",
+    "RMSprop", "Rprop", "SGD",
+]  # fmt: skip
+OPTIONS = {
+    "Adam": {"amsgrad": True},
+    "SGD": {"momentum": 0.9},
+    "RMSprop": {"centered": True, "momentum": 0.9},
+    "AdamW": {"capturable": False, "lr": torch.tensor(0.01)},
+}
+
+
+def _every_optimizer(rank, folder):
+    for name in OPTIMIZERS:
+        pair = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = FSDP(nn.Sequential(nn.Linear(9, 5)))
+            options = OPTIONS.get(name, {})
+            pair.append((model, getattr(torch.optim, name)(model.parameters(), **options)))
+        (model, optimizer), (other, again) = pair
+        for seed in (1, 2):
+            _gradients(model, seed)
+            optimizer.step()
+        torch_xla.sync()
+        path = xla_fsdp.save_checkpoint(f"{folder}/{name}", model, optimizer, step=1)
+        xla_fsdp.load_checkpoint(path, other, again)
+        for each, own in ((model, optimizer), (other, again)):
+            _gradients(each, 3)
+            own.step()
+        torch_xla.sync()
+        assert _same_values(model, other), name
+        mine, theirs = optimizer.state_dict(), again.state_dict()
+        assert mine["param_groups"] == theirs["param_groups"], name
+        for number, state in mine["state"].items():
+            for key, value in state.items():
+                found = theirs["state"][number][key]
+                assert type(value) is type(found), (name, key)
+                if isinstance(value, torch.Tensor) and key != "step_size":  # differs in padding
+                    assert value.dtype == found.dtype, (name, key)
+                    assert value.device == found.device, (name, key)
+                    assert torch.equal(value.cpu(), found.cpu()), (name, key)
+
+
+def test_every_optimizer_of_torch_goes_on_as_if_nothing_had_happened(run_ranks, tmp_path):
+    run_ranks(_every_optimizer, 2, str(tmp_path))
+
+
+def _matrix_state(rank, folder):
+    model = FSDP(nn.Sequential(nn.Linear(12, 8)), shard_param_on_dim_0=True)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    _gradients(model, 1)
+    optimizer.step()
+    with pytest.raises(UnsupportedValueError, match="'row_var' of '0.weight' has shape"):
+        xla_fsdp.save_checkpoint(folder, model, optimizer, step=1)
+
+
+def test_state_that_depends_on_the_matrix_is_refused(run_ranks, tmp_path):
+    run_ranks(_matrix_state, 3, str(tmp_path))
+
+
+class _Noted(nn.Module):
+    """Buffers of every kind, and state that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("kept", torch.arange(4.0, dtype=torch.float64))
+        self.register_buffer("lost", torch.ones(2), persistent=False)
+        self.register_buffer("flag", torch.tensor(True))
+        self.again = self.norm
+        self.note = None
+
+    def get_extra_state(self):
+        return {"note": self.note, 3: (1, float("inf"))}
+
+    def set_extra_state(self, state):
+        self.note = state["note"]
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+def _buffers(rank, size, folder, saves):
+    torch.manual_seed(0)
+    inner = _Noted()
+    model = FSDP(inner, compute_dtype=torch.bfloat16)
+    inner.note, inner.lost = "first", inner.lost * 5
+    if saves:
+        model(torch.randn(8, 6, generator=torch.Generator().manual_seed(rank)).to("xla"))
+        torch_xla.sync()
+        xla_fsdp.save_checkpoint(folder, model, step=1)
+    torch.manual_seed(1)
+    other_inner = _Noted()
+    other = FSDP(other_inner)
+    xla_fsdp.load_checkpoint(folder, other)
+    assert other_inner.note == "first"
+    assert other_inner.kept.dtype == torch.float64  # this wrapper casts nothing
+    assert torch.equal(other_inner.kept.cpu(), torch.arange(4.0, dtype=torch.float64))
+    assert torch.equal(other_inner.lost.cpu(), torch.ones(2)) and other_inner.flag.item()
+    return other_inner.norm.running_mean.float().cpu(), other_inner.norm.num_batches_tracked.item()
+
+
+def test_ranks_get_their_own_batch_statistics_back_and_new_ranks_the_first_ones(
+    run_ranks, tmp_path
+):
+    saved = run_ranks(_buffers, 3, 3, str(tmp_path), True)
+    assert len({tuple(mean.tolist()) for mean, _ in saved}) == 3
+    assert all(count == 1 for _, count in saved)
+    for mean, _ in run_ranks(_buffers, 4, 4, str(tmp_path), False):
+        assert torch.equal(mean, saved[0][0])
+    manifest = ShardedCheckpoint(str(tmp_path)).manifest
+    assert manifest.buffers["norm.running_mean"].names == (
+        "norm.running_mean", "again.running_mean",
+    )  # fmt: skip
+    assert manifest.buffers["kept"].restore == "F64" and manifest.buffers["kept"].dtype == "BF16"
+
+
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.register_buffer("scale", torch.rand(6))
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu()) * self.scale
+
+
+def _stack(scanned: bool, seed: int):
+    torch.manual_seed(seed)
+    model = nn.Module()
+    blocks = [_Block() for _ in range(3)]
+    if scanned:
+        model.blocks = xla_fsdp.scan_blocks(blocks)
+    else:
+        model.blocks = nn.Sequential(*[FSDP(block) for block in blocks])
+    model.head = nn.Linear(6, 2)
+    model.forward = lambda x: model.head(model.blocks(x))
+    wrapped = FSDP(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    return wrapped, optimizer
+
+
+def _train(model, optimizer) -> list[float]:
+    losses = []
+    for seed in range(2):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).to("xla")
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        losses.append(loss.item())
+    return losses
+
+
+def _scanned(rank, folder):
+    for scanned in (True, False):
+        model, optimizer = _stack(scanned, 0)
+        _train(model, optimizer)
+        xla_fsdp.save_checkpoint(f"{folder}/{scanned}", model, optimizer, step=1)
+        expected = _train(model, optimizer)
+        for other in (True, False):
+            again, resumed = _stack(other, 7)
+            xla_fsdp.load_checkpoint(f"{folder}/{scanned}", again, resumed)
+            found = _train(again, resumed)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_scanned_blocks_exchange_checkpoints_with_blocks_wrapped_singly(run_ranks, tmp_path):
+    run_ranks(_scanned, 3, str(tmp_path))
+
+
+def _groups(rank, folder):
+    groups = [[0, 1], [2, 3]]
+    options = {
+        "sharding_groups": groups, "sharding_rank": rank % 2, "sharding_world_size": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = FSDP(nn.Linear(40, 30), replication_groups=[[0, 2], [1, 3]], **options)
+    values = model.weight.detach().cpu().clone()
+    xla_fsdp.save_checkpoint(folder, model, step=1)
+    torch.manual_seed(1)
+    other = FSDP(nn.Linear(40, 30))
+    xla_fsdp.load_checkpoint(folder, other)
+    again = FSDP(nn.Linear(40, 30), replication_groups=[[0, 2], [1, 3]], **options)
+    xla_fsdp.load_checkpoint(folder, again)
+    assert torch.equal(values, again.weight.detach().cpu())
+    independent = FSDP(nn.Linear(40, 30), **options)
+    with pytest.raises((ValueError, OtherRankError), match="pass replication_groups"):
+        xla_fsdp.save_checkpoint(folder, independent, step=2)
+
+
+def test_replicas_are_saved_once(run_ranks, tmp_path):
+    run_ranks(_groups, 4, str(tmp_path))
+    checkpoint = ShardedCheckpoint(str(tmp_path))
+    assert [file.length("weight") for file in checkpoint.files()] == [640, 560, 0, 0]
