@@ -5,6 +5,7 @@ PY := .venv/bin/python
 .PHONY: demo test lint bench install clean
 
 demo: install
+	rm -rf runs/mnist
 	$(PY) examples/train_mnist.py
 
 test: install
@@ -17,6 +18,7 @@ lint: install
 bench: install
 	$(PY) -m benchmarks.planned
 	$(PY) -m benchmarks.compare
+	$(PY) -m benchmarks.checkpoints
 
 install: .venv/installed
 

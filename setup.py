@@ -27,7 +27,15 @@ setup(
     ],
     package_dir={"xla_fsdp.consolidate": "consolidate"},
     # torch_xla is built against one torch version; a newer torch fails to load it.
-    install_requires=["torch==2.9.0", "torch_xla==2.9.0", "numpy", "safetensors", "fsspec", "xxhash", "tqdm"],
+    install_requires=[
+        "torch==2.9.0",
+        "torch_xla==2.9.0",
+        "numpy",
+        "safetensors",
+        "fsspec",
+        "xxhash",
+        "tqdm",
+    ],
     extras_require={
         "tpu": ["torch_xla[tpu]==2.9.0"],
         # The TPU compiler and its front end, as torch_xla 2.9.0 pins them itself.

@@ -6,10 +6,10 @@
         --datadir=/tmp/mnist                          # MNIST on a v3-8: all 8 cores
     python examples/train_mnist.py --plan=v3-8            # what that would need, without a TPU
 
-Each rank trains on its part of every batch and keeps a part of every parameter. At the end each
-rank saves its part, the command line tool joins them into one file, and plain torch, without
-torch_xla, loads that file into the unwrapped network and evaluates it again: the accuracies must
-agree.
+Each rank trains on its part of every batch and keeps a part of every parameter. After every epoch
+all ranks save a checkpoint, from which --resume goes on, on as many ranks as you like. At the end
+the command line tool joins the last one into one file, and plain torch, without torch_xla, loads
+that file into the unwrapped network and evaluates it again: the accuracies must agree.
 
 The data are scikit-learn's bundled digits; with --datadir it is MNIST, which is downloaded there if
 need be. By default layers are wrapped one by one (nested) and checkpointed, and a smaller last
@@ -70,8 +70,9 @@ flags.DEFINE_bool("shard_param_on_dim_0", False, "shard along dimension 0, keepi
 flags.DEFINE_string(
     "ckpt_prefix",
     "runs/mnist/ckpt",
-    "path prefix of the checkpoint files, on a disk that all hosts share",
+    "folder of the checkpoints, on a disk that all hosts share",
 )
+flags.DEFINE_bool("resume", False, "go on from the latest checkpoint, if there is one")
 flags.DEFINE_bool("no_ckpt_consolidation", False, "leave it at the files of the ranks")
 flags.DEFINE_bool("fake_data", False, "train on random images")
 flags.DEFINE_string("datadir", None, "MNIST in torchvision's layout, downloaded if need be")
@@ -92,7 +93,7 @@ def main(options: SimpleNamespace) -> None:
     options.lr = options.lr or (0.01 if options.datadir else 0.02)
     options.num_epochs = options.num_epochs or (2 if options.datadir else 12)
     if not options.plan:
-        checkpoints.prepare_folder(options.ckpt_prefix)
+        checkpoints.prepare_folder(options.ckpt_prefix, options.resume)
     if options.datadir:
         mnist_data.prepare(options.datadir)
 
@@ -137,19 +138,24 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
     images = min(len(batches.sampler), len(batches) * options.batch_size)  # a rank and epoch
     images_a_step = images * world_size / len(batches)
     show = rank == 0 and not options.plan
+    done = 0
+    if options.resume and not options.plan:
+        done = checkpoints.resume(options.ckpt_prefix, model, optimizer, options.num_epochs)
     with TrainingProgress(show, len(batches), images_a_step, options.logdir) as progress:
-        for epoch in range(options.num_epochs):
+        for epoch in range(done, options.num_epochs):
             batches.sampler.set_epoch(epoch)  # shuffles anew
-            progress.start_epoch()
+            progress.start_epoch(epoch + 1)
             loss = train_epoch(model, optimizer, train_loader, progress, options.log_steps)
             progress.end_epoch()
             average_batch_statistics(model)
             correct = count_correct(model, test_loader)
             progress.report(loss, correct / len(test_data))
+            saved = xla_fsdp.save_checkpoint(
+                options.ckpt_prefix, model, optimizer, step=epoch + 1, keep_last=2
+            )
 
-    checkpoints.save_rank(options.ckpt_prefix, rank, world_size, model, optimizer)
     if rank == 0:
-        summarize(options, world_size, progress, network, loss, correct, len(test_data))
+        summarize(options, world_size, progress, network, loss, correct, len(test_data), saved)
 
 
 def train_epoch(model, optimizer, loader, progress: TrainingProgress, log_steps: int) -> float:
@@ -238,13 +244,11 @@ def summarize(
     loss: float,
     correct: int,
     images: int,
+    saved: str,
 ) -> None:
     """Prints the closing table, with the accuracy that plain torch gets from the saved model."""
-    prefix = options.ckpt_prefix
-    first = checkpoints.rank_file(prefix, 0, world_size)
-    sizes = [
-        os.path.getsize(checkpoints.rank_file(prefix, r, world_size)) for r in range(world_size)
-    ]
+    shards = sorted(name for name in os.listdir(saved) if name.startswith("rank-"))
+    sizes = [os.path.getsize(os.path.join(saved, name)) for name in shards]
     rows = [
         ("epochs", f"{options.num_epochs}"),
         ("parameters", f"{sum(p.numel() for p in network.parameters()):,}"),
@@ -252,13 +256,13 @@ def summarize(
         ("training time", f"{progress.seconds:.1f} s"),
         ("samples/s, last epoch", f"{progress.samples_per_second:,.0f}"),
         ("final training loss", f"{loss:.4f}"),
-        ("checkpoint of rank 0", first),
+        ("checkpoint", saved),
         ("size, each rank", ", ".join(f"{size / 1024:,.0f} KiB" for size in sizes)),
         ("accuracy, sharded", f"{correct / images:.2%} ({correct} of {images})"),
     ]
     agree = True
     if not options.no_ckpt_consolidation:
-        path = checkpoints.consolidate(prefix, world_size)
+        path = checkpoints.consolidate(saved, f"{options.ckpt_prefix}_consolidated.pth")
         again = evaluate_in_plain_torch(path, options)
         # A narrower dtype rounds otherwise than plain torch's float32.
         allowed = images // (2000 if options.compute_dtype == "float32" else 50)

@@ -35,6 +35,12 @@ def _keep_and_repeat(rank, size, folder):
     assert _names(folder) == ["step-00000002", "step-00000003.2"]
     assert run.load(folder).extra == "again"
     assert run.load(f"{folder}/step-00000002").step == 2
+    if rank == 0:
+        with pytest.warns(UserWarning, match="step-00000003.2 beside it is later"):
+            run.save(folder, 1, keep_last=1)
+    else:
+        run.save(folder, 1, keep_last=1)
+    assert _names(folder) == ["step-00000001", "step-00000002", "step-00000003.2"]
 
 
 def test_the_newest_are_kept_and_a_step_saved_again_replaces_itself(run_ranks, tmp_path):

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "train_mnist.py"
 
@@ -59,13 +61,24 @@ def test_trains_saves_consolidates_and_agrees(train, tmp_path):
     # Not a terminal: no bar, a line an epoch.
     assert len(re.findall(r"^epoch \d: loss .* samples/s$", done.stderr, re.MULTILINE)) == 2
     assert "\x1b" not in done.stderr + done.stdout and "\r" not in done.stderr
-    files = sorted(path.name for path in (tmp_path / "runs/mnist").iterdir())
-    ranks = [f"ckpt_rank-{rank:08d}-of-00000002.pth" for rank in range(2)]
-    assert files == ["ckpt_consolidated.pth", *ranks]
-    shard = torch.load(tmp_path / "runs/mnist" / ranks[1], weights_only=True)
-    assert set(shard) == {"model", "shard_metadata", "optimizer"}
-    assert shard["optimizer"]["state"]
+    assert rows["checkpoint"] == "runs/mnist/ckpt/step-00000002"
+    folders = sorted(path.name for path in (tmp_path / "runs/mnist").iterdir())
+    assert folders == ["ckpt", "ckpt_consolidated.pth"]
+    manifest = ShardedCheckpoint(tmp_path / "runs/mnist/ckpt").manifest
+    assert manifest.step == manifest.world_size == 2 and manifest.optimizer.kind == "SGD"
     assert list((tmp_path / "curves").iterdir())
+
+
+def test_resumes_on_another_number_of_ranks(train):
+    first = ("--num_devices=2", "--num_epochs=1", "--fake_data", "--max_steps=4")
+    table(train(*first))
+    again = train(*first)
+    assert again.returncode == 2 and "is there from an earlier run: --resume" in again.stderr
+    done = train("--num_devices=3", "--num_epochs=2", "--fake_data", "--max_steps=4", "--resume")
+    assert table(done)["checkpoint"] == "runs/mnist/ckpt/step-00000002"
+    assert done.stderr.count("epoch 2") == 1 and "epoch 1" not in done.stderr
+    enough = train("--num_devices=1", "--num_epochs=2", "--fake_data", "--max_steps=4", "--resume")
+    assert enough.returncode == 2 and "nothing to train up to 2" in enough.stderr
 
 
 def test_flat_narrow_auto_wrapped_and_with_a_smaller_last_batch(train):
@@ -99,7 +112,7 @@ def test_trains_on_files_in_the_format_of_mnist(train, tmp_path, example):
     assert rows["epochs"] == "2"  # the default for MNIST
     assert rows["accuracy, plain torch"].endswith("of 101)")
     assert rows["agree"] == "yes"
-    assert rows["checkpoint of rank 0"] == "here_rank-00000000-of-00000002.pth"
+    assert rows["checkpoint"] == "here/step-00000002"
 
 
 @pytest.mark.parametrize(
@@ -130,19 +143,23 @@ def test_a_batch_larger_than_the_data_is_refused(train):
 
 
 def test_disagreement_is_an_error(example, monkeypatch, capsys, tmp_path):
-    prefix = str(tmp_path / "ckpt")
-    Path(example.checkpoints.rank_file(prefix, 0, 1)).write_bytes(b"shard")
+    saved = tmp_path / "step-00000001"
+    saved.mkdir()
+    (saved / "rank-00000-of-00001.safetensors").write_bytes(b"shard")
     consolidated = tmp_path / "ckpt_consolidated.pth"
     consolidated.write_bytes(b"model")
     monkeypatch.setattr(example.checkpoints, "consolidate", lambda *_: str(consolidated))
     again = {"correct": 89, "images": 100, "accuracy": 0.89}
     monkeypatch.setattr(example, "evaluate_in_plain_torch", lambda *_: again)
     options = SimpleNamespace(
-        ckpt_prefix=prefix, num_epochs=1, compute_dtype="float32", no_ckpt_consolidation=False
+        ckpt_prefix=str(tmp_path),
+        num_epochs=1,
+        compute_dtype="float32",
+        no_ckpt_consolidation=False,
     )
     progress = SimpleNamespace(seconds=1.0, samples_per_second=100.0)
     with pytest.raises(example.script.Stop, match="got 90 of 100 right") as stop:
-        example.summarize(options, 1, progress, example.MnistNetwork(), 0.1, 90, 100)
+        example.summarize(options, 1, progress, example.MnistNetwork(), 0.1, 90, 100, str(saved))
     assert stop.value.code == 1
     assert re.search(r"│ agree +│ no", capsys.readouterr().out)
 
@@ -165,8 +182,11 @@ def test_ranks_can_be_processes_of_their_own(train, tmp_path):
     """As on TPU: what a rank gets must survive the way into a spawned process."""
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake/xla_fsdp.py").write_text(
-        "import json, multiprocessing as mp\n"
+        "import json, sys, types, multiprocessing as mp\n"
         "from concurrent.futures import ProcessPoolExecutor\n"
+        "consolidate = sys.modules['xla_fsdp.consolidate'] = types.ModuleType('consolidate')\n"
+        "consolidate.CheckpointError = Exception\n"
+        "latest = lambda path: None\n"
         "def probe(fn, args):\n"
         "    options, network = args\n"
         "    return [fn.__name__, options.batch_size, len(network.state_dict())]\n"

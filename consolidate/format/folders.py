@@ -101,13 +101,17 @@ def leftovers(store: Store, root: str) -> list[str]:
     return [join(root, name) for name in partial]
 
 
-def superseded(store: Store, root: str, keep_last: int | None) -> list[str]:
-    """Paths of checkpoints to remove after a save, oldest first: of a step that was saved again the
-    earlier ones, and all but the ``keep_last`` newest steps."""
-    whole = [place for place in places(store, root) if has_manifest(store, join(root, place.name))]
+def superseded(store: Store, root: str, saved: Place, keep_last: int | None) -> list[str]:
+    """Paths of checkpoints to remove after ``saved`` was, oldest first: the same step saved before,
+    and all but the ``keep_last`` newest steps up to it. Later steps are of another run."""
+    whole = [
+        place
+        for place in places(store, root)
+        if place.step <= saved.step and has_manifest(store, join(root, place.name))
+    ]
     newest_of = {place.step: place for place in whole}
     kept = sorted(newest_of)[-keep_last:] if keep_last is not None else list(newest_of)
-    wanted = {newest_of[step] for step in kept}
+    wanted = {saved, *(newest_of[step] for step in kept)}
     return [join(root, place.name) for place in whole if place not in wanted]
 
 

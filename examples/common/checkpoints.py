@@ -1,49 +1,50 @@
-"""Checkpoints of an example: a file a rank, and one file of the unsharded model made from them."""
+"""Checkpoints of an example: saved while it trains, resumed from, and joined into one file."""
 
 import os
 import subprocess
 import sys
 from typing import Any
 
+import xla_fsdp
+from xla_fsdp.consolidate import CheckpointError
+
 from .script import Stop
 
 
-def prepare_folder(prefix: str) -> None:
-    """Makes the folder that ``prefix`` names, before hours of training rather than after."""
-    folder = os.path.dirname(prefix) or "."
+def prepare_folder(folder: str, resume: bool) -> None:
+    """Makes the folder of the checkpoints, before hours of training rather than after."""
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        raise Stop(f"--ckpt_prefix={prefix}: {error.strerror}: {folder}", code=2) from error
+        raise Stop(f"--ckpt_prefix={folder}: {error.strerror}: {folder}", code=2) from error
     if not os.access(folder, os.W_OK):
-        raise Stop(f"--ckpt_prefix={prefix}: {folder} is not writable", code=2)
+        raise Stop(f"--ckpt_prefix={folder}: {folder} is not writable", code=2)
+    try:
+        found = xla_fsdp.latest(folder)
+    except CheckpointError as error:
+        raise Stop(str(error), code=2) from error
+    if found and not resume:
+        raise Stop(f"{found} is there from an earlier run: --resume, or another --ckpt_prefix", 2)
 
 
-def save_rank(prefix: str, rank: int, world_size: int, model: Any, optimizer: Any) -> None:
-    """Saves this rank's shards; returns when all ranks have saved theirs."""
-    import torch_xla.core.xla_model as xm
-
-    checkpoint = {
-        "model": model.state_dict(),
-        "shard_metadata": model.get_shard_metadata(),
-        "optimizer": optimizer.state_dict(),
-    }
-    xm.save(checkpoint, rank_file(prefix, rank, world_size), master_only=False)
-    xm.rendezvous("checkpoint saved")
-
-
-def rank_file(prefix: str, rank: int, world_size: int) -> str:
-    return f"{prefix}_rank-{rank:08d}-of-{world_size:08d}.pth"
+def resume(folder: str, model: Any, optimizer: Any, steps: int) -> int:
+    """Loads the latest checkpoint, if there is one; returns how many of ``steps`` are done."""
+    found = xla_fsdp.latest(folder)
+    if found is None:
+        return 0
+    try:
+        done = xla_fsdp.load_checkpoint(found, model, optimizer).step
+    except CheckpointError as error:
+        raise Stop(str(error), code=2) from error
+    if done >= steps:
+        raise Stop(f"{found} is at {done} already, there is nothing to train up to {steps}", 2)
+    return done
 
 
-def consolidate(prefix: str, world_size: int) -> str:
-    """Joins the files of all ranks with the command line tool; returns the new file's path."""
-    path = f"{prefix}_consolidated.pth"
-    # Names the number of ranks: files of an earlier run with another number may lie there.
-    suffix = f"_rank-*-of-{world_size:08d}.pth"
-    command = [sys.executable, "-m", "xla_fsdp.consolidate", "--ckpt_prefix", prefix]
-    command += ["--ckpt_suffix", suffix, "--save_path", path]
-    run_command(command, "consolidation")
+def consolidate(checkpoint: str, path: str) -> str:
+    """Joins a checkpoint into one plain torch file with the command line tool; returns ``path``."""
+    command = [sys.executable, "-m", "xla_fsdp.consolidate", "--ckpt_prefix", checkpoint]
+    run_command([*command, "--save_path", path], "consolidation")
     return path
 
 

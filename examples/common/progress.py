@@ -32,8 +32,9 @@ class TrainingProgress:
 
             self._writer = SummaryWriter(logdir)
 
-    def start_epoch(self) -> None:
-        self.epoch += 1
+    def start_epoch(self, number: int) -> None:
+        """``number``: of the epoch, from 1."""
+        compiling, self.epoch = not self.epoch, number
         self._epoch_start = time.perf_counter()
         if self._console.is_terminal and not self._console.quiet:
             self._bar = Progress(
@@ -45,7 +46,7 @@ class TrainingProgress:
                 auto_refresh=False,
                 transient=True,
             )
-            status = "compiling" if self.epoch == 1 else ""
+            status = "compiling" if compiling else ""
             self._bar.add_task(f"epoch {self.epoch}", total=self.steps, status=status)
             self._bar.start()
 

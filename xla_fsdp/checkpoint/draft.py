@@ -63,6 +63,7 @@ class Draft:
 
     store: Store
     root: str
+    place: folders.Place
     folder: str
     partial: str
     shown: str
@@ -130,8 +131,15 @@ class Draft:
         try:
             if not self.store.renames:
                 self.store.remove(self.partial)
-            for path in folders.superseded(self.store, self.root, self.keep_last):
+            for path in folders.superseded(self.store, self.root, self.place, self.keep_last):
                 folders.discard(self.store, path)
+            later = folders.newest(self.store, self.root)
+            if later is not None and later > self.place:
+                warnings.warn(
+                    f"{self.shown} is complete, but {later.name} beside it is later, and remains "
+                    "the latest; remove it if it is of an earlier run",
+                    stacklevel=2,
+                )
         except CheckpointError as error:
             warnings.warn(
                 f"{self.shown} is complete, but an older checkpoint could not be removed: {error}",
@@ -174,6 +182,7 @@ def begin(
     draft = Draft(
         store=store,
         root=root,
+        place=place,
         folder=join(root, place.name),
         partial=join(root, place.partial_name(save_id)),
         shown=join(request.path.rstrip("/") or "/", place.name),

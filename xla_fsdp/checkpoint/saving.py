@@ -43,7 +43,7 @@ def save_checkpoint(
         step: how far training is, at least 0; a step that is there already is replaced.
         extra: anything of None, numbers, strings, bytes, lists, tuples, dicts and small tensors
             (up to 1 MiB each). Rank 0's is kept.
-        keep_last: afterwards remove all but so many of the newest steps in ``path``.
+        keep_last: afterwards remove all but so many of the newest steps up to this one.
 
     Returns:
         The path of the checkpoint's folder.
