@@ -16,8 +16,10 @@ from xla_fsdp.consolidate.errors import (
     ModelMismatchError,
     OtherRankError,
     OutputError,
+    SharedStorageError,
     UnsupportedValueError,
 )
+from xla_fsdp.ranks import current_rank
 
 
 def _names(folder) -> list[str]:
@@ -117,8 +119,6 @@ def _one_rank_fails(rank, size, folder, failing):
 
         def broken(path, label="path"):
             store, root = original(path, label)
-            from xla_fsdp.ranks import current_rank
-
             return (_Broken(store), root) if current_rank().rank == failing else (store, root)
 
         draft.open_store = broken
@@ -189,3 +189,32 @@ print(xla_fsdp.load_checkpoint(sys.argv[1], other).step, torch.equal(model.weigh
 """
     done = run_script(script, tmp_path, env={"PJRT_DEVICE": "CPU"})
     assert done.stdout.split() == [f"{tmp_path}/step-00000007", "7", "True"], done.stderr
+
+
+def _own_disk(rank, size, folder):
+    """Ranks with a file system each: rank 1 looks into another folder."""
+    run = Run("nested", rank, size)
+    original = draft.open_store, draft._VISIBLE_SECONDS
+    if rank == 0:
+
+        def elsewhere(path, label="path"):
+            own = f"{path}-of-rank-1" if current_rank().rank == 1 else path
+            return original[0](own, label)
+
+        draft.open_store, draft._VISIBLE_SECONDS = elsewhere, 0.2
+    try:
+        kind = SharedStorageError if rank == 1 else OtherRankError
+        with pytest.raises(kind, match="a file system or object store that all hosts share"):
+            run.save(folder, 1)
+        checkpointer = xla_fsdp.AsyncCheckpointer(folder)
+        with pytest.raises(kind, match="that all hosts share"):
+            checkpointer.save(run.model, step=1)
+        assert checkpointer.wait() is None
+    finally:
+        if rank == 0:
+            draft.open_store, draft._VISIBLE_SECONDS = original
+    assert _names(folder) == []
+
+
+def test_hosts_that_share_no_file_system_are_refused(run_ranks, tmp_path):
+    run_ranks(_own_disk, 2, 2, str(tmp_path))

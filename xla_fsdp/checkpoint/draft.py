@@ -163,8 +163,10 @@ def begin(
         SharedStorageError: a rank does not see the folder that rank 0 made.
     """
     contents: list[Contents] = []
+    opened: list[tuple[Store, str]] = []
 
     def describe() -> str:
+        opened.append(open_store(request.path))
         contents.append(take_contents(model, optimizer, scheduler, request.step, extra, seed))
         return contents[0].agreement()
 
@@ -175,7 +177,7 @@ def begin(
                 f"rank {rank} and rank 0 have different models, optimizers or steps to save; "
                 "all ranks must call this together, with the same"
             )
-    store, root = open_store(request.path)
+    store, root = opened[0]
     save_id, name = meeting.first("prepare the folder", lambda: _prepare(store, root, request.step))
     place = folders.Place(request.step, name)
     known = replace(contents[0].manifest, save_id=save_id)
@@ -190,7 +192,12 @@ def begin(
         rank=meeting.rank,
         keep_last=request.keep_last,
     )
-    meeting.together("see rank 0's folder", lambda: _require_shared(draft))
+    try:
+        meeting.together("see rank 0's folder", lambda: _require_shared(draft))
+    except Exception:
+        if meeting.rank == 0:
+            draft.abandon()
+        raise
     return draft
 
 
