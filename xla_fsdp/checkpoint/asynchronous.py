@@ -18,7 +18,7 @@ from ..consolidate.format.store import join, read
 from ..consolidate.format.strict import read_json, write_json
 from .draft import Draft, begin
 from .meeting import Meeting, describe
-from .saving import abandon, at_rest, meeting_request, records
+from .saving import at_rest, meeting_request, records
 
 # Seconds between two looks for what other ranks have written, at most.
 _LONGEST_WAIT = 0.5
@@ -78,7 +78,7 @@ class AsyncCheckpointer:
                     "copy to the host", lambda: copies.append(draft.contents.on_host())
                 )
             except Exception:
-                abandon(draft, meeting)
+                draft.give_up(meeting)
                 raise
         self._running = _Running(replace(draft, contents=copies[0]), meeting)
 
@@ -133,7 +133,7 @@ class _Running:
             self._given_up.set()
             self._thread.join()
             self.meeting.gather("stop writing", None)
-            abandon(self.draft, self.meeting)
+            self.draft.give_up(self.meeting)
             raise
         return self._path
 

@@ -105,11 +105,14 @@ class Draft:
         self._tidy()
         return self.shown
 
-    def abandon(self) -> None:
-        """On rank 0, when no rank writes any more: removes what is there of it, if possible."""
-        for path in {self.partial, self.data}:
-            with contextlib.suppress(CheckpointError):
-                self.store.remove(path)
+    def give_up(self, meeting: Meeting) -> None:
+        """After a failure that all ranks know of, when none writes any more: returns when what
+        there is of the save is gone, if it can be removed."""
+        if self.rank == 0:
+            for path in {self.partial, self.data}:
+                with contextlib.suppress(CheckpointError):
+                    self.store.remove(path)
+        meeting.gather("give up the save", None)
 
     def _await_file(self, rank: int, record: FileRecord) -> None:
         path = self.file(rank)
@@ -195,8 +198,7 @@ def begin(
     try:
         meeting.together("see rank 0's folder", lambda: _require_shared(draft))
     except Exception:
-        if meeting.rank == 0:
-            draft.abandon()
+        draft.give_up(meeting)
         raise
     return draft
 

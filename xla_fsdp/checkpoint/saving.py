@@ -13,7 +13,7 @@ from torch import nn
 
 from ..consolidate.format.rank_file import FileRecord
 from .contents import device_seed, set_device_seed
-from .draft import Draft, Request, begin
+from .draft import Request, begin
 from .meeting import Meeting
 
 
@@ -63,7 +63,7 @@ def save_checkpoint(
             written = meeting.together("write its file", lambda: asdict(draft.write()))
             return meeting.first("complete the checkpoint", lambda: draft.commit(records(written)))
         except Exception:
-            abandon(draft, meeting)
+            draft.give_up(meeting)
             raise
 
 
@@ -96,10 +96,3 @@ def meeting_request(
 def records(written: list[dict[str, Any]]) -> list[FileRecord]:
     """What ranks told about their files, as it came out of JSON."""
     return [FileRecord(**{**each, "digests": tuple(each["digests"])}) for each in written]
-
-
-def abandon(draft: Draft, meeting: Meeting) -> None:
-    """After a failure that all ranks know of: returns when what is there of the save is gone."""
-    if draft.rank == 0:
-        draft.abandon()
-    meeting.gather("give up the save", None)
