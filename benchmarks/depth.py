@@ -19,9 +19,9 @@ from torch import nn
 
 import xla_fsdp
 from xla_fsdp import Report
-from xla_fsdp.scan import scan_blocks
 
 from .model import Block
+from .slices import require_slices
 from .workload_s import Network
 
 RESULTS = Path(__file__).parent / "results"
@@ -51,7 +51,7 @@ class Scanned(Network):
 
     def __init__(self, depth: int, width: int):
         super().__init__(lambda block: block, 0, width)
-        self.blocks = scan_blocks(
+        self.blocks = xla_fsdp.scan_blocks(
             (Block(width, 16, causal=False) for _ in range(depth)), compute_dtype=torch.bfloat16
         )
 
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="a device; default: %(default)s")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
     flags = parser.parse_args()
+    require_slices(parser, [flags.slice])
     columns: dict[str, dict[str, float]] = {}
     for scanned in (False, True):
         for depth in DEPTHS:

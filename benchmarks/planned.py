@@ -21,6 +21,7 @@ from xla_fsdp import Report
 from xla_fsdp.compiler_options import OPTIONS
 
 from .peers import JAX, SPMD, plan_peer
+from .slices import require_slices
 from .workload_s import IN_TREE, OURS, step_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -137,6 +138,11 @@ def figures(reports: Reports) -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
+def stem(kind: str) -> str:
+    """What the names of a table's pictures begin with."""
+    return "planned-S" if kind == PLAIN else f"planned-S-{kind.replace(' ', '-')}"
+
+
 def plan_table(
     kind: str, slices: Sequence[str] | None, names: Sequence[str] | None, out: Path
 ) -> Reports:
@@ -149,8 +155,7 @@ def plan_table(
             report = plan_one(name, where, table)
             reports.setdefault(where, {})[name] = report
             if name == OURS:
-                stem = "planned-S" if kind == PLAIN else f"planned-S-{kind}"
-                report.plot(out / f"{stem}-{where}.png")
+                report.plot(out / f"{stem(kind)}-{where}.png")
     return reports
 
 
@@ -162,6 +167,7 @@ def main() -> None:
     parser.add_argument("--table", action="append", choices=list(TABLES), help="default: all")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for tables and pictures")
     flags = parser.parse_args()
+    require_slices(parser, flags.slices)
     flags.out.mkdir(parents=True, exist_ok=True)
     tables = {
         kind: plan_table(kind, flags.slices, flags.only, flags.out)

@@ -20,6 +20,7 @@ import xla_fsdp
 
 from .memory import Peak
 from .model import Block
+from .slices import require_slices
 
 WIDTH, HEADS, PATCH, IMAGE = 5120, 32, 14, 224
 
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--cache", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--picture", help="also draw it there: .png or .html")
     flags = parser.parse_args()
+    require_slices(parser, [flags.slice])
     with Peak(resident, 0.05) as memory:
         report = xla_fsdp.plan(
             step_of(flags.blocks, flags.batch, flags.scan),

@@ -40,6 +40,21 @@ def test_side_by_side_run_gives_every_figure_and_equal_losses(tmp_path):
     assert 0 < ours["traced_wire_bytes"] <= in_tree["traced_wire_bytes"]
 
 
+def test_a_wrong_slice_is_one_line_and_code_2():
+    for module in ("planned", "depth"):
+        command = [sys.executable, "-m", f"benchmarks.{module}", "v9-8"]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert run.returncode == 2 and not run.stdout
+        assert run.stderr.count("\n") == 1
+        assert run.stderr.startswith(f"python -m benchmarks.{module}: ") and "v9-8" in run.stderr
+
+
+def test_pictures_of_tables_have_no_spaces_in_their_names():
+    from benchmarks.planned import TABLES, stem
+
+    assert {stem(kind) for kind in TABLES} >= {"planned-S", "planned-S-3-D-tori"}
+
+
 def test_collectives_and_wire_bytes_are_counted_from_the_program():
     from benchmarks.programs import collectives
 

@@ -70,6 +70,21 @@ def test_what_was_not_used_for_long_is_forgotten(elsewhere):
     elsewhere(as_many_as_are_of_use)
 
 
+def not_kept():
+    import torch_xla
+
+    once, function, calls = counted(world())
+    torch_xla._XLAC._set_ir_debug(True)
+    x = torch.ones(2).to(world().device)
+    for _ in range(2):
+        once("f", function, [x], "key")
+    assert len(calls) == 2 and not once._known
+
+
+def test_what_is_traced_anew_each_time_is_not_kept(elsewhere):
+    elsewhere(not_kept)
+
+
 def without_elements():
     import torch_xla
 

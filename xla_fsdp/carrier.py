@@ -33,6 +33,8 @@ class Carrier:
         """As :meth:`Wire.gather`."""
         if not tensors:
             return []
+        if not self._wire.world.as_on_tpu:
+            return self._wire.gather(tensors, order, events, backward)
         before = [] if order.last is None else [order.last]
 
         def gathered(given: Tensors) -> Tensors:
@@ -57,6 +59,8 @@ class Carrier:
         held: Mapping[int, torch.Tensor],
     ) -> tuple[dict[int, torch.Tensor], Tensors]:
         """As :meth:`Wire.reduce` of what :meth:`Wire.joined` makes of ``grads`` and ``held``."""
+        if not self._wire.world.as_on_tpu:
+            return self._wire.reduce(tensors, self._wire.joined(tensors, grads, held))
         there = {n: tuple(grad is not None for grad in one) for n, one in grads.items()}
 
         def reduced(given: Tensors) -> Tensors:

@@ -16,34 +16,43 @@ import torch_xla.backends
 from torch import nn
 from torch.autograd import forward_ad
 
+from .order import after
 from .world import World
 
 # Kinds of chips. Workload S on v6e-8: 20.7 instead of 23.3 million cycles, recomputed 26 instead of
 # 29, for 195 MiB more. On v5e nothing is gained.
 KEEPING = ("TPU v6 lite",)
+# Elements of a weight from which on :func:`frees_input` holds.
+LARGE = 1 << 21
 # Dimensions of both factors and of the product: a letter each, a star for all leading ones.
 Equation = tuple[str, str, str]
 _FORWARD: Equation = ("*n", "mn", "*m")
 
 
 class _Product(torch.autograd.Function):
-    """``apply(x, y, equation)``: a contraction, differentiable any number of times."""
+    """``apply(x, y, equation, frees)``: a contraction, differentiable any number of times.
+
+    ``frees``: the backward computes the gradient of ``x`` only once that of ``y`` is there, which
+    is the last to read ``x``.
+    """
 
     @staticmethod
-    def forward(ctx, x, y, equation: Equation):
+    def forward(ctx, x, y, equation: Equation, frees: bool = False):
         ctx.save_for_backward(x, y)
-        ctx.equation = equation
+        ctx.equation, ctx.frees = equation, frees
         return _contracted(x, y, equation)
 
     @staticmethod
     def backward(ctx, grad):
         x, y = ctx.saved_tensors
         of_x, of_y, of_grad = ctx.equation
-        grads = [None, None, None]
-        if ctx.needs_input_grad[0]:
-            grads[0] = _Product.apply(grad, y, (of_grad, of_y, of_x))
+        grads = [None, None, None, None]
         if ctx.needs_input_grad[1]:
             grads[1] = _Product.apply(grad, x, (of_grad, of_x, of_y))
+        if ctx.needs_input_grad[0]:
+            if ctx.frees and grads[1] is not None:
+                (grad,) = after([grad], [grads[1]])
+            grads[0] = _Product.apply(grad, y, (of_grad, of_y, of_x))
         return tuple(grads)
 
 
@@ -79,17 +88,20 @@ class _Kept(torch.autograd.Function):
         return grad
 
 
-def linear(module: nn.Linear, input: torch.Tensor, keep: bool = False) -> torch.Tensor:
+def linear(
+    module: nn.Linear, input: torch.Tensor, keep: bool = False, frees: bool = False
+) -> torch.Tensor:
     """What ``module`` computes of ``input`` ``(..., n)``: ``(..., m)``.
 
-    ``keep``: with ``input`` in memory until the backward, if there will be one.
+    ``keep``: with ``input`` in memory until the backward, if there will be one. ``frees``: and not
+    after the backward of this layer.
     """
     weight = module.weight
     if _contracts(input, weight):
         # The gradient of a frozen weight, which reads the input once more, is not computed.
         if keep and torch.is_grad_enabled() and weight.requires_grad:
             input = _Kept.apply(input)
-        y = _Product.apply(input, weight, _FORWARD)
+        y = _Product.apply(input, weight, _FORWARD, frees)
         return y if module.bias is None else y + module.bias
     return F.linear(input, weight, module.bias)
 
@@ -126,15 +138,29 @@ def keeps_input(module: nn.Linear, world: World) -> bool:
     again, inside of each product that reads it. The chip's product of matrices is so fast in
     relation to its other arithmetic (:data:`KEEPING`) that the products wait for it.
     """
-    return world.device_kind in KEEPING and module.out_features < module.in_features
+    return world.device_kind in KEEPING and _narrows(module)
 
 
-def replace_forward(module: nn.Linear, keep: bool = False) -> None:
+def frees_input(module: nn.Linear) -> bool:
+    """Whether, in a loop over blocks, the gradient of the weight should come first.
+
+    The compiler puts off gradients of weights, which nothing waits for, and what they are made of
+    stays: an MLP's activations during the attention's backward. 32 scanned blocks of workload S on
+    v3-8: 975 MiB instead of 1,047. Small layers lose by the barrier (benchmarks/LOG.md).
+    """
+    return _narrows(module) and module.in_features * module.out_features >= LARGE
+
+
+def _narrows(module: nn.Linear) -> bool:
+    return module.out_features < module.in_features
+
+
+def replace_forward(module: nn.Linear, keep: bool = False, frees: bool = False) -> None:
     """Has ``module`` compute with :func:`linear` until :func:`restore_forward`.
 
     Unless somebody else replaced its forward.
     """
-    module.__dict__.setdefault("forward", _Contraction(module, keep))
+    module.__dict__.setdefault("forward", _Contraction(module, keep, frees))
 
 
 def restore_forward(module: nn.Linear) -> None:
@@ -146,9 +172,9 @@ def restore_forward(module: nn.Linear) -> None:
 class _Contraction:
     """The forward of a module, while it is replaced."""
 
-    def __init__(self, module: nn.Linear, keep: bool) -> None:
+    def __init__(self, module: nn.Linear, keep: bool, frees: bool) -> None:
         self.module = module
-        self.keep = keep
+        self.keep, self.frees = keep, frees
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        return linear(self.module, input, self.keep)
+        return linear(self.module, input, self.keep, self.frees)

@@ -48,15 +48,16 @@ class Once:
             key: what the function does depends on this, on ``name`` and on shapes and dtypes of
                 ``tensors``, and on nothing else.
         """
-        if not tensors or not self._world.as_on_tpu or torch_xla._XLAC._get_use_eager_mode():
+        if not tensors or torch_xla._XLAC._get_use_eager_mode():
             return function(tensors)
-        key = (name, key, *((tensor.shape, tensor.dtype) for tensor in tensors))
-        known = self._known.pop(key, None)
-        if known is None or self._always_anew:
+        if self._always_anew:
             known = self._trace(name, function, tensors)
-        self._known[key] = known  # at the end: the first is what was not used for longest
-        if len(self._known) > _KEPT:
-            del self._known[next(iter(self._known))]
+        else:
+            key = (name, key, *((tensor.shape, tensor.dtype) for tensor in tensors))
+            known = self._known.pop(key, None) or self._trace(name, function, tensors)
+            self._known[key] = known  # at the end: the first is what was not used for longest
+            if len(self._known) > _KEPT:
+                del self._known[next(iter(self._known))]
         if known.computation is None:
             return function(tensors)
         operands = [

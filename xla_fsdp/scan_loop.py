@@ -101,10 +101,10 @@ class _While:
             xb.Op.scalar(builder, 0, dtype=dtype).broadcast((self.depth, *shape))
             for shape, dtype in self.results
         ]
-        # The state of the loop: counter, operands, results.
-        end = xb.Op.mkwhile([_integer(builder, 0), *given, *stacks], self._more, self._step)
-        first_result = 1 + len(given)
-        kept = [*range(1, 1 + self.sliced), *range(first_result, first_result + len(stacks))]
+        # The state of the loop: counter, results, operands.
+        end = xb.Op.mkwhile([_integer(builder, 0), *stacks, *given], self._more, self._step)
+        first = 1 + len(stacks)
+        kept = [*range(first, first + self.sliced), *range(1, first)]
         return xb.Op.tuple([end.get_tuple_element(n) for n in kept]).build("scan_blocks")
 
     def _more(self, counter: xb.Op, *rest: xb.Op) -> xb.Op:
@@ -113,8 +113,7 @@ class _While:
     def _step(self, counter: xb.Op, *rest: xb.Op) -> list[xb.Op]:
         builder = counter.builder()
         index = _integer(builder, self.depth - 1) - counter if self.reverse else counter
-        end = len(rest) - len(self.results)
-        operands, stacks = rest[:end], rest[end:]
+        stacks, operands = rest[: len(self.results)], rest[len(self.results) :]
         made = xb.Op.call(self.traced.computation, self._inputs(operands, index), builder=builder)
         carry = [made.get_tuple_element(number) for number in range(self.sliced)]
         rows = [made.get_tuple_element(self.sliced + n).broadcast([1]) for n in range(len(stacks))]
@@ -122,7 +121,7 @@ class _While:
             stack.dynamic_update_slice(row, _start(stack, index))
             for stack, row in zip(stacks, rows, strict=True)
         ]
-        return [counter + _integer(builder, 1), *carry, *operands[self.sliced :], *stacks]
+        return [counter + _integer(builder, 1), *stacks, *carry, *operands[self.sliced :]]
 
     def _inputs(self, operands: Sequence[xb.Op], index: xb.Op) -> list[xb.Op]:
         """The parameters of the body, in order of their numbers."""

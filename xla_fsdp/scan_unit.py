@@ -148,7 +148,8 @@ class ScanUnit(Unit):
             for stack, value in zip(stacks, [*parameters, *buffers], strict=True):
                 stack.put(value)
             for module in self.linears:
-                linear.replace_forward(module, linear.keeps_input(module, self.world))
+                keep = linear.keeps_input(module, self.world)
+                linear.replace_forward(module, keep, linear.frees_input(module))
             yield
         finally:
             for module in self.linears:

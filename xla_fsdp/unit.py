@@ -127,7 +127,7 @@ class Unit:
         return one
 
     def _forward_events(self, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if not self.options.optimization_barrier_in_forward:
+        if not (self.world.as_on_tpu and self.options.optimization_barrier_in_forward):
             return ()
         own = [tensor for tensor in arguments if tensor.device == self.world.device]
         if torch._C._current_graph_task_id() != -1:  # recomputation inside a backward
@@ -208,9 +208,10 @@ class Unit:
         self.install(one)
 
     def _backward_events(self, grad: torch.Tensor | None) -> Sequence[torch.Tensor]:
-        if grad is None or not self.options.optimization_barrier_in_backward:
-            return ()
         options = self.options
+        barrier = self.world.as_on_tpu and options.optimization_barrier_in_backward
+        if grad is None or not barrier:
+            return ()
         return self.order.backward([grad], options.backward_prefetch, options.limit_all_gathers)
 
     def _end_backward(self, task: int) -> None:
@@ -255,7 +256,8 @@ class Unit:
             self._unsynced.update(self.wire.joined(self.tensors, reached, held))
             return [None] * len(self.tensors)
         shards, arrived = self.carrier.reduce(self.tensors, reached, held)
-        if torch._C._current_graph_task_id() in self._backward:  # at its end the order forgets
+        # At the end of the backward the order forgets.
+        if self.world.as_on_tpu and torch._C._current_graph_task_id() in self._backward:
             self.order.reduced(arrived)
         return [shards.get(number) for number in range(len(self.tensors))]
 

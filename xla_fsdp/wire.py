@@ -10,7 +10,7 @@ while another is computed with. On CPU ranks, where starting costs next to nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,25 +77,24 @@ class Wire:
         ``backward``: the last are asked for first. The compiler keeps to the order of tracing where
         nothing else decides, and a parameter gathered before its turn takes up memory.
         """
-        dtypes = [self._compute_dtype(tensor) for tensor in tensors]
-        parts = self._parts(tensors, dtypes)
+        parts = self._parts(tensors, (self._compute_dtype(tensor) for tensor in tensors))
         if backward:
             parts.sort(key=lambda part: (len(part) < 2, -part[0]))
         packed = [_packed([tensors[i] for i in part]) for part in parts]
-        shards = after([shard for shard, _ in packed], events)
+        shards = [shard for shard, _ in packed]
+        # On a CPU torch_xla's token has them in order, and barriers are dropped.
+        in_turn = self.world.as_on_tpu
+        if in_turn:
+            shards = after(shards, events)
         full: dict[int, list[torch.Tensor]] = {}
-        in_turn = self.world.as_on_tpu  # else torch_xla's token has them in order
         for part, shard, (_, shape) in zip(parts, shards, packed, strict=True):
             # First of all the waiting, that of the barrier and this one: the compiler drops the
             # barrier in the end, and what both the forward and the backward do to a stored shard
             # before they wait (reshape it to the tiles of the wire, cast it), it does once and
             # keeps in between.
-            if in_turn:
-                shard = order.turn(shard)
-            shard = shard.view(shape)
-            if shard.dtype != dtypes[part[0]]:
-                shard = shard.to(dtypes[part[0]])
-            gathered = self.world.all_gather(shard, self._name([tensors[i] for i in part]))
+            shard = order.turn(shard).view(shape) if in_turn else torch.view_copy(shard, shape)
+            name = self._name([tensors[i] for i in part])
+            gathered = self.world.all_gather(self._cast(shard), name)
             if in_turn:
                 order.gathered(gathered)
             layouts = [tensors[i].layout for i in part]
@@ -103,13 +102,17 @@ class Wire:
                 full[i] = tensors[i].layout.split(piece)
         for i, tensor in enumerate(tensors):
             if not tensor.layout.numel:
-                shard = tensor.shard.to(dtypes[i])
+                shard = self._cast(tensor.shard)
                 full[i] = [shard.new_zeros(member.shape) for member in tensor.layout.members]
         return [value for i in range(len(tensors)) for value in full[i]]
 
     def _compute_dtype(self, tensor: ShardedTensor) -> torch.dtype:
         dtype, own = self.options.compute_dtype, tensor.shard.dtype
         return dtype if dtype is not None and own.is_floating_point else own
+
+    def _cast(self, shard: torch.Tensor) -> torch.Tensor:
+        dtype = self.options.compute_dtype
+        return shard.to(dtype) if dtype is not None and shard.is_floating_point() else shard
 
     # -- reducing -------------------------------------------------------------------------------
 
@@ -141,7 +144,7 @@ class Wire:
         shards: dict[int, torch.Tensor] = {}
         arrived = []
         numbers = list(fulls)
-        for part in self._parts([tensors[i] for i in numbers], [f.dtype for f in fulls.values()]):
+        for part in self._parts([tensors[i] for i in numbers], (f.dtype for f in fulls.values())):
             part = [numbers[i] for i in part]
             own = [tensors[i] for i in part]
             reduced = self._reduced([fulls[i] for i in part], self._name(own))
@@ -165,7 +168,7 @@ class Wire:
         if self.predivide != 1:
             full = full / self.predivide
         exact = self.divides_on_the_wire
-        large = full.numel() * full.dtype.itemsize > BESIDE_BYTES
+        large = self.world.as_on_tpu and full.numel() * full.dtype.itemsize > BESIDE_BYTES
         scale = 1 / self.postdivide if exact else 1.0
         shard = self.world.reduce_scatter(full, name, scale, beside_compute=large)
         if exact:
@@ -191,11 +194,12 @@ class Wire:
     # -- which travel together ------------------------------------------------------------------
 
     def _parts(
-        self, tensors: Sequence[ShardedTensor], dtypes: Sequence[torch.dtype]
+        self, tensors: Sequence[ShardedTensor], dtypes: Iterable[torch.dtype]
     ) -> list[list[int]]:
         """Numbers of the tensors by collective: the small ones of each dtype first, then each other
         one by itself. Tensors without elements do not travel."""
-        share = SMALL_BYTES if self.world.as_on_tpu else 0
+        if not self.world.as_on_tpu:
+            return [[i] for i, tensor in enumerate(tensors) if tensor.layout.numel]
         together: dict[torch.dtype, list[list[int]]] = {}
         filled: dict[torch.dtype, int] = {}
         alone = []
@@ -203,7 +207,7 @@ class Wire:
             size = math.prod(tensor.layout.padded_shape) * dtype.itemsize
             if not tensor.layout.numel:
                 continue
-            if size > share:
+            if size > SMALL_BYTES:
                 alone.append([i])
                 continue
             buckets = together.setdefault(dtype, [])
