@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from .checkpoint.asynchronous import AsyncCheckpointer
+    from .checkpoint.dcp import to_dcp
+    from .checkpoint.dcp_reading import from_dcp
+    from .checkpoint.full_optimizer import full_optim_state_dict, load_full_optim_state_dict
+    from .checkpoint.full_state import full_state_dict, load_full_state_dict
     from .checkpoint.loading import LoadedCheckpoint, load_checkpoint
     from .checkpoint.saving import save_checkpoint
+    from .checkpoint.weights import load_weights
     from .consolidate.format.reader import latest
     from .launcher import CollectiveMismatchError, RankError, RankTimeoutError, launch
     from .order import BackwardPrefetch
@@ -56,6 +61,13 @@ _HOMES = {
     "UnknownTopologyError": "planning.slices.topology",
     "CompileError": "planning.compiling.compiler",
     "MissingExtraError": "planning.compiling.compiler",
+    "full_state_dict": "checkpoint.full_state",
+    "load_full_state_dict": "checkpoint.full_state",
+    "full_optim_state_dict": "checkpoint.full_optimizer",
+    "load_full_optim_state_dict": "checkpoint.full_optimizer",
+    "load_weights": "checkpoint.weights",
+    "to_dcp": "checkpoint.dcp",
+    "from_dcp": "checkpoint.dcp_reading",
     "consolidate_sharded_model_checkpoints": "consolidate",
     "consolidate_sharded_state_dicts": "consolidate",
 }

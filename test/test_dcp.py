@@ -1,0 +1,269 @@
+"""Directories of torch.distributed.checkpoint, to and from plain torch."""
+
+import copy
+import itertools
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from wrappings import assert_equal, plain_zoo, stacked, step, zoo
+
+RANKS = 3
+
+# torch says that it saves without a process group, and of its own deprecated calls.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated"),
+]
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=0.0)
+
+
+def asgd(parameters):
+    return torch.optim.ASGD(parameters, lr=0.1, t0=1)
+
+
+def trained(make):
+    model = plain_zoo()
+    optimizer = make(model.parameters())
+    for number in range(2):
+        step(model, optimizer, number)
+    return model, optimizer
+
+
+def by_name(model, optimizer):
+    """What ``full_optim_state_dict`` gives for a plain model."""
+    names = [name for name, _ in model.named_parameters()]
+    state = optimizer.state_dict()
+    return {names[number]: values for number, values in state["state"].items()}
+
+
+def test_boxes_are_every_run_of_elements():
+    from xla_fsdp.checkpoint.boxes import boxes
+
+    for shape in [(), (5,), (3, 4), (2, 3, 4), (2, 1, 2, 3)]:
+        count = torch.Size(shape).numel()
+        whole = torch.arange(count).reshape(shape)
+        for begin, end in itertools.combinations_with_replacement(range(count + 1), 2):
+            found = boxes(shape, begin, end)
+            assert len(found) <= max(2 * len(shape) - 1, 1)
+            elements = []
+            for box in found:
+                part = whole
+                for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                    part = part.narrow(dim, offset, size)
+                assert part.numel() == box.sizes.numel() and part.flatten()[0] == box.begin
+                elements += part.flatten().tolist()
+            assert elements == list(range(begin, end))
+
+
+def written_by_torch(tmp_path):
+    """The same state in every way that torch's users save it."""
+    found = []
+    for make in (adamw, asgd):
+        model, optimizer = trained(make)
+        state, optim = get_state_dict(model, optimizer)
+        flat = get_state_dict(
+            model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+        )
+        ways = {
+            "tutorial": {"model": state, "optim": optim},
+            "app": {"app": {"model": state, "optim": optim}, "step": 3},
+            "titan": {"model": flat[0], "optimizer": flat[1]},
+            "numbers": {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+            "bare": {**state, "optimizer": optim},
+        }
+        for way, content in ways.items():
+            if make is adamw or way == "tutorial":
+                path = tmp_path / f"{way}-{make.__name__}"
+                dcp.save(content, checkpoint_id=path, no_dist=True)
+                found.append((str(path), make, model.state_dict(), by_name(model, optimizer)))
+    return found
+
+
+def read_here(rank, written):
+    from xla_fsdp import from_dcp, full_optim_state_dict, full_state_dict
+
+    kinds = itertools.cycle(["nested", "dim0", "flat", "none", "root"])
+    for (path, make, state, optim), kind in zip(written, kinds, strict=False):
+        model = zoo(kind, 5)
+        optimizer = make(model.parameters())
+        assert from_dcp(path, model, optimizer, allow_pickle=True) == ([], [])
+        assert_equal(full_state_dict(model, rank0_only=False), state)
+        found = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+        if kind == "flat":  # has state for all of a vector
+            found = {name: found[name] for name in optim}
+        for name, values in optim.items():
+            assert set(found[name]) == set(values)
+            assert_equal({key: found[name][key] for key in values}, values)
+        assert found.keys() == optim.keys()
+
+
+def write_here(rank, folder):
+    from xla_fsdp import from_dcp, full_optim_state_dict, full_state_dict, to_dcp
+    from xla_fsdp.checkpoint import dcp_writing
+
+    expected = {}
+    builds = {"nested": zoo, "dim0": zoo, "none": zoo, "scan": stacked}
+    for kind, build in builds.items():
+        model = build(kind)
+        optimizer = adamw(model.parameters())
+        if kind in ("nested", "scan"):
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = parameter.detach().clone()
+            optimizer.step()
+        if rank == 0:  # many small files
+            dcp_writing.FILE_BYTES = 4000 if kind == "nested" else 1 << 28
+        to_dcp(f"{folder}/{kind}", model, optimizer)
+        state = full_state_dict(model, rank0_only=False)
+        optim = full_optim_state_dict(model, optimizer, rank0_only=False)
+        expected[kind] = state, optim["state"]
+        other = "nested" if kind == "scan" else "flat" if kind == "nested" else "root"
+        again = build(other, 3 if build is stacked else 7)
+        new = adamw(again.parameters())
+        from_dcp(f"{folder}/{kind}", again, new, allow_pickle=True)
+        assert_equal(full_state_dict(again, rank0_only=False), state)
+        found = full_optim_state_dict(again, new, rank0_only=False)["state"]
+        for name, values in optim["state"].items():
+            assert_equal(found[name], values)
+    return expected if rank == 0 else None
+
+
+def read_by_torch(path, plain, expected):
+    state, optim = expected
+    optimizer = adamw(plain.parameters())
+    template = get_state_dict(plain, optimizer)
+    content = {"model": template[0], "optim": template[1]}
+    for name in list(content["optim"]["state"]):
+        if name not in optim:  # never had a gradient, here or there
+            del content["optim"]["state"][name]
+    dcp.load(content, checkpoint_id=path, no_dist=True)
+    assert_equal(dict(content["model"]), {n: state[n] for n in content["model"]})
+    assert_equal(content["optim"]["state"], {n: optim[n] for n in content["optim"]["state"]})
+    assert len(content["optim"]["state"]) == len(optim)
+    if len(optim) == len(list(plain.parameters())):
+        set_state_dict(
+            plain, optimizer, model_state_dict=content["model"], optim_state_dict=content["optim"]
+        )
+
+
+class Counting(torch.nn.Linear):
+    """Has extra state, which torch takes apart."""
+
+    def __init__(self):
+        super().__init__(3, 5)
+        self.seen = {"a": {"b": 1}, "list": [{"c": torch.ones(2)}, {"c": torch.zeros(2)}]}
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+def extra_state(rank, folder):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import from_dcp, to_dcp
+
+    expected = Counting().seen
+    for number in range(2):
+        model = FSDP(torch.nn.Sequential(Counting()))
+        model.module[0].seen = None
+        from_dcp(f"{folder}/extra-{number}", model, allow_pickle=True)
+        assert_equal(model.module[0].seen, expected)
+        if rank == 0 and number == 0:  # of a writing that never ended
+            os.mkdir(f"{folder}/extra-1")
+            with open(f"{folder}/extra-1/__7_0.distcp", "w"):
+                pass
+        to_dcp(f"{folder}/extra-{number + 1}", model)
+    if rank == 0:
+        content = {"model": torch.nn.Sequential(Counting()).state_dict()}
+        content["model"]["0._extra_state"]["a"]["b"] = 0
+        dcp.load(content, checkpoint_id=f"{folder}/extra-2", no_dist=True)
+        assert_equal(content["model"]["0._extra_state"], expected)
+        assert "__7_0.distcp" not in os.listdir(f"{folder}/extra-1")
+
+
+def refused(rank, folder, written):
+    from xla_fsdp import from_dcp, full_state_dict, to_dcp
+
+    model = zoo("nested")
+    optimizer = adamw(model.parameters())
+
+    def refuses(kind, text, fn, *args, **kwargs):
+        with pytest.raises(Exception, match=text) as caught:
+            fn(*args, **kwargs)
+        names = kind if isinstance(kind, tuple) else (kind,)
+        assert caught.type.__name__ in names, caught.type
+
+    trusted = {"allow_pickle": True}
+    refuses("UnsafeFileError", "allow_pickle=True", from_dcp, written[0][0], model)
+    refuses("UnsafeFileError", "allow_pickle=True", from_dcp, f"{folder}/canary", model)
+    refuses("CheckpointNotFoundError", "no .metadata", from_dcp, folder, model, **trusted)
+    refuses("UnreadableFileError", "its .metadata", from_dcp, f"{folder}/junk", model, **trusted)
+    refuses("ForeignFileError", "is not torch", from_dcp, f"{folder}/foreign", model, **trusted)
+    refuses("ModelMismatchError", "no tensor of", from_dcp, f"{folder}/other", model, **trusted)
+    refuses("ModelMismatchError", "lacks 'norm.bias'", from_dcp, f"{folder}/less", model, **trusted)
+    bare = f"{folder}/model"
+    refuses("ModelMismatchError", "has no optimizer", from_dcp, bare, model, optimizer, **trusted)
+    gap = ("CoverageError", "OtherRankError")
+    assert_equal(full_state_dict(model, rank0_only=False), plain_zoo().state_dict())
+    refuses(("UnreadableFileError", "OtherRankError"), "cannot read|could not", from_dcp,
+            f"{folder}/short", model, **trusted)  # fmt: skip
+    refuses(gap, "of the elements|could not", from_dcp, f"{folder}/gap", model, **trusted)
+    refuses(("OutputError", "OtherRankError"), "is not empty", to_dcp, folder, model)
+    refuses("ValueError", "local directory", to_dcp, "memory://x", model)
+
+
+class Canary:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('executed')",)
+
+
+def spoil(tmp_path):
+    """Directories that are refused."""
+    state = plain_zoo().state_dict()
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "model", no_dist=True)
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "other", no_dist=True)
+    less = {name: value for name, value in state.items() if name != "norm.bias"}
+    dcp.save({"model": less}, checkpoint_id=tmp_path / "less", no_dist=True)
+    for name, data in {
+        "junk": b"junk",
+        "foreign": pickle.dumps(Metadata({})),
+        "canary": pickle.dumps(Canary()),
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").write_bytes(data)
+    for name in ("short", "gap"):
+        dcp.save({"model": state}, checkpoint_id=tmp_path / name, no_dist=True)
+    for file in (tmp_path / "short").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:1000])
+    metadata = pickle.loads((tmp_path / "gap" / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.norm.weight"].chunks.clear()
+    (tmp_path / "gap" / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_to_and_from_torch(run_ranks, tmp_path):
+    written = written_by_torch(tmp_path)
+    spoil(tmp_path)
+    extra = {"model": torch.nn.Sequential(Counting()).state_dict()}
+    dcp.save(extra, checkpoint_id=tmp_path / "extra-0", no_dist=True)
+
+    def run(rank):
+        read_here(rank, written)
+        extra_state(rank, str(tmp_path))
+        refused(rank, str(tmp_path), written)
+        return write_here(rank, str(tmp_path / "ours"))
+
+    expected = run_ranks(run, RANKS)[0]
+    for kind, values in expected.items():
+        plain = stacked("plain", 7) if kind == "scan" else plain_zoo(7)
+        read_by_torch(tmp_path / "ours" / kind, copy.deepcopy(plain), values)

@@ -1,0 +1,236 @@
+"""State of optimizers out of sharded models and into them; training goes on with it."""
+
+import copy
+
+import pytest
+import torch
+from wrappings import assert_equal, mean_loss, plain_zoo, stacked, step, zoo
+
+
+def functions():
+    from xla_fsdp import (
+        full_optim_state_dict,
+        full_state_dict,
+        load_full_optim_state_dict,
+        load_full_state_dict,
+    )
+
+    return (
+        full_state_dict,
+        load_full_state_dict,
+        full_optim_state_dict,
+        load_full_optim_state_dict,
+    )
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=0.0)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def nadam(parameters):
+    return torch.optim.NAdam(parameters, lr=0.01, eps=1e-3)
+
+
+def asgd(parameters):
+    return torch.optim.ASGD(parameters, lr=0.1, t0=1)
+
+
+def go_on(rank, size, make, build, first, second, by_number=False):
+    """Two steps in one wrapping, then a third there, in plain torch, and in another wrapping."""
+    full_state_dict, load_full_state_dict, full_optim, load_optim = functions()
+    model = build(first)
+    optimizer = make(model.parameters())
+    for number in range(2):
+        step(model, optimizer, number, rank, size)
+    state = full_state_dict(model)
+    optim = full_optim(model, optimizer)
+    assert bool(state) == bool(optim) == (rank == 0)
+    # Buffers that are not saved come from the seed.
+    moved = build(second, seed=8 if build is zoo else 3)
+    moved_optimizer = make(moved.parameters())
+    plain = plain_zoo(5) if build is zoo else stacked("plain")
+    plain_optimizer = make(plain.parameters())
+    if rank == 0:
+        plain.load_state_dict(state)
+        plain_optimizer.load_state_dict(by_number_of(plain, plain_optimizer, optim))
+        assert optim["param_groups"][0]["lr"] == plain_optimizer.param_groups[0]["lr"]
+        given = plain_optimizer.state_dict() if by_number else optim
+    else:
+        given = None
+    load_full_state_dict(moved, state or None)
+    load_optim(moved, moved_optimizer, given)
+    again = full_optim(moved, moved_optimizer)
+    for name, values in again.get("state", {}).items():
+        if name in optim["state"]:
+            assert_equal(values, optim["state"][name])
+        else:  # in a vector with others that have state
+            assert all(not v.any() for v in values.values() if v.dim())
+    losses = [mean_loss(step(m, o, 2, rank, size)) for m, o in
+              ((model, optimizer), (moved, moved_optimizer))]  # fmt: skip
+    assert abs(losses[0] - losses[1]) < 1e-6, losses
+    after = [full_state_dict(m) for m in (model, moved)]
+    if rank == 0:
+        alone = step(plain, plain_optimizer, 2).item()
+        assert abs(losses[0] - alone) < 1e-5, (losses, alone)
+        for state in after:
+            for name, value in plain.state_dict().items():
+                if "count" not in name:
+                    torch.testing.assert_close(state[name], value, rtol=1e-4, atol=2e-5)
+
+
+def by_number_of(plain, plain_optimizer, optim):
+    """What plain torch loads."""
+    number = {name: i for i, (name, _) in enumerate(plain.named_parameters())}
+    groups = copy.deepcopy(plain_optimizer.state_dict()["param_groups"])
+    assert set(optim["param_groups"][0]["params"]) == set(number)
+    state = {number[name]: value for name, value in optim["state"].items()}
+    return {"state": state, "param_groups": groups}
+
+
+def test_training_goes_on_in_plain_torch_and_in_another_wrapping(run_ranks):
+    def run(rank):
+        go_on(rank, 3, adamw, zoo, "nested", "flat")
+        go_on(rank, 3, nadam, zoo, "flat", "dim0", by_number=True)
+        go_on(rank, 3, asgd, stacked, "scan", "nested", by_number=True)
+
+    run_ranks(run, 3)
+
+
+def refusals(rank):
+    from xla_fsdp.consolidate.errors import ModelMismatchError
+
+    *_, full_optim, load_optim = functions()
+    model = zoo("nested")
+
+    def refuses(text, fn, *args, kind=ModelMismatchError):
+        with pytest.raises(kind, match=text):
+            fn(*args)
+
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, 0, rank, 3)
+    state = full_optim(model, optimizer, rank0_only=False)
+    before = copy.deepcopy(state)
+
+    def refused(text, change):
+        flawed = copy.deepcopy(before)
+        change(flawed)
+        refuses(text, load_optim, model, optimizer, flawed)
+
+    own = "blocks.0.norm.bias"
+    refused("state of 'other'", lambda s: s["state"].update(other={}))
+    refused("'exp_avg'.*shape", lambda s: s["state"][own].update(exp_avg=torch.ones(3)))
+    refused("lack 'betas'", lambda s: s["param_groups"][0].pop("betas"))
+    refused("no group of it has 'position'", lambda s: s["param_groups"][0]["params"].pop(0))
+    refused("has 'x'", lambda s: s["param_groups"][0]["params"].append("x"))
+    refused("expected a dict with", lambda s: s.pop("state"))
+    refuses("groups of", load_optim, model, optimizer, adamw([torch.ones(1)]).state_dict())
+    stranger = adamw([torch.ones(1)])
+    refuses("1 parameters of group 0", full_optim, model, stranger)
+    assert_equal(full_optim(model, optimizer, rank0_only=False), before)
+    # Groups are found by name, whatever their order; how to compute is not taken over.
+    named = dict(model.named_parameters())
+    biases = [p for n, p in named.items() if n.endswith("bias")]
+    rest = [p for n, p in named.items() if not n.endswith("bias")]
+    grouped = torch.optim.AdamW([{"params": biases, "weight_decay": 0.5}, {"params": rest}])
+    refuses("different options", load_optim, model, optimizer, full_optim_of(model, grouped))
+    swapped = torch.optim.AdamW([{"params": rest}, {"params": biases}], foreach=False)
+    load_optim(model, swapped, full_optim_of(model, grouped, foreach=True))
+    assert [group["weight_decay"] for group in swapped.param_groups] == [0.01, 0.5]
+    assert swapped.param_groups[0]["foreach"] is False
+
+    some = next(iter(optimizer.state.values()))
+    some["odd"] = torch.ones(5)
+    refuses("'odd' of parameter '.*' is a tensor of shape", full_optim, model, optimizer,
+            kind=TypeError)  # fmt: skip
+    some["odd"] = object()
+    refuses("'odd' of parameter '.*' is of type", full_optim, model, optimizer, kind=TypeError)
+
+
+def full_optim_of(model, optimizer, **options):
+    state = functions()[2](model, optimizer, rank0_only=False)
+    for group in state["param_groups"]:
+        group.update(options)
+    return state
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(run_ranks):
+    run_ranks(refusals, 3)
+
+
+class Scaled(torch.nn.Module):
+    """Only has a 0-d parameter: which state is one number cannot be told from shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def given_otherwise(rank):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp.consolidate.errors import ModelMismatchError
+
+    *_, full_optim, load_optim = functions()
+    plain = plain_zoo()
+    names = [name for name, _ in plain.named_parameters()]
+    one = adamw(plain.parameters())
+    step(plain, one, 0)
+    state = {names[number]: values for number, values in one.state_dict()["state"].items()}
+
+    def loads(model, optimizer, given):
+        load_optim(model, optimizer, given)
+        found = full_optim(model, optimizer, rank0_only=False)["state"]
+        for name, values in state.items():
+            assert_equal(found[name], values)
+
+    # Every step of torch's own way to name states.
+    model = zoo("nested")
+    loads(model, adamw(model.parameters()), get_optimizer_state_dict(plain, one))
+    # Numbers with names beside them, in another order; numbers of groups.
+    backwards = adamw(reversed(list(plain.named_parameters())))
+    backwards.load_state_dict(renumbered(one.state_dict(), len(names)))
+    reverse = adamw(reversed(list(model.parameters())))
+    loads(model, reverse, backwards.state_dict())
+    with pytest.raises(ModelMismatchError, match="in the order of the model"):
+        load_optim(model, reverse, one.state_dict())
+    # Of a vector, all parameters must have taken as many steps.
+    flat = zoo("flat")
+    uneven = copy.deepcopy(one.state_dict())
+    uneven["state"][0]["step"] += 1
+    with pytest.raises(ModelMismatchError, match="'step' differs"):
+        load_optim(flat, adamw(flat.parameters()), uneven)
+    # Counters stay on the CPU, unless the optimizer computes with them on the device.
+    for capturable, kind in ((False, "cpu"), (True, "xla")):
+        optimizer = torch.optim.AdamW(model.parameters(), capturable=capturable)
+        load_optim(model, optimizer, one.state_dict() if rank == 0 else None)
+        found = optimizer.state[next(model.parameters())]
+        assert found["step"].device.type == kind and found["exp_avg"].device.type == "xla"
+        assert optimizer.param_groups[0]["capturable"] is capturable
+
+    alone, other = FSDP(Scaled()), FSDP(Scaled(), flatten_parameters=True)
+    optimizer, new = adamw(alone.parameters()), adamw(other.parameters())
+    alone(torch.ones(3).to("xla")).sum().backward()
+    optimizer.step()
+    saved = full_optim(alone, optimizer, rank0_only=False)
+    load_optim(other, new, saved)
+    assert_equal(full_optim(other, new, rank0_only=False)["state"], saved["state"])
+    held = new.state[next(other.parameters())]
+    assert held["step"].shape == () and held["exp_avg"].shape == (128,)
+
+
+def renumbered(state_dict, count):
+    """For an optimizer that has the parameters in reverse."""
+    state = {count - 1 - number: values for number, values in state_dict["state"].items()}
+    return {**state_dict, "state": state}
+
+
+def test_other_ways_to_give_the_state(run_ranks):
+    run_ranks(given_otherwise, 3)

@@ -1,0 +1,204 @@
+"""Full state out of sharded models and into them, against the unwrapped model."""
+
+import pytest
+import torch
+from test_full_optimizer import go_on, sgd
+from wrappings import KINDS, assert_equal, plain_zoo, stacked, zoo
+
+
+def functions():
+    from xla_fsdp import full_state_dict, load_full_state_dict
+
+    return full_state_dict, load_full_state_dict
+
+
+def out_and_in(rank, size):
+    full_state_dict, load_full_state_dict = functions()
+    other = plain_zoo(9).state_dict()
+    wrapped = {kind: zoo(kind) for kind in KINDS}
+    if size == 4:
+        groups = {
+            "sharding_groups": [[0, 1], [2, 3]],
+            "sharding_rank": rank % 2,
+            "sharding_world_size": 2,
+            "replication_groups": [[0, 2], [1, 3]],
+        }
+        wrapped["hybrid"] = zoo("nested", **groups)
+    for kind, model in wrapped.items():
+        state = full_state_dict(model)
+        if rank:
+            assert state == {}
+        else:
+            assert_equal(state, plain_zoo().state_dict())
+            assert state["head.weight"] is state["embed.weight"]
+        parameters = list(model.parameters())
+        on_all = kind in ("flat", "none")
+        keys = load_full_state_dict(model, other if on_all or rank == 0 else None)
+        assert keys == ([], [])
+        assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+        assert_equal(full_state_dict(model, rank0_only=False), other)
+    there = full_state_dict(wrapped["nested"], rank0_only=False, offload_to_cpu=False)
+    assert all(value.device.type == "xla" for value in there.values())
+    assert_equal({name: value.cpu() for name, value in there.items()}, other)
+
+
+def buffers_and_stacks(rank, size):
+    full_state_dict, load_full_state_dict = functions()
+    expected, other = stacked("plain").state_dict(), stacked("plain", 9).state_dict()
+    for name in other:
+        if name.endswith("count"):
+            other[name] += int(name.split(".")[1])  # differs from block to block
+    other["blocks.1.gain"].fill_(float("nan"))
+    for kind in ("scan", "nested"):
+        model = stacked(kind)
+        assert_equal(full_state_dict(model, rank0_only=False), expected)
+        load_full_state_dict(model, other if rank == 0 else None)
+        state = full_state_dict(model, rank0_only=False)
+        for one in (state, {**other}):
+            assert one.pop("blocks.1.gain").isnan() and len(one) == len(expected) - 1
+        assert_equal(state, {n: v for n, v in other.items() if n != "blocks.1.gain"})
+    # Buffers are computed with in bfloat16, and come out as they went in.
+    exact = {n: v.bfloat16().to(v.dtype) if "scale" in n else v for n, v in expected.items()}
+    model = stacked("scan", compute_dtype=torch.bfloat16)
+    assert_equal(full_state_dict(model, rank0_only=False), exact)
+
+
+def extra_and_partial(rank, size):
+    full_state_dict, load_full_state_dict = functions()
+
+    class Counting(torch.nn.Linear):
+        seen = 0
+
+        def get_extra_state(self):
+            return {"seen": self.seen}
+
+        def set_extra_state(self, state):
+            self.seen = state["seen"]
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model = FSDP(torch.nn.Sequential(FSDP(Counting(3, 5)), torch.nn.Linear(5, 2)))
+    model[0].module.seen = 7
+    state = full_state_dict(model, rank0_only=False)
+    names = ["0.weight", "0.bias", "0._extra_state", "1.weight", "1.bias"]
+    assert list(state) == names and state["0._extra_state"] == {"seen": 7}
+    state["0._extra_state"] = {"seen": 8}
+    load_full_state_dict(model, state if rank == 0 else None)
+    assert model[0].module.seen == 8
+    # What is missing stays, in a vector of several parameters too; floats are cast.
+    for kind in ("nested", "flat"):
+        model, given = zoo(kind), plain_zoo(9).state_dict()
+        for name in ("position", "blocks.0.gain", "blocks.0.up.weight", "blocks.0.again.weight"):
+            del given[name]
+        del given["head.weight"]  # tied to one that is there
+        part = {name: value.double() for name, value in given.items()}
+        keys = load_full_state_dict(model, {**part, "more": torch.ones(1)}, strict=False)
+        missing = ["position", "blocks.0.gain", "blocks.0.up.weight"]
+        assert keys == (missing, ["more"])
+        expected = {**plain_zoo().state_dict(), **given, "head.weight": given["embed.weight"]}
+        assert_equal(full_state_dict(model, rank0_only=False), expected)
+
+
+def few_at_a_time(rank):
+    """One full parameter is there at a time, and equal shapes are gathered by one program."""
+    import weakref
+
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as metrics
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp.checkpoint import parts
+    from xla_fsdp.ranks import current_rank
+
+    full_state_dict, load_full_state_dict = functions()
+
+    def compiled():
+        xm.rendezvous("compiled")  # counts are the process's
+        count = metrics.metric_data("CompileTime")[0]
+        xm.rendezvous("counted")
+        return count
+
+    def deep(depth):
+        layers = [FSDP(torch.nn.Linear(33, 33)) for _ in range(depth)]
+        return FSDP(torch.nn.Sequential(*layers))
+
+    for depth in (2, 6):
+        model = deep(depth)
+        before = compiled()
+        state = full_state_dict(model)
+        load_full_state_dict(model, state or None)
+        more = compiled() - before
+        assert more == 0 or depth == 2
+    gather, seen = parts._gather, {number: [] for number in range(4)}
+
+    def watched(part, value):
+        own = seen[current_rank().rank]
+        assert all(tensor() is None for tensor in own)
+        full = gather(part, value)
+        own.append(weakref.ref(full))
+        return full
+
+    xm.rendezvous("before")
+    if rank == 0:
+        parts._gather = watched
+    xm.rendezvous("watch")
+    full_state_dict(deep(3))
+    xm.rendezvous("watched")
+    if rank == 0:  # ranks are threads: its function was everyone's
+        parts._gather = gather
+        assert [len(own) for own in seen.values()] == [6] * 4
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 3])  # three last, as in the tests that follow
+def test_state_of_every_wrapping_out_and_in(run_ranks, ranks):
+    def run(rank):
+        out_and_in(rank, ranks)
+        buffers_and_stacks(rank, ranks)
+        extra_and_partial(rank, ranks)
+        if ranks == 4:
+            few_at_a_time(rank)
+        if ranks == 1:
+            go_on(rank, 1, sgd, zoo, "none", "nested", by_number=True)
+
+    run_ranks(run, ranks)
+
+
+def refusals(rank):
+    from xla_fsdp.consolidate.errors import ModelMismatchError, OtherRankError
+
+    full_state_dict, load_full_state_dict = functions()
+    model = zoo("nested")
+    good = plain_zoo(9).state_dict()
+
+    def refuses(text, fn, *args, kind=ModelMismatchError):
+        with pytest.raises(kind, match=text):
+            fn(*args)
+
+    def changed(**values):
+        return {n: v for n, v in {**good, **values}.items() if v is not None}
+
+    flawed = {
+        "lacks 'position'": changed(position=None),
+        "has 'more', unknown": changed(more=torch.ones(2)),
+        r"'position' has shape \[2\]": changed(position=torch.ones(2)),
+        "'position' is torch.int64, the model's is torch.float32": changed(
+            position=good["position"].long()
+        ),
+        "different values": changed(**{"head.weight": good["head.weight"] + 1}),
+        "'position' is no dense": changed(position=torch.ones(5, 12, device="meta")),
+        "'position', unknown": changed(position=[1.0]),
+    }
+    for text, state in flawed.items():
+        refuses(text, load_full_state_dict, model, state)  # every rank has it and finds it
+        if rank == 0:
+            refuses(text, load_full_state_dict, model, state)
+        else:
+            refuses("rank 0 could not", load_full_state_dict, model, None, kind=OtherRankError)
+    only_one = good if rank == 1 else None
+    refuses("None on rank 0", load_full_state_dict, model, only_one, kind=ValueError)
+    refuses("must be a torch.nn.Module", full_state_dict, 3, kind=TypeError)
+    assert_equal(full_state_dict(model, rank0_only=False), plain_zoo().state_dict())
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(run_ranks):
+    run_ranks(refusals, 3)

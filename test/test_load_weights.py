@@ -1,0 +1,237 @@
+"""Plain weights from files into sharded models."""
+
+import json
+import os
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import save_file
+from wrappings import assert_equal, plain_zoo, stacked, zoo
+
+RANKS = 3
+
+
+def weights(seed=9):
+    """A state dict, without second names of tied parameters."""
+    state = plain_zoo(seed).state_dict()
+    return {n: v.clone() for n, v in state.items() if n not in ("head.weight", AGAIN)}
+
+
+AGAIN = "blocks.0.again.weight"
+
+
+def hub_folder(folder, state, pattern="model-{}-of-3.safetensors", save=save_file):
+    """As the hub has large models: several files and an index."""
+    os.makedirs(folder)
+    names = list(state)
+    where = {name: pattern.format(1 + number % 3) for number, name in enumerate(names)}
+    for file in set(where.values()):
+        save({n: state[n] for n in names if where[n] == file}, os.path.join(folder, file))
+    index = "model.safetensors" if pattern.endswith("safetensors") else "pytorch_model.bin"
+    with open(os.path.join(folder, f"{index}.index.json"), "w") as out:
+        json.dump({"metadata": {"total_size": 1}, "weight_map": where}, out)
+    return folder
+
+
+def hub_cache(folder, source):
+    """Files of the hub's cache are links to blobs without an ending."""
+    os.makedirs(os.path.join(folder, "blobs"))
+    for number, name in enumerate(os.listdir(source)):
+        blob = os.path.join(folder, "blobs", str(number))
+        os.rename(os.path.join(source, name), blob)
+        os.symlink(blob, os.path.join(source, name))
+    return source
+
+
+def makes(tmp_path):
+    """Ways to keep the same weights, by path."""
+    state = weights()
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "one").mkdir()
+    save_file(state, tmp_path / "one" / "model.safetensors")
+    (tmp_path / "odd").mkdir()
+    save_file(state, tmp_path / "odd" / "zoo.safetensors")
+    torch.save(plain_zoo(9).state_dict(), tmp_path / "plain.pth")
+    torch.save({"model": state, "epoch": 3}, tmp_path / "inside.pth")
+    torch.save({"state_dict": state}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    hub = hub_folder(tmp_path / "hub", state)
+    return [
+        tmp_path / "model.safetensors",
+        tmp_path / "one",
+        tmp_path / "odd",
+        tmp_path / "plain.pth",
+        tmp_path / "inside.pth",
+        tmp_path / "old.bin",
+        hub_cache(tmp_path / "cache", hub),
+        hub / "model.safetensors.index.json",
+        hub_folder(tmp_path / "bins", state, "pytorch_model-{}-of-3.bin", torch.save),
+    ]
+
+
+def load_all(rank, paths):
+    from xla_fsdp import full_state_dict, load_weights
+    from xla_fsdp.consolidate.format.local import LocalStore
+
+    kinds = ["nested", "flat", "dim0", "none", "root"]
+    for number, path in enumerate(paths):
+        model = zoo(kinds[number % len(kinds)])
+        assert load_weights(model, path) == ([], [])
+        assert_equal(full_state_dict(model, rank0_only=False), plain_zoo(9).state_dict())
+    # Every rank reads its own part.
+    counted = []
+
+    class Counting(LocalStore):
+        def read_into(self, path, begin, out):
+            counted.append(len(out))
+            super().read_into(path, begin, out)
+
+    from xla_fsdp.checkpoint.filling import fill_model, match_model
+    from xla_fsdp.checkpoint.inventory import take_inventory
+    from xla_fsdp.checkpoint.weight_files import _open_file
+
+    inventory = take_inventory(zoo("flat"))
+    tensors = _open_file(Counting(), str(paths[0]))
+    match = match_model(inventory, tensors, {}, "counted")
+    counted.clear()
+    fill_model(inventory, match)
+    assert sum(counted) == 4 * sum(held.length for held in inventory.parameters)
+
+
+def named_otherwise(rank, folder):
+    from xla_fsdp import full_state_dict, load_weights
+
+    model = zoo("nested")
+    keys = load_weights(
+        model,
+        folder / "inner.safetensors",
+        prefix="net.",
+        rename=lambda name: None if name == "junk" else name.replace("layers.", "blocks."),
+    )
+    assert keys == ([], [])
+    rounded = {n: v.bfloat16().float() for n, v in plain_zoo(9).state_dict().items()}
+    assert_equal(full_state_dict(model, rank0_only=False), rounded)
+    stack = stacked("scan")
+    expected = stacked("plain", 9).state_dict()
+    keys = load_weights(stack, folder / "stack.safetensors", strict=False)
+    assert keys == ([], ["more"])
+    assert_equal(full_state_dict(stack, rank0_only=False), expected)
+    remote = zoo("dim0")
+    load_weights(remote, "memory://weights/zoo")
+    assert_equal(full_state_dict(remote, rank0_only=False), plain_zoo(9).state_dict())
+
+
+class Canary:
+    def __reduce__(self):
+        return os.system, ("exit 1",)
+
+
+def spoilt(tmp_path):
+    """Paths that are refused, with the error and a part of its message."""
+    state = weights()
+    good = (tmp_path / "model.safetensors").read_bytes()
+    cases = []
+
+    def case(kind, text, name, write):
+        write(tmp_path / name)
+        cases.append((str(tmp_path / name), kind, text))
+
+    def tensors(**changes):
+        return {n: v for n, v in {**state, **changes}.items() if v is not None}
+
+    def saver(**changes):
+        return lambda path: save_file(tensors(**changes), path)
+
+    def index(weight_map):
+        def write(path):
+            path.mkdir()
+            (path / "a.safetensors").write_bytes(good)
+            (path / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+
+        return write
+
+    mismatch, foreign, unsafe = "ModelMismatchError", "ForeignFileError", "UnsafeFileError"
+    case(mismatch, "lacks 'position'", "missing.safetensors", saver(position=None))
+    case(mismatch, "has 'more', unknown", "more.safetensors", saver(more=torch.ones(1)))
+    case(mismatch, "'position' has shape", "shape.safetensors", saver(position=torch.ones(5)))
+    whole = {"position": torch.ones(5, 12, dtype=torch.int64)}
+    case(mismatch, "'position' is torch.int64", "whole.safetensors", saver(**whole))
+    twice = {AGAIN: state["blocks.0.up.weight"] + 1}
+    case((mismatch, "OtherRankError"), "different values", "tied.safetensors", saver(**twice))
+    case(
+        "UnreadableFileError", "truncated", "short.safetensors", lambda p: p.write_bytes(good[:-1])
+    )
+    case(
+        "UnreadableFileError",
+        "cannot be read|truncated",
+        "junk.pth",
+        lambda p: p.write_bytes(b"x" * 99),
+    )
+    case(foreign, "expected a state dict", "list.pth", lambda p: torch.save([1], p))
+    case(foreign, "is no dense tensor", "epoch.pth", lambda p: torch.save({"epoch": 1}, p))
+    rank_file = {"model": state, "shard_metadata": {}}
+    case(foreign, "one rank", "rank.pth", lambda p: torch.save(rank_file, p))
+    case(unsafe, "nothing was executed", "canary.pth", lambda p: torch.save({"a": Canary()}, p))
+    case("InvalidMetadataError", "weight_map", "noindex", index({"weight_map": [1]}))
+    surrogate = {"weight_map": {"position": "\ud800"}}
+    case(unsafe, "only plain names", "surrogate", index(surrogate))
+    sparse = {**state, "position": torch.ones(5, 12).to_sparse()}
+    case(foreign, "'position' is no dense", "sparse.pth", lambda p: torch.save(sparse, p))
+    outside = {"weight_map": {"position": "../model.safetensors"}}
+    case(unsafe, "only plain names", "outside", index(outside))
+    lacking = {"weight_map": {"nothing": "a.safetensors"}}
+    case(foreign, "lacks 'nothing'", "lacking", index(lacking))
+    partial = {"weight_map": {"position": "a.safetensors"}}
+    case(foreign, "does not know", "partial", index(partial))
+    case("CheckpointNotFoundError", "has none of", "empty", lambda p: p.mkdir())
+    absent = {"weight_map": {"position": "b.safetensors"}}
+    case("UnreadableFileError|CheckpointNotFoundError", "b.safetensors", "absent", index(absent))
+    case("UnreadableFileError|CheckpointNotFoundError", "exist|No such", "no.safetensors", str)
+    case("CheckpointNotFoundError", "does not exist", "no.pth", str)
+    return cases
+
+
+def refuse_all(rank, cases):
+    from xla_fsdp import full_state_dict, load_weights
+
+    model = zoo("nested")
+    for path, kinds, text in cases:
+        kinds = kinds if isinstance(kinds, tuple) else kinds.split("|")
+        with pytest.raises(Exception, match=text) as caught:
+            load_weights(model, path)
+        assert caught.type.__name__ in kinds, (path, caught.type)
+    good = cases[0][0].replace("missing", "model")
+    kind = "CheckpointNotFoundError" if rank == 1 else "OtherRankError"
+    with pytest.raises(Exception, match="no folder|none of|rank 1 could not") as caught:
+        load_weights(
+            model, cases[0][0].replace("missing.safetensors", "empty") if rank == 1 else good
+        )
+    assert caught.type.__name__ == kind
+    with pytest.raises(Exception, match="no name is left"):
+        load_weights(model, good, prefix="backbone.")
+    with pytest.raises(Exception, match="two tensors are 'x'"):
+        load_weights(model, good, rename=lambda name: "x")
+    with pytest.raises(Exception, match="cast=True converts it"):
+        load_weights(model, cases[0][0].replace("missing", "half"), cast=False)
+    assert_equal(full_state_dict(model, rank0_only=False), plain_zoo().state_dict())
+
+
+def test_every_kind_of_file_loads_and_what_is_wrong_is_refused(run_ranks, tmp_path):
+    paths = makes(tmp_path)
+    half = {n: v.bfloat16() for n, v in weights().items()}
+    save_file(half, tmp_path / "half.safetensors")
+    inner = {f"net.{n.replace('blocks.', 'layers.')}": v for n, v in half.items()}
+    inner |= {"net.junk": torch.ones(1), "classifier": torch.ones(2)}
+    save_file(inner, tmp_path / "inner.safetensors")
+    stack = {n: v.clone() for n, v in stacked("plain", 9).state_dict().items()}
+    save_file({**stack, "more": torch.ones(1)}, tmp_path / "stack.safetensors")
+    cases = spoilt(tmp_path)
+    remote = (tmp_path / "model.safetensors").read_bytes()
+
+    def run(rank):
+        load_all(rank, paths)
+        fsspec.filesystem("memory").pipe("/weights/zoo/model.safetensors", remote)
+        named_otherwise(rank, tmp_path)
+        refuse_all(rank, cases)
+
+    run_ranks(run, RANKS)

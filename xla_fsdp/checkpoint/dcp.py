@@ -1,0 +1,169 @@
+"""Directories of ``torch.distributed.checkpoint``, written: from here to FSDP on GPUs.
+
+The layout is the one that ``dcp.save({"model": ..., "optim": ...})`` gives the state dicts of
+``torch.distributed.checkpoint.state_dict``: ``model.<name>``, ``optim.state.<name>.<key>`` and
+``optim.param_groups.<i>.<option>``. Every rank writes its own elements, as boxes; rank 0 writes the
+metadata, last, without which the directory is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch_xla
+from torch import nn
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..consolidate.errors import OutputError, SharedStorageError
+from .dcp_writing import Contents, write_part
+from .full_optimizer import state_kinds
+from .inventory import Inventory
+from .meeting import Meeting
+from .optimizer_names import members_of_groups, options
+from .parts import agreed_inventory
+
+# What there is of a directory before its metadata.
+_LEFT_OVER = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
+
+
+def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Writes a directory that ``torch.distributed.checkpoint`` loads; call it on every rank.
+
+    In torch, on any number of GPUs and with any parallelism::
+
+        model_state, optim_state = get_state_dict(model, optimizer)
+        dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=path)
+
+    Nothing is gathered: every rank writes its own shards into files of up to 256 MiB, which is
+    also what is in host memory at a time. Tied parameters are written once, under all names.
+
+    Args:
+        path: a directory that does not exist, is empty, or has leftovers of a writing that never
+            ended; on a file system that all ranks share.
+
+    Raises:
+        OutputError: ``path`` has something in it, or cannot be written.
+        SharedStorageError: a rank does not see the directory.
+        TypeError, ValueError, ModelMismatchError: see :func:`full_state_dict` and
+            :func:`full_optim_state_dict`.
+        OtherRankError: one of these on another rank.
+    """
+    meeting = Meeting()
+    inventory = agreed_inventory(meeting, model)
+    torch_xla.sync()  # what the caller left to do
+    contents = Contents()
+    _add_model(contents, inventory)
+    if optimizer is not None:
+        state_kinds(meeting, inventory, optimizer)
+        _add_optimizer(contents, inventory, optimizer)
+    folder = meeting.together("name the directory", lambda: _local(path))[0]
+    meeting.first(f"make {folder}", lambda: _make(folder))
+    meeting.together(f"see {folder}", lambda: _require_seen(folder))
+    results = meeting.together(
+        f"write to {folder}", lambda: write_part(folder, contents, inventory)
+    )
+    meeting.first(f"finish {folder}", lambda: _finish(folder, contents, results))
+
+
+def _add_model(contents: Contents, inventory: Inventory) -> None:
+    for held in inventory.parameters:
+        contents.add_run(("model", held.name), held, held.holder)
+        own = [contents.key("model", name) for name in held.names]
+        contents.aliases[own[0]] = own[1:]
+    for buffer in inventory.buffers:
+        value = buffer.tensor.detach().cpu()
+        value = value if buffer.row is None else value[buffer.row]
+        contents.add(("model", buffer.name), value.to(buffer.restore or value.dtype))
+        own = [contents.key("model", name) for name in buffer.names]
+        contents.aliases[own[0]] = own[1:]
+    for name, module in inventory.extra_state.items():
+        contents.add(("model", name), module.get_extra_state())
+
+
+def _add_optimizer(contents: Contents, inventory: Inventory, optimizer) -> None:
+    for held in inventory.parameters:
+        for key, value in optimizer.state.get(held.holder, {}).items():
+            path = ("optim", "state", held.name, key)
+            if isinstance(value, torch.Tensor) and value.shape == held.holder.shape:
+                contents.add_run(path, held, value)
+            else:
+                contents.add(path, value)
+    groups = zip(optimizer.param_groups, members_of_groups(inventory, optimizer), strict=True)
+    for number, (group, members) in enumerate(groups):
+        for name, value in options(group).items():
+            contents.add(("optim", "param_groups", number, name), copy.deepcopy(value))
+        names = [held.name for held in members]
+        contents.add(("optim", "param_groups", number, "params"), names)
+
+
+def _local(path: Any) -> str:
+    folder = os.fspath(path)
+    if "://" in folder:
+        raise ValueError(f"path {folder!r}: torch.distributed.checkpoint needs a local directory")
+    return os.path.abspath(folder)
+
+
+def _make(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        names = os.listdir(folder)
+        if not all(map(_LEFT_OVER.fullmatch, names)):
+            raise OutputError(f"{folder}: is not empty; write to a new directory")
+        for name in names:  # of a writing that never ended
+            os.unlink(os.path.join(folder, name))
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be made: {error}") from error
+
+
+def _require_seen(folder: str) -> None:
+    if not os.path.isdir(folder):
+        raise SharedStorageError(
+            f"{folder}: was made by rank 0, but is not here; all ranks must write to one file "
+            "system"
+        )
+
+
+def _finish(folder: str, contents: Contents, results: list[list[Any]]) -> None:
+    chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in contents.shapes}
+    found: list[WriteResult] = []
+    for key, box, size, place in (one for each in results for one in each):
+        path = os.path.join(folder, place[0])
+        if not os.path.isfile(path):
+            raise SharedStorageError(
+                f"{path}: was written by another rank, but is not here; all ranks must write to "
+                "one file system"
+            )
+        info = filesystem._StorageInfo(*place)  # what FileSystemReader expects there
+        if box is None:
+            found.append(WriteResult(MetadataIndex(key), size, info))
+            continue
+        offsets, sizes = map(torch.Size, box)
+        for name in (key, *contents.aliases.get(key, ())):
+            found.append(WriteResult(MetadataIndex(name, offsets), size, info))
+        chunks[key].append(ChunkStorageMetadata(offsets, sizes))
+    described: dict[str, Any] = {key: BytesStorageMetadata() for key in contents.objects}
+    for key, (shape, dtype) in contents.shapes.items():
+        tensor = TensorStorageMetadata(
+            TensorProperties(dtype=dtype), torch.Size(shape), chunks[key]
+        )
+        for name in (key, *contents.aliases.get(key, ())):
+            described[name] = replace(tensor)
+    try:
+        FileSystemWriter(folder).finish(Metadata(described, contents.paths), [found])
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be written: {error}") from error

@@ -1,0 +1,168 @@
+"""Directories of ``torch.distributed.checkpoint``, read: from FSDP on GPUs to here."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..consolidate.errors import ModelMismatchError, UnsafeFileError
+from .dcp_directory import Directory
+from .filling import LoadedKeys, fill_model, listed, match_model
+from .inventory import Inventory
+from .meeting import Meeting
+from .optimizer_filling import fill_optimizer, match_optimizer
+from .optimizer_names import members_of_groups, named
+from .parts import agreed_inventory
+from .stored import Stored
+
+# What people call things at the top of what they save; torch's tutorials put all under "app".
+_MODEL = ("model.", "app.model.", "state_dict.", "module.", "")
+_OPTIMIZER = ("optim.", "optimizer.", "app.optim.", "app.optimizer.", "optimizers.")
+
+
+def from_dcp(
+    path: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    allow_pickle: bool = False,
+    strict: bool = True,
+) -> LoadedKeys:
+    """Loads a directory that ``torch.distributed.checkpoint`` or :func:`to_dcp` wrote.
+
+    Must be called on every rank, all seeing the directory. It may come from any number of GPUs and
+    any parallelism, and have the model under ``"model"`` or without a name of its own, the
+    optimizer under ``"optim"`` or ``"optimizer"``, both also inside ``"app"``. Every rank reads
+    what overlaps its own shards; in memory is one chunk of the checkpoint at a time (a GPU's shard
+    of a parameter). All is checked before anything is changed.
+
+    The metadata of such a directory is a Python pickle, and reading it executes what its author
+    wants. Hence ``allow_pickle``.
+
+    Args:
+        allow_pickle: you trust whoever could write to the directory.
+        strict: names must be those of the model. ``False``: what fits is loaded.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``.
+
+    Raises:
+        UnsafeFileError: ``allow_pickle`` is not given.
+        CheckpointNotFoundError: there is no such directory, or no metadata in it.
+        UnreadableFileError, ForeignFileError, CoverageError: damaged, something else, or tensors
+            with elements missing.
+        ModelMismatchError: names, shapes, dtypes or parameter groups do not fit.
+        OtherRankError: one of these on another rank.
+    """
+    meeting = Meeting()
+    inventory = agreed_inventory(meeting, model)
+    matched = []
+
+    def match() -> None:
+        if not allow_pickle:
+            raise UnsafeFileError(
+                f"{path}: its metadata is a pickle, and reading one executes what its author "
+                "wants; pass allow_pickle=True if you trust it, or have it converted to "
+                "safetensors where it was written, for load_weights. Nothing was read"
+            )
+        directory = Directory(os.fspath(path))
+        tensors, others = _model_in(directory, inventory)
+        matched.append(match_model(inventory, tensors, others, directory.path, strict))
+        if optimizer is not None:
+            groups = members_of_groups(inventory, optimizer)
+            saved = named(
+                _optimizer_in(directory, inventory), inventory, groups, f"{directory.path}: optim"
+            )
+            matched.append(
+                match_optimizer(inventory, optimizer, groups, saved, f"{directory.path}: optim")
+            )
+
+    def fill() -> None:
+        fill_model(inventory, matched[0])
+        if optimizer is not None:
+            fill_optimizer(matched[1])
+
+    meeting.together("open the checkpoint", match)
+    meeting.together("load the checkpoint", fill)
+    return matched[0].keys
+
+
+def _model_in(
+    directory: Directory, inventory: Inventory
+) -> tuple[dict[str, Stored], dict[str, Any]]:
+    names = [held.names for held in (*inventory.parameters, *inventory.buffers)]
+
+    def fitting(prefix: str) -> int:
+        return sum(any(prefix + name in directory.tensors for name in own) for own in names)
+
+    prefix = max(_MODEL, key=fitting)
+    if names and not fitting(prefix):
+        raise ModelMismatchError(
+            f"{directory.path}: has no tensor of the model, such as 'model.{names[0][0]}'; it has "
+            f"{listed(directory.tensors)}"
+        )
+    # Without a name of its own, the model's tensors are beside those of the optimizer.
+    others = _OPTIMIZER if not prefix else ()
+
+    def below(keys: Iterable[str]) -> list[str]:
+        return [key for key in keys if key.startswith(prefix) and not key.startswith(others)]
+
+    tensors = {key: directory.tensors[key] for key in below(directory.tensors)}
+    objects = set(below(directory.objects))
+    extra = {}
+    for name in inventory.extra_state:
+        own = [key for key in (*tensors, *objects) if f"{key}.".startswith(f"{prefix}{name}.")]
+        if own:
+            extra[name] = directory.nested(prefix + name, own)
+            tensors = {key: stored for key, stored in tensors.items() if key not in own}
+            objects -= set(own)
+    if prefix:  # what is unknown is not read, only reported
+        extra |= {key[len(prefix) :]: None for key in sorted(objects)}
+    return {key[len(prefix) :]: stored for key, stored in tensors.items()}, extra
+
+
+def _optimizer_in(directory: Directory, inventory: Inventory) -> dict[str, Any]:
+    """The optimizer's state dict, by name or by number, whichever of torch's ways it was saved."""
+    keys = [*directory.tensors, *directory.objects]
+    prefix = next(
+        (p for p in _OPTIMIZER if any(key.startswith(f"{p}param_groups") for key in keys)), None
+    )
+    if prefix is None:
+        raise ModelMismatchError(
+            f"{directory.path}: has no optimizer, looked for 'param_groups' under "
+            f"{listed(p.rstrip('.') for p in _OPTIMIZER)}"
+        )
+    own = [key for key in keys if key.startswith(prefix)]
+    small = directory.objects_at(key for key in own if key not in directory.tensors)
+    for key in own:
+        stored = directory.tensors.get(key)
+        if stored is not None and stored.shape == ():
+            small[key] = stored.read(0, 1)[0]
+    state: dict[str | int, dict[str, Any]] = {}
+    by_group: dict[str | int, dict[str, Any]] = {}
+    for key in own:
+        value = small.get(key, directory.tensors.get(key))
+        kind, _, rest = key[len(prefix) :].partition(".")
+        name, _, last = rest.rpartition(".")
+        if kind == "state" and name:
+            state.setdefault(_number_or_name(name), {})[last] = value
+        elif kind == "param_groups" and name:
+            by_group.setdefault(_number_or_name(name), {})[last] = value
+        elif kind == "param_groups" and not rest and isinstance(value, list):
+            by_group.update(enumerate(value))  # torch before 2.4 saved them as one object
+        else:
+            raise ModelMismatchError(f"{directory.path}: {key!r} is no part of an optimizer")
+    if all(isinstance(key, int) for key in by_group):
+        groups = [by_group[key] for key in sorted(by_group)]
+    else:  # flattened by torch: every parameter has the options of its group
+        groups = [{**options, "params": [name]} for name, options in by_group.items()]
+    return {"state": state, "param_groups": groups}
+
+
+def _number_or_name(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"\d{1,9}", text) else text

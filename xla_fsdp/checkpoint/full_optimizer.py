@@ -1,0 +1,223 @@
+"""The state of the optimizer as it would be of the unwrapped model, by parameter name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch_xla
+from torch import nn
+
+from ..consolidate.errors import MetadataMismatchError
+from ..consolidate.format.values import decode, encode
+from ..world import World
+from .full_state import only_first_has
+from .inventory import Held, Inventory
+from .meeting import Meeting
+from .optimizer_filling import fill_optimizer, match_optimizer
+from .optimizer_names import Groups, OptimizerState, members_of_groups, named, options
+from .parts import CPU, Part, agreed_inventory, gather_members, parts_of
+from .stored import describe, sent_by_first_rank
+
+_PLAIN = (type(None), bool, int, float, complex, str)
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    rank0_only: bool = True,
+    offload_to_cpu: bool = True,
+) -> dict[str, Any]:
+    """The optimizer's state, unsharded and by name; must be called on every rank.
+
+    ``{"state": {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}]}``,
+    as torch FSDP has it, under the first of a parameter's names. State of the parameter's shape is
+    gathered, one tensor at a time; numbers and 0-d tensors (``step``) are copied to every parameter
+    of a flattened vector or of stacked blocks. Parameters without state have no entry. Ranks that
+    do not get the result get ``{}``.
+
+    Args:
+        rank0_only, offload_to_cpu: see :func:`full_state_dict`.
+
+    Raises:
+        TypeError: a state is neither of its parameter's shape nor a number or 0-d tensor; the
+            message names parameter and key.
+        ModelMismatchError: the optimizer has parameters that are not the model's.
+        MetadataMismatchError: the optimizers of two ranks have different state.
+        OtherRankError: one of these on another rank.
+    """
+    meeting = Meeting()
+    inventory = agreed_inventory(meeting, model)
+    groups = state_kinds(meeting, inventory, optimizer)
+    torch_xla.sync()  # what the caller left to do is no part of the programs below
+    wanted = meeting.rank == 0 or not rank0_only
+    to = (CPU if offload_to_cpu else torch_xla.device()) if wanted else None
+    found: dict[str, dict[str, Any]] = {}
+    for holder, own in _by_holder(parts_of(inventory)):
+        for key, value in optimizer.state.get(holder, {}).items():
+            for part in own:
+                whole = _gathered(part, value, to)
+                for held, each in zip(part.members, whole or (), strict=whole is not None):
+                    found.setdefault(held.name, {})[key] = each
+    meeting.together("gather the state of the optimizer", lambda: None)
+    if not wanted:
+        return {}
+    described = []
+    for group, members in zip(optimizer.param_groups, groups, strict=True):
+        names = [held.name for held in members]
+        described.append({**{k: _detached(v) for k, v in options(group).items()}, "params": names})
+    order = [held.name for held in inventory.parameters if held.name in found]
+    return {"state": {name: found[name] for name in order}, "param_groups": described}
+
+
+def load_full_optim_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    optim_state_dict: Mapping[str, Any] | None,
+) -> None:
+    """Loads the optimizer state of an unsharded model; must be called on every rank.
+
+    Every rank cuts its own part, one tensor at a time. If only rank 0 has the state, the others
+    pass ``None``, and get it through a collective. State keeps its dtype; 0-d tensors such as
+    ``step`` go to where the optimizer has them now, or else to the CPU unless ``capturable`` or
+    ``fused``. Of a flattened vector, parameters without state get zeros.
+
+    Args:
+        optim_state_dict: by name, as :func:`full_optim_state_dict` and
+            ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` return it; or the
+            ``state_dict()`` of an optimizer of the unwrapped model, whose numbers then go through
+            ``parameters()`` of the unwrapped model, group by group. Options of parameter groups are
+            taken over, but for those that say how to compute (``foreach``, ``fused``, ...).
+
+    Raises:
+        ModelMismatchError: parameters, groups, shapes or options do not fit; nothing was changed.
+        ValueError: rank 0 has no state.
+        UnsupportedValueError: an option or state that rank 0 cannot send.
+        OtherRankError: one of these on another rank.
+    """
+    meeting = Meeting()
+    inventory = agreed_inventory(meeting, model)
+    label = "optim_state_dict"
+    first_only = only_first_has(meeting, optim_state_dict, label)
+    if first_only and meeting.rank:
+        optim_state_dict = None
+    groups: Groups = []
+    matched = []
+
+    def match() -> Any:
+        groups.extend(members_of_groups(inventory, optimizer))
+        if optim_state_dict is None:
+            return None
+        state = named(optim_state_dict, inventory, groups, label)
+        matched.append(match_optimizer(inventory, optimizer, groups, state, label))
+        return _description(state, label) if first_only else None
+
+    described = meeting.together("load the full optimizer state", match)[0]
+    if first_only:
+        own = named(optim_state_dict, inventory, groups, label) if meeting.rank == 0 else None
+        state = _received(described, own, label)
+        matched = [match_optimizer(inventory, optimizer, groups, state, label)]
+    meeting.together("load the full optimizer state", lambda: fill_optimizer(matched[0]))
+
+
+def state_kinds(meeting: Meeting, inventory: Inventory, optimizer) -> Groups:
+    """Sees to it that all state can be unsharded, and is alike on every rank.
+
+    Returns the parameters in each of the optimizer's groups; raises what
+    :func:`full_optim_state_dict` does.
+    """
+    groups: Groups = []
+
+    def look() -> list[Any]:
+        groups.extend(members_of_groups(inventory, optimizer))
+        return [
+            [held.name, {key: _kind(held, key, value) for key, value in state.items()}]
+            for held in inventory.parameters
+            if (state := optimizer.state.get(held.holder)) is not None
+        ]
+
+    looks = meeting.together("look at the optimizer", look)
+    other = next((rank for rank, found in enumerate(looks) if found != looks[0]), None)
+    if other is not None:
+        raise MetadataMismatchError(
+            f"the optimizer of rank {other} has state for other parameters, or other keys or "
+            "dtypes, than that of rank 0"
+        )
+    return groups
+
+
+def _kind(held: Held, key: str, value: Any) -> str:
+    """What a state is, for comparison between ranks; TypeError if nothing that can be unsharded."""
+    if isinstance(value, torch.Tensor):
+        if value.shape == held.holder.shape:
+            return f"sharded {value.dtype}"
+        if value.dim() == 0:
+            return f"0-d {value.dtype}"
+        what = f"a tensor of shape {list(value.shape)}"
+    elif isinstance(value, _PLAIN):
+        return type(value).__name__
+    else:
+        what = f"of type {type(value).__name__}"
+    raise TypeError(
+        f"optimizer state {key!r} of parameter {held.name!r} is {what}; expected a tensor of the "
+        f"shape that the optimizer sees, {list(held.holder.shape)}, a 0-d tensor or a number"
+    )
+
+
+def _gathered(part: Part, value: Any, to: torch.device | None) -> list[Any] | None:
+    if isinstance(value, torch.Tensor) and value.shape == part.holder.shape:
+        return gather_members(part, value, to)
+    if to is None:
+        return None
+    return [_detached(value) if to == CPU else copy.deepcopy(value) for _ in part.members]
+
+
+def _detached(value: Any) -> Any:
+    """A copy, of a tensor on the CPU."""
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _by_holder(parts: list[Part]) -> list[tuple[nn.Parameter, list[Part]]]:
+    found: dict[nn.Parameter, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part.holder, []).append(part)
+    return list(found.items())
+
+
+def _description(state: OptimizerState, label: str) -> dict[str, Any]:
+    def told(value: Any, where: str) -> list[Any]:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return ["tensor", describe(value, where)]
+        return ["value", encode(value, where)]
+
+    return {
+        "state": {
+            name: {key: told(value, f"{label}: {key!r} of {name!r}") for key, value in own.items()}
+            for name, own in state.state.items()
+        },
+        "groups": [
+            [encode(group, f"{label}: param_groups"), names] for group, names in state.groups
+        ],
+    }
+
+
+def _received(described: Any, own: OptimizerState | None, label: str) -> OptimizerState:
+    world = World.current()
+
+    def told(name: str, key: str, kind: str, value: Any) -> Any:
+        if kind == "tensor":
+            return sent_by_first_rank(
+                world, value, own.state[name][key] if own is not None else None
+            )
+        return decode(value, label)
+
+    return OptimizerState(
+        {
+            name: {key: told(name, key, *value) for key, value in state.items()}
+            for name, state in described["state"].items()
+        },
+        [(decode(group, label), names) for group, names in described["groups"]],
+    )

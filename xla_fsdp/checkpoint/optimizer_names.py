@@ -1,0 +1,132 @@
+"""Which parameters of the unsharded model an optimizer has, and which a saved state is about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..consolidate.errors import ModelMismatchError
+from .filling import listed
+from .inventory import Held, Inventory
+
+Groups = list[list[Held]]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """State of an unsharded optimizer.
+
+    Attributes:
+        state: by name and key: a tensor, a :class:`~.stored.Stored` one, or a plain value.
+        groups: options of every parameter group, and the names of its parameters.
+    """
+
+    state: Mapping[str, Mapping[str, Any]]
+    groups: list[tuple[dict[str, Any], list[str]]]
+
+
+def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Groups:
+    """The parameters of the unsharded model in each of the optimizer's groups.
+
+    Raises:
+        TypeError: ``optimizer`` is none.
+        ModelMismatchError: the optimizer has a parameter that the model has not.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer)}")
+    by_holder = inventory.by_holder()
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = sum(holder not in by_holder for holder in group["params"])
+        if strangers:
+            raise ModelMismatchError(
+                f"optimizer: {strangers} parameters of group {number} are not the model's; create "
+                "the optimizer after wrapping the model"
+            )
+        groups.append([held for holder in group["params"] for held in by_holder[holder]])
+    return groups
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def named(saved: Any, inventory: Inventory, groups: Groups, label: str) -> OptimizerState:
+    """A state dict of an optimizer, by name; ``groups`` are the optimizer's to load it into.
+
+    Raises:
+        ModelMismatchError: it is none, or is by number and fits neither the groups nor the model.
+    """
+    if not isinstance(saved, Mapping) or not saved.keys() >= {"state", "param_groups"}:
+        raise ModelMismatchError(f"{label}: expected a dict with 'state' and 'param_groups'")
+    state, saved_groups = saved["state"], saved["param_groups"]
+    if not (
+        isinstance(state, Mapping)
+        and all(isinstance(own, Mapping) for own in state.values())
+        and isinstance(saved_groups, (list, tuple))
+        and all(isinstance(group, Mapping) and "params" in group for group in saved_groups)
+    ):
+        raise ModelMismatchError(f"{label}: its 'state' and 'param_groups' are no optimizer's")
+    params = [list(group["params"]) for group in saved_groups]
+    kinds = {type(one) for one in [*state, *(one for own in params for one in own)]}
+    if kinds <= {str}:
+        return OptimizerState(
+            {name: dict(own) for name, own in state.items()},
+            [(options(g), own) for g, own in zip(saved_groups, params, strict=True)],
+        )
+    if kinds != {int}:
+        raise ModelMismatchError(f"{label}: parameters must be named or numbered throughout")
+    names = _names_of_numbers(saved_groups, inventory, groups, label)
+    unknown = [number for number in state if number not in names]
+    if unknown:
+        raise ModelMismatchError(f"{label}: has state of {listed(unknown)}, which no group has")
+    return OptimizerState(
+        {names[number]: dict(own) for number, own in state.items()},
+        [
+            (options(g), [names[number] for number in own])
+            for g, own in zip(saved_groups, params, strict=True)
+        ],
+    )
+
+
+def _names_of_numbers(saved_groups, inventory, groups: Groups, label: str) -> dict[int, str]:
+    if all("param_names" in group for group in saved_groups):  # made from named_parameters()
+        return {
+            number: name
+            for group in saved_groups
+            for number, name in zip(group["params"], group["param_names"], strict=True)
+        }
+    place = {held: number for number, held in enumerate(inventory.parameters)}
+    if [len(group["params"]) for group in saved_groups] == [len(own) for own in groups]:
+        ordered = [sorted(own, key=place.__getitem__) for own in groups]
+        for number, own in enumerate(groups):
+            # Flattened vectors and stacks have an order of their own; single parameters show
+            # in which the user put them into the group.
+            single = [place[held] for held in own if held.numel == _whole(held)]
+            if single != sorted(single):
+                raise ModelMismatchError(
+                    f"{label}: numbers its parameters, and group {number} of the optimizer does "
+                    "not have them in the order of the model; use names instead of numbers"
+                )
+    elif sum(len(group["params"]) for group in saved_groups) == len(place):
+        every = iter(inventory.parameters)
+        ordered = [[next(every) for _ in group["params"]] for group in saved_groups]
+    else:
+        raise ModelMismatchError(
+            f"{label}: has groups of {[len(group['params']) for group in saved_groups]} numbered "
+            f"parameters, the optimizer's have {[len(own) for own in groups]}"
+        )
+    return {
+        number: held.name
+        for group, own in zip(saved_groups, ordered, strict=True)
+        for number, held in zip(group["params"], own, strict=True)
+    }
+
+
+def _whole(held: Held) -> int:
+    """Elements of all parameters that share the holder; padding and stacking not counted."""
+    return held.numel if held.layout is None else held.layout.numel
