@@ -19,6 +19,7 @@ setup(
         "xla_fsdp.checkpoint",
         "xla_fsdp.consolidate",
         "xla_fsdp.consolidate.format",
+        "xla_fsdp.consolidate.stream",
         "xla_fsdp.planning",
         *(
             f"xla_fsdp.planning.{part}"

@@ -116,7 +116,7 @@ def run(
     prefix = os.fspath(ckpt_prefix)
     default_path = prefix + OUTPUT_NAME
     path = os.fspath(save_path) or default_path
-    ranks = _read_ranks(storage.find_files(prefix, ckpt_suffix), default_path)
+    ranks = read_ranks(storage.find_files(prefix, ckpt_suffix), default_path)
     if save_model:
         storage.check_output(path, [rank.label for rank in ranks])
     world = complete_world(ranks)
@@ -132,11 +132,13 @@ def run(
     return replace(report, path=path, bytes=size)
 
 
-def _read_ranks(paths: list[str], default_path: str) -> list[Rank]:
+def read_ranks(
+    paths: list[str], default_path: str, allow_unsafe_pickle: bool = False
+) -> list[Rank]:
     """Open every file that is not the result of an earlier run."""
     ranks = []
     for path in paths:
-        content = storage.read_file(path)
+        content = storage.read_file(path, allow_unsafe_pickle)
         if storage.is_consolidated(content) or _is_intree_output(content, path, default_path):
             continue
         ranks.append(rank_from_checkpoint(content, path))

@@ -91,3 +91,11 @@ class OtherRankError(CheckpointError):
 
 class SharedStorageError(CheckpointError):
     """Ranks do not see each other's files."""
+
+
+class UnmatchedOptimizerError(CheckpointError):
+    """Which optimizer state belongs to which parameter is not recorded and cannot be derived."""
+
+
+class OptionsError(CheckpointError, ValueError):
+    """Options that do not go together, or ask for what the checkpoint does not have."""

@@ -5,7 +5,7 @@ cannot be consolidated is refused before any of its data is touched.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,11 +27,15 @@ from .native import read_native
 
 @dataclass(frozen=True)
 class Rank:
-    """The model part of one rank. label: what to call it in messages, usually its path."""
+    """The model part of one rank. label: what to call it in messages, usually its path.
+
+    optimizer: what stood beside it under that name, unchecked.
+    """
 
     label: str
     state_dict: Mapping[str, Any]
     layout: RankLayout
+    optimizer: Any = None
 
 
 def rank_from_checkpoint(content: Any, label: str) -> Rank:
@@ -52,7 +56,8 @@ def rank_from_checkpoint(content: Any, label: str) -> Rank:
         )
     if "model" not in content:
         raise ForeignFileError(f"{label}: has 'shard_metadata' but no 'model'")
-    return rank_from_state_dict(content["model"], content["shard_metadata"], label)
+    rank = rank_from_state_dict(content["model"], content["shard_metadata"], label)
+    return replace(rank, optimizer=content.get("optimizer"))
 
 
 def rank_from_state_dict(state_dict: Any, metadata: Any, label: str) -> Rank:

@@ -34,10 +34,11 @@ def find_files(prefix: str, suffix: str) -> list[str]:
     return paths
 
 
-def read_file(path: str) -> Any:
+def read_file(path: str, allow_unsafe_pickle: bool = False) -> Any:
     """Content of a rank file, its tensors mapped from disk: reading them does not copy the file.
 
-    Files in torch's format from before version 1.6 cannot be mapped and are read whole.
+    Files in torch's format from before version 1.6 cannot be mapped and are read whole. With
+    ``allow_unsafe_pickle``, code in the file is executed.
 
     Raises:
         UnsafeFileError: it refers to objects that torch does not hold to be safe.
@@ -50,7 +51,8 @@ def read_file(path: str) -> Any:
         with warnings.catch_warnings():
             # Said of plain pickles; those are refused below with a better explanation.
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            safe = not allow_unsafe_pickle
+            return torch.load(path, map_location="cpu", weights_only=safe, mmap=is_zip)
     except MemoryError:
         raise
     except Exception as error:
@@ -59,6 +61,7 @@ def read_file(path: str) -> Any:
         if unsafe:
             raise UnsafeFileError(
                 f"{path}: needs {unsafe}, which is not safe to load; nothing was executed"
+                " (--allow_unsafe_pickle would)"
             ) from error
         # torch's own text for a pickle error recommends to try again without the protection.
         reason = "" if isinstance(error, UnpicklingError) else str(error).partition("\n")[0]

@@ -13,6 +13,7 @@ from test_consolidate_support import assert_refused, run_cli
 from xla_fsdp.consolidate import (
     InvalidMetadataError,
     ShardMismatchError,
+    consolidate_checkpoint,
     consolidate_sharded_model_checkpoints,
     consolidate_sharded_state_dicts,
 )
@@ -63,6 +64,16 @@ def test_equals_the_plain_model(written, case):
     assert_equal_models(full, plain)
     for tensor in full.values():
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize("case", sorted(CASES.keys() - LOSSY))
+def test_streamed(written, case, tmp_path):
+    prefix = f"{written / case}/"
+    consolidate_checkpoint(prefix, tmp_path / "m.pth", suffix="rank-*-of-*.pth")
+    full, plain = load(written, case)
+    found = torch.load(tmp_path / "m.pth", weights_only=True)["model"]
+    assert list(found) == list(full)
+    assert_equal_models(found, plain)
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - LOSSY))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from .store import Store
 
 # Bytes written or copied to the host at a time.
 PIECE_BYTES = 1 << 24
-_CACHED_BYTES = 1 << 24
+# Of chunks that were read for a part of them, kept in case the next read wants more.
+_CACHED_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -74,18 +76,49 @@ def write_file(
     return FileRecord(name, container.size, digests.chunk, tuple(digests.finish()))
 
 
+class ChunkCache:
+    """Chunks of some files, the least recently used ones forgotten; at least one is kept.
+
+    Threads may share one.
+    """
+
+    def __init__(self, limit: int = _CACHED_BYTES):
+        self._limit = limit
+        self._bytes = 0
+        self._chunks: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: str, number: int) -> bytearray | None:
+        with self._lock:
+            found = self._chunks.get((path, number))
+            if found is not None:
+                self._chunks.move_to_end((path, number))
+            return found
+
+    def put(self, path: str, number: int, data: bytearray) -> None:
+        with self._lock:
+            self._bytes += len(data) - len(self._chunks.pop((path, number), b""))
+            self._chunks[path, number] = data
+            while self._bytes > self._limit and len(self._chunks) > 1:
+                self._bytes -= len(self._chunks.popitem(last=False)[1])
+
+
 class CheckedFile:
     """A file whose bytes are compared with the digests of its record as they are read.
+
+    ``cache`` may be shared by several files, so that many of them take no more than one.
 
     Raises:
         CorruptFileError: size or bytes are not those of the record.
     """
 
-    def __init__(self, store: Store, path: str, record: FileRecord):
+    def __init__(
+        self, store: Store, path: str, record: FileRecord, cache: ChunkCache | None = None
+    ):
         self.store = store
         self.path = path
         self.record = record
-        self._chunks: OrderedDict[int, bytes] = OrderedDict()
+        self._cache = ChunkCache() if cache is None else cache
         self._container: Container | None = None
         size = store.size(path)
         if size != record.size:
@@ -109,20 +142,22 @@ class CheckedFile:
             at = begin + done
             number, inside = divmod(at, chunk)
             length = min(chunk, self.record.size - number * chunk)
-            if inside == 0 and len(out) - done >= length and number not in self._chunks:
+            cached = self._cache.get(self.path, number)
+            if inside == 0 and len(out) - done >= length and cached is None:
                 target = out[done : done + length]
                 self.store.read_into(self.path, at, target)
                 self._check(number, target)
                 done += length
             else:
-                data = self._cached(number, length)
+                data = self._load(number, length) if cached is None else cached
                 part = memoryview(data)[inside : inside + len(out) - done]
                 out[done : done + len(part)] = part
                 done += len(part)
 
-    def read(self, key: str, begin: int, end: int) -> torch.Tensor:
-        """Elements ``begin .. end`` of a tensor, one-dimensional."""
-        out = torch.empty(end - begin, dtype=DTYPES[self.container.entries[key].dtype])
+    def read(self, key: str, begin: int, end: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Elements ``begin .. end`` of a tensor, one-dimensional; in ``out``, if it is given."""
+        if out is None:
+            out = torch.empty(end - begin, dtype=DTYPES[self.container.entries[key].dtype])
         self.read_to(out, key, begin)
         return out
 
@@ -148,16 +183,12 @@ class CheckedFile:
         self.read_into(begin, memoryview(data))
         return bytes(data)
 
-    def _cached(self, number: int, length: int) -> bytes:
-        if number not in self._chunks:
-            data = bytearray(length)
-            self.store.read_into(self.path, number * self.record.chunk, memoryview(data))
-            self._check(number, memoryview(data))
-            self._chunks[number] = bytes(data)
-            while len(self._chunks) > 1 and len(self._chunks) * self.record.chunk > _CACHED_BYTES:
-                self._chunks.popitem(last=False)
-        self._chunks.move_to_end(number)
-        return self._chunks[number]
+    def _load(self, number: int, length: int) -> bytearray:
+        data = bytearray(length)
+        self.store.read_into(self.path, number * self.record.chunk, memoryview(data))
+        self._check(number, memoryview(data))
+        self._cache.put(self.path, number, data)
+        return data
 
     def _check(self, number: int, data: memoryview) -> None:
         if digest(data) != self.record.digests[number]:

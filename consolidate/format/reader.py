@@ -21,7 +21,7 @@ from ..errors import (
 from . import folders, manifest
 from .dtypes import DTYPES
 from .manifest import Manifest, buffer_key, file_name, load_manifest, parameter_key, state_key
-from .rank_file import CheckedFile
+from .rank_file import CheckedFile, ChunkCache
 from .store import Store, join, read
 from .strict import read_json
 
@@ -37,8 +37,11 @@ class RankFile(CheckedFile):
         begins: by parameter, the first of its elements that the rank holds.
     """
 
-    def __init__(self, store: Store, folder: str, whole: Manifest, rank: int):
-        super().__init__(store, join(folder, file_name(rank, whole.world_size)), whole.files[rank])
+    def __init__(
+        self, store: Store, folder: str, whole: Manifest, rank: int, cache: ChunkCache | None = None
+    ):
+        path = join(folder, file_name(rank, whole.world_size))
+        super().__init__(store, path, whole.files[rank], cache)
         identity = whole.identity(rank)
         for key, expected in identity.items():
             found = self.container.metadata.get(key)
@@ -61,6 +64,10 @@ class RankFile(CheckedFile):
                 self._require_buffer(key, entry, whole.buffers.get(rest))
             elif kind != "rank":
                 raise InvalidMetadataError(f"{self.path}: holds {key!r:.120}, of no known kind")
+
+    def has(self, key: str) -> bool:
+        """Whether there is a tensor ``key``."""
+        return key in self.container.entries
 
     def length(self, name: str) -> int:
         """How many elements of a parameter the rank holds."""
@@ -97,10 +104,10 @@ class RankFile(CheckedFile):
 
     def _require_buffer(self, key, entry, tensor) -> None:
         if tensor is None or (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
+            expected = "nothing of it" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             raise ShardMismatchError(
                 f"{self.path}: {key!r:.120} is {entry.dtype} {list(entry.shape)}, "
-                "the manifest says "
-                + ("nothing of it" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}")
+                f"the manifest says {expected}"
             )
 
 
@@ -121,6 +128,7 @@ class ShardedCheckpoint:
             raise CorruptFileError(f"{label}: has {size} bytes, more than any manifest")
         self.manifest = load_manifest(read(self.store, label, 0, size), label)
         self._files: dict[int, RankFile] = {}
+        self._cache = ChunkCache()
         self._pieces: dict[str, list[Piece]] | None = None
         self._require_exact_files()
 
@@ -143,7 +151,7 @@ class ShardedCheckpoint:
     def file(self, rank: int) -> RankFile:
         """The file of a rank, its header read and checked."""
         if rank not in self._files:
-            self._files[rank] = RankFile(self.store, self.folder, self.manifest, rank)
+            self._files[rank] = RankFile(self.store, self.folder, self.manifest, rank, self._cache)
         return self._files[rank]
 
     def files(self) -> Iterator[RankFile]:
@@ -204,17 +212,37 @@ class ShardedCheckpoint:
             if buffer_key(name) not in self.file(0).container.entries:
                 raise ShardMismatchError(f"{self.file(0).path}: lacks buffer {name!r}")
 
-    def read_parameter(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Elements ``begin .. end`` of a parameter, one-dimensional, in its dtype."""
-        out = torch.empty(end - begin, dtype=DTYPES[self.manifest.parameters[name].dtype])
-        self.read_to(out, None, name, begin)
-        return out
+    def read_parameter(
+        self, name: str, begin: int, end: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Elements ``begin .. end`` of a parameter, one-dimensional, in its dtype.
 
-    def read_state(self, key: str, name: str, begin: int, end: int) -> torch.Tensor:
+        With ``out`` (contiguous, of that dtype and as many elements) they are put there.
+        """
+        return self._read(None, name, begin, end, self.manifest.parameters[name].dtype, out)
+
+    def read_state(
+        self, key: str, name: str, begin: int, end: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The same of a sharded optimizer state."""
         dtype = self.manifest.optimizer.state[name].sharded[key]
-        out = torch.empty(end - begin, dtype=DTYPES[dtype])
-        self.read_to(out, key, name, begin)
+        return self._read(key, name, begin, end, dtype, out)
+
+    def _read(
+        self,
+        state: str | None,
+        name: str,
+        begin: int,
+        end: int,
+        dtype: str,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        count = self.manifest.parameters[name].numel
+        if not 0 <= begin <= end <= count:
+            raise ValueError(f"{name!r} has {count} elements, not {begin} to {end}")
+        if out is None:
+            out = torch.empty(end - begin, dtype=DTYPES[dtype])
+        self.read_to(out, state, name, begin)
         return out
 
     def read_to(self, out: torch.Tensor, state: str | None, name: str, begin: int) -> None:

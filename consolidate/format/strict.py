@@ -13,12 +13,16 @@ def read_json(data: bytes, label: str) -> Any:
 
     Raises:
         InvalidMetadataError: not UTF-8 or not JSON, a key twice in one object (readers differ in
-            which they take), NaN or Infinity, numbers of thousands of digits, deep nesting.
+            which they take), NaN or Infinity, numbers of thousands of digits, deep nesting, half a
+            surrogate pair (which cannot be written again).
     """
     try:
-        return json.loads(
+        found = json.loads(
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant
         )
+        if b"\\ud" in data.lower():
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+        return found
     except RecursionError:
         raise InvalidMetadataError(f"{label}: JSON is nested too deeply") from None
     except ValueError as error:  # of json, of UTF-8, of int() and our own

@@ -1,0 +1,197 @@
+"""Which tensors of a source go into which files of the result. Reads no values."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from ..errors import InvalidMetadataError, OptionsError, UnsupportedValueError
+from ..format import values
+from ..format.dtypes import DTYPES
+from ..format.manifest import FORMAT, VERSION, Optimizer
+from ..format.strict import write_json
+from .options import SAFETENSORS, Options
+from .safetensors_file import SafetensorsFile
+from .source import Source
+from .tensors import Read, Stored, all_of
+from .torch_file import TorchFile
+
+RECORD = "consolidated.json"
+INDEX = "model.safetensors.index.json"
+OPTIMIZER_JSON = "optimizer.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A result. files: one alone is the result, unless ``texts`` (small files by name) are there
+    too, or more files; then the result is a folder. identity: 16 hexadecimal digits, equal only for
+    the same save with the same options."""
+
+    files: tuple[SafetensorsFile | TorchFile, ...]
+    texts: dict[str, bytes]
+    identity: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+def make_plan(source: Source, options: Options, name: str | None) -> Plan:
+    """``name`` of the one file of the result, None for a folder.
+
+    Raises:
+        OptionsError: an optimizer is asked for, and there is none.
+        UnsupportedValueError: something has no place in a safetensors file.
+    """
+    about = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": source.origin.save_id,
+        "step": source.origin.step,
+        "world_size": source.origin.world_size,
+        "options": options.described(),
+    }
+    identity = xxhash.xxh3_64_hexdigest(write_json(about))
+    make = _safetensors if options.format == SAFETENSORS else _torch
+    files, texts = make(source, options, about, identity, name)
+    if name is None:
+        listed = [file.name for file in files] + list(texts)
+        texts[RECORD] = write_json({**about, "files": listed}) + b"\n"
+    return Plan(tuple(files), texts, identity)
+
+
+def _safetensors(source: Source, options: Options, about: dict, identity: str, name: str | None):
+    tied = {alias: first for alias, first in source.order if alias != first}
+    metadata = {"format": "pt", "consolidated": write_json(about).decode()}
+    if tied:
+        metadata["tied"] = write_json(tied).decode()
+    if source.extra_state:
+        encoded = values.encode(dict(source.extra_state), f"{source.label}: extra state")
+        metadata["extra_state"] = write_json(encoded).decode()
+    tensors = list(_model(source, options))
+    if any(tensor.name == "__metadata__" for tensor in tensors):
+        raise UnsupportedValueError(
+            f"{source.label}: a tensor called __metadata__ has no place in a safetensors file; "
+            "use --format pth"
+        )
+    shards = _shards(tensors, options.max_shard_size)
+    names = [
+        "model.safetensors"
+        if len(shards) == 1
+        else f"model-{n:05d}-of-{len(shards):05d}.safetensors"
+        for n in range(1, len(shards) + 1)
+    ]
+    if name is not None:
+        names = [name]
+    files = [
+        SafetensorsFile(name, tuple(shard), metadata)
+        for name, shard in zip(names, shards, strict=True)
+    ]
+    texts = {}
+    if len(shards) > 1:
+        where = {tensor.name: file.name for file in files for tensor in file.tensors}
+        total = {"total_size": sum(tensor.bytes for tensor in tensors)}
+        index = {"metadata": {**total, "tied": tied} if tied else total, "weight_map": where}
+        texts[INDEX] = write_json(index) + b"\n"
+    if options.optimizer:
+        optimizer = _optimizer(source)
+        state = [
+            Stored(f"{key}/{of}", dtype, source.parameters[of].shape, _state(source, key, of))
+            for of, each in optimizer.state.items()
+            for key, dtype in each.sharded.items()
+        ]
+        about_it = {"consolidated": metadata["consolidated"]}
+        files.append(SafetensorsFile("optimizer.safetensors", tuple(state), about_it))
+        texts[OPTIMIZER_JSON] = _optimizer_json(optimizer)
+    return files, texts
+
+
+def _torch(source: Source, options: Options, about: dict, identity: str, name: str | None):
+    by_name = {tensor.name: tensor for tensor in _model(source, options)}
+    model: OrderedDict[str, Any] = OrderedDict()
+    for alias, first in source.order:
+        model[alias] = by_name[first] if first in by_name else source.extra_state[first]
+    for key, value in source.extra_state.items():
+        model.setdefault(key, value)
+    content = {"model": model, "consolidated": about}
+    files = [TorchFile(name or "model.pth", content, identity)]
+    if options.optimizer:
+        state = _torch_optimizer(source, _optimizer(source))
+        files.append(TorchFile("optimizer.pth", state, identity))
+    return files, {}
+
+
+def _model(source: Source, options: Options) -> Iterator[Stored]:
+    """Parameters and buffers, each once, in the order of the state_dict."""
+    for name in dict.fromkeys(first for _, first in source.order):
+        if name in source.parameters:
+            tensor = source.parameters[name]
+            dtype = tensor.dtype
+            if options.dtype is not None and DTYPES[dtype].is_floating_point:
+                dtype = options.dtype
+            read = partial(source.read_parameter, name)
+            yield Stored(name, dtype, tensor.shape, read, origin=tensor.dtype)
+        elif name in source.buffers:
+            tensor = source.buffers[name]
+            dtype = tensor.restore or tensor.dtype
+            yield all_of(name, dtype, tensor.shape, partial(source.read_buffer, name))
+
+
+def _shards(tensors: list[Stored], limit: int | None) -> list[list[Stored]]:
+    """In order, each of at most ``limit`` bytes, or of one tensor that is larger."""
+    shards: list[list[Stored]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if limit is not None and shards[-1] and size + tensor.bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.bytes
+    return shards
+
+
+def _optimizer(source: Source) -> Optimizer:
+    if source.optimizer is None:
+        raise OptionsError(f"{source.label}: holds no optimizer; leave --optimizer out")
+    return source.optimizer
+
+
+def _state(source: Source, key: str, name: str) -> Read:
+    return partial(source.read_state, key, name)
+
+
+def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
+    state: dict[str, dict[str, Any]] = {}
+    for name, each in optimizer.state.items():
+        shape = source.parameters[name].shape
+        state[name] = {}
+        for key, encoded in each.single.items():
+            where = f"{source.label}: state {key!r:.80} of {name!r:.120}"
+            if not isinstance(encoded, dict) or "value" not in encoded:
+                raise InvalidMetadataError(f"{where}: is {encoded!r:.80}, expected a value")
+            state[name][key] = values.decode(encoded["value"], where)
+        for key, dtype in each.sharded.items():
+            state[name][key] = Stored(f"{key}/{name}", dtype, shape, _state(source, key, name))
+    groups = []
+    for group in optimizer.groups:
+        options = {k: values.decode(v, source.label) for k, v in group.options.items()}
+        groups.append({**options, "params": list(group.parameters)})
+    return {"state": state, "param_groups": groups}
+
+
+def _optimizer_json(optimizer: Optimizer) -> bytes:
+    """What is not a tensor of a parameter's shape, encoded as in the manifest."""
+    described = {
+        "kind": optimizer.kind,
+        "groups": [
+            {"parameters": list(group.parameters), "options": dict(group.options)}
+            for group in optimizer.groups
+        ],
+        "single": {name: dict(each.single) for name, each in optimizer.state.items()},
+    }
+    return write_json(described) + b"\n"

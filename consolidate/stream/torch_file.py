@@ -1,0 +1,218 @@
+"""One torch file of the result: a zip file of a pickle and the storages, written as it is read.
+
+Laid out as ``torch.save`` does it: stored, not compressed; storages begin at multiples of 64 bytes,
+so that ``torch.load(mmap=True)`` can use them where they lie.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..format.dtypes import DTYPES, dtype_name
+from .disk import Disk, DiskOutput
+from .pump import pump
+from .tensors import PIECE_BYTES, Ring, Stored
+
+_ALIGNMENT = 64
+_ZIP64_BYTES = 1 << 30
+_FOLDER = "consolidated"
+_IDENTITY = f"{_FOLDER}/.data/serialization_id"
+_FIXED = {"version": b"3\n", "byteorder": b"little", ".format_version": b"1"}
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """What is to be written: ``content`` with every tensor given as a ``Stored``.
+
+    A ``Stored`` under several names is one tensor under several names. identity: which save, with
+    which options.
+    """
+
+    name: str
+    content: Any
+    identity: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(storage.bytes for storage in self._pickled()[1])
+
+    def write(self, disk: Disk, path: str, progress: Callable[[int], None]) -> None:
+        """Durable when this returns. Raises OutputError, and whatever reading raises."""
+        pickled, storages = self._pickled()
+        output = disk.create(path)
+        try:
+            with zipfile.ZipFile(_Seekable(output), "w", zipfile.ZIP_STORED) as archive:
+                for record, data in self._small(pickled).items():
+                    with _open(archive, record, len(data)) as entry:
+                        entry.write(data)
+                ring = Ring()
+                for number, storage in enumerate(storages):
+                    with _open(archive, _storage_name(number), storage.bytes) as entry:
+
+                        def take(piece: memoryview, entry=entry) -> None:
+                            entry.write(piece)
+                            progress(len(piece))
+
+                        _pump(storage, ring, take)
+            output.close()
+        except BaseException:
+            output.discard()
+            raise
+
+    def finished(self, disk: Disk, path: str, progress: Callable[[int], None]) -> bool:
+        """Whether that is what lies at ``path``, every byte looked at."""
+        pickled, storages = self._pickled()
+        small = self._small(pickled)
+        sizes = {record: len(data) for record, data in small.items()}
+        sizes |= {_storage_name(n): storage.bytes for n, storage in enumerate(storages)}
+        try:
+            disk.size(path)
+            with zipfile.ZipFile(path) as archive:
+                entries = archive.infolist()
+                if [(e.filename, e.file_size) for e in entries] != list(sizes.items()):
+                    return False
+                for entry in entries:
+                    if entry.compress_type != zipfile.ZIP_STORED:
+                        return False
+                    with archive.open(entry) as file:  # compares the CRC at the end
+                        if entry.filename in small:
+                            if file.read() != small[entry.filename]:
+                                return False
+                        while piece := file.read(PIECE_BYTES):
+                            progress(len(piece))
+        except (CheckpointError, OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+            return False
+        except Exception:
+            return False  # zipfile lets many things escape; none of them is a finished file
+        return True
+
+    def _small(self, pickled: bytes) -> dict[str, bytes]:
+        fixed = {**_FIXED, ".storage_alignment": str(_ALIGNMENT).encode()}
+        records = {f"{_FOLDER}/{name}": data for name, data in fixed.items()}
+        return {
+            f"{_FOLDER}/data.pkl": pickled,
+            **records,
+            _IDENTITY: self.identity.encode(),
+        }
+
+    def _pickled(self) -> tuple[bytes, list[Stored]]:
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        pickler.dump(self.content)
+        return buffer.getvalue(), pickler.storages
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a ``Stored`` as torch writes a tensor, and remembers it."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, protocol=2)
+        self.storages: list[Stored] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, _Storage):
+            return None
+        return ("storage", value.kind, value.key, "cpu", value.count)
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):  # in what get_extra_state returned, or 'step'
+            value = constant("", value)
+        if not isinstance(value, Stored):
+            return NotImplemented
+        dtype, key = DTYPES[value.dtype], str(len(self.storages))
+        self.storages.append(value)
+        stride = torch.empty(value.shape, device="meta").stride()
+        if dtype in torch.storage._new_dtypes():
+            storage = _Storage(torch.UntypedStorage, key, value.bytes)
+            arguments = (storage, 0, value.shape, stride, False, OrderedDict(), dtype)
+            return torch._utils._rebuild_tensor_v3, arguments
+        kind = getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
+        storage = _Storage(kind, key, value.numel)
+        return torch._utils._rebuild_tensor_v2, (
+            storage,
+            0,
+            value.shape,
+            stride,
+            False,
+            OrderedDict(),
+        )
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """kind: torch's class for it; count: of elements, of bytes if it is untyped."""
+
+    kind: type
+    key: str
+    count: int
+
+
+def constant(name: str, tensor: torch.Tensor) -> Stored:
+    """A small tensor that is in memory."""
+    values = tensor.detach().cpu().contiguous().reshape(-1)
+    dtype = dtype_name(tensor.dtype, name or "a tensor")
+    return Stored(name, dtype, tuple(tensor.shape), lambda begin, end, out: values[begin:end])
+
+
+def _storage_name(number: int) -> str:
+    return f"{_FOLDER}/data/{number}"
+
+
+def _open(archive: zipfile.ZipFile, record: str, size: int):
+    """A record of the archive, to be written, padded so that its data begins aligned."""
+    entry = zipfile.ZipInfo(record)
+    entry.file_size = size
+    wide = size >= _ZIP64_BYTES
+    # The header: 30 bytes, the name, the padding (4 bytes and zeros), sizes with 64 bits (20).
+    header = 30 + len(record.encode()) + 4 + (20 if wide else 0)
+    padding = -(archive.fp.tell() + header) % _ALIGNMENT
+    entry.extra = b"FB" + padding.to_bytes(2, "little") + bytes(padding)
+    return archive.open(entry, "w", force_zip64=wide)
+
+
+def _pump(storage: Stored, ring: Ring, take: Callable[[memoryview], None]) -> None:
+    """A thread for a few bytes costs more than it saves."""
+    if storage.bytes > PIECE_BYTES:
+        pump(storage.pieces(ring), take)
+    else:
+        for piece in storage.pieces(ring):
+            take(piece)
+
+
+class _Seekable:
+    """An output as the file that ``zipfile`` wants."""
+
+    def __init__(self, output: DiskOutput):
+        self._output = output
+        self._position = self._end = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        if self._position == self._end:
+            self._output.write(data)
+            self._end += len(data)
+        else:
+            self._output.write_at(self._position, bytes(data))
+        self._position += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._position
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, position: int, whence: int = 0) -> int:
+        self._position = (0, self._position, self._end)[whence] + position
+        return self._position
+
+    def flush(self) -> None:
+        """Nothing is held back."""

@@ -1,0 +1,264 @@
+"""Whatever ends a consolidation, and wherever: the old result or the new one, and a next run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from faulty_disk import SCENARIOS, FaultyDisk, Scenario, full_at
+from sharded_files import small_checkpoint, write_checkpoint
+from test_consolidate_support import run_cli
+
+from xla_fsdp.consolidate import OutputError, consolidate_checkpoint, reshard_checkpoint
+from xla_fsdp.consolidate.stream.disk import Disk
+from xla_fsdp.consolidate.stream.plan import RECORD
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_killed_at_every_step(name, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(HERE / "faulty_disk.py"), name, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    steps, resumed, up_to_date = map(int, done.stdout.split())
+    assert steps > 10
+    # A run that had finished a file, or all, was gone on with.
+    assert resumed > 0 and up_to_date > 0
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_disk_full_at_every_step(name, forever, tmp_path):
+    scenario, number = Scenario(name, tmp_path), 0
+    while True:
+        number += 1
+        scenario.prepare()
+        disk = FaultyDisk(full_at(number, forever), scenario.swaps)
+        try:
+            scenario.run("new", disk)
+        except OutputError as error:
+            assert "No space left" in str(error)
+            scenario.check_old_or_new()
+        else:
+            # The result was in place; what could not be removed is left to the next run.
+            assert scenario.content() == scenario.snapshots["new"]
+            if disk.count < number:
+                break
+        scenario.check_next_run()
+    assert number > 10
+
+
+def test_failure_before_anything_is_finished_leaves_nothing(tmp_path):
+    small_checkpoint(tmp_path / "ckpt")
+    for number in range(1, 8):
+        with pytest.raises(OutputError):
+            disk = FaultyDisk(full_at(number))
+            consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.safetensors", disk=disk)
+        assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_finished_files_are_kept(tmp_path):
+    """Those whose bytes are still right; the others are written again."""
+    small_checkpoint(tmp_path / "ckpt")
+    options = dict(max_shard_size="1KB", optimizer=True)
+    last = full_at(10**9)
+    disk = FaultyDisk(last)
+    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "whole", disk=disk, **options)
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+
+    commit = disk.count - 3
+    with pytest.raises(OutputError):
+        disk = FaultyDisk(full_at(commit))
+        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", disk=disk, **options)
+    (partial,) = tmp_path.glob(".out.*.partial")
+    files = sorted(partial.glob("model-*"))
+    assert len(files) > 3
+    for file, change in zip(files, (b"\1", b""), strict=False):
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + change)
+    (partial / "stray").write_bytes(b"")
+    result = consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", **options)
+    assert result.resumed == len(files) + 1 - 2  # and that of the optimizer
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == expected
+
+
+def test_same_again_is_up_to_date(tmp_path, capsys):
+    small_checkpoint(tmp_path / "ckpt")
+    for arguments, name in [
+        (["--save_path", "m.safetensors"], "m.safetensors"),
+        (["--save_path", "m.pth"], "m.pth"),
+        (["--save_path", "out", "--optimizer"], "out"),
+        (["--save_path", "outs", "--max_shard_size", "1KB"], "outs"),
+        (["--save_path", "some", "--reshard", "5"], "some"),
+    ]:
+        arguments[1] = str(tmp_path / name)
+        command = ["--ckpt_prefix", tmp_path / "ckpt", *arguments]
+        code, out, _ = run_cli(capsys, *command)
+        assert code == 0 and out[0].startswith(f"wrote {tmp_path / name}: ")
+        before = {path: path.stat() for path in tmp_path.rglob("*")}
+        code, out, _ = run_cli(capsys, *command)
+        assert (code, out) == (0, [f"up to date: {tmp_path / name}"])
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == {
+            path: status.st_mtime_ns for path, status in before.items()
+        }
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pth", "out", "ranks"])
+def test_a_flipped_bit_in_the_result_is_not_up_to_date(tmp_path, name):
+    small_checkpoint(tmp_path / "ckpt")
+
+    def run():
+        if name == "ranks":
+            return reshard_checkpoint(tmp_path / "ckpt", 2, tmp_path / name)
+        return consolidate_checkpoint(tmp_path / "ckpt", tmp_path / name)
+
+    run()
+    for path in sorted([tmp_path / name] if "." in name else (tmp_path / name).iterdir()):
+        right = path.read_bytes()
+        step = max(len(right) // 40, 1)
+        for at in [*range(0, len(right), step), len(right) - 1]:
+            path.write_bytes(right[:at] + bytes([right[at] ^ 4]) + right[at + 1 :])
+            if path.name == RECORD:
+                try:
+                    assert not run().up_to_date
+                except OutputError:  # no longer known to be ours
+                    path.write_bytes(right)
+            elif name == "m.pth" and run().up_to_date:
+                # Fields of the zip that nobody reads: dates, padding. Everything else is the same.
+                assert torch.load(path, weights_only=True)["model"].keys()
+                path.write_bytes(right)
+            elif name != "m.pth":
+                assert not run().up_to_date
+            assert path.read_bytes() == right
+
+
+def test_other_options_and_other_saves_replace(tmp_path):
+    small_checkpoint(tmp_path / "one", seed=1)
+    small_checkpoint(tmp_path / "two", seed=2)
+    path = tmp_path / "m.safetensors"
+    assert not consolidate_checkpoint(tmp_path / "one", path).up_to_date
+    assert not consolidate_checkpoint(tmp_path / "one", path, dtype="bfloat16").up_to_date
+    assert not consolidate_checkpoint(tmp_path / "two", path, dtype="bfloat16").up_to_date
+    assert consolidate_checkpoint(tmp_path / "two", path, dtype="bfloat16").up_to_date
+
+
+def test_same_shapes_of_another_save_are_not_up_to_date(tmp_path):
+    """An optimizer file that says nothing of its own but the values."""
+    for number in (1, 2):
+        state = {"w": {"m": torch.ones(2) * number}}
+        groups = [{"params": ["w"]}]
+        optimizer = {"groups": groups, "state": state}
+        write_checkpoint(tmp_path / str(number), {"w": torch.ones(2)}, optimizer)
+        consolidate_checkpoint(
+            tmp_path / str(number), tmp_path / "out", format="pth", optimizer=True
+        )
+        found = torch.load(tmp_path / "out" / "optimizer.pth", weights_only=True)
+        assert found["state"]["w"]["m"].tolist() == [number] * 2
+
+
+def test_leftovers_of_other_options_are_removed(tmp_path):
+    small_checkpoint(tmp_path / "ckpt")
+    other = tmp_path / ".m.pth.0123456789abcdef.partial"
+    other.mkdir()
+    (other / "m.pth").write_bytes(b"half")
+    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
+    assert sorted(os.listdir(tmp_path)) == ["ckpt", "m.pth"]
+
+
+def test_two_runs_at_once(tmp_path):
+    """The second one is refused, and leaves what the first is writing alone."""
+    small_checkpoint(tmp_path / "ckpt")
+    target = tmp_path / "m.pth"
+    with pytest.raises(OutputError):  # to learn the name of the folder
+        consolidate_checkpoint(tmp_path / "ckpt", target, disk=_Keeps(full_at(3)))
+    (partial,) = tmp_path.glob(".m.pth.*.partial")
+    lock = Disk().lock(str(partial))
+    try:
+        with pytest.raises(OutputError, match="another run is writing"):
+            consolidate_checkpoint(tmp_path / "ckpt", target)
+        result = consolidate_checkpoint(tmp_path / "ckpt", target, dtype="float16")
+        assert not result.up_to_date and partial.exists()
+    finally:
+        os.close(lock)
+    consolidate_checkpoint(tmp_path / "ckpt", target)
+    assert sorted(os.listdir(tmp_path)) == ["ckpt", "m.pth"]
+
+
+class _Keeps(FaultyDisk):
+    def remove(self, path):
+        """Nothing, as if killed."""
+
+
+def link(path, to):
+    os.symlink(to, path)
+
+
+@pytest.mark.parametrize(
+    ("save_path", "make", "said"),
+    [
+        ("m.pth", lambda p: link(p, "elsewhere"), "symbolic link"),
+        ("m.pth", lambda p: link(p, "."), "symbolic link"),
+        ("out", lambda p: link(p, "."), "symbolic link"),
+        ("m.pth", lambda p: link(p, "ckpt/manifest.json"), "would overwrite the input"),
+        ("out", lambda p: link(p, "ckpt"), "would overwrite the input"),
+        ("m.pth", lambda p: os.link(p.parent / "ckpt" / "manifest.json", p), "would overwrite"),
+        ("ckpt", lambda p: None, "would overwrite the input"),
+        ("m.pth", lambda p: p.mkdir(), "is a directory"),
+        ("m.pth", lambda p: os.mkfifo(p), "not a regular file"),
+        ("out", lambda p: p.write_bytes(b""), "is a file, expected a folder"),
+        ("no/m.pth", lambda p: None, "does not exist"),
+        ("..", lambda p: None, "does not name"),
+        ("gs://b/m.pth", lambda p: None, "local paths only"),
+    ],
+)
+def test_places_that_are_refused(tmp_path, capsys, monkeypatch, save_path, make, said):
+    monkeypatch.chdir(tmp_path)
+    small_checkpoint(tmp_path / "ckpt")
+    make(tmp_path / save_path)
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    code, out, err = run_cli(capsys, "--ckpt_prefix", "ckpt", "--save_path", save_path)
+    assert (code, out) == (2, [])
+    assert err[-1].startswith("OutputError: ") and said in err[-1]
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_a_folder_with_other_things_is_not_replaced(tmp_path, reshard):
+    small_checkpoint(tmp_path / "ckpt")
+    small_checkpoint(tmp_path / "training", seed=3)
+
+    def run(target):
+        if reshard:
+            return reshard_checkpoint(tmp_path / "ckpt", 2, target)
+        return consolidate_checkpoint(tmp_path / "ckpt", target, format="pth", dtype="float16")
+
+    with pytest.raises(OutputError, match="did not write"):
+        run(tmp_path / "training")
+    (tmp_path / "empty").mkdir()
+    run(tmp_path / "empty")
+    consolidate_checkpoint(tmp_path / "training", tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").write_text("{}")
+    with pytest.raises(OutputError, match="'tokenizer.json', which this command did not write"):
+        run(tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").unlink()
+    run(tmp_path / "out")
+
+
+def test_disk_known_to_be_too_small(tmp_path, monkeypatch):
+    small_checkpoint(tmp_path / "ckpt")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100}))
+    for run in (
+        lambda: consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out"),
+        lambda: reshard_checkpoint(tmp_path / "ckpt", 2, tmp_path / "out"),
+    ):
+        with pytest.raises(OutputError, match="100 are free"):
+            run()
+    assert os.listdir(tmp_path) == ["ckpt"]

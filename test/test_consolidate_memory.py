@@ -1,0 +1,78 @@
+"""Memory does not grow with the checkpoint, nor with its largest parameter."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from sharded_files import even_cuts, write_checkpoint
+
+MIB = 1 << 20
+MEASURE = """
+import re, sys
+from xla_fsdp.consolidate import consolidate_checkpoint, reshard_checkpoint, verify_checkpoint
+
+def resident(key):
+    return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+folder = sys.argv[1]
+open("/proc/self/clear_refs", "w").write("5")  # the peak so far was the imports'
+before = resident("VmRSS")
+verify_checkpoint(folder + "/ckpt")
+consolidate_checkpoint(folder + "/ckpt", folder + "/out", optimizer=True, max_shard_size="100MB")
+consolidate_checkpoint(folder + "/ckpt", folder + "/half.pth", dtype="bfloat16")
+reshard_checkpoint(folder + "/ckpt", 3, folder + "/ranks")
+consolidate_checkpoint(folder + "/legacy", folder + "/legacy.pth", suffix="-*.pth")
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """In memory if there is room: the disk is not what is tested here."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or shutil.disk_usage(shared).free < 4 << 30:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=shared) as made:
+        yield Path(made)
+
+
+def test_memory(folder):
+    """600 MiB of model and Adam state; the largest parameter alone has 160 MiB."""
+    tensors = {"large": torch.ones(40 * MIB), "small": torch.ones(10 * MIB)}
+    state = {name: {"m": value, "v": value} for name, value in tensors.items()}
+    optimizer = {"groups": [{"params": list(tensors)}], "state": state}
+    write_checkpoint(folder / "ckpt", tensors, optimizer, 4, cut=even_cuts)
+    for rank in range(2):
+        metadata = {
+            "format": "xla_fsdp",
+            "version": 1,
+            "world_size": 2,
+            "rank": rank,
+            "parameters": {
+                name: {
+                    "layout": "flat",
+                    "numel": tensor.numel(),
+                    "members": [{"names": [name], "shape": list(tensor.shape), "offset": 0}],
+                }
+                for name, tensor in tensors.items()
+            },
+            "buffers": {},
+        }
+        model = {name: tensor.chunk(2)[rank].clone() for name, tensor in tensors.items()}
+        torch.save({"model": model, "shard_metadata": metadata}, folder / f"legacy-{rank}.pth")
+    del tensors, state, optimizer, model
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 150 * 10**6

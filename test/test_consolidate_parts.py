@@ -1,0 +1,184 @@
+"""The parts of the streaming one by one: reading ahead, buffers, the cache, odd manifests."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sharded_files import small_checkpoint, write_checkpoint
+from test_consolidate_sharded import same
+
+from xla_fsdp.consolidate import (
+    CoverageError,
+    InvalidMetadataError,
+    UnsupportedValueError,
+    consolidate_checkpoint,
+)
+from xla_fsdp.consolidate.format import manifest, rank_file
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+from xla_fsdp.consolidate.format.strict import read_json
+from xla_fsdp.consolidate.stream import tensors
+from xla_fsdp.consolidate.stream.pump import AHEAD, pump
+from xla_fsdp.consolidate.stream.tensors import Ring, Stored
+
+
+def test_pump_keeps_the_order():
+    taken = []
+    pump(iter(range(1000)), taken.append)
+    assert taken == list(range(1000))
+
+
+@pytest.mark.parametrize("at", [0, 1, 50, 99])
+@pytest.mark.parametrize("side", ["produce", "consume"])
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_pump_raises_what_either_side_raised(at, side, kind):
+    taken = []
+
+    def produce():
+        for number in range(100):
+            if side == "produce" and number == at:
+                raise kind("here")
+            yield number
+
+    def consume(number):
+        if side == "consume" and number == at:
+            raise kind("here")
+        taken.append(number)
+
+    before = threading.active_count()
+    with pytest.raises(kind, match="here"):
+        pump(produce(), consume)
+    assert threading.active_count() == before
+    assert taken == list(range(at))
+
+
+def test_pieces_stay_right_while_they_wait(monkeypatch):
+    """With buffers so small that each is used many times, and a writer that is slow."""
+    monkeypatch.setattr(tensors, "PIECE_BYTES", 64)
+    values = torch.arange(5000, dtype=torch.int64)
+
+    def read(begin, end, out):
+        out.copy_(values[begin:end])
+        return out
+
+    held, found = [], []
+
+    def consume(piece):
+        # As late as it may be: what was taken is compared when the next ones are being read.
+        held.append(piece)
+        if len(held) > 1:
+            found.append(bytes(held.pop(0)))
+
+    pump(Stored("x", "I64", (5000,), read).pieces(Ring()), consume)
+    found.append(bytes(held.pop()))
+    assert b"".join(found) == values.numpy().tobytes()
+    assert AHEAD + 3 == len(Ring()._buffers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_cast_is_that_of_torch(dtype):
+    values = torch.randn(100_001) * 1e5
+    values[:3] = torch.tensor([float("nan"), float("inf"), -0.0])
+    out = torch.empty(100_001, dtype=dtype)
+    tensors.cast(values, out)
+    assert same(out, values.to(dtype))
+
+
+def test_cache_forgets_the_oldest():
+    cache = rank_file.ChunkCache(10)
+    for number in range(5):
+        cache.put("file", number, bytearray(4))
+        cache.get("file", 0)
+    assert [number for number in range(5) if cache.get("file", number)] == [0, 4]
+    cache.put("file", 9, bytearray(100))  # larger than all: kept alone
+    assert [number for number in range(10) if cache.get("file", number)] == [9]
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 21, 1 << 30])
+def test_any_range_of_elements(tmp_path, monkeypatch, limit):
+    """Over chunks and ranks, whatever the cache keeps."""
+    values = torch.arange(1_500_000, dtype=torch.float32)
+    small = torch.arange(77, dtype=torch.int32)
+    write_checkpoint(tmp_path / "ckpt", {"v": values, "s": small}, world_size=3)
+    checkpoint = ShardedCheckpoint(tmp_path / "ckpt")
+    checkpoint._cache._limit = limit
+    pick = np.random.default_rng(0)
+    for _ in range(60):
+        begin, end = sorted(pick.integers(0, len(values) + 1, 2).tolist())
+        assert same(checkpoint.read_parameter("v", begin, end), values[begin:end])
+        out = torch.zeros(end - begin)
+        assert checkpoint.read_parameter("v", begin, end, out) is out
+        assert same(out, values[begin:end])
+        begin, end = sorted(pick.integers(0, 78, 2).tolist())
+        assert same(checkpoint.read_parameter("s", begin, end), small[begin:end])
+
+
+@pytest.mark.parametrize(("begin", "end"), [(-1, 2), (3, 2), (0, 78), (100, 101)])
+def test_elements_that_are_not_there(tmp_path, begin, end):
+    write_checkpoint(tmp_path / "ckpt", {"s": torch.arange(77)})
+    with pytest.raises(ValueError, match="'s' has 77 elements"):
+        ShardedCheckpoint(tmp_path / "ckpt").read_parameter("s", begin, end)
+
+
+def rewrite(folder, **changes):
+    """Another manifest for the same files, with a right digest."""
+    found = replace(ShardedCheckpoint(folder).manifest, **changes)
+    (folder / manifest.NAME).write_bytes(manifest.dump_manifest(found))
+
+
+def test_single_values_that_are_none(tmp_path):
+    small_checkpoint(tmp_path / "ckpt")
+    optimizer = ShardedCheckpoint(tmp_path / "ckpt").manifest.optimizer
+    for wrong in (5, {"on": "host"}, {"value": {"$": "code", "of": "x"}}):
+        state = {
+            **optimizer.state,
+            "fc.bias": replace(optimizer.state["fc.bias"], single={"a": wrong}),
+        }
+        rewrite(tmp_path / "ckpt", optimizer=replace(optimizer, state=state))
+        with pytest.raises(InvalidMetadataError, match="state 'a' of 'fc.bias'"):
+            consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "o", format="pth", optimizer=True)
+        assert not (tmp_path / "o").exists()
+
+
+def test_a_parameter_of_a_terabyte_that_nobody_holds(tmp_path):
+    small_checkpoint(tmp_path / "ckpt")
+    parameters = dict(ShardedCheckpoint(tmp_path / "ckpt").manifest.parameters)
+    parameters["fc.bias"] = replace(parameters["fc.bias"], shape=(1 << 40,))
+    rewrite(tmp_path / "ckpt", parameters=parameters)
+    with pytest.raises(CoverageError, match="nobody holds"):
+        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
+
+
+def test_a_name_that_safetensors_has_for_itself(tmp_path):
+    write_checkpoint(tmp_path / "ckpt", {"__metadata__": torch.ones(3), "../../x": torch.ones(2)})
+    with pytest.raises(UnsupportedValueError, match="use --format pth"):
+        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.safetensors")
+    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
+    found = torch.load(tmp_path / "m.pth", weights_only=True)["model"]
+    assert found.keys() == {"__metadata__", "../../x"}
+
+
+def test_half_a_character_is_no_name():
+    assert read_json(rb'"\ud83d\ude00"', "x") == "\U0001f600"
+    for data in (rb'"\ud800"', rb'{"\uDC00": 1}', rb'["\ude00\ud83d"]'):
+        with pytest.raises(InvalidMetadataError):
+            read_json(data, "x")
+
+
+def test_random_models(tmp_path):
+    """Of many shapes, in many pieces, against the values themselves."""
+    pick = np.random.default_rng(5)
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
+    for number in range(10):
+        model = {}
+        for index in range(pick.integers(1, 8)):
+            shape = pick.integers(0, 40, pick.integers(0, 4)).tolist()
+            dtype = dtypes[pick.integers(len(dtypes))]
+            model[f"p{index}"] = (torch.randn(shape) * 9).to(dtype)
+        folder = tmp_path / str(number)
+        write_checkpoint(folder, model, world_size=int(pick.integers(1, 9)))
+        consolidate_checkpoint(folder, f"{folder}.pth")
+        found = torch.load(f"{folder}.pth", weights_only=True, mmap=True)["model"]
+        assert list(found) == list(model)
+        assert all(same(found[name], model[name]) for name in model)

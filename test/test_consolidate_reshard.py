@@ -1,0 +1,167 @@
+"""A checkpoint of another number of ranks: the same values, cut as training cuts them."""
+
+import pytest
+import torch
+from sharded_files import small_checkpoint, write_checkpoint
+from test_consolidate_sharded import same
+from test_consolidate_support import (
+    SUFFIX,
+    expected_state_dict,
+    rank_files,
+    run_cli,
+    save,
+    small_model,
+)
+
+from xla_fsdp.consolidate import (
+    OptionsError,
+    UnsupportedValueError,
+    consolidate_checkpoint,
+    reshard_checkpoint,
+    verify_checkpoint,
+)
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+from xla_fsdp.shard import Layout
+
+WORLD_SIZES = [1, 2, 3, 4, 7, 8]
+
+
+def everything(path):
+    """All values of a checkpoint by what they are."""
+    checkpoint = ShardedCheckpoint(path)
+    checkpoint.verify()
+    manifest, found = checkpoint.manifest, {}
+    for name, tensor in manifest.parameters.items():
+        found[name] = checkpoint.read_parameter(name, 0, tensor.numel)
+        for key in manifest.optimizer.state[name].sharded if manifest.optimizer else ():
+            if name in manifest.optimizer.state:
+                found[name, key] = checkpoint.read_state(key, name, 0, tensor.numel)
+    for name in manifest.buffers:
+        found["buffer", name] = checkpoint.read_buffer(name)
+    return found
+
+
+@pytest.fixture
+def model(tmp_path):
+    make = torch.Generator().manual_seed(3)
+    tensors = {
+        ("a", "tied"): torch.randn(100, 30, generator=make),
+        "b": torch.randn(7, 300, generator=make).to(torch.bfloat16),
+        "c": torch.randn((), generator=make),
+        "empty": torch.zeros(0, 4),
+    }
+    state = {
+        name: {"step": torch.tensor(3.0), "m": torch.randn(shape, generator=make)}
+        for name, shape in (("a", (100, 30)), ("b", (7, 300)), ("c", ()), ("empty", (0, 4)))
+    }
+    # A tensor without dimensions is not cut: its step and its m look alike, and both stand alone.
+    optimizer = {"groups": [{"params": ["a", "b", "c", "empty"], "lr": 0.5}], "state": state}
+    buffers = {"n": (torch.tensor([4.0, 5.0]), None)}
+    more = {"scheduler": {"epoch": 4}, "extra": [1, 2], "extra_state": {"x": "y"}}
+    write_checkpoint(tmp_path / "ckpt", tensors, optimizer, 3, 11, buffers, **more)
+    return tmp_path / "ckpt"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_same_values_in_other_pieces(model, tmp_path, world_size):
+    result = reshard_checkpoint(model, world_size, tmp_path / "out")
+    assert (result.world_size, result.path) == (world_size, str(tmp_path / "out"))
+    found, expected = everything(tmp_path / "out"), everything(model)
+    assert found.keys() == expected.keys()
+    assert all(same(found[key], expected[key]) for key in expected)
+
+    checkpoint, old = ShardedCheckpoint(tmp_path / "out"), ShardedCheckpoint(model)
+    assert checkpoint.manifest.save_id != old.manifest.save_id
+    for field in (
+        "step",
+        "parameters",
+        "buffers",
+        "optimizer",
+        "scheduler",
+        "extra",
+        "extra_state",
+    ):
+        assert getattr(checkpoint.manifest, field) == getattr(old.manifest, field)
+    for name, tensor in checkpoint.manifest.parameters.items():
+        layout = Layout.flat([torch.Size(tensor.shape)], world_size)
+        for rank, file in enumerate(checkpoint.files()):
+            ((begin, end, _),) = layout.pieces(rank)
+            assert file.length(name) == end - begin
+            assert begin == end or file.begins[name] == begin
+
+
+def test_buffers_of_each_rank_and_nothing_else_of_it(model, tmp_path):
+    """Those of the same rank if there was one, else rank 0's; no random states."""
+    reshard_checkpoint(model, 5, tmp_path / "out")
+    checkpoint = ShardedCheckpoint(tmp_path / "out")
+    values = [checkpoint.read_buffer("n", rank).tolist() for rank in range(5)]
+    assert values == [[4.0, 5.0], [0.0, 0.0], [0.0, 0.0], [4.0, 5.0], [4.0, 5.0]]
+    assert ShardedCheckpoint(model).file(1).has("rank/random")
+    assert not any(
+        key.startswith("rank/") for file in checkpoint.files() for key in file.container.entries
+    )
+
+
+def test_there_and_back(model, tmp_path):
+    """The way there does not show in the files."""
+    reshard_checkpoint(model, 4, tmp_path / "direct")
+    reshard_checkpoint(model, 7, tmp_path / "seven")
+    reshard_checkpoint(tmp_path / "seven", 4, tmp_path / "indirect")
+    found, expected = everything(tmp_path / "indirect"), everything(tmp_path / "direct")
+    assert all(same(found[key], expected[key]) for key in expected)
+    consolidate_checkpoint(tmp_path / "indirect", tmp_path / "one.pth", dtype="float16")
+    consolidate_checkpoint(model, tmp_path / "two.pth", dtype="float16")
+    one, two = (
+        torch.load(tmp_path / n, weights_only=True)["model"] for n in ("one.pth", "two.pth")
+    )
+    assert list(one) == list(two) and one.pop("x") == two.pop("x") == "y"
+    assert all(same(one[name], two[name]) for name in two)
+
+
+def test_command(tmp_path, capsys):
+    small_checkpoint(tmp_path / "run" / "step-00000007")
+    code, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "run", "--reshard", 4)
+    assert (code, len(out)) == (0, 1)
+    assert out[0].startswith(f"wrote {tmp_path}/run_of_4: 8 parameters (")
+    assert verify_checkpoint(tmp_path / "run_of_4").startswith(f"verified {tmp_path}/run_of_4: ")
+
+
+@pytest.mark.parametrize(
+    "option", [("--dtype", "float16"), ("--format", "pth"), ("--max_shard_size", "5GB")]
+)
+def test_options_that_do_not_fit(tmp_path, capsys, option):
+    small_checkpoint(tmp_path / "ckpt")
+    code, _, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt", "--reshard", 2, *option)
+    assert code == 2 and err[-1].startswith("OptionsError: --reshard writes a checkpoint as it is")
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 100_000, True, "2"])
+def test_no_number_of_ranks(tmp_path, world_size):
+    with pytest.raises(OptionsError, match="expected 1 to 99999"):
+        reshard_checkpoint(tmp_path, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_from_per_rank_torch_files(tmp_path, world_size):
+    prefix = save(rank_files(small_model(), 4), tmp_path)
+    reshard_checkpoint(prefix, world_size, tmp_path / "out", suffix=SUFFIX)
+    consolidate_checkpoint(tmp_path / "out", tmp_path / "out.pth")
+    found = torch.load(tmp_path / "out.pth", weights_only=True)["model"]
+    expected = expected_state_dict(small_model())
+    assert found.keys() == expected.keys()
+    assert all(same(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_values_that_are_no_tensors(tmp_path):
+    """What get_extra_state returned goes along, unless only executing code could bring it back."""
+    files = rank_files(small_model(), 2)
+    for file in files:
+        file["model"]["head._extra_state"] = {"seen": (1, 2)}
+    reshard_checkpoint(save(files, tmp_path), 3, tmp_path / "out", suffix=SUFFIX)
+    consolidate_checkpoint(tmp_path / "out", tmp_path / "out.pth")
+    found = torch.load(tmp_path / "out.pth", weights_only=True)["model"]
+    assert found["head._extra_state"] == {"seen": (1, 2)}
+    for file in files:
+        file["model"]["head._extra_state"] = torch.Size([3])
+    with pytest.raises(UnsupportedValueError, match="_extra_state"):
+        reshard_checkpoint(save(files, tmp_path), 2, tmp_path / "other", suffix=SUFFIX)

@@ -1,0 +1,335 @@
+"""Consolidation of checkpoint folders: every option, and the values of what comes out."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from sharded_files import small_checkpoint, write_checkpoint
+from test_consolidate_support import assert_same, run_cli
+
+from xla_fsdp.consolidate import (
+    CorruptFileError,
+    IncompleteCheckpointError,
+    MissingRankError,
+    OptionsError,
+    consolidate_checkpoint,
+    verify_checkpoint,
+)
+from xla_fsdp.consolidate.stream.options import parse_size
+
+
+def same(one, other):
+    """Bit for bit, of any dtype."""
+    assert one.dtype == other.dtype and one.shape == other.shape
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*flat)
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert same(found[name], tensor), name
+
+
+def untied(model):
+    return {name: tensor for name, tensor in model.items() if name != "head.weight"}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_one_safetensors_file(tmp_path, world_size):
+    model, _ = small_checkpoint(tmp_path / "ckpt", world_size)
+    result = consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "model.safetensors")
+    assert_equal(load_file(result.path), untied(model))
+    with safe_open(result.path, "pt") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "pt"
+    assert json.loads(metadata["tied"]) == {"head.weight": "emb.weight"}
+    assert json.loads(metadata["consolidated"])["step"] == 7
+    assert (result.parameters, result.world_size) == (8, world_size)
+    assert result.bytes == Path(result.path).stat().st_size
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt", "model.safetensors"]
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_one_torch_file(tmp_path, mmap):
+    model, _ = small_checkpoint(tmp_path / "ckpt")
+    result = consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "model.pth")
+    content = torch.load(result.path, weights_only=True, mmap=mmap)
+    assert list(content["model"]) == list(model)
+    assert_equal(content["model"], model)
+    assert content["model"]["emb.weight"] is content["model"]["head.weight"]
+    assert content["consolidated"]["step"] == 7
+    if mmap:
+        aligned = [t.data_ptr() % 64 for t in content["model"].values() if t.numel()]
+        assert not any(aligned)
+
+
+def test_torch_file_is_like_that_of_torch(tmp_path):
+    """A module loads it, and torch saves it again as it is."""
+    model, _ = small_checkpoint(tmp_path / "ckpt")
+    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "model.pth")
+    content = torch.load(tmp_path / "model.pth", weights_only=True)
+    torch.save(content, tmp_path / "again.pth")
+    assert_equal(torch.load(tmp_path / "again.pth", weights_only=True)["model"], model)
+    for tensor in content["model"].values():
+        assert tensor.is_contiguous() and not tensor.requires_grad
+
+
+@pytest.mark.parametrize("size", ["1B", "2KB", "4KiB", "10KB"])
+def test_max_shard_size(tmp_path, size):
+    model, _ = small_checkpoint(tmp_path / "ckpt")
+    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", max_shard_size=size)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["tied"] == {"head.weight": "emb.weight"}
+    stored = untied(model)
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.itemsize for t in stored.values())
+    found, names = {}, sorted(set(index["weight_map"].values()))
+    for number, name in enumerate(names, 1):
+        assert name == f"model-{number:05d}-of-{len(names):05d}.safetensors"
+        part = load_file(tmp_path / "out" / name)
+        assert all(index["weight_map"][key] == name for key in part)
+        assert len(part) == 1 or sum(t.numel() * t.itemsize for t in part.values()) <= parse_size(
+            size
+        )
+        found |= part
+    assert_equal(found, stored)
+
+
+def test_one_shard_needs_no_index(tmp_path):
+    small_checkpoint(tmp_path / "ckpt")
+    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", max_shard_size="5GB")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "consolidated.json",
+        "model.safetensors",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("2GiB", 2**31), ("500mb", 5 * 10**8), ("1.5KB", 1500), (7, 7), ("8", 8)],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 parsecs", "0", "nan", "1e9", "0.1B"])
+def test_wrong_sizes(text):
+    with pytest.raises(OptionsError, match="size"):
+        parse_size(text)
+
+
+def test_optimizer_as_torch_file(tmp_path):
+    model, optimizer = small_checkpoint(tmp_path / "ckpt")
+    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", optimizer=True, format="pth")
+    found = torch.load(tmp_path / "out" / "optimizer.pth", weights_only=True, mmap=True)
+    assert found["param_groups"] == optimizer["param_groups"]
+    assert found["state"].keys() == optimizer["state"].keys()
+    for name, state in optimizer["state"].items():
+        assert found["state"][name].keys() == state.keys()
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                assert same(found["state"][name][key], value)
+            else:
+                assert found["state"][name][key] == value
+    assert_equal(torch.load(tmp_path / "out" / "model.pth", weights_only=True)["model"], model)
+
+
+def test_optimizer_as_safetensors(tmp_path):
+    _, optimizer = small_checkpoint(tmp_path / "ckpt")
+    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", optimizer=True)
+    assert_equal(
+        load_file(tmp_path / "out" / "optimizer.safetensors"),
+        {
+            f"{key}/{name}": state[key]
+            for name, state in optimizer["state"].items()
+            for key in ("exp_avg", "exp_avg_sq")
+        },
+    )
+    rest = json.loads((tmp_path / "out" / "optimizer.json").read_text())
+    assert [group["parameters"] for group in rest["groups"]] == [
+        group["params"] for group in optimizer["param_groups"]
+    ]
+    assert rest["groups"][1]["options"]["lr"] == 0.2
+    assert rest["single"]["fc.bias"].keys() == {"step", "note"}
+    assert rest["single"]["fc.bias"]["step"]["on"] == "host"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("format", ["safetensors", "pth"])
+def test_dtype(tmp_path, dtype, format):
+    model, _ = small_checkpoint(tmp_path / "ckpt")
+    path = tmp_path / f"model.{format}"
+    consolidate_checkpoint(tmp_path / "ckpt", path, dtype=dtype)
+    expected = {
+        name: tensor.to(getattr(torch, dtype))
+        if tensor.is_floating_point() and not name.startswith("norm.")
+        else tensor
+        for name, tensor in model.items()
+    }
+    if format == "pth":
+        assert_equal(torch.load(path, weights_only=True)["model"], expected)
+    else:
+        assert_equal(load_file(path), untied(expected))
+
+
+def test_extra_state(tmp_path):
+    extra = {"head._extra_state": {"$": "tuple", "of": [1, "b"]}}
+    small_checkpoint(tmp_path / "ckpt", extra_state=extra)
+    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
+    content = torch.load(tmp_path / "m.pth", weights_only=True)
+    assert content["model"]["head._extra_state"] == (1, "b")
+    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.safetensors")
+    with safe_open(tmp_path / "m.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["extra_state"]) == extra
+
+
+def test_newest_step(tmp_path):
+    small_checkpoint(tmp_path / "run" / "step-00000007", step=7, seed=1)
+    model, _ = small_checkpoint(tmp_path / "run" / "step-00000012", step=12, seed=2)
+    (tmp_path / "run" / "step-00000013").mkdir()
+    consolidate_checkpoint(tmp_path / "run", tmp_path / "model.safetensors")
+    assert_equal(load_file(tmp_path / "model.safetensors"), untied(model))
+
+
+def test_default_places(tmp_path):
+    small_checkpoint(tmp_path / "ckpt")
+    for options, name in [
+        ({}, "ckpt_consolidated.safetensors"),
+        ({"format": "pth"}, "ckpt_consolidated.pth"),
+        ({"optimizer": True}, "ckpt_consolidated"),
+    ]:
+        result = consolidate_checkpoint(f"{tmp_path}/ckpt/", **options)
+        assert result.path == str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"save_path": "m.pth", "format": "safetensors"}, "not of --format safetensors"),
+        ({"save_path": "m.pth", "optimizer": True}, "give a folder"),
+        ({"save_path": "m.safetensors", "max_shard_size": "5GB"}, "give a folder"),
+        ({"save_path": "m", "format": "pth", "max_shard_size": "5GB"}, "always whole"),
+        ({"save_path": "m", "dtype": "int8"}, "expected one of bfloat16"),
+        ({"save_path": "m", "format": "onnx"}, "expected one of"),
+        ({"save_path": "m", "tied": {"a": "b"}}, "leave --tied out"),
+    ],
+)
+def test_options_that_do_not_fit(tmp_path, monkeypatch, options, said):
+    monkeypatch.chdir(tmp_path)
+    small_checkpoint(tmp_path / "ckpt")
+    with pytest.raises(OptionsError, match=said):
+        consolidate_checkpoint("ckpt", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_no_optimizer(tmp_path):
+    write_checkpoint(tmp_path / "ckpt", {"w": torch.ones(3)})
+    with pytest.raises(OptionsError, match="holds no optimizer"):
+        consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", optimizer=True)
+
+
+def test_verify(tmp_path, capsys):
+    small_checkpoint(tmp_path / "ckpt")
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt", "--verify")
+    assert (code, err, len(out)) == (0, [], 1)
+    assert out[0].startswith(f"verified {tmp_path}/ckpt: step 7, 3 ranks, digests, 8 parameters, ")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def damaged(path):
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 16
+    path.write_bytes(data)
+
+
+def test_damage_is_found_and_nothing_written(tmp_path, capsys):
+    small_checkpoint(tmp_path / "ckpt")
+    file = tmp_path / "ckpt" / "rank-00001-of-00003.safetensors"
+    damaged(file)
+    with pytest.raises(CorruptFileError, match=str(file)):
+        verify_checkpoint(tmp_path / "ckpt")
+    for arguments in (["--verify"], ["--format", "pth"], [], ["--reshard", "2"]):
+        code, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt", *arguments)
+        assert (code, out) == (2, [])
+        assert err[-1].startswith(f"CorruptFileError: {file}")
+        assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_missing_parts(tmp_path, capsys):
+    small_checkpoint(tmp_path / "run" / "step-00000007")
+    (tmp_path / "run" / "step-00000007" / "rank-00002-of-00003.safetensors").unlink()
+    with pytest.raises(MissingRankError):
+        consolidate_checkpoint(tmp_path / "run")
+    (tmp_path / "run" / "step-00000007" / "manifest.json").unlink()
+    with pytest.raises(IncompleteCheckpointError):
+        consolidate_checkpoint(tmp_path / "run")
+    code, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "run", "--verify")
+    assert (code, out, len(err)) == (2, [], 1)
+
+
+def test_progress_bar(tmp_path, capsys):
+    small_checkpoint(tmp_path / "ckpt")
+    _, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt")
+    assert not any("%" in line for line in err)
+    _, out, err = run_cli(
+        capsys, "--ckpt_prefix", tmp_path / "ckpt", "--format", "pth", "--progress"
+    )
+    assert any("write: 100%" in line for line in err) and len(out) == 1
+
+
+@pytest.mark.parametrize("flags", [(), ("-O",)])
+def test_command(tmp_path, flags):
+    model, _ = small_checkpoint(tmp_path / "ckpt")
+    command = [sys.executable, "-W", "error", *flags, "-m", "xla_fsdp.consolidate"]
+    done = subprocess.run(
+        [*command, "--ckpt_prefix", "ckpt", "--save_path", "m.safetensors"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": str(Path(__file__).parent.parent), "PATH": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    size = (tmp_path / "m.safetensors").stat().st_size
+    elements = sum(t.numel() for n, t in untied(model).items() if not n.startswith("norm."))
+    assert done.stdout == f"wrote m.safetensors: 8 parameters ({elements} elements), {size} bytes\n"
+    assert done.stderr.splitlines() == [
+        "found step 7 of 3 ranks in ckpt",
+        "assembled 8 parameters",
+    ]
+
+
+def test_as_a_user_loads_it(tmp_path):
+    """Into a module with tied weights, and its optimizer, by name."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    module(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    names = [name for name, _ in module.named_parameters()]
+    own = optimizer.state_dict()
+    write_checkpoint(
+        tmp_path / "ckpt",
+        dict(module.state_dict()),
+        {
+            "groups": [{**own["param_groups"][0], "params": names}],
+            "state": {names[n]: state for n, state in own["state"].items()},
+        },
+        world_size=4,
+    )
+    consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", format="pth", optimizer=True)
+    loaded = torch.load(tmp_path / "out" / "optimizer.pth", weights_only=True)
+    number = {name: n for n, name in enumerate(names)}
+    loaded["state"] = {number[name]: state for name, state in loaded["state"].items()}
+    for group in loaded["param_groups"]:
+        group["params"] = [number[name] for name in group["params"]]
+    fresh = torch.optim.Adam(module.parameters())
+    fresh.load_state_dict(loaded)
+    assert fresh.state_dict()["param_groups"] == own["param_groups"]
+    for n, state in own["state"].items():
+        assert_same(fresh.state_dict()["state"][n], state)
