@@ -40,6 +40,14 @@ def run_script(tmp_path):
 
 
 @pytest.fixture(scope="session")
+def forks():
+    """``forks(fn, *args)`` runs a function of a test module in a process that may fork: everything
+    is imported there, and no thread ever started."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield lambda fn, *args: pool.submit(fn, *args).result(timeout=240)
+
+
+@pytest.fixture(scope="session")
 def elsewhere():
     """``elsewhere(fn, *args)`` runs a function of a test module in a process without ranks."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import InvalidMetadataError, UnreadableFileError
 from .dtypes import DTYPES
+from .fields import is_shape
 from .strict import read_json, write_json
 
 MAX_HEADER_BYTES = 100_000_000
@@ -119,10 +120,10 @@ def _entry(name: str, value: Any, start: int, label: str) -> Entry:
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         fail(f"unknown dtype {dtype!r:.40}")
-    if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
-        fail(f"shape {shape!r:.80} and data_offsets {offsets!r:.80} must be lists of whole numbers")
+    if not is_shape(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
+        fail(f"shape {shape!r:.80} and data_offsets {offsets!r:.80} must be lists of sizes")
     begin, end = offsets
-    if len(shape) > 64 or math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
+    if math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
         fail(f"{dtype} of shape {shape!r:.80} does not take data_offsets {offsets!r:.80}")
     return Entry(dtype, tuple(shape), start + begin, start + end)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -9,6 +10,17 @@ from ..errors import InvalidMetadataError
 from .dtypes import DTYPES
 
 T = TypeVar("T")
+
+
+def is_shape(value: Any) -> bool:
+    """Whether a list from JSON is a shape that a tensor can have: torch multiplies all sizes but
+    zeros with 64 bits, ``[2**62, 2**62, 0]`` is none."""
+    return (
+        isinstance(value, list)
+        and len(value) <= 64
+        and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+        and math.prod(n for n in value if n) < 1 << 63
+    )
 
 
 class Fields:
@@ -47,7 +59,7 @@ class Fields:
 
     def shape(self, name: str) -> tuple[int, ...]:
         value = self._of(name, list, "a shape")
-        if len(value) > 64 or not all(type(n) is int and 0 <= n < 1 << 63 for n in value):
+        if not is_shape(value):
             self.fail(f"{name} is {value!r:.80}, expected a shape")
         return tuple(value)
 

@@ -15,6 +15,7 @@ the manifest last.
 from __future__ import annotations
 
 import re
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,9 @@ from ..errors import CheckpointNotFoundError, IncompleteCheckpointError
 from . import manifest
 from .store import Store, join, open_store
 
-_STEP = re.compile(r"step-(\d{8,18})(?:\.([1-9]\d{0,8}))?")
-_PARTIAL = re.compile(r"\.step-\d{8,18}(?:\.[1-9]\d{0,8})?\.[0-9a-f]{16}\.partial")
+_STEP = re.compile(r"step-([0-9]{8,18})(?:\.([1-9][0-9]{0,8}))?")
+_PARTIAL = re.compile(r"\.step-[0-9]{8,18}(?:\.[1-9][0-9]{0,8})?\.[0-9a-f]{16}\.partial")
+_RANK_FILE = re.compile(r"rank-[0-9]+-of-[0-9]+\.safetensors")
 
 
 @dataclass(frozen=True, order=True)
@@ -44,8 +46,14 @@ class Place:
 
 def places(store: Store, root: str) -> list[Place]:
     """The checkpoints in a folder by their names, oldest first; not yet known to be whole."""
-    found = (_STEP.fullmatch(name) for name in store.list(root))
-    return sorted(Place(int(m[1]), int(m[2] or 1)) for m in found if m)
+    return sorted(place for place in map(place_of, store.list(root)) if place is not None)
+
+
+def place_of(name: str) -> Place | None:
+    """The place that has this name, ``None`` if none has."""
+    match = _STEP.fullmatch(name)
+    place = match and Place(int(match[1]), int(match[2] or 1))
+    return place if place and place.name == name else None  # not step-000000001, not step-X.1
 
 
 def next_place(store: Store, root: str, step: int) -> Place:
@@ -56,7 +64,12 @@ def next_place(store: Store, root: str, step: int) -> Place:
 
 def has_manifest(store: Store, folder: str) -> bool:
     """Whether ``folder`` claims to be a checkpoint."""
-    return manifest.NAME in store.list(folder)
+    try:
+        if manifest.NAME not in store.list(folder):
+            return False
+        return store.renames or manifest.is_ended(store, join(folder, manifest.NAME))
+    except CheckpointNotFoundError:  # a file of that name, or removed a moment ago
+        return False
 
 
 def newest(store: Store, root: str) -> Place | None:
@@ -96,9 +109,15 @@ def leftovers(store: Store, root: str) -> list[str]:
         partial += [
             place.name
             for place in places(store, root)
-            if not has_manifest(store, join(root, place.name))
+            if _is_cut_short(store, join(root, place.name))
         ]
     return [join(root, name) for name in partial]
+
+
+def _is_cut_short(store: Store, folder: str) -> bool:
+    """Whether a save or a removal that never ended left ``folder``: it holds files of ours only."""
+    names = [name for name in store.list(folder) if name != manifest.NAME]
+    return not has_manifest(store, folder) and all(map(_RANK_FILE.fullmatch, names))
 
 
 def superseded(store: Store, root: str, saved: Place, keep_last: int | None) -> list[str]:
@@ -116,7 +135,16 @@ def superseded(store: Store, root: str, saved: Place, keep_last: int | None) -> 
 
 
 def discard(store: Store, folder: str) -> None:
-    """Removes a checkpoint; one that is half removed is none."""
-    store.remove(join(folder, manifest.NAME))
-    store.sync_folder(folder)
-    store.remove(folder)
+    """Removes a checkpoint; one that is half removed is none, and is removed by the next save."""
+    if store.renames:
+        # Of a link to a folder only the link.
+        root, _, name = folder.rpartition("/")
+        gone = join(
+            root or ("/" if folder.startswith("/") else ""),
+            f".{name}.{secrets.token_hex(8)}.partial",
+        )
+        store.rename(folder, gone)
+        store.remove(gone)
+    else:
+        store.remove(join(folder, manifest.NAME))
+        store.remove(folder)

@@ -34,21 +34,22 @@ class LocalStore:
         try:
             # Not through a link, and without waiting should it be a pipe.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                self._fill(path, descriptor, begin, out)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             _unreadable(path, error)
-        try:
-            done = 0
-            while done < len(out):
-                count = os.preadv(descriptor, [out[done:]], begin + done)
-                if not count:
-                    raise UnreadableFileError(
-                        f"{path}: ends at byte {begin + done}, expected {begin + len(out)} or more"
-                    )
-                done += count
-        except OSError as error:
-            _unreadable(path, error)
-        finally:
-            os.close(descriptor)
+
+    def _fill(self, path: str, descriptor: int, begin: int, out: memoryview) -> None:
+        done = 0
+        while done < len(out):
+            count = os.preadv(descriptor, [out[done:]], begin + done)
+            if not count:
+                raise UnreadableFileError(
+                    f"{path}: ends at byte {begin + done}, expected {begin + len(out)} or more"
+                )
+            done += count
 
     def list(self, path: str) -> list[str]:
         try:
@@ -62,10 +63,16 @@ class LocalStore:
         return os.path.isdir(path)
 
     def make_folder(self, path: str) -> None:
+        made, above = [], path
+        while above and not os.path.lexists(above):
+            made, above = [above, *made], os.path.dirname(above)
         try:
             os.makedirs(path, exist_ok=True)
         except OSError as error:
             _unwritable(path, error)
+        for each in made:
+            with contextlib.suppress(OutputError):  # above may be a folder that nobody may read
+                self.sync_folder(os.path.dirname(each) or ".")
 
     def rename(self, old: str, new: str) -> None:
         try:
@@ -90,16 +97,14 @@ class LocalStore:
     def sync_folder(self, path: str) -> None:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            _unwritable(path, error)
-        try:
-            os.fsync(descriptor)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             # Some network file systems have no such thing; theirs are durable by themselves.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
                 _unwritable(path, error)
-        finally:
-            os.close(descriptor)
 
 
 class LocalOutput:
@@ -109,7 +114,7 @@ class LocalOutput:
         self.path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._descriptor = os.open(path, flags, 0o666)
+            self._descriptor: int | None = os.open(path, flags, 0o666)
         except OSError as error:
             _unwritable(path, error)
 
@@ -126,13 +131,19 @@ class LocalOutput:
             try:
                 os.fsync(self._descriptor)
             finally:
-                os.close(self._descriptor)
+                self._close()
         except OSError as error:
             _unwritable(self.path, error)
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):
-            os.close(self._descriptor)
+            self._close()
+
+    def _close(self) -> None:
+        # Once only: after that the number may be that of another thread's file.
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _unwritable(path: str, error: OSError) -> NoReturn:

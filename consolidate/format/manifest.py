@@ -17,11 +17,14 @@ from ..errors import CorruptFileError, InvalidMetadataError
 from . import fields
 from .digests import chunk_bytes, digest
 from .rank_file import FileRecord
+from .store import Store, read
 from .strict import read_json, write_json
 
 NAME = "manifest.json"
 FORMAT, VERSION = "xla_fsdp", 2
 MAX_BYTES = 1 << 30
+# What torch keeps in a parameter group beside the options; names are in Group.parameters.
+NOT_OPTIONS = ("params", "param_names")
 _HEAD, _MIDDLE, _TAIL = b'{"digest": "', b'", "manifest":\n', b"}\n"
 _DIGEST = len(digest(b""))
 
@@ -147,6 +150,18 @@ def dump_manifest(manifest: Manifest) -> bytes:
     return _HEAD + digest(body).encode() + _MIDDLE + body + _TAIL
 
 
+def is_begun(store: Store, path: str) -> bool:
+    """Whether a file begins as a manifest does: worth reading, however large."""
+    return store.size(path) >= len(_HEAD) and read(store, path, 0, len(_HEAD)) == _HEAD
+
+
+def is_ended(store: Store, path: str) -> bool:
+    """Whether a file ends as a manifest does, and nowhere before its end: all of it was written.
+    For stores that show files while they are being written."""
+    size = store.size(path)
+    return size >= len(_TAIL) and read(store, path, size - len(_TAIL), size) == _TAIL
+
+
 def load_manifest(data: bytes, label: str) -> Manifest:
     """The reverse of :func:`dump_manifest`.
 
@@ -249,6 +264,10 @@ def _optimizer(found: fields.Fields, parameters: Mapping[str, Tensor]) -> Optimi
     grouped = [name for group in groups for name in group.parameters]
     if len(set(grouped)) != len(grouped):
         found.fail("a parameter is in two groups of the optimizer")
+    for group in groups:
+        for name in group.options:
+            if name in NOT_OPTIONS:
+                found.fail(f"an option of a parameter group is called {name!r}")
     state = {name: _state(each) for name, each in found.children("state").items()}
     for name in [*grouped, *state]:
         if name not in parameters:
@@ -261,4 +280,8 @@ def _state(found: fields.Fields) -> State:
     for key in sharded:
         if "/" in key:
             found.fail(f"state {key!r:.80} has a slash in its name")
-    return State(sharded, found.mapping("single"))
+    single = found.mapping("single")
+    for key in single:
+        if key in sharded:
+            found.fail(f"state {key!r:.80} is sharded and single at once")
+    return State(sharded, single)

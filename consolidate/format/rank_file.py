@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import CorruptFileError
+from ..errors import CorruptFileError, ShardMismatchError
 from .container import Container, layout, read_container
 from .digests import ChunkDigests, chunk_bytes, digest
 from .dtypes import DTYPES, tensor_bytes
@@ -60,8 +61,11 @@ def write_file(
         output.write(header)
         for item in items:
             value = item.value().detach().cpu().reshape(-1)
-            assert value.dtype is DTYPES[item.dtype], (item.key, value.dtype)
-            assert value.numel() == container.entries[item.key].numel, (item.key, value.shape)
+            if (value.dtype, value.numel()) != (DTYPES[item.dtype], math.prod(item.shape)):
+                raise ShardMismatchError(
+                    f"{path}: {item.key!r:.120} is {value.dtype} of {value.numel()} elements, "
+                    f"expected {item.dtype} {list(item.shape)}: it changed during the save"
+                )
             view = tensor_bytes(value)
             for begin in range(0, len(view), PIECE_BYTES):
                 piece = view[begin : begin + PIECE_BYTES]

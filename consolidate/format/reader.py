@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 
 from ..errors import (
+    CheckpointError,
     CorruptFileError,
     CoverageError,
-    IncompleteCheckpointError,
     InvalidMetadataError,
     MissingRankError,
     MixedSaveError,
@@ -126,10 +127,18 @@ class ShardedCheckpoint:
         size = self.store.size(label)
         if size > manifest.MAX_BYTES:
             raise CorruptFileError(f"{label}: has {size} bytes, more than any manifest")
+        if not manifest.is_begun(self.store, label):
+            raise CorruptFileError(f"{label}: is no manifest; use another checkpoint")
         self.manifest = load_manifest(read(self.store, label, 0, size), label)
         self._files: dict[int, RankFile] = {}
         self._cache = ChunkCache()
         self._pieces: dict[str, list[Piece]] | None = None
+        place = folders.place_of(self.folder.rpartition("/")[2])
+        if place is not None and place.step != self.manifest.step:
+            raise MixedSaveError(
+                f"{label}: is of step {self.manifest.step}, but its folder says {place.step}: it "
+                "was renamed, or files were exchanged"
+            )
         self._require_exact_files()
 
     def _require_exact_files(self) -> None:
@@ -208,9 +217,11 @@ class ShardedCheckpoint:
                         )
 
     def _require_buffers(self) -> None:
-        for name in self.manifest.buffers:
-            if buffer_key(name) not in self.file(0).container.entries:
-                raise ShardMismatchError(f"{self.file(0).path}: lacks buffer {name!r}")
+        """Every rank has all of them, each its own."""
+        for file in self.files():
+            for name in self.manifest.buffers:
+                if buffer_key(name) not in file.container.entries:
+                    raise ShardMismatchError(f"{file.path}: lacks buffer {name!r}")
 
     def read_parameter(
         self, name: str, begin: int, end: int, out: torch.Tensor | None = None
@@ -294,15 +305,18 @@ def latest(path: Any) -> str | None:
     from .store import open_store
 
     store, root = open_store(path)
-    place = folders.newest(store, root)
-    if place is None:
-        return None
-    # As the caller wrote it: the store's own path has no protocol.
-    found = join(str(path).rstrip("/"), place.name)
-    try:
-        checkpoint = ShardedCheckpoint(found)
-        for record in checkpoint.manifest.files:
-            CheckedFile(store, join(checkpoint.folder, record.name), record)
-    except IncompleteCheckpointError:
-        return None  # removed a moment ago
-    return found
+    while True:
+        place = folders.newest(store, root)
+        if place is None:
+            return None
+        # As the caller wrote it: the store's own path has no protocol.
+        found = join(os.fsdecode(path).rstrip("/") or "/", place.name)
+        try:
+            checkpoint = ShardedCheckpoint(found)
+            for record in checkpoint.manifest.files:
+                CheckedFile(store, join(checkpoint.folder, record.name), record)
+            return found
+        except CheckpointError:
+            if folders.newest(store, root) == place:
+                raise
+            # It was removed a moment ago, as there is a newer one.

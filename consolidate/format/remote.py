@@ -9,6 +9,7 @@ import contextlib
 from typing import Any, NoReturn
 
 import fsspec
+from fsspec.core import has_magic
 
 from ..errors import CheckpointNotFoundError, OutputError, UnreadableFileError
 
@@ -84,8 +85,15 @@ class RemoteStore:
     def remove(self, path: str) -> None:
         with _writing(path, self):
             self.files.invalidate_cache()
-            with contextlib.suppress(FileNotFoundError):
-                self.files.rm(path, recursive=True)
+            if not has_magic(path):
+                with contextlib.suppress(FileNotFoundError):
+                    self.files.rm(path, recursive=True)
+                return
+            # `rm` would take it for a pattern, and remove what it matches.
+            for found in sorted(self.files.find(path)):
+                self.files.rm_file(found)
+            with contextlib.suppress(Exception):  # most have no folders
+                self.files.rmdir(path)
 
     def sync_folder(self, path: str) -> None:
         """Objects are durable when they appear."""
@@ -114,6 +122,8 @@ class RemoteOutput:
         # Closing would make an object of what is there so far.
         with contextlib.suppress(Exception):
             self._file.discard() if hasattr(self._file, "discard") else None
+        with contextlib.suppress(Exception):
+            self._file.closed = True  # else it is closed when it is freed
 
 
 @contextlib.contextmanager

@@ -92,7 +92,11 @@ def open_store(path: Any, label: str = "path") -> tuple[Store, str]:
         text = os.fsdecode(text)
     if not text or "\0" in text:
         raise ValueError(f"{label} must be a path, got {text!r}")
-    text = text.removeprefix("file://")
+    for prefix in ("file://", "local://"):
+        if text.startswith(prefix):
+            text = text[len(prefix) :]
+            if not text.startswith("/"):
+                raise ValueError(f"{label} must be {prefix} and an absolute path, got {path!r}")
     if "://" in text:
         from .remote import RemoteStore
 

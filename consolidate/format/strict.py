@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from ..errors import InvalidMetadataError
@@ -13,16 +14,19 @@ def read_json(data: bytes, label: str) -> Any:
 
     Raises:
         InvalidMetadataError: not UTF-8 or not JSON, a key twice in one object (readers differ in
-            which they take), NaN or Infinity, numbers of thousands of digits, deep nesting, half a
-            surrogate pair (which cannot be written again).
+            which they take), NaN or Infinity, numbers of thousands of digits, deep nesting, text
+            that UTF-8 cannot express.
     """
     try:
-        found = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
         )
-        if b"\\ud" in data.lower():
-            json.dumps(found, ensure_ascii=False).encode("utf-8")
-        return found
+        if b"\\u" in data:
+            write_json(value)  # raises for half of a surrogate pair, which no file can have
+        return value
     except RecursionError:
         raise InvalidMetadataError(f"{label}: JSON is nested too deeply") from None
     except ValueError as error:  # of json, of UTF-8, of int() and our own
@@ -45,6 +49,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
                 raise ValueError(f"key {key!r:.80} stands twice in one object")
             seen.add(key)
     return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):  # 1e999
+        raise ValueError(f"{text:.40} is larger than any float")
+    return value
 
 
 def _refuse_constant(name: str) -> Any:

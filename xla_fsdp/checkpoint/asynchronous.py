@@ -118,7 +118,9 @@ class _Running:
         self._written = threading.Event()
         self._given_up = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, name=f"xla_fsdp checkpoint, rank {draft.rank}"
+            target=self._run,
+            name=f"xla_fsdp checkpoint, rank {draft.rank}",
+            daemon=False,  # else it is one where the rank's own thread is
         )
         self._thread.start()
 

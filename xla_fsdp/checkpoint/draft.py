@@ -106,13 +106,18 @@ class Draft:
         return self.shown
 
     def give_up(self, meeting: Meeting) -> None:
-        """After a failure that all ranks know of, when none writes any more: returns when what
-        there is of the save is gone, if it can be removed."""
+        """After a failure that all ranks know of: returns when :meth:`abandon` is over."""
         if self.rank == 0:
-            for path in {self.partial, self.data}:
-                with contextlib.suppress(CheckpointError):
-                    self.store.remove(path)
+            self.abandon()
         meeting.gather("give up the save", None)
+
+    def abandon(self) -> None:
+        """On rank 0, when no rank writes any more: removes what is there of it, if possible."""
+        for path in {self.partial, self.data}:
+            with contextlib.suppress(CheckpointError):
+                # It may be complete, and only what came after the manifest have failed.
+                if not folders.has_manifest(self.store, path) or path == self.partial:
+                    self.store.remove(path)
 
     def _await_file(self, rank: int, record: FileRecord) -> None:
         path = self.file(rank)
@@ -136,8 +141,8 @@ class Draft:
                 self.store.remove(self.partial)
             for path in folders.superseded(self.store, self.root, self.place, self.keep_last):
                 folders.discard(self.store, path)
-            later = folders.newest(self.store, self.root)
-            if later is not None and later > self.place:
+            later = folders.places(self.store, self.root)[-1]
+            if later > self.place:
                 warnings.warn(
                     f"{self.shown} is complete, but {later.name} beside it is later, and remains "
                     "the latest; remove it if it is of an earlier run",
@@ -211,15 +216,22 @@ def _prepare(store: Store, root: str, step: int) -> list:
         with contextlib.suppress(CheckpointError):  # a parent that may not be read
             store.sync_folder(parent)
     for path in folders.leftovers(store, root):
-        store.remove(path)
+        try:
+            store.remove(path)
+        except CheckpointError as error:  # that is no reason not to save
+            warnings.warn(f"a leftover could not be removed: {error}", stacklevel=2)
     place = folders.next_place(store, root, step)
     save_id = secrets.token_hex(8)
     partial = join(root, place.partial_name(save_id))
     store.make_folder(partial)
     if not store.renames:  # where there are no folders, only files are seen
         output = store.create(join(partial, _BEGUN))
-        output.write(save_id.encode())
-        output.close()
+        try:
+            output.write(save_id.encode())
+            output.close()
+        except BaseException:
+            output.discard()
+            raise
     return [save_id, place.version]
 
 

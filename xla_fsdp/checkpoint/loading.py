@@ -12,11 +12,12 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from ..consolidate.errors import MixedSaveError, ModelMismatchError
+from ..consolidate.errors import InvalidMetadataError, MixedSaveError, ModelMismatchError
 from ..consolidate.format import folders, values
 from ..consolidate.format.dtypes import DTYPES
-from ..consolidate.format.manifest import State, parameter_key, state_key
+from ..consolidate.format.manifest import NAME, State, parameter_key, state_key
 from ..consolidate.format.reader import ShardedCheckpoint
+from ..consolidate.format.store import join
 from ..swap import fill_
 from .contents import RNG_TORCH, RNG_XLA, set_device_seed
 from .inventory import Held, HeldBuffer, Inventory, take_inventory
@@ -79,15 +80,14 @@ def load_checkpoint(
         prepared.append(_prepare(reader, model, optimizer, scheduler, strict, restore_rng))
 
     meeting.together("read the checkpoint", prepare)
-    prepared[0].apply()
-    torch_xla.sync()
-    meeting.together("load the checkpoint", lambda: None)  # nobody trains on before all have loaded
+    # Nobody trains on before all have loaded.
+    meeting.together("take over what it read", prepared[0].apply)
     prepared[0].restore_rng()  # last: every meeting moves XLA's on
     return prepared[0].result
 
 
 def _find(path: str | os.PathLike) -> list[str]:
-    text = os.fspath(path)
+    text = os.fsdecode(path)
     store, folder = folders.resolve(text)
     manifest = ShardedCheckpoint(text).manifest
     name = folder.rpartition("/")[2]
@@ -172,6 +172,7 @@ class _Prepared:
                     }
         if self.scheduler is not None:
             self.scheduler.load_state_dict(self.scheduler_state)
+        torch_xla.sync()
 
     def restore_rng(self) -> None:
         if self.rng is not None:
@@ -200,6 +201,7 @@ def _prepare(
     restore_rng: bool,
 ) -> _Prepared:
     manifest, label = reader.checkpoint.manifest, reader.label
+    source = join(label, NAME)
     for what, value, saved in (
         ("an optimizer", optimizer, manifest.optimizer),
         ("a scheduler", scheduler, manifest.scheduler),
@@ -212,7 +214,7 @@ def _prepare(
     if optimizer is not None:
         matched = match_optimizer(manifest.optimizer, optimizer, inventory, match, label)
         groups = [
-            {name: values.decode(value, label) for name, value in group.options.items()}
+            {name: values.decode(value, source) for name, value in group.options.items()}
             for group in matched.groups
         ]
         known = manifest.optimizer.state
@@ -225,7 +227,10 @@ def _prepare(
             )
             for parameter, (named, state) in matched.states.items()
         ]
-    extra = values.decode(manifest.extra, label)
+    scheduler_state = values.decode(manifest.scheduler, source)
+    if scheduler is not None and not isinstance(scheduler_state, dict):
+        raise InvalidMetadataError(f"{source}: the scheduler's state is no dict")
+    extra = values.decode(manifest.extra, source)
     return _Prepared(
         result=LoadedCheckpoint(label, manifest.step, extra, manifest.world_size),
         holders=_holders(reader, inventory, match),
@@ -235,7 +240,7 @@ def _prepare(
         groups=groups,
         states=states,
         scheduler=scheduler,
-        scheduler_state=values.decode(manifest.scheduler, label),
+        scheduler_state=scheduler_state,
         rng=_rng(reader) if restore_rng and reader.same_world else None,
     )
 
@@ -279,7 +284,7 @@ def _state(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, encoded in state.single.items():
-        found[key] = decode_single(encoded, parameter.device, reader.label)
+        found[key] = decode_single(encoded, parameter.device, join(reader.label, NAME))
     for key, dtype in state.sharded.items():
         found[key] = _later(reader.flat(parameter, named, key, DTYPES[dtype]), parameter.device)
     return found
@@ -298,7 +303,7 @@ def _extra_state(
             f"{label}: {odd!r} is only in the checkpoint, or only in the model"
         )
     return [
-        (module, values.decode(saved[key], label))
+        (module, values.decode(saved[key], join(label, NAME)))
         for key, module in inventory.extra_state.items()
         if key in saved
     ]
@@ -308,6 +313,12 @@ def _rng(reader: _Reader) -> tuple[torch.Tensor, int] | None:
     own = reader.checkpoint.file(reader.meeting.rank)
     if RNG_TORCH not in own.container.entries or RNG_XLA not in own.container.entries:
         return None
-    sizes = [own.container.entries[key].numel for key in (RNG_TORCH, RNG_XLA)]
-    state, seed = own.read(RNG_TORCH, 0, sizes[0]), own.read(RNG_XLA, 0, sizes[1])
+    entries = [own.container.entries[key] for key in (RNG_TORCH, RNG_XLA)]
+    if entries[0].dtype != "U8" or (entries[1].dtype, entries[1].shape) != ("U8", (8,)):
+        raise InvalidMetadataError(f"{own.path}: the random states are of {entries}")
+    state, seed = own.read(RNG_TORCH, 0, entries[0].numel), own.read(RNG_XLA, 0, 8)
+    try:
+        torch.Generator().set_state(state)
+    except RuntimeError as error:
+        raise InvalidMetadataError(f"{own.path}: {RNG_TORCH!r}: {error!s:.120}") from None
     return state, int.from_bytes(bytes(seed.tolist()), "little")

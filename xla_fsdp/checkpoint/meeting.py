@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
 from ..consolidate.errors import OtherRankError
-from ..consolidate.format.strict import read_json, write_json
 
 
 class Meeting:
@@ -23,11 +23,12 @@ class Meeting:
         """Every rank's ``value`` (anything that JSON can express), by rank."""
         if self.size == 1:
             return [value]
-        payload = write_json([self.rank, value])
+        # As ASCII: a path may have characters that UTF-8 cannot express.
+        own = json.dumps([self.rank, value]).encode("ascii")
         # On TPU every length of payload is a program of its own: few lengths.
-        payload = payload.ljust(1 << max(8, (len(payload) - 1).bit_length()))
-        payloads = xm.rendezvous(f"xla_fsdp checkpoint: {what}", payload)
-        found = dict(read_json(bytes(payload), what) for payload in payloads)
+        own = own.ljust(1 << max(8, (len(own) - 1).bit_length()))
+        payloads = xm.rendezvous(f"xla_fsdp checkpoint: {what}", own)
+        found = dict(json.loads(bytes(payload)) for payload in payloads)
         return [found[rank] for rank in range(self.size)]
 
     def together(self, what: str, work: Callable[[], Any]) -> list[Any]:
@@ -57,5 +58,5 @@ class Meeting:
 
 def describe(error: Exception) -> str:
     """One line for other ranks to read."""
-    text = str(error).partition("\n")[0]
+    text = " ".join(str(error).splitlines())
     return f"{type(error).__name__}: {text:.500}" if text else type(error).__name__

@@ -88,7 +88,8 @@ def meeting_request(
     """The request, checked on all ranks."""
     made: list[Request] = []
     meeting.together(
-        "save with these arguments", lambda: made.append(Request(os.fspath(path), step, keep_last))
+        "save with these arguments",
+        lambda: made.append(Request(os.fsdecode(path), step, keep_last)),
     )
     return made[0]
 

@@ -1,0 +1,230 @@
+"""Checkpoints as files: small ones made without ranks, and ways to change one by hand.
+
+``write_body`` and the functions on top of it do what somebody would who forges a checkpoint: every
+digest is right afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from xla_fsdp.checkpoint import draft as drafts
+from xla_fsdp.checkpoint.contents import Contents
+from xla_fsdp.consolidate.format import values
+from xla_fsdp.consolidate.format.digests import chunk_bytes, digest
+from xla_fsdp.consolidate.format.folders import Place
+from xla_fsdp.consolidate.format.manifest import (
+    NAME,
+    Group,
+    Manifest,
+    Optimizer,
+    State,
+    Tensor,
+    buffer_key,
+    file_name,
+    parameter_key,
+    state_key,
+)
+from xla_fsdp.consolidate.format.rank_file import Item
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+from xla_fsdp.consolidate.format.store import join
+
+HEAD, MIDDLE, TAIL = b'{"digest": "', b'", "manifest":\n', b"}\n"
+
+
+class Small(nn.Module):
+    """A parameter of every rank, a smaller one, one number, and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 40)
+        self.norm = nn.BatchNorm1d(40)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.norm(self.linear(x)) * self.gain
+
+
+# --- made without ranks
+
+NAMED = {
+    "weight": ("F32", (5, 3)),
+    "bias": ("BF16", (7,)),
+    "gain": ("F32", ()),
+    "empty": ("F32", (0, 3)),
+}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+
+
+def contents(rank: int, world: int, step: int, value: float) -> Contents:
+    """What ``rank`` saves of a model in which every number is ``value``."""
+    parameters = {name: Tensor((name,), dtype, shape) for name, (dtype, shape) in NAMED.items()}
+    state = {"weight": State({"exp_avg": "F32"}, {"step": {"value": step}})}
+    options = {"lr": 0.1, "betas": values.encode((0.9, 0.95), "betas")}
+    manifest = Manifest(
+        save_id="",
+        step=step,
+        world_size=world,
+        parameters=parameters,
+        buffers={"mean": Tensor(("mean",), "F32", (2,))},
+        files=(),
+        optimizer=Optimizer("AdamW", (Group(("weight", "bias", "gain"), options),), state),
+        extra=values.encode({"value": value}, "extra") if rank == 0 else None,
+    )
+    items, begins = [], {}
+    for name, tensor in parameters.items():
+        begin, end = (tensor.numel * r // world for r in (rank, rank + 1))
+        if begin == end:
+            continue
+        begins[name] = begin
+        items.append(_item(parameter_key(name), tensor.dtype, (end - begin,), value))
+        if name in state:
+            items.append(_item(state_key("exp_avg", name), "F32", (end - begin,), value))
+    items.append(_item(buffer_key("mean"), "F32", (2,), value))
+    return Contents(manifest, items, begins)
+
+
+def _item(key, dtype, shape, value) -> Item:
+    return Item(key, dtype, shape, lambda: torch.full(shape, value, dtype=DTYPES[dtype]))
+
+
+def begin(root, step: int, value: float, world: int = 3, keep_last=None) -> list[drafts.Draft]:
+    """What ``save_checkpoint`` does on ``world`` ranks before they write: a draft for each."""
+    store, folder = drafts.open_store(str(root))
+    save_id, version = drafts._prepare(store, folder, step)
+    place = Place(step, version)
+    made = []
+    for rank in range(world):
+        own = contents(rank, world, step, value)
+        made.append(
+            drafts.Draft(
+                store=store,
+                root=folder,
+                place=place,
+                folder=join(folder, place.name),
+                partial=join(folder, place.partial_name(save_id)),
+                shown=join(str(root), place.name),
+                contents=_with_id(own, save_id),
+                rank=rank,
+                keep_last=keep_last,
+            )
+        )
+    return made
+
+
+def _with_id(own: Contents, save_id: str) -> Contents:
+    from dataclasses import replace
+
+    return replace(own, manifest=replace(own.manifest, save_id=save_id))
+
+
+def save(root, step: int, value: float, world: int = 3, keep_last=None) -> str:
+    """``save_checkpoint`` of a model in which every number is ``value``, without ranks."""
+    made = begin(root, step, value, world, keep_last)
+    try:
+        return made[0].commit([draft.write() for draft in made])
+    except Exception:
+        made[0].abandon()
+        raise
+
+
+def read_value(path) -> float:
+    """The number that :func:`save` was given; an error if it is not the only one."""
+    checkpoint = ShardedCheckpoint(path)
+    checkpoint.verify()
+    found = {values.decode(checkpoint.manifest.extra, "extra")["value"]}
+    for name, tensor in checkpoint.manifest.parameters.items():
+        found.update(checkpoint.read_parameter(name, 0, tensor.numel).tolist())
+    found.update(checkpoint.read_state("exp_avg", "weight", 0, 15).tolist())
+    for rank in range(checkpoint.manifest.world_size):
+        found.update(checkpoint.read_buffer("mean", rank).tolist())
+    (value,) = found
+    return value
+
+
+# --- changed by hand
+
+
+def copied(folder, to) -> Path:
+    """A copy under the same name, in a folder ``to`` of its own."""
+    return Path(shutil.copytree(folder, Path(to) / Path(folder).name))
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def seal(body: bytes) -> bytes:
+    """A manifest file of that body."""
+    return HEAD + digest(body).encode() + MIDDLE + body + TAIL
+
+
+def read_body(folder) -> dict:
+    data = (Path(folder) / NAME).read_bytes()
+    return json.loads(data[data.index(b"\n") : -len(TAIL)])
+
+
+def write_body(folder, body: dict) -> None:
+    (Path(folder) / NAME).write_bytes(seal(json.dumps(body).encode()))
+
+
+@contextlib.contextmanager
+def forged(folder):
+    """The manifest's content, to be changed; then it gets a right digest, and all files do."""
+    body = read_body(folder)
+    yield body
+    for record in body["files"]:
+        path = Path(folder) / str(record["name"])
+        if path.is_file():
+            _describe(record, path.read_bytes())
+    write_body(folder, body)
+
+
+def _describe(record: dict, data: bytes) -> None:
+    size = len(data)
+    chunk = chunk_bytes(size)
+    each = [digest(data[at : at + chunk]) for at in range(0, size, chunk)]
+    record.update(size=size, chunk=chunk, digests="".join(each))
+
+
+def split(data: bytes) -> tuple[dict, bytes]:
+    """Header and tensors of a safetensors file."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
+
+
+def unsplit(header, tensors: bytes) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + tensors
+
+
+@contextlib.contextmanager
+def forged_header(folder, rank: int):
+    """The header of a rank's file, to be changed; all digests are right afterwards."""
+    with forged(folder) as body:
+        path = Path(folder) / file_name(rank, body["world_size"])
+        header, tensors = split(path.read_bytes())
+        yield header
+        path.write_bytes(unsplit(header, tensors))
+
+
+def take_out(folder, rank: int, key: str) -> None:
+    """Removes a tensor from a rank's file; all digests are right afterwards."""
+    with forged(folder) as body:
+        path = Path(folder) / file_name(rank, body["world_size"])
+        header, tensors = split(path.read_bytes())
+        begin, end = header.pop(key)["data_offsets"]
+        for name, entry in header.items():
+            if name != "__metadata__":
+                entry["data_offsets"] = [
+                    at - (end - begin) if at >= end else at for at in entry["data_offsets"]
+                ]
+        path.write_bytes(unsplit(header, tensors[:begin] + tensors[end:]))

@@ -1,0 +1,533 @@
+"""Whatever happens during a save: the old checkpoint loads or the new one, and the next save works.
+
+Processes are killed at every boundary by a fork of a process that has everything imported.
+"""
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import signal
+import threading
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import checkpoint_files as files
+import pytest
+from checkpoint_files import read_value, save
+
+from xla_fsdp.consolidate.errors import CheckpointError, OutputError
+from xla_fsdp.consolidate.format import folders
+from xla_fsdp.consolidate.format.local import LocalStore
+from xla_fsdp.consolidate.format.reader import latest
+
+CALLS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir")
+
+
+@dataclass
+class Boundaries:
+    """Counts the system calls on files under ``root``; at the ``at``-th something happens.
+
+    A write counts twice: before it, and when half of it is done.
+    """
+
+    root: str
+    at: int
+    happen: object  # called with the name of the call
+    only: tuple = CALLS
+    count: int = 0
+    descriptors: set = field(default_factory=set)
+    lock: object = field(default_factory=threading.RLock)
+
+    def __enter__(self):
+        self.real = {name: getattr(os, name) for name in CALLS}
+        for name in CALLS:
+            setattr(os, name, self._wrapped(name))
+        return self
+
+    def __exit__(self, *_):
+        for name, call in self.real.items():
+            setattr(os, name, call)
+
+    def _wrapped(self, name):
+        real = self.real[name]
+
+        def call(first, *args, **kwargs):
+            if not self._ours(first, kwargs):
+                return real(first, *args, **kwargs)
+            self._count(name)
+            if name == "write":
+                with self.lock:
+                    if self.count + 1 == self.at:
+                        real(first, args[0][: len(args[0]) // 2])
+                self._count(name)
+            result = real(first, *args, **kwargs)
+            if name == "open":
+                self.descriptors.add(result)
+            elif name == "close":
+                self.descriptors.discard(first)
+            return result
+
+        return call
+
+    def _ours(self, first, kwargs):
+        if isinstance(first, int):
+            return first in self.descriptors
+        inside = kwargs.get("dir_fd")
+        return inside in self.descriptors if inside else str(first).startswith(self.root)
+
+    def _count(self, name):
+        if name not in self.only:
+            return
+        with self.lock:
+            self.count += 1
+            if self.count == self.at:
+                self.happen(name)
+
+
+def kill(_name):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_child(work) -> int:
+    """The signal that ended a fork of this process which does ``work()``; 0 if it came back."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return os.WTERMSIG(status)
+    assert os.WEXITSTATUS(status) == 0
+    return 0
+
+
+def assert_whole(root, allowed) -> float:
+    """``latest`` and reading the folder agree on one of the allowed values; all checkpoints that
+    there are, are whole."""
+    value = read_value(root)
+    assert value in allowed, (value, allowed)
+    assert read_value(latest(root)) == value
+    store = LocalStore()
+    for place in folders.places(store, root):
+        if folders.has_manifest(store, f"{root}/{place.name}"):
+            read_value(f"{root}/{place.name}")
+    return value
+
+
+# --- killed
+
+
+def _kill_everywhere(root, second, keep_last, at):
+    """Step 1 is there, and another one is killed at its ``at``-th system call, and all that follow.
+    How many there are, and how often each of the two was there after a kill."""
+    seen = {1.0: 0, 2.0: 0}
+    start = f"{root}/start"
+    save(start, 1, 1.0, world=2)
+    while True:
+        run = f"{root}/run"
+        shutil.copytree(start, run)
+
+        def work(at=at, run=run):
+            with Boundaries(run, at, kill):
+                save(run, second, 2.0, world=2, keep_last=keep_last)
+
+        ended = in_child(work)
+        seen[assert_whole(run, (1.0, 2.0))] += 1
+        # A real run is started anew and saves on.
+        save(run, 9, 9.0, world=2, keep_last=1)
+        assert os.listdir(run) == ["step-00000009"] and read_value(run) == 9.0, at
+        shutil.rmtree(run)
+        if not ended:
+            return at, seen
+        at += 1
+
+
+# Saving a step again is the same until it is complete.
+@pytest.mark.parametrize("second, keep_last, begin", [(2, 1, 1), (1, None, 40)])
+def test_killed_at_every_system_call(forks, tmp_path, second, keep_last, begin):
+    count, seen = forks(_kill_everywhere, str(tmp_path), second, keep_last, begin)
+    assert count > 50 and seen[2.0] > 5 and seen[1.0] > 42 - begin
+
+
+class Stopped(BaseException):
+    """Not caught by anything: the rank does nothing any more."""
+
+
+def _stop_one_rank(root, victim):
+    save(root, 1, 1.0)
+    at, stopped = 0, True
+    while stopped:
+        at += 1
+        stopped = False
+
+        def stop(_name):
+            raise Stopped
+
+        for draft in files.begin(root, 2, 2.0):
+            if draft.rank != victim:
+                draft.write()
+                continue
+            try:
+                with Boundaries(root, at, stop):
+                    draft.write()
+            except Stopped:
+                stopped = True
+        # The others wait for it; then all are killed. Nobody said that all is written.
+        assert_whole(root, (1.0,))
+    save(root, 3, 3.0, keep_last=1)
+    assert os.listdir(root) == ["step-00000003"]
+    return at
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_one_rank_stops_and_the_others_write(tmp_path, victim):
+    assert _stop_one_rank(str(tmp_path), victim) > 15
+
+
+def test_a_removal_cut_short_is_ended_by_the_next_save(tmp_path):
+    """Without it a half removed checkpoint would stay for ever."""
+    root = str(tmp_path)
+    save(root, 1, 1.0)
+
+    def stop(_name):
+        raise Stopped
+
+    with pytest.raises(Stopped), Boundaries(root, 2, stop, only=("unlink",)):
+        save(root, 2, 2.0, keep_last=1)
+    assert len(os.listdir(root)) == 2 and read_value(root) == 2.0
+    save(root, 3, 3.0, keep_last=1)
+    assert os.listdir(root) == ["step-00000003"]
+
+
+# --- errors of the system
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.filterwarnings("ignore:.*is complete, but an older checkpoint could not be removed")
+def test_an_error_of_every_system_call(tmp_path, code):
+    start = str(tmp_path / "start")
+    save(start, 1, 1.0, world=2)
+    at = 0
+    while True:
+        at += 1
+        run, happened = f"{tmp_path}/run", []
+        shutil.copytree(start, run)
+
+        def fail(name):
+            happened.append(name)  # noqa: B023
+            raise OSError(code, os.strerror(code))
+
+        raised = False
+        with Boundaries(run, at, fail):
+            try:
+                save(run, 2, 2.0, world=2, keep_last=1)
+            except OutputError as error:
+                raised = True
+                assert run in str(error) and os.strerror(code) in str(error)
+        value = assert_whole(run, (1.0, 2.0))
+        assert raised or value == 2.0, (at, happened)
+        save(run, 9, 9.0, world=2, keep_last=1)
+        assert os.listdir(run) == ["step-00000009"], (at, happened)
+        shutil.rmtree(run)
+        if not happened:
+            return
+
+
+def test_a_failed_close_closes_no_file_of_another_thread(tmp_path, monkeypatch):
+    store = LocalStore()
+    output = store.create(str(tmp_path / "one"))
+    with monkeypatch.context() as patch:
+
+        def fail(_descriptor):
+            raise OSError(errno.EIO, "Input/output error")
+
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OutputError, match="Input/output error"):
+            output.close()
+    other = store.create(str(tmp_path / "two"))  # gets the number of the one before
+    output.discard()
+    other.write(b"whole")
+    other.close()
+    assert (tmp_path / "two").read_bytes() == b"whole"
+
+
+def _with_full_device(root):
+    real = os.open
+
+    def opened(path, *args, **kwargs):
+        full = str(path).endswith("rank-00001-of-00003.safetensors")
+        return real("/dev/full", os.O_WRONLY) if full else real(path, *args, **kwargs)
+
+    os.open = opened
+    try:
+        save(root, 2, 2.0)
+    except OutputError as error:
+        return str(error)
+    finally:
+        os.open = real
+
+
+def _with_small_files(root):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        save(root, 2, 2.0)
+    except OutputError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("fault", [_with_full_device, _with_small_files])
+def test_the_disk_is_full(forks, tmp_path, fault):
+    root = str(tmp_path)
+    save(root, 1, 1.0)
+    text = forks(fault, root)
+    assert "rank-0000" in text and ("No space left" in text or "File too large" in text)
+    assert os.listdir(root) == ["step-00000001"] and read_value(root) == 1.0
+    save(root, 2, 2.0)
+    assert read_value(root) == 2.0
+
+
+# --- what stands in the way
+
+
+def test_a_file_in_place_of_the_folder(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("precious")
+    for where in (path, path / "below"):
+        with pytest.raises(OutputError, match="file"):
+            save(where, 1, 1.0)
+        with pytest.raises(CheckpointError, match="file"):
+            read_value(where)
+    assert path.read_text() == "precious"
+
+
+def test_things_of_others_are_neither_read_nor_removed(tmp_path):
+    root = str(tmp_path)
+    foreign = [
+        "step-00000007",
+        "step-000000008",
+        "step-00000009.1",
+        "step-٠٠٠٠٠٠٠٩",
+        ".step-1.partial",
+    ]
+    for name in foreign:
+        os.mkdir(f"{root}/{name}")
+        Path(root, name, "weights").write_text("precious")
+    Path(root, "step-00000099").write_text("a file")
+    save(root, 5, 5.0)
+    save(root, 6, 6.0, keep_last=1)
+    assert read_value(root) == 6.0 and latest(root).endswith("step-00000006")
+    assert sorted(os.listdir(root)) == sorted([*foreign, "step-00000099", "step-00000006"])
+
+
+def test_removing_a_link_leaves_what_it_points_to(tmp_path):
+    root, archive = str(tmp_path / "run"), str(tmp_path / "archive")
+    save(archive, 1, 1.0)
+    os.mkdir(root)
+    os.symlink(f"{archive}/step-00000001", f"{root}/step-00000001")
+    assert read_value(root) == 1.0
+    save(root, 2, 2.0, keep_last=1)
+    assert os.listdir(root) == ["step-00000002"] and read_value(archive) == 1.0
+
+
+def test_what_was_just_saved_is_kept_even_if_newer_steps_are_there(tmp_path):
+    """A run that was set back to an older step saves again."""
+    save(tmp_path, 3000, 1.0)
+    path = save(tmp_path, 1500, 2.0, keep_last=1)
+    assert read_value(path) == 2.0
+
+
+def test_latest_while_a_newer_one_takes_its_place(tmp_path, monkeypatch):
+    """It must not say that there is none: a run would start from the beginning."""
+    root = str(tmp_path)
+    save(root, 1, 1.0)
+    real, calls = folders.newest, []
+
+    def newest(store, path):
+        place = real(store, path)
+        if not calls:
+            calls.append(save(root, 2, 2.0, keep_last=1))
+        return place
+
+    monkeypatch.setattr(folders, "newest", newest)
+    assert latest(root) == f"{root}/step-00000002"
+
+
+def test_a_leftover_that_cannot_be_removed_does_not_block_the_next_save(tmp_path, monkeypatch):
+    root = str(tmp_path)
+    files.begin(root, 1, 1.0)
+    (leftover,) = os.listdir(root)
+    real = LocalStore.remove
+
+    def remove(self, path):
+        if path.endswith(leftover):
+            raise OutputError(f"{path}: cannot be written: Device or resource busy")
+        real(self, path)
+
+    monkeypatch.setattr(LocalStore, "remove", remove)
+    with pytest.warns(UserWarning, match=f"{leftover}.*busy"):
+        save(root, 1, 2.0)
+    assert read_value(root) == 2.0
+    monkeypatch.undo()
+    save(root, 2, 3.0, keep_last=1)
+    assert os.listdir(root) == ["step-00000002"]
+
+
+def test_two_jobs_in_one_folder(tmp_path):
+    """The second takes the first one's files for leftovers: that one fails, nothing is mixed."""
+    one, two = files.begin(tmp_path, 1, 1.0), files.begin(tmp_path, 1, 2.0)
+    with pytest.raises(OutputError):
+        one[0].write()
+    two[0].commit([draft.write() for draft in two])
+    assert read_value(tmp_path) == 2.0
+
+
+# --- stores that cannot rename
+
+
+class Interrupting:
+    """A store in which something happens at the ``at``-th change."""
+
+    CHANGES = ("create", "make_folder", "rename", "remove", "sync_folder", "write", "close")
+
+    def __init__(self, inner, happen):
+        self._inner = inner
+        self._happen = happen
+
+    def __getattr__(self, name):
+        value = getattr(self._inner, name)
+        if name not in self.CHANGES:
+            return value
+
+        def call(*args):
+            self._happen(name)
+            result = value(*args)
+            return Interrupting(result, self._happen) if name == "create" else result
+
+        return call
+
+
+@contextlib.contextmanager
+def _interrupted(monkeypatch, at, error):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    count = []
+
+    def happen(name):
+        count.append(name)
+        if len(count) == at:
+            raise error(f"injected at {name}")
+
+    real_open, real_rm = files.drafts.open_store, MemoryFileSystem.rm_file
+
+    def opened(path, *args):
+        store, folder = real_open(path, *args)
+        return Interrupting(store, happen), folder
+
+    def rm_file(self, path):
+        happen("rm_file")
+        return real_rm(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.drafts, "open_store", opened)
+        patch.setattr(MemoryFileSystem, "rm_file", rm_file)
+        yield count
+
+
+@pytest.mark.parametrize("error", [Stopped, OutputError])
+@pytest.mark.parametrize("second", [1, 2])
+@pytest.mark.filterwarnings("ignore:.*is complete, but an older checkpoint could not be removed")
+def test_an_object_store_interrupted_at_every_change(monkeypatch, error, second):
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    at, seen = 0, set()
+    while True:
+        at += 1
+        root = f"memory://interrupted-{error.__name__}-{second}/[{at}]*"
+        save(root, 1, 1.0)
+        with _interrupted(monkeypatch, at, error) as count:
+            with contextlib.suppress(Stopped, OutputError):
+                save(root, second, 2.0, keep_last=1)
+        value = read_value(root)
+        assert value in (1.0, 2.0) and read_value(latest(root)) == value, at
+        seen.add(value)
+        save(root, 9, 9.0, keep_last=1)
+        left = {name.split("/")[3] for name in memory.find(root) if f"[{at}]" in name}
+        assert left == {"step-00000009"} and read_value(root) == 9.0, (at, count)
+        if len(count) < at:
+            assert seen == {1.0, 2.0} and at > 40
+            return
+
+
+def test_a_warning_that_is_an_error_does_not_cost_the_checkpoint(monkeypatch):
+    """Removing old ones fails, and warnings are errors: the new one is complete all the same."""
+    root = "memory://warning"
+    save(root, 1, 1.0)
+
+    def fail(store, folder):
+        raise OutputError(f"{folder}: cannot be written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "discard", fail)
+        with pytest.raises(UserWarning, match="is complete"):
+            save(root, 2, 2.0, keep_last=1)
+    assert read_value(root) == 2.0
+
+
+def test_folders_of_others_in_an_object_store_are_not_removed():
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/shared/step-00000007/weights", b"precious")
+    memory.pipe("/shared/step-00000008/rank-00000-of-00001.safetensors", b"cut short")
+    save("memory://shared", 1, 1.0)
+    assert memory.exists("/shared/step-00000007/weights")
+    assert not memory.exists("/shared/step-00000008/rank-00000-of-00001.safetensors")
+    assert read_value("memory://shared") == 1.0
+
+
+def test_a_discarded_object_does_not_appear_when_it_is_freed(monkeypatch):
+    """fsspec closes, that is uploads, buffered files when they are freed."""
+    import gc
+
+    from fsspec.implementations.memory import MemoryFileSystem
+    from fsspec.spec import AbstractBufferedFile
+
+    from xla_fsdp.consolidate.format.remote import RemoteStore
+
+    uploaded = []
+
+    class File(AbstractBufferedFile):
+        def _initiate_upload(self):
+            pass
+
+        def _upload_chunk(self, final=False):
+            uploaded.append(self.buffer.getvalue())
+            return True
+
+    monkeypatch.setattr(
+        MemoryFileSystem, "_open", lambda self, path, mode, **_: File(self, path, mode)
+    )
+    store = RemoteStore(MemoryFileSystem(), "memory")
+    output = store.create("/discarded")
+    output.write(b"half")
+    output.discard()
+    del output
+    gc.collect()
+    assert not uploaded
+    output = store.create("/written")
+    output.write(b"whole")
+    output.close()
+    assert uploaded == [b"whole"]

@@ -1,0 +1,555 @@
+"""A damaged checkpoint is refused by name, and nothing is loaded from it."""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import checkpoint_files as files
+import pytest
+import torch
+from checkpoint_files import copied, flip, forged, forged_header, take_out
+
+from xla_fsdp.consolidate.errors import (
+    CheckpointError,
+    CorruptFileError,
+    CoverageError,
+    InvalidMetadataError,
+    MissingRankError,
+    MixedSaveError,
+    ShardMismatchError,
+    UnreadableFileError,
+)
+from xla_fsdp.consolidate.format.manifest import NAME, file_name
+from xla_fsdp.consolidate.format.reader import RankFile, ShardedCheckpoint, latest
+
+WORLD = 3
+RANK_FILES = [file_name(rank, WORLD) for rank in range(WORLD)]
+
+
+def _trained(seed):
+    """A model and an optimizer that has a state."""
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    torch.manual_seed(seed)
+    model = FSDP(files.Small())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(4, 16).to("xla")).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch_xla.sync()
+    return model, optimizer
+
+
+def _save_twice(rank, root):
+    from xla_fsdp import save_checkpoint
+
+    model, optimizer = _trained(seed=1)
+    return [save_checkpoint(root, model, optimizer, step=step, extra=step) for step in (5, 6)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folders of two steps of a run, and of step 5 of another run, saved by three ranks."""
+    from xla_fsdp.testing import run_in_ranks
+
+    roots = [tmp_path_factory.mktemp(name) for name in ("run", "other")]
+    (five, six), (other, _) = (
+        map(Path, run_in_ranks(_save_twice, WORLD, str(root))[0]) for root in roots
+    )
+    return {"five": five, "six": six, "other": other}
+
+
+def _refused(folder) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        ShardedCheckpoint(str(folder)).verify()
+    return caught.value
+
+
+# --- by accident
+
+
+def test_a_bit_flipped_anywhere_in_a_rank_file(saved, tmp_path):
+    folder = copied(saved["five"], tmp_path)
+    checkpoint = ShardedCheckpoint(folder)
+    rank = min(range(WORLD), key=lambda rank: (folder / RANK_FILES[rank]).stat().st_size)
+    path = folder / RANK_FILES[rank]
+    with open(path, "r+b") as file:
+        for offset, byte in enumerate(path.read_bytes()):
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << offset % 8]), offset)
+            with pytest.raises(CorruptFileError) as caught:
+                RankFile(checkpoint.store, checkpoint.folder, checkpoint.manifest, rank).verify()
+            assert str(path) in str(caught.value), offset
+            if offset % 100 == 0:
+                assert isinstance(_refused(folder), CorruptFileError), offset
+            os.pwrite(file.fileno(), bytes([byte]), offset)
+    checkpoint.verify()
+
+
+def test_a_bit_flipped_anywhere_in_the_manifest(saved, tmp_path):
+    folder = copied(saved["five"], tmp_path)
+    path = folder / NAME
+    with open(path, "r+b") as file:
+        for offset, byte in enumerate(path.read_bytes()):
+            for bit in {offset % 8, 0}:
+                os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), offset)
+                error = _refused(folder)
+                assert isinstance(error, CorruptFileError) and str(path) in str(error), offset
+            os.pwrite(file.fileno(), bytes([byte]), offset)
+    ShardedCheckpoint(str(folder)).verify()
+
+
+def test_a_bit_flipped_in_every_chunk_of_a_larger_file(tmp_path):
+    """A part is read without the rest: only what is damaged is refused."""
+    from xla_fsdp.consolidate.format.local import LocalStore
+    from xla_fsdp.consolidate.format.rank_file import CheckedFile, Item, write_file
+
+    path, chunk = str(tmp_path / "file"), 1 << 20
+    value = torch.arange(3 * chunk // 4 + 100, dtype=torch.float32)
+    store, item = LocalStore(), Item("x", "F32", tuple(value.shape), lambda: value)
+    record = write_file(store, path, [item], {})
+    assert len(record.digests) == 4
+    for number in range(4):
+        flip(Path(path), number * chunk + 200)
+        for other in range(4):
+            file = CheckedFile(store, path, record)
+            out = memoryview(bytearray(100))
+            if other == number:
+                with pytest.raises(CorruptFileError, match=str(other * chunk)):
+                    file.read_into(other * chunk, out)
+            else:
+                file.read_into(other * chunk, out)
+        flip(Path(path), number * chunk + 200)
+
+
+def _header_end(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+LENGTHS = {
+    "nothing": lambda path: 0,
+    "1 byte": lambda path: 1,
+    "8 bytes": lambda path: 8,
+    "all but the end of the header": lambda path: _header_end(path) - 1,
+    "all of the header": _header_end,
+    "all but the last byte": lambda path: path.stat().st_size - 1,
+    "one byte more": lambda path: path.stat().st_size + 1,
+    "one block more": lambda path: path.stat().st_size + 4096,
+}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", [*RANK_FILES, NAME])
+def test_another_length(saved, tmp_path, name, length):
+    if name == NAME and "header" in length:
+        length = "8 bytes"
+    path = copied(saved["five"], tmp_path) / name
+    os.truncate(path, LENGTHS[length](path))
+    error = _refused(path.parent)
+    assert isinstance(error, CorruptFileError) and str(path) in str(error)
+    with pytest.raises(CorruptFileError, match=name):
+        latest(tmp_path)
+
+
+def test_latest_falls_back_to_nothing_by_itself(saved, tmp_path):
+    """Not to an older checkpoint: that is for a human to decide."""
+    copied(saved["five"], tmp_path)
+    six = copied(saved["six"], tmp_path)
+    assert latest(tmp_path) == str(six)
+    os.truncate(six / RANK_FILES[1], 100)
+    with pytest.raises(CorruptFileError, match=RANK_FILES[1]):
+        latest(tmp_path)
+    shutil.rmtree(six)
+    assert latest(tmp_path) == str(tmp_path / saved["five"].name)
+
+
+# --- by hand: each gets a copy of step 5, and returns what is to be named in the error
+
+
+def exchange(folder, saved):
+    one, two = folder / RANK_FILES[0], folder / RANK_FILES[1]
+    data = one.read_bytes(), two.read_bytes()
+    two.write_bytes(data[0]), one.write_bytes(data[1])
+    return RANK_FILES[:2]
+
+
+def exchange_and_adapt(folder, saved):
+    with forged(folder):
+        exchange(folder, saved)
+    return RANK_FILES[:2]
+
+
+def duplicate(folder, saved):
+    shutil.copy(folder / RANK_FILES[0], folder / RANK_FILES[1])
+    return RANK_FILES[1]
+
+
+def duplicate_and_adapt(folder, saved):
+    with forged(folder):
+        duplicate(folder, saved)
+    return RANK_FILES[1]
+
+
+def duplicate_with_another_rank(folder, saved):
+    with forged(folder):
+        duplicate(folder, saved)
+    with forged_header(folder, 1) as header:
+        header["__metadata__"]["rank"] = "1"
+    return RANK_FILES[1]
+
+
+def without(rank):
+    def remove(folder, saved):
+        (folder / RANK_FILES[rank]).unlink()
+        return RANK_FILES[rank]
+
+    remove.__name__ = f"without_{rank}"
+    return remove
+
+
+def stale_rank(folder, saved):
+    shutil.copy(folder / RANK_FILES[0], folder / file_name(3, 3))
+    return file_name(3, 3)
+
+
+def stale_world(folder, saved):
+    shutil.copy(folder / RANK_FILES[0], folder / file_name(0, 2))
+    return file_name(0, 2)
+
+
+def smaller_world(folder, saved):
+    with forged(folder) as body:
+        body["world_size"] = 2
+        body["files"] = body["files"][:2]
+        for rank, record in enumerate(body["files"]):
+            record["name"] = file_name(rank, 2)
+            (folder / RANK_FILES[rank]).rename(folder / record["name"])
+        (folder / RANK_FILES[2]).unlink()
+    return file_name(0, 2), file_name(1, 2)
+
+
+def of_another_step(folder, saved):
+    shutil.copy(saved["six"] / RANK_FILES[2], folder)
+    return RANK_FILES[2]
+
+
+def of_another_step_and_adapt(folder, saved):
+    with forged(folder):
+        of_another_step(folder, saved)
+    return RANK_FILES[2]
+
+
+def of_another_run(folder, saved):
+    shutil.copy(saved["other"] / RANK_FILES[1], folder)
+    return RANK_FILES[1]
+
+
+def of_another_run_and_adapt(folder, saved):
+    with forged(folder):
+        of_another_run(folder, saved)
+    return RANK_FILES[1]
+
+
+def manifest_of_another_step(folder, saved):
+    shutil.copy(saved["six"] / NAME, folder)
+    return NAME
+
+
+def manifest_of_another_run(folder, saved):
+    shutil.copy(saved["other"] / NAME, folder)
+    return RANK_FILES
+
+
+def folder_of_another_step(folder, saved):
+    shutil.rmtree(folder)
+    shutil.copytree(saved["six"], folder)
+    return NAME
+
+
+def file_of_another_dtype(folder, saved):
+    with forged_header(folder, 1) as header:
+        header["parameter/linear.weight"]["dtype"] = "I32"
+    return RANK_FILES[1]
+
+
+def state_of_another_dtype(folder, saved):
+    with forged_header(folder, 1) as header:
+        header["state/exp_avg/linear.weight"]["dtype"] = "U32"
+    return RANK_FILES[1]
+
+
+def manifest_of_another_dtype(folder, saved):
+    with forged(folder) as body:
+        for tensor in body["parameters"]:
+            tensor["dtype"] = "I32"
+    return RANK_FILES
+
+
+def manifest_of_another_shape(folder, saved):
+    with forged(folder) as body:
+        body["parameters"][1]["shape"] = [41, 16]
+    return "weight"
+
+
+def manifest_of_another_buffer_shape(folder, saved):
+    with forged(folder) as body:
+        body["buffers"][0]["shape"] = [41]
+    return RANK_FILES
+
+
+def gap(folder, saved):
+    with forged_header(folder, 1) as header:
+        _shift(header, 1)
+    return RANK_FILES
+
+
+def overlap(folder, saved):
+    with forged_header(folder, 1) as header:
+        _shift(header, -1)
+    return RANK_FILES
+
+
+def _shift(header, by):
+    begins = json.loads(header["__metadata__"]["begins"])
+    begins["linear.weight"] += by
+    header["__metadata__"]["begins"] = json.dumps(begins)
+
+
+def begins_beyond_the_end(folder, saved):
+    with forged_header(folder, 2) as header:
+        _shift(header, 1)
+    return RANK_FILES[2]
+
+
+def begins_of_nothing(folder, saved):
+    with forged_header(folder, 2) as header:
+        del header["__metadata__"]["begins"]
+    return RANK_FILES[2]
+
+
+def begins_of_an_unknown_parameter(folder, saved):
+    with forged_header(folder, 2) as header:
+        header["__metadata__"]["begins"] = '{"unknown":0}'
+    return RANK_FILES[2]
+
+
+def lost_piece(folder, saved):
+    for key in ("parameter", "state/exp_avg", "state/exp_avg_sq"):
+        take_out(folder, 1, f"{key}/linear.weight")
+    return "linear.weight"
+
+
+def lost_last_piece(folder, saved):
+    for key in ("parameter", "state/exp_avg", "state/exp_avg_sq"):
+        take_out(folder, 2, f"{key}/linear.weight")
+    return "linear.weight"
+
+
+def lost_state(folder, saved):
+    take_out(folder, 1, "state/exp_avg_sq/linear.weight")
+    return RANK_FILES[1]
+
+
+def lost_parameter_of_a_state(folder, saved):
+    take_out(folder, 1, "parameter/linear.weight")
+    return RANK_FILES[1]
+
+
+def lost_buffer(folder, saved):
+    take_out(folder, 0, "buffer/norm.running_mean")
+    return RANK_FILES[0]
+
+
+def lost_buffer_of_another_rank(folder, saved):
+    take_out(folder, 2, "buffer/norm.running_mean")
+    return RANK_FILES[2]
+
+
+def renamed_parameter(folder, saved):
+    with forged_header(folder, 0) as header:
+        header["parameter/unknown"] = header.pop("parameter/linear.weight")
+    return RANK_FILES[0]
+
+
+def of_unknown_kind(folder, saved):
+    with forged_header(folder, 0) as header:
+        header["unknown"] = header.pop("buffer/norm.running_mean")
+    return RANK_FILES[0]
+
+
+def of_another_version(folder, saved):
+    with forged(folder) as body:
+        body["version"] = 3
+    return NAME
+
+
+BY_HAND = {
+    exchange: CorruptFileError,
+    exchange_and_adapt: MixedSaveError,
+    duplicate: CorruptFileError,
+    duplicate_and_adapt: MixedSaveError,
+    duplicate_with_another_rank: CoverageError,
+    without(0): MissingRankError,
+    without(1): MissingRankError,
+    without(2): MissingRankError,
+    stale_rank: MixedSaveError,
+    stale_world: MixedSaveError,
+    smaller_world: MixedSaveError,
+    of_another_step: CorruptFileError,
+    of_another_step_and_adapt: MixedSaveError,
+    of_another_run: CorruptFileError,
+    of_another_run_and_adapt: MixedSaveError,
+    manifest_of_another_step: MixedSaveError,
+    manifest_of_another_run: CorruptFileError,
+    folder_of_another_step: MixedSaveError,
+    file_of_another_dtype: ShardMismatchError,
+    state_of_another_dtype: ShardMismatchError,
+    manifest_of_another_dtype: ShardMismatchError,
+    manifest_of_another_shape: CoverageError,
+    manifest_of_another_buffer_shape: ShardMismatchError,
+    gap: CoverageError,
+    overlap: CoverageError,
+    begins_beyond_the_end: CoverageError,
+    begins_of_nothing: InvalidMetadataError,
+    begins_of_an_unknown_parameter: InvalidMetadataError,
+    lost_piece: CoverageError,
+    lost_last_piece: CoverageError,
+    lost_state: CoverageError,
+    lost_parameter_of_a_state: CoverageError,
+    lost_buffer: ShardMismatchError,
+    lost_buffer_of_another_rank: ShardMismatchError,
+    renamed_parameter: ShardMismatchError,
+    of_unknown_kind: InvalidMetadataError,
+    of_another_version: InvalidMetadataError,
+}
+
+
+def _names_one_of(text: str, names: str | Sequence[str]) -> bool:
+    return any(name in text for name in ([names] if isinstance(names, str) else names))
+
+
+@pytest.mark.parametrize("change", BY_HAND, ids=lambda change: change.__name__)
+def test_changed_by_hand(saved, tmp_path, change):
+    folder = copied(saved["five"], tmp_path)
+    names = change(folder, saved)
+    error = _refused(folder)
+    assert isinstance(error, BY_HAND[change]), repr(error)
+    assert str(folder) in str(error) and _names_one_of(str(error), names), error
+
+
+# --- on ranks
+
+
+def symlinked_file(folder, saved):
+    (folder / RANK_FILES[1]).rename(folder / "elsewhere")
+    (folder / RANK_FILES[1]).symlink_to(folder / "elsewhere")
+    return RANK_FILES[1]
+
+
+def flipped(name):
+    def change(folder, saved):
+        flip(folder / name, (folder / name).stat().st_size // 2)
+        return name
+
+    change.__name__ = f"flipped_{name}"
+    return change
+
+
+def cut(name):
+    def change(folder, saved):
+        os.truncate(folder / name, (folder / name).stat().st_size - 1)
+        return name
+
+    change.__name__ = f"cut_{name}"
+    return change
+
+
+def useless_random_state(folder, saved):
+    """Right digests: it is only found out when somebody uses it."""
+    with forged(folder) as body:
+        path = folder / file_name(1, body["world_size"])
+        header, tensors = files.split(path.read_bytes())
+        begin, end = header["rank/rng.torch"]["data_offsets"]
+        tensors = tensors[:begin] + b"\xff" * (end - begin) + tensors[end:]
+        path.write_bytes(files.unsplit(header, tensors))
+    return RANK_FILES[1]
+
+
+def replaced_parameters_of_a_group(folder, saved):
+    with forged(folder) as body:
+        body["optimizer"]["groups"][0]["options"]["params"] = []
+    return NAME
+
+
+ON_RANKS = [
+    *(flipped(name) for name in (*RANK_FILES, NAME)),
+    *(cut(name) for name in (*RANK_FILES, NAME)),
+    symlinked_file,
+    replaced_parameters_of_a_group,
+    *BY_HAND,
+]
+
+
+def _snapshot(model, optimizer):
+    state = optimizer.state_dict()
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [v for each in state["state"].values() for v in each.values()]
+    return [t.detach().cpu().clone() for t in tensors], repr(state["param_groups"])
+
+
+def _load_all(rank, folders):
+    """What loading each of the folders raises, and that it changes nothing."""
+    from xla_fsdp import load_checkpoint
+
+    model, optimizer = _trained(seed=2)
+    before = _snapshot(model, optimizer)
+    outcomes = []
+    for folder in folders:
+        rng = torch.get_rng_state()
+        try:
+            load_checkpoint(folder, model, optimizer)
+            outcomes.append(("nothing", ""))
+        except Exception as error:
+            outcomes.append((type(error).__name__, str(error)))
+        after = _snapshot(model, optimizer)
+        same = all(map(torch.equal, before[0], after[0])) and before[1] == after[1]
+        assert same and torch.equal(rng, torch.get_rng_state()), folder
+    found = load_checkpoint(folders[0] + "/../whole/step-00000005", model, optimizer)
+    assert (found.step, found.extra) == (5, 5)
+    assert not all(map(torch.equal, before[0], _snapshot(model, optimizer)[0]))
+    return outcomes
+
+
+@pytest.mark.parametrize("size", [3, 2])
+def test_every_rank_refuses_and_nothing_is_changed(run_ranks, saved, tmp_path, size):
+    changes = [*ON_RANKS, *([useless_random_state] if size == WORLD else [])]
+    folders, names = [], []
+    for change in changes:
+        folders.append(copied(saved["five"], tmp_path / change.__name__))
+        names.append(change(folders[-1], saved))
+    copied(saved["five"], folders[0] / ".." / "whole")
+    outcomes = run_ranks(_load_all, size, list(map(str, folders)))
+    for change, name, *each in zip(changes, names, *outcomes, strict=True):
+        kinds = {kind for kind, _ in each}
+        own = kinds - {"OtherRankError"}
+        assert "nothing" not in kinds and own, (change, each)
+        if own == {"ModelMismatchError"}:  # nothing of it was read
+            assert "manifest" in change.__name__, each
+            continue
+        if change in BY_HAND:
+            assert own <= {BY_HAND[change].__name__, "CoverageError"}, (change, each)
+        assert all(_names_one_of(text, name) for _, text in each), (change, each)
+
+
+def test_a_symlinked_rank_file_is_refused_and_a_symlinked_folder_is_not(saved, tmp_path):
+    folder = copied(saved["five"], tmp_path)
+    (tmp_path / "best").symlink_to(folder)
+    ShardedCheckpoint(tmp_path / "best").verify()
+    error_of = symlinked_file(folder, saved)
+    error = _refused(folder)
+    assert isinstance(error, UnreadableFileError) and error_of in str(error)
+    assert "symbolic link" in str(error)

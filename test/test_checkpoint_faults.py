@@ -1,0 +1,460 @@
+"""Saving on ranks while things go wrong: if one rank raises, all do, and no checkpoint is lost."""
+
+import os
+import random
+import shutil
+import signal
+import threading
+
+import pytest
+import torch
+from test_checkpoint_crash import Boundaries, in_child, kill
+
+from xla_fsdp.consolidate.errors import CheckpointNotFoundError, OutputError
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint, latest
+from xla_fsdp.consolidate.format.store import open_store
+
+SIZE = 3
+
+
+class Tiny(torch.nn.Module):
+    """All its numbers, and its optimizer's, are always the same: a mix of two saves shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(16, 24))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class Uniform:
+    def __init__(self):
+        import torch_xla
+
+        from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+        self.model = FSDP(Tiny())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.model(torch.ones(2, 16).to("xla")).sum().backward()
+        self.optimizer.step()
+        self.set(0.0)
+        torch_xla.sync()
+
+    def tensors(self):
+        state = self.optimizer.state
+        momentum = [state[p]["momentum_buffer"] for p in self.model.parameters()]
+        return [*self.model.parameters(), *self.model.buffers(), *momentum]
+
+    def set(self, value: float) -> None:
+        with torch.no_grad():
+            for tensor in self.tensors():
+                tensor.fill_(value)
+
+    def get(self) -> float:
+        found = {v for tensor in self.tensors() for v in tensor.detach().cpu().flatten().tolist()}
+        assert len(found - {0.0}) <= 1, found  # 0: the padding
+        return max(found)
+
+    def load(self, root) -> float:
+        import xla_fsdp
+
+        found = xla_fsdp.load_checkpoint(root, self.model, self.optimizer)
+        assert found.extra == self.get()
+        return found.extra
+
+    def save(self, root, step, value, **options):
+        import xla_fsdp
+
+        self.set(value)
+        return xla_fsdp.save_checkpoint(
+            root, self.model, self.optimizer, step=step, extra=value, **options
+        )
+
+    def start(self, checkpointer, step, value) -> None:
+        self.set(value)
+        checkpointer.save(self.model, self.optimizer, step=step, extra=value)
+
+
+def value_of(path) -> float:
+    """The one number in a checkpoint of :class:`Uniform`, read without ranks."""
+    checkpoint = ShardedCheckpoint(path)
+    checkpoint.verify()
+    values = {checkpoint.manifest.extra}
+    values.update(checkpoint.read_parameter("weight", 0, 16 * 24).tolist())
+    values.update(checkpoint.read_state("momentum_buffer", "weight", 0, 16 * 24).tolist())
+    for rank in range(checkpoint.manifest.world_size):
+        values.update(checkpoint.read_buffer("mean", rank).tolist())
+    (value,) = values
+    return value
+
+
+# --- errors of the n-th operation
+
+
+class Failing:
+    """A store whose ``at``-th operation fails."""
+
+    WRITES = ("create", "make_folder", "rename", "remove", "sync_folder", "write", "close")
+    READS = ("size", "list", "is_folder", "read_into")
+
+    def __init__(self, inner, plan, path=""):
+        self._inner = inner
+        self._plan = plan
+        self._path = path
+
+    def __getattr__(self, name):
+        value = getattr(self._inner, name)
+        if name not in self.WRITES + self.READS:
+            return value
+
+        def call(*args):
+            path = self._path or args[0]
+            if name == "sync_folder" and "step-" not in path:
+                return value(*args)  # of the parent: it may be somebody else's
+            self._plan.count += 1
+            if self._plan.count == self._plan.at:
+                self._plan.hit = name
+                raise OutputError(f"{path}: cannot be written: injected")
+            result = value(*args)
+            return Failing(result, self._plan, path) if name == "create" else result
+
+        return call
+
+
+class Plan:
+    """Of one rank: which of its operations fails, and whether it did."""
+
+    def __init__(self, at):
+        self.at, self.count, self.hit = at, 0, None
+
+
+_plans = {}  # by thread: a rank opens its stores on its own
+
+
+def _failing_stores(meeting):
+    """``use(plan)``: stores that this rank opens from now on follow it; ``...`` ends that."""
+    from xla_fsdp.checkpoint import draft
+
+    def opened(path, *args):
+        store, folder = open_store(path, *args)
+        plan = _plans.get(threading.get_ident())
+        return (store if plan is None else Failing(store, plan)), folder
+
+    def use(plan):
+        _plans[threading.get_ident()] = None if plan is ... else plan
+        if plan is ...:
+            draft.open_store = open_store
+
+    draft.open_store = opened
+    meeting.gather("patched", None)
+    return use
+
+
+def _fail_everywhere(rank, root, asynchronous, victims):
+    """At every operation of the victims, in turn. Returns how many there were."""
+    import xla_fsdp
+    from xla_fsdp.checkpoint.meeting import Meeting
+
+    meeting, run = Meeting(), Uniform()
+    use = _failing_stores(meeting)
+    checkpointer = xla_fsdp.AsyncCheckpointer(root, keep_last=1)
+    run.save(root, 1, 1.0)
+    good, at, hits = 1.0, 0, []
+    try:
+        while True:
+            at += 1
+            plan = Plan(at if rank in victims else 0)
+            use(plan)
+            step, value, error = at + 1, at + 1.0, None
+            try:
+                if asynchronous:
+                    run.start(checkpointer, step, value)
+                    run.set(0.0)  # training goes on
+                    checkpointer.wait()
+                else:
+                    run.save(root, step, value, keep_last=1)
+            except Exception as raised:
+                error = raised
+            use(None)
+            everybody = meeting.gather("outcome", [plan.hit, error and type(error).__name__])
+            outcomes = {kind for _, kind in everybody}
+            hit = [name for name, _ in everybody if name]
+            assert (None not in outcomes) or outcomes == {None}, (at, everybody)
+            if error is not None:
+                own = isinstance(error, OutputError)
+                assert own == (plan.hit is not None), (at, rank, repr(error), everybody)
+                assert "injected" in str(error), (at, rank, repr(error))
+            if rank == 0:
+                now = value_of(latest(root))
+                # After the rename a save may fail and be there all the same.
+                allowed = {value} if error is None else {good, value}
+                assert now in allowed, (at, now, allowed, everybody)
+                good = now
+            meeting.gather("looked", None)
+            hits.append(hit)
+            if not hit:
+                break
+            good = run.save(root, step, value + 0.5, keep_last=1) and value + 0.5
+        assert run.load(root) == value
+        assert meeting.rank or os.listdir(root) == [f"step-{step:08d}"]
+        return len(hits)
+    finally:
+        use(...)
+
+
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1, 2)])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_error_at_every_operation(run_ranks, tmp_path, asynchronous, victims):
+    counts = run_ranks(_fail_everywhere, SIZE, str(tmp_path), asynchronous, victims)
+    assert len(set(counts)) == 1 and counts[0] > 8
+
+
+# --- AsyncCheckpointer
+
+
+def _async_rules(rank, root):
+    import xla_fsdp
+    from xla_fsdp.checkpoint.meeting import Meeting
+
+    meeting, run = Meeting(), Uniform()
+    checkpointer = xla_fsdp.AsyncCheckpointer(root)
+    for step in range(1, 6):  # each begins while the one before may still be written
+        run.start(checkpointer, step, float(step))
+        run.set(-1.0)  # what happens now is not in the checkpoint
+    names = [f"xla_fsdp checkpoint, rank {rank}" for rank in range(SIZE)]
+    mine = [each for each in threading.enumerate() if each.name in names]
+    assert not any(each.daemon for each in mine)  # a program that ends completes the checkpoint
+    assert checkpointer.wait() == f"{root}/step-00000005"
+    assert checkpointer.wait() is None  # nothing is left to wait for
+    assert [value_of(f"{root}/step-0000000{step}") for step in range(1, 6)] == [1, 2, 3, 4, 5]
+
+    use = _failing_stores(meeting)
+    try:
+        # The error of a save comes with the next call, which does not begin another one.
+        for call in ("save", "wait", "close"):
+            use(Plan(4) if rank == 2 else None)
+            run.start(checkpointer, 6, 6.0)
+            use(None)
+            kind = OutputError if rank == 2 else xla_fsdp.consolidate.errors.OtherRankError
+            with pytest.raises(kind, match="injected"):
+                if call == "save":
+                    run.start(checkpointer, 7, 7.0)
+                else:
+                    getattr(checkpointer, call)()
+            meeting.gather("all raised", None)
+            assert value_of(latest(root)) == 5.0
+            assert not [name for name in os.listdir(root) if "partial" in name]
+        # So does leaving a `with` block, but not in place of another error.
+        with pytest.raises(kind, match="injected"):
+            with xla_fsdp.AsyncCheckpointer(root) as inner:
+                use(Plan(4) if rank == 2 else None)
+                run.start(inner, 6, 6.0)
+                use(None)
+        run.start(checkpointer, 8, 8.0)
+        checkpointer.close()
+        assert value_of(latest(root)) == 8.0
+    finally:
+        use(...)
+
+
+def test_async_saves_are_ordered_and_raise_at_the_next_call(run_ranks, tmp_path):
+    run_ranks(_async_rules, SIZE, str(tmp_path))
+
+
+# --- paths
+
+PATHS = ["a b", "[ab]*?{1}", "ünï/ço", "new\nline", "-x", "%41", "a:b", "~", "\udcff"]
+
+
+def _save_to(rank, paths):
+    import xla_fsdp
+
+    run = Uniform()
+    not_found = xla_fsdp.consolidate.errors.OtherRankError if rank else CheckpointNotFoundError
+    for number, path in enumerate(paths, 1):
+        base = number * 10.0
+        with pytest.raises(not_found):
+            run.load(path)
+        first = run.save(path, 1, base + 1)
+        assert first == f"{path}/step-00000001" and run.load(first) == base + 1
+        with xla_fsdp.AsyncCheckpointer(path, keep_last=1) as checkpointer:
+            run.start(checkpointer, 2, base + 2)
+        assert latest(path) == f"{path}/step-00000002" and value_of(path) == base + 2
+        run.set(0.0)
+        assert run.load(path) == base + 2
+        with pytest.raises(not_found):
+            run.load(first)
+
+
+def test_any_path(run_ranks, tmp_path):
+    places = [f"{tmp_path}/{path}" for path in PATHS]
+    urls = [f"memory://paths/{path}" for path in PATHS if path != "\udcff"]
+    run_ranks(_save_to, 2, [*places, f"file://{tmp_path}/file url", *urls])
+
+
+def _refused_paths(rank, root):
+    import xla_fsdp
+
+    run = Uniform()
+    for path, kind in (
+        (f"{root}/file", OutputError),
+        (f"{root}/file/below", OutputError),
+        ("nosuchprotocol://bucket", ValueError),
+        ("", ValueError),
+        (5, TypeError),
+        ("a\0b", ValueError),
+    ):
+        with pytest.raises((kind, xla_fsdp.consolidate.errors.OtherRankError)):
+            run.save(path, 1, 1.0)
+        with pytest.raises((kind, xla_fsdp.consolidate.errors.OtherRankError)):
+            run.start(xla_fsdp.AsyncCheckpointer(path), 1, 1.0)
+    # What is only wrong on one rank.
+    with pytest.raises((ValueError, xla_fsdp.consolidate.errors.OtherRankError)):
+        run.save("nosuchprotocol://bucket" if rank else f"{root}/fine", 1, 1.0)
+    run.save(f"{root}/fine", 1, 1.0)
+
+
+def test_paths_that_cannot_be_saved_to(run_ranks, tmp_path):
+    (tmp_path / "file").write_text("precious")
+    run_ranks(_refused_paths, 2, str(tmp_path))
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+_disks = {}
+
+
+def _without_shared_storage(rank, root):
+    """Every rank sees a disk of its own, as on hosts of a pod."""
+    import xla_fsdp
+    from xla_fsdp.checkpoint import draft
+    from xla_fsdp.checkpoint.meeting import Meeting
+
+    def opened(path, *args):
+        return open_store(f"{path}/disk {_disks[threading.get_ident()]}", *args)
+
+    meeting, run, errors = Meeting(), Uniform(), xla_fsdp.consolidate.errors
+    _disks[threading.get_ident()] = rank
+    draft.open_store, draft._VISIBLE_SECONDS = opened, 0.1
+    meeting.gather("patched", None)
+    try:
+        kind = errors.SharedStorageError if rank else errors.OtherRankError
+        with pytest.raises(kind, match="share"):
+            run.save(root, 1, 1.0)
+        with pytest.raises(kind, match="share"):
+            run.start(xla_fsdp.AsyncCheckpointer(root), 1, 1.0)
+    finally:
+        meeting.gather("done", None)
+        draft.open_store, draft._VISIBLE_SECONDS = open_store, 30.0
+    assert latest(root) is None and latest(f"{root}/disk 0") is None
+
+
+def test_ranks_that_do_not_see_each_others_files(run_ranks, tmp_path):
+    run_ranks(_without_shared_storage, 2, str(tmp_path))
+
+
+# --- real ranks, killed
+
+
+def _resume_and_save(rank, root, asynchronous, count):
+    import xla_fsdp
+
+    run, done = Uniform(), 0
+    if latest(root) is not None:
+        value = run.load(root)
+        done = int(value)
+    checkpointer = xla_fsdp.AsyncCheckpointer(root, keep_last=1)
+    for step in range(done + 1, done + 1 + count):
+        if asynchronous:
+            run.start(checkpointer, step, float(step))
+            run.set(0.0)
+        else:
+            run.save(root, step, float(step), keep_last=1)
+    checkpointer.close()
+
+
+def _life(root, asynchronous, count, at=None):
+    """One process with three ranks, to be killed at a system call. The signal that ended it."""
+
+    def work():
+        import xla_fsdp
+
+        with Boundaries(root, at or 0, kill):
+            xla_fsdp.launch(_resume_and_save, (root, asynchronous, count), SIZE)
+
+    return in_child(work)
+
+
+def _kill_ranks(root, asynchronous, seed):
+    draw, before = random.Random(seed), 0.0
+    for number in range(6):  # two saves are about 180 system calls
+        ended = _life(root, asynchronous, 2, 30 * number + draw.randrange(1, 30))
+        assert ended in (0, signal.SIGKILL)
+        found = latest(root)
+        value = value_of(found) if found else 0.0
+        assert before <= value <= before + 2
+        assert found is None or value_of(root) == value
+        before = value
+    assert before >= 2
+    assert _life(root, asynchronous, 1) == 0
+    assert value_of(root) == before + 1
+    assert os.listdir(root) == [f"step-{int(before) + 1:08d}"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_killed_at_a_random_system_call(forks, tmp_path, asynchronous):
+    root = str(tmp_path / "run")
+    try:
+        forks(_kill_ranks, root, asynchronous, 3)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _hang_one(rank, root, victim):
+    import xla_fsdp
+    from xla_fsdp.checkpoint import draft
+
+    run = Uniform()
+    run.save(root, 1, 1.0)
+    real = draft.Draft.write
+    waiting = threading.Event()
+
+    def write(self):
+        if self.rank == victim:
+            waiting.wait()  # for ever
+        return real(self)
+
+    draft.Draft.write = write
+    run.start(xla_fsdp.AsyncCheckpointer(root), 2, 2.0)
+    others = [r for r in range(SIZE) if r != victim]
+    while rank == 0 and not all(_is_written(root, r) for r in others):
+        threading.Event().wait(0.01)
+    if rank == 0:
+        assert value_of(latest(root)) == 1.0
+        os.kill(os.getpid(), signal.SIGKILL)
+    waiting.wait()
+
+
+def _is_written(root, rank):
+    from pathlib import Path
+
+    return bool(list(Path(root).glob(f".step*/rank-{rank:05d}-of*")))
+
+
+def _hang(root, victim):
+    def work():
+        import xla_fsdp
+
+        xla_fsdp.launch(_hang_one, (root, victim), SIZE)
+
+    return in_child(work)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_one_rank_hangs_in_an_async_save_until_all_are_killed(forks, tmp_path, victim):
+    root = str(tmp_path / "run")
+    assert forks(_hang, root, victim) == signal.SIGKILL
+    assert value_of(root) == 1.0 and len(os.listdir(root)) == 2
+    assert forks(_life, root, True, 1) == 0
+    assert os.listdir(root) == ["step-00000002"] and value_of(root) == 2.0

@@ -1,0 +1,579 @@
+"""Files that somebody made to do harm: refused by name, at once, and nothing in them executed."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import checkpoint_files as files
+import pytest
+import torch
+from checkpoint_files import forged, forged_header, seal, unsplit
+
+from xla_fsdp.consolidate.errors import (
+    CheckpointError,
+    CorruptFileError,
+    InvalidMetadataError,
+    UnreadableFileError,
+    UnsupportedValueError,
+)
+from xla_fsdp.consolidate.format import values
+from xla_fsdp.consolidate.format.container import read_container
+from xla_fsdp.consolidate.format.digests import digest
+from xla_fsdp.consolidate.format.manifest import NAME, load_manifest
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint, latest
+from xla_fsdp.consolidate.format.strict import read_json
+
+HUGE = 10**4000
+DEEP = 100_000
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(files.save(tmp_path, 5, 5.0))
+
+
+def refused(folder, kind=CheckpointError, name="") -> CheckpointError:
+    with pytest.raises(kind) as caught:
+        ShardedCheckpoint(folder).verify()
+    assert str(folder) in str(caught.value) and name in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    return caught.value
+
+
+# --- containers
+
+
+def container_of(data: bytes):
+    return read_container(lambda begin, end: data[begin:end], len(data), "file")
+
+
+def described(**tensors) -> bytes:
+    """A container of 8 bytes of data with that header."""
+    return unsplit(tensors, bytes(8))
+
+
+def entry(dtype="F32", shape=(2,), data_offsets=(0, 8), **more):
+    return {"dtype": dtype, "shape": shape, "data_offsets": data_offsets, **more}
+
+
+GOOD = entry()
+BAD_CONTAINERS = {
+    "header of 2**63 bytes": (1 << 63).to_bytes(8, "little") + b"{}",
+    "header of 2**64 - 1 bytes": b"\xff" * 8 + b"{}",
+    "header longer than the file": (100).to_bytes(8, "little") + b"{}",
+    "header of no bytes": bytes(8),
+    "header that is no UTF-8": unsplit(b'{"\xff\xfe": 1}', b""),
+    "header in UTF-16": unsplit("{}".encode("utf-16"), b""),
+    "header with a byte order mark": unsplit(b"\xef\xbb\xbf{}", b""),
+    "header that is a list": unsplit(b"[]", b""),
+    "header that is null": unsplit(b"null", b""),
+    "header that is nested": unsplit(b"[" * DEEP + b"]" * DEEP, b""),
+    "objects that are nested": unsplit(b'{"a":' * DEEP + b"1" + b"}" * DEEP, b""),
+    "two values": unsplit(b"{}{}", b""),
+    "a comment": unsplit(b"{}//", b""),
+    "a key twice": unsplit(b'{"a":1,"a":1}', b""),
+    "a tensor twice": unsplit(
+        b'{"a":%b,"a":%b}' % (json.dumps(GOOD).encode(), json.dumps(GOOD).encode()), bytes(8)
+    ),
+    "NaN": unsplit(b'{"a":NaN}', b""),
+    "half of a surrogate pair": unsplit(b'{"a":"\\ud800"}', b""),
+    "a number of 5000 digits": unsplit(b'{"a":' + b"9" * 5000 + b"}", b""),
+    "1e999": unsplit(b'{"a":1e999}', b""),
+    "metadata that are no object": unsplit(b'{"__metadata__":[]}', b""),
+    "metadata that are no strings": unsplit(b'{"__metadata__":{"a":1}}', b""),
+    "metadata that are null": unsplit(b'{"__metadata__":null}', b""),
+    "a tensor that is a number": described(a=1),
+    "a tensor that is a list": described(a=[]),
+    "a tensor without a shape": described(a={"dtype": "F32", "data_offsets": [0, 8]}),
+    "a tensor with something more": described(a=entry(more=1)),
+    "unknown dtype": described(a=entry("F31")),
+    "dtype that is a list": described(a=entry(["F32"])),
+    "dtype that is null": described(a=entry(None)),
+    "shape that is a number": described(a=entry(shape=2)),
+    "shape that is a string": described(a=entry(shape="2")),
+    "negative shape": described(a=entry(shape=(-2,))),
+    "shape of two negatives": described(a=entry(shape=(-2, -1))),
+    "shape of floats": described(a=entry(shape=(2.0,))),
+    "shape of booleans": described(a=entry(shape=(True, 2))),
+    "shape of NaN": described(a=entry(shape=(float("nan"),))),
+    "shape of infinity": described(a=entry(shape=(float("inf"),))),
+    "shape of 2**40": described(a=entry(shape=(2**40,))),
+    "shape of 2**63": described(a=entry(shape=(2**63,))),
+    "shape of 4000 digits": described(a=entry(shape=(HUGE,))),
+    "shape that overflows": described(a=entry(shape=(2**62, 4))),
+    "shape that overflows to the right size": described(a=entry(shape=(2**63 + 2,))),
+    "shape that overflows with a zero": described(
+        a=entry(shape=(2**62, 2**62, 0), data_offsets=(0, 0)), b=GOOD
+    ),
+    "shape of a million dimensions": described(a=entry(shape=(1,) * 1_000_000)),
+    "negative offsets": described(a=entry(data_offsets=(-8, 0))),
+    "offsets of floats": described(a=entry(data_offsets=(0.0, 8.0))),
+    "offsets of 2**63": described(a=entry(data_offsets=(2**63, 2**63 + 8))),
+    "one offset": described(a=entry(data_offsets=(0,))),
+    "three offsets": described(a=entry(data_offsets=(0, 8, 8))),
+    "offsets the wrong way round": described(a=entry(data_offsets=(8, 0))),
+    "offsets beyond the end": described(a=entry(shape=(3,), data_offsets=(0, 12))),
+    "offsets too far apart": described(a=entry(shape=(1,))),
+    "overlapping tensors": described(a=GOOD, b=entry(shape=(1,), data_offsets=(4, 8))),
+    "the same tensor twice": described(a=GOOD, b=GOOD),
+    "a gap at the beginning": described(a=entry(shape=(1,), data_offsets=(4, 8))),
+    "a gap in the middle": described(a=entry("U8", (1,), (0, 1)), b=entry("U8", (4,), (4, 8))),
+    "nothing at the end": described(a=entry(shape=(1,), data_offsets=(0, 4))),
+    "empty file": b"",
+    "seven bytes": bytes(7),
+    "zip": b"PK\x03\x04" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CONTAINERS)
+def test_container(what):
+    with pytest.raises((InvalidMetadataError, UnreadableFileError), match="^file: ") as caught:
+        container_of(BAD_CONTAINERS[what])
+    assert len(str(caught.value)) < 500
+
+
+def test_a_good_container_is_read():
+    assert container_of(described(a=GOOD)).entries["a"].shape == (2,)
+
+
+def test_the_header_is_not_read_before_its_length_is_known_to_be_possible():
+    asked = []
+
+    def read(begin, end):
+        asked.append((begin, end))
+        return b"\xff" * (end - begin)
+
+    with pytest.raises(UnreadableFileError):
+        read_container(read, 1 << 60, "file")
+    assert asked == [(0, 8)]
+
+
+# --- manifests: every field, of every wrong type
+
+WRONG = [None, True, -1, 1.5, HUGE, 2**63, "", "../x", [], {}, [None], [[]], {"": None}, "\ud800"]
+# What is allowed to be anything, as far as reading the manifest goes.
+FREE = {"scheduler", "extra"}
+
+
+def _places(value, path=()):
+    """Where there is something in a JSON value."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield (*path, key)
+            if key not in FREE:
+                yield from _places(each, (*path, key))
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield (*path, number)
+            yield from _places(each, (*path, number))
+
+
+def _changed(body, path, change):
+    body = json.loads(json.dumps(body))
+    inner = body
+    for key in path[:-1]:
+        inner = inner[key]
+    change(inner, path[-1])
+    return body
+
+
+def _loads_or_refuses(body) -> bool:
+    data = seal(json.dumps(body).encode())
+    try:
+        load_manifest(data, "manifest")
+    except (InvalidMetadataError, CorruptFileError) as error:
+        assert str(error).startswith("manifest: ") and len(str(error)) < 1000
+        return False
+    return True
+
+
+def test_a_manifest_with_a_wrong_value_anywhere(folder):
+    body = files.read_body(folder)
+    assert _loads_or_refuses(body)
+    accepted = set()
+    for path in _places(body):
+        for wrong in WRONG:
+            changed = _changed(
+                body,
+                path,
+                lambda inner, key, value=wrong: inner.update({key: value})
+                if isinstance(inner, dict)
+                else inner.__setitem__(key, value),
+            )
+            if _loads_or_refuses(changed) and changed != body:
+                accepted.add((path[0], repr(wrong)[:20]))
+        _loads_or_refuses(_changed(body, path, lambda inner, key: inner.pop(key)))
+    for field in ("format", "version", "world_size", "files", "parameters", "buffers"):
+        kinds = {kind for name, kind in accepted if name == field}
+        # An empty list of buffers is fine; a shape may be [].
+        assert kinds <= {"[]", "{}", "''", "'../x'", "'\\ud800'"}, (field, kinds)
+    assert not {kind for name, kind in accepted if name in ("files", "format", "version")}
+
+
+def test_a_manifest_without_a_field(folder):
+    body = files.read_body(folder)
+    for name in body:
+        changed = {key: value for key, value in body.items() if key != name}
+        assert not _loads_or_refuses(changed), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../rank-00000-of-00003.safetensors", "/etc/passwd", "", "rank-0-of-3.safetensors", NAME],
+)
+def test_names_that_lead_elsewhere(folder, name):
+    with forged(folder) as body:
+        body["files"][0]["name"] = name
+    refused(folder, InvalidMetadataError, NAME)
+
+
+@pytest.mark.parametrize("size", [0, 2**40, 2**63 - 1, 2**63, -1, 1e300, 10**99, True, None, "1"])
+def test_sizes_of_files(folder, size):
+    body = files.read_body(folder)
+    body["files"][1]["size"] = size
+    files.write_body(folder, body)
+    refused(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["NaN", "Infinity", "-Infinity", "1e999", "01", "0x10", "1_0", "+1"]
+)
+def test_numbers_that_json_does_not_have(folder, text):
+    body = json.dumps(files.read_body(folder)).replace('"step": 5', f'"step": {text}', 1)
+    (folder / NAME).write_bytes(seal(body.encode()))
+    refused(folder, InvalidMetadataError, NAME)
+
+
+def test_a_key_of_the_manifest_twice(folder):
+    body = json.dumps(files.read_body(folder))
+    (folder / NAME).write_bytes(seal(body.replace("{", '{"step": 6, ', 1).encode()))
+    refused(folder, InvalidMetadataError, "step")
+
+
+@pytest.mark.parametrize("body", [b"[" * DEEP, b'{"a":' * DEEP, b"[" * DEEP + b"]" * DEEP])
+def test_a_deeply_nested_manifest(folder, body):
+    (folder / NAME).write_bytes(seal(body))
+    refused(folder, InvalidMetadataError, "nested")
+
+
+def test_shapes_that_no_tensor_has(folder):
+    for shape in ([2**40, 2**40], [2**62, 2**62, 0], [1] * 65, [2**63]):
+        with forged(folder) as body:
+            body["parameters"][0]["shape"] = shape
+        refused(folder, InvalidMetadataError, NAME)
+    with forged(folder) as body:
+        body["parameters"][0]["shape"] = [2**40]  # possible, but not what the files hold
+    refused(folder, name="weight")
+
+
+def test_a_parameter_twice_and_a_state_of_nothing(folder):
+    changes = [
+        lambda body: body["parameters"].append(body["parameters"][0]),
+        lambda body: body["buffers"].append(body["parameters"][0]),
+        lambda body: body["parameters"][0]["names"].append("bias"),
+        lambda body: body["optimizer"]["state"].update(
+            unknown=body["optimizer"]["state"]["weight"]
+        ),
+        lambda body: body["optimizer"]["groups"].append(body["optimizer"]["groups"][0]),
+        lambda body: body["optimizer"]["groups"][0]["parameters"].append("unknown"),
+        lambda body: body["optimizer"]["groups"][0]["options"].update(params=[]),
+        lambda body: body["optimizer"]["state"]["weight"]["sharded"].update({"a/b": "F32"}),
+        lambda body: body["optimizer"]["state"]["weight"]["single"].update(exp_avg=1),
+    ]
+    whole = files.read_body(folder)
+    for number, change in enumerate(changes):
+        body = json.loads(json.dumps(whole))
+        change(body)
+        files.write_body(folder, body)
+        error = refused(folder, InvalidMetadataError, NAME)
+        assert error, number
+
+
+@pytest.mark.parametrize(
+    "begins",
+    ["", "[]", "null", "{", '{"weight":-1}', '{"weight":true}', '{"weight":1.0}', '{"weight":NaN}',
+     '{"weight":0,"weight":5}', '{"unknown":0}', '{"weight":99999999999999999999}',
+     '{"weight":' * 5000, "9" * 5000, '"\\ud800"', '{"\ud800":0}'],
+)  # fmt: skip
+def test_where_pieces_begin(folder, begins):
+    with forged_header(folder, 1) as header:
+        header["__metadata__"]["begins"] = begins
+    refused(folder, name="rank-00001")
+
+
+# --- values
+
+BAD_VALUES = {
+    "unknown kind": {"$": "object", "of": "os.system"},
+    "kind that is a list": {"$": [], "of": []},
+    "kind that is null": {"$": None, "of": []},
+    "something more": {"$": "tuple", "of": [], "more": 1},
+    "nothing in it": {"$": "tuple"},
+    "float": {"$": "float", "of": "1"},
+    "float of a list": {"$": "float", "of": []},
+    "bytes": {"$": "bytes", "of": "*"},
+    "bytes of a number": {"$": "bytes", "of": 5},
+    "bytes beyond ASCII": {"$": "bytes", "of": "é"},
+    "tuple of a string": {"$": "tuple", "of": "ab"},
+    "tuple of an object": {"$": "tuple", "of": {"a": 1}},
+    "set of lists": {"$": "set", "of": [[]]},
+    "set with an item twice": {"$": "set", "of": [1, 1]},
+    "dict of strings": {"$": "dict", "of": ["ab"]},
+    "dict of triples": {"$": "dict", "of": [[1, 2, 3]]},
+    "dict of objects": {"$": "dict", "of": [{"a": 1, "b": 2}]},
+    "dict with a list as key": {"$": "dict", "of": [[[], 1]]},
+    "dict with a key twice": {"$": "dict", "of": [[1, 1], [1, 2]]},
+    "counter of numbers": {"$": "counter", "of": [1]},
+    "tensor of a list": {"$": "tensor", "of": []},
+    "tensor of null": {"$": "tensor", "of": None},
+    "tensor of an unknown dtype": {"$": "tensor", "of": {"dtype": "X", "shape": [], "data": ""}},
+    "tensor of a dtype that is a list": {
+        "$": "tensor",
+        "of": {"dtype": [], "shape": [], "data": ""},
+    },
+    "tensor with too little": {"$": "tensor", "of": {"dtype": "F32", "shape": [1], "data": ""}},
+    "tensor with too much": {"$": "tensor", "of": {"dtype": "U8", "shape": [1], "data": "AAAA"}},
+    "tensor with something more": {
+        "$": "tensor",
+        "of": {"dtype": "U8", "shape": [3], "data": "AAAA", "more": 1},
+    },
+    "tensor of 2**40": {"$": "tensor", "of": {"dtype": "U8", "shape": [2**40], "data": "AAAA"}},
+    "tensor of a shape that overflows": {
+        "$": "tensor",
+        "of": {"dtype": "U8", "shape": [2**62, 2**62, 0], "data": ""},
+    },
+    "tensor of 4000 digits and zero": {
+        "$": "tensor",
+        "of": {"dtype": "U8", "shape": [HUGE, 0], "data": ""},
+    },
+    "tensor of a negative shape": {
+        "$": "tensor",
+        "of": {"dtype": "U8", "shape": [-3, -1], "data": "AAAA"},
+    },
+    "tensor of a shape of booleans": {
+        "$": "tensor",
+        "of": {"dtype": "U8", "shape": [True, 3], "data": "AAAA"},
+    },
+    "tensor of a shape that is a string": {
+        "$": "tensor",
+        "of": {"dtype": "U8", "shape": "", "data": "AA=="},
+    },
+    "tensor of a shape that is an object": {
+        "$": "tensor",
+        "of": {"dtype": "U8", "shape": {}, "data": "AA=="},
+    },
+    "tensor of a million dimensions": {
+        "$": "tensor",
+        "of": {"dtype": "U8", "shape": [1] * 1_000_000, "data": "AA=="},
+    },
+}
+
+
+@pytest.mark.parametrize("what", BAD_VALUES)
+def test_value(what):
+    with pytest.raises(InvalidMetadataError, match="^label: ") as caught:
+        values.decode(BAD_VALUES[what], "label")
+    assert len(str(caught.value)) < 400
+
+
+def test_deep_values():
+    nested, tagged = 1, 1
+    for _ in range(400):
+        nested, tagged = [nested], {"$": "tuple", "of": [tagged]}
+    for value in (nested, tagged):
+        with pytest.raises(InvalidMetadataError, match="deep"):
+            values.decode(value, "label")
+    endless = []
+    endless.append(endless)
+    for value in (nested, endless):
+        with pytest.raises(UnsupportedValueError, match="deep"):
+            values.encode(value, "extra")
+    # What can be written can be read, also from deeper in the stack.
+    value = {}
+    for _ in range(values.MAX_DEPTH - 1):
+        value = {(1,): value}
+    text = json.dumps(values.encode(value, "extra")).encode()
+
+    def deeper(depth):
+        return deeper(depth - 1) if depth else values.decode(read_json(text, "x"), "x")
+
+    assert deeper(100) == value
+
+
+@pytest.mark.parametrize("what", ["number", "text", "key", "item"])
+def test_values_that_could_be_saved_but_not_loaded(what):
+    half = "\ud800"  # of a pair
+    value = {"number": 10**5000, "text": half, "key": {half: 1}, "item": [half]}[what]
+    with pytest.raises(UnsupportedValueError, match="^extra|^a key of extra"):
+        values.encode({"it": value}, "extra")
+
+
+# --- files that are something else
+
+
+class Canary:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+def _canary(path) -> bytes:
+    """A torch file and a plain pickle; whoever unpickles one makes a folder."""
+    import io
+
+    buffer = io.BytesIO()
+    torch.save({"model": Canary(path)}, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("make", [_canary, lambda path: pickle.dumps(Canary(path))])
+@pytest.mark.parametrize("name", [NAME, "rank-00001-of-00003.safetensors"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_pickle_is_not_executed(folder, tmp_path, name, make, adapted):
+    data = make(tmp_path / "executed")
+    (folder / name).write_bytes(seal(data) if adapted and name == NAME else data)
+    if adapted and name != NAME:
+        with forged(folder):
+            pass
+    refused(folder, name=name)
+    with pytest.raises(CheckpointError):
+        latest(folder.parent)
+        ShardedCheckpoint(folder).file(1)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_zip_bomb_is_not_unpacked(folder):
+    import io
+    import zipfile
+
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data.pkl", bytes(100 << 20))
+    for data in (buffer.getvalue(), zlib.compress(bytes(100 << 20))):
+        (folder / "rank-00001-of-00003.safetensors").write_bytes(data)
+        refused(folder, CorruptFileError, "rank-00001")
+        with forged(folder):
+            pass
+        refused(folder, UnreadableFileError, "rank-00001")
+
+
+def test_a_gigantic_manifest_is_not_read(folder, tmp_path):
+    import tracemalloc
+
+    for size in (10 << 30, 1 << 30):
+        os.truncate(folder / NAME, 0)
+        os.truncate(folder / NAME, size)
+        tracemalloc.start()
+        refused(folder, CorruptFileError, NAME)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()
+
+
+def test_a_gigantic_rank_file_is_not_read(folder):
+    import tracemalloc
+
+    path = folder / "rank-00001-of-00003.safetensors"
+    os.truncate(path, 1 << 40)
+    tracemalloc.start()
+    refused(folder, CorruptFileError, path.name)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", [NAME, "rank-00001-of-00003.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link", "dangling link", "socket", "device"])
+def test_something_else_in_place_of_a_file(folder, name, kind):
+    path = folder / name
+    data = path.read_bytes()
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        (folder / "target").write_bytes(data)
+        path.symlink_to(folder / "target")
+    elif kind == "dangling link":
+        path.symlink_to(folder / "nowhere")
+    elif kind == "socket":
+        import socket
+
+        before = os.getcwd()
+        os.chdir(folder)  # names of sockets are short
+        try:
+            with socket.socket(socket.AF_UNIX) as one:
+                one.bind(name)
+        finally:
+            os.chdir(before)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    refused(folder, UnreadableFileError, name)
+
+
+def test_a_pipe_that_takes_the_place_of_a_file_while_it_is_read(folder):
+    from xla_fsdp.consolidate.format.local import LocalStore
+
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(UnreadableFileError, match="pipe"):
+        LocalStore().read_into(str(folder / "pipe"), 0, memoryview(bytearray(8)))
+
+
+def test_digests_are_those_of_xxh3():
+    assert digest(b"") == "2d06800538d394c2"  # as published
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from xla_fsdp.consolidate.errors import CheckpointError
+from xla_fsdp.consolidate.format import values
+from xla_fsdp.consolidate.format.container import read_container
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+
+assert False  # not executed: this is python -O
+containers, encoded, folder = map(Path, sys.argv[1:])
+
+def refused(work):
+    try:
+        work()
+    except CheckpointError:
+        return 1
+    raise SystemExit("accepted")
+
+def container(data):
+    return read_container(lambda begin, end: data[begin:end], len(data), "file")
+
+count = sum(refused(lambda: container(path.read_bytes())) for path in containers.iterdir())
+for value in json.loads(encoded.read_text()):
+    count += refused(lambda: values.decode(value, "value"))
+for path in folder.iterdir():
+    data = path.read_bytes()
+    for offset in range(0, len(data), 31):
+        path.write_bytes(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1:])
+        count += refused(lambda: ShardedCheckpoint(folder).verify())
+    path.write_bytes(data)
+ShardedCheckpoint(folder).verify()
+print(count)
+"""
+
+
+def test_the_same_without_assertions(tmp_path, folder):
+    (tmp_path / "containers").mkdir()
+    for number, data in enumerate(BAD_CONTAINERS.values()):
+        (tmp_path / "containers" / str(number)).write_bytes(data)
+    (tmp_path / "values").write_text(json.dumps([*BAD_VALUES.values()]))
+    expected = len(BAD_CONTAINERS) + len(BAD_VALUES)
+    expected += sum(-(-path.stat().st_size // 31) for path in folder.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", SCRIPT, tmp_path / "containers", tmp_path / "values", folder],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == [str(expected)], done.stderr
