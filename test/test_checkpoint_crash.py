@@ -344,7 +344,8 @@ def test_removing_a_link_leaves_what_it_points_to(tmp_path):
 def test_what_was_just_saved_is_kept_even_if_newer_steps_are_there(tmp_path):
     """A run that was set back to an older step saves again."""
     save(tmp_path, 3000, 1.0)
-    path = save(tmp_path, 1500, 2.0, keep_last=1)
+    with pytest.warns(UserWarning, match="step-00003000 beside it is later"):
+        path = save(tmp_path, 1500, 2.0, keep_last=1)
     assert read_value(path) == 2.0
 
 
@@ -481,8 +482,7 @@ def test_a_warning_that_is_an_error_does_not_cost_the_checkpoint(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(folders, "discard", fail)
-        with pytest.raises(UserWarning, match="is complete"):
-            save(root, 2, 2.0, keep_last=1)
+        save(root, 2, 2.0, keep_last=1)  # pytest makes errors of warnings
     assert read_value(root) == 2.0
 
 

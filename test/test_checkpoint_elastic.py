@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from checkpoint_runs import WRAPPINGS, Run, adam, averaged, heavy_ball, nesterov
+from checkpoint_runs import WRAPPINGS, Run, adam, averaged, heavy_ball, nesterov, wrapped
+from zoo import Zoo
 
 from xla_fsdp.checkpoint.inventory import take_inventory
 from xla_fsdp.consolidate.errors import ModelMismatchError, OtherRankError
@@ -218,3 +219,38 @@ def _other_models(rank, size, folder):
 
 def test_what_does_not_fit_the_model_is_named_on_every_rank(run_ranks, tmp_path):
     run_ranks(_other_models, 3, 3, tmp_path)
+
+
+def _other_schedule(rank, size, folder):
+    run = Run("nested", rank, size)
+    run.save(folder, 1)
+    before = run.optimizer.param_groups[0]["lr"]
+    run.optimizer.param_groups[0]["lr"] = 0.5
+    run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
+    with pytest.raises(ModelMismatchError, match="is of another scheduler than StepLR"):
+        run.load(folder)
+    assert run.optimizer.param_groups[0]["lr"] == 0.5 != before
+
+
+def test_another_scheduler_is_refused_before_anything_changes(run_ranks, tmp_path):
+    run_ranks(_other_schedule, 2, 2, str(tmp_path))
+
+
+def _without_head(rank, size, folder):
+    run = Run("nested", rank, size)
+    run.train(0, 1)
+    run.save(folder, 1)
+    other = Run("nested", rank, size, seed=5)
+    smaller = Zoo()
+    smaller.norm = torch.nn.Identity()
+    other.model = wrapped("root", smaller)
+    other.optimizer = adam([p for p in other.model.parameters() if p.requires_grad])
+    other.scheduler = None
+    with pytest.raises(ModelMismatchError, match="'norm.weight' is in the checkpoint only"):
+        other.load(folder)
+    other.load(folder, strict=False)
+    assert all(state["step"] == 1 for state in other.optimizer.state.values())
+
+
+def test_what_the_model_lacks_can_be_left_out_of_the_optimizer_too(run_ranks, tmp_path):
+    run_ranks(_without_head, 2, 2, str(tmp_path))

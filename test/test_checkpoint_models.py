@@ -219,3 +219,16 @@ def test_replicas_are_saved_once(run_ranks, tmp_path):
     run_ranks(_groups, 4, str(tmp_path))
     checkpoint = ShardedCheckpoint(str(tmp_path))
     assert [file.length("weight") for file in checkpoint.files()] == [640, 560, 0, 0]
+
+
+def _a_value_a_rank(rank, folder):
+    model = FSDP(nn.Sequential(nn.Linear(1, 8)), shard_param_on_dim_0=True)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    _gradients(model, 1 + rank)
+    optimizer.step()
+    with pytest.raises(UnsupportedValueError, match="different single values"):
+        xla_fsdp.save_checkpoint(folder, model, optimizer, step=1)
+
+
+def test_single_values_that_differ_between_ranks_are_refused(run_ranks, tmp_path):
+    run_ranks(_a_value_a_rank, 2, str(tmp_path))

@@ -19,6 +19,7 @@ from xla_fsdp.consolidate.errors import (
     SharedStorageError,
     UnsupportedValueError,
 )
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.ranks import current_rank
 
 
@@ -218,3 +219,60 @@ def _own_disk(rank, size, folder):
 
 def test_hosts_that_share_no_file_system_are_refused(run_ranks, tmp_path):
     run_ranks(_own_disk, 2, 2, str(tmp_path))
+
+
+def _two_at_once(rank, size, folder):
+    """A save on demand (of a preemption handler, say) while another is being written."""
+    run = Run("nested", rank, size)
+    checkpointer = xla_fsdp.AsyncCheckpointer(folder)
+    for step in (1, 2):
+        checkpointer.save(run.model, run.optimizer, step=step)
+        run.save(folder, step + 10)
+        run.save(folder, step)
+    checkpointer.wait()
+    names = _names(folder)
+    assert {"step-00000011", "step-00000012"} < set(names), names
+    assert {name[:13] for name in names} == {f"step-000000{n}" for n in ("01", "02", "11", "12")}
+    for name in names:
+        ShardedCheckpoint(f"{folder}/{name}").verify()
+
+
+def test_saves_under_way_are_no_leftovers_to_each_other(run_ranks, tmp_path):
+    run_ranks(_two_at_once, 3, 3, str(tmp_path))
+
+
+def _random_numbers(rank, size, folder):
+    """An asynchronous save, and waiting for one, leave XLA's random numbers as they are."""
+    run = Run("nested", rank, size)
+    drawn = []
+    for resumed in (False, True):
+        checkpointer = xla_fsdp.AsyncCheckpointer(folder)
+        if resumed:
+            run.load(f"{folder}/step-00000001")
+        else:
+            checkpointer.save(run.model, run.optimizer, run.scheduler, step=1)
+        own = [torch.rand(4, device="xla").cpu()]
+        checkpointer.save(run.model, run.optimizer, run.scheduler, step=2)  # waits, or need not
+        own.append(torch.rand(4, device="xla").cpu())
+        checkpointer.wait()
+        own.append(torch.rand(4, device="xla").cpu())
+        drawn.append(torch.cat(own))
+        torch_xla.sync()
+    return drawn
+
+
+def test_a_resumed_run_draws_what_the_one_before_drew(run_ranks, tmp_path):
+    for first, resumed in run_ranks(_random_numbers, 2, 2, str(tmp_path)):
+        assert torch.equal(first, resumed)
+
+
+def _missing(rank, size, folder):
+    run = Run("nested", rank, size)
+    assert run.load(folder, missing_ok=True) is None
+    assert run.load(f"{folder}/nothing", missing_ok=True) is None
+    run.save(folder, 4)
+    assert run.load(folder, missing_ok=True).step == 4
+
+
+def test_no_checkpoint_can_be_an_answer(run_ranks, tmp_path):
+    run_ranks(_missing, 2, 2, str(tmp_path))

@@ -24,7 +24,7 @@ from . import manifest
 from .store import Store, join, open_store
 
 _STEP = re.compile(r"step-([0-9]{8,18})(?:\.([1-9][0-9]{0,8}))?")
-_PARTIAL = re.compile(r"\.step-[0-9]{8,18}(?:\.[1-9][0-9]{0,8})?\.[0-9a-f]{16}\.partial")
+_PARTIAL = re.compile(r"\.(step-[0-9]{8,18}(?:\.[1-9][0-9]{0,8})?)\.[0-9a-f]{16}\.partial")
 _RANK_FILE = re.compile(r"rank-[0-9]+-of-[0-9]+\.safetensors")
 
 
@@ -57,8 +57,10 @@ def place_of(name: str) -> Place | None:
 
 
 def next_place(store: Store, root: str, step: int) -> Place:
-    """Where to save ``step``: beside what is there of it already."""
-    versions = [place.version for place in places(store, root) if place.step == step]
+    """Where to save ``step``: beside what is there of it already, or is being saved."""
+    begun = filter(None, map(_PARTIAL.fullmatch, store.list(root)))
+    there = [*places(store, root), *filter(None, (place_of(match[1]) for match in begun))]
+    versions = [place.version for place in there if place.step == step]
     return Place(step, max(versions, default=0) + 1)
 
 
@@ -103,8 +105,12 @@ def resolve(path: Any) -> tuple[Store, str]:
 
 
 def leftovers(store: Store, root: str) -> list[str]:
-    """Paths of what saves that were cut short have left in ``root``."""
-    partial = [name for name in store.list(root) if _PARTIAL.fullmatch(name)]
+    """Paths of what saves that were cut short have left in ``root``; not of those under way."""
+    partial = [
+        name
+        for name in store.list(root)
+        if _PARTIAL.fullmatch(name) and not store.is_held(join(root, name))
+    ]
     if not store.renames:
         partial += [
             place.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -105,6 +106,33 @@ class LocalStore:
             # Some network file systems have no such thing; theirs are durable by themselves.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
                 _unwritable(path, error)
+
+    def hold(self, path: str) -> object:
+        try:
+            return Hold(path)
+        except OSError:
+            return None  # a file system without locks
+
+    def is_held(self, path: str) -> bool:
+        try:
+            Hold(path)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+
+class Hold:
+    """A lock on a folder, gone with this object or its process."""
+
+    def __init__(self, path: str):
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
 
 
 class LocalOutput:

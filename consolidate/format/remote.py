@@ -98,6 +98,12 @@ class RemoteStore:
     def sync_folder(self, path: str) -> None:
         """Objects are durable when they appear."""
 
+    def hold(self, path: str) -> object:
+        """Object stores have no locks."""
+
+    def is_held(self, path: str) -> bool:
+        return False
+
     def url(self, path: str) -> str:
         return f"{self.protocol}://{path.lstrip('/')}"
 

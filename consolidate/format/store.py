@@ -60,6 +60,13 @@ class Store(Protocol):
     def sync_folder(self, path: str) -> None:
         """Makes the names in a folder durable."""
 
+    def hold(self, path: str) -> object:
+        """Marks a folder as being written to, for as long as the result and this process exist.
+        Where the store cannot, nothing is marked."""
+
+    def is_held(self, path: str) -> bool:
+        """Whether somebody holds a folder."""
+
 
 def read(store: Store, path: str, begin: int, end: int) -> bytes:
     """The bytes ``begin .. end`` of a file."""

@@ -29,16 +29,15 @@ def prepare_folder(folder: str, resume: bool) -> None:
 
 def resume(folder: str, model: Any, optimizer: Any, steps: int) -> int:
     """Loads the latest checkpoint, if there is one; returns how many of ``steps`` are done."""
-    found = xla_fsdp.latest(folder)
-    if found is None:
-        return 0
     try:
-        done = xla_fsdp.load_checkpoint(found, model, optimizer).step
+        found = xla_fsdp.load_checkpoint(folder, model, optimizer, missing_ok=True)
     except CheckpointError as error:
         raise Stop(str(error), code=2) from error
-    if done >= steps:
-        raise Stop(f"{found} is at {done} already, there is nothing to train up to {steps}", 2)
-    return done
+    if found is None:
+        return 0
+    if found.step >= steps:
+        raise Stop(f"{found.path} is at {found.step} already: nothing to train up to {steps}", 2)
+    return found.step
 
 
 def consolidate(checkpoint: str, path: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..consolidate.errors import CheckpointError, OtherRankError
+from ..consolidate.errors import CheckpointError, OtherRankError, SharedStorageError
 from ..consolidate.format.rank_file import FileRecord
 from ..consolidate.format.store import join, read
 from ..consolidate.format.strict import read_json, write_json
@@ -22,6 +22,8 @@ from .saving import at_rest, meeting_request, records
 
 # Seconds between two looks for what other ranks have written, at most.
 _LONGEST_WAIT = 0.5
+# Seconds until rank 0 must see what the others say they have written.
+_PATIENCE_ONCE_WRITTEN = 30.0
 # Seconds that rank 0 waits for the others' files once its program has ended.
 _PATIENCE_AT_EXIT = 120.0
 
@@ -67,10 +69,10 @@ class AsyncCheckpointer:
             CheckpointError: the save before this one failed (this one is not begun), or this one
                 cannot begin; see :func:`save_checkpoint`.
         """
-        self.wait()
-        meeting = Meeting()
         copies: list[Any] = []
         with at_rest() as seed:
+            self.wait()
+            meeting = Meeting()
             request = meeting_request(meeting, self.path, step, self.keep_last)
             draft = begin(meeting, request, model, optimizer, scheduler, extra, seed)
             try:
@@ -89,7 +91,8 @@ class AsyncCheckpointer:
             CheckpointError: it could not be saved. Earlier checkpoints are as they were.
         """
         running, self._running = self._running, None
-        return None if running is None else running.finish()
+        with at_rest():  # whether or not there is one: a resumed run has none at first
+            return None if running is None else running.finish()
 
     def close(self) -> None:
         """:meth:`wait`, under the name that files have."""
@@ -117,6 +120,7 @@ class _Running:
         self._path: str | None = None
         self._written = threading.Event()
         self._given_up = threading.Event()
+        self._all_wrote = threading.Event()
         self._thread = threading.Thread(
             target=self._run,
             name=f"xla_fsdp checkpoint, rank {draft.rank}",
@@ -129,6 +133,7 @@ class _Running:
         self._written.wait()
         try:
             self.meeting.together("write its file", self._raise)
+            self._all_wrote.set()
             self._thread.join()
             self._path = self.meeting.first("complete the checkpoint", self._result)
         except Exception:
@@ -177,12 +182,19 @@ class _Running:
     def _complete(self, own: FileRecord) -> str | None:
         """On rank 0: waits for all files, then makes them a checkpoint."""
         found: dict[int, dict[str, Any]] = {0: asdict(own)}
-        wait, alone_since = 0.01, None
+        wait, alone_since, wrote_since = 0.01, None, None
         while len(found) < self.meeting.size:
             if self._given_up.wait(wait):
                 return None
             wait = min(2 * wait, _LONGEST_WAIT)
             self._collect(found)
+            if self._all_wrote.is_set():  # what they wrote should be here by now
+                wrote_since = wrote_since or time.monotonic()
+                late = time.monotonic() > wrote_since + _PATIENCE_ONCE_WRITTEN
+                if len(found) < self.meeting.size and late:
+                    raise SharedStorageError(
+                        f"{self.draft.partial}: other ranks wrote there what rank 0 does not see"
+                    )
             if not threading.main_thread().is_alive():  # nobody will call finish any more
                 alone_since = alone_since or time.monotonic()
                 if time.monotonic() > alone_since + _PATIENCE_AT_EXIT:

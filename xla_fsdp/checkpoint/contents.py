@@ -38,16 +38,19 @@ class Contents:
     items: Sequence[Item]
     begins: Mapping[str, int]
 
-    def agreement(self) -> str:
-        """A digest of what must be the same on all ranks."""
+    def agreement(self) -> list[str]:
+        """Digests of what must be the same on all ranks: the model and all else, and the single
+        values in the optimizer's state."""
+        singles: dict[str, Any] = {}
         common = replace(self.manifest, scheduler=None, extra=None, extra_state=None)
         if common.optimizer is not None:
+            singles = {name: dict(s.single) for name, s in common.optimizer.state.items()}
             state = {
                 name: replace(state, single=dict.fromkeys(state.single))
                 for name, state in common.optimizer.state.items()
             }
             common = replace(common, optimizer=replace(common.optimizer, state=state))
-        return digest(dump_manifest(common))
+        return [digest(dump_manifest(common)), digest(write_json(singles))]
 
     def metadata(self, rank: int) -> dict[str, str]:
         """The metadata of the rank's file."""
@@ -71,7 +74,7 @@ def take_contents(
     first = inventory.rank == 0
     described, states = None, []
     if optimizer is not None:
-        described, states = describe_optimizer(optimizer, inventory, with_values=first)
+        described, states = describe_optimizer(optimizer, inventory)
     manifest = Manifest(
         save_id="",
         step=step,

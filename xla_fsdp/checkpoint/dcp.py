@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch_xla
 from torch import nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -31,16 +30,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..consolidate.errors import OutputError, SharedStorageError
 from .dcp_writing import Contents, write_part
+from .draft import _eventually
 from .full_optimizer import state_kinds
 from .inventory import Inventory
 from .meeting import Meeting
 from .optimizer_names import members_of_groups, options
 from .parts import agreed_inventory
+from .saving import at_rest
 
 # What there is of a directory before its metadata.
 _LEFT_OVER = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
 
 
+@at_rest()
 def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Writes a directory that ``torch.distributed.checkpoint`` loads; call it on every rank.
 
@@ -65,12 +67,13 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
-    torch_xla.sync()  # what the caller left to do
     contents = Contents()
-    _add_model(contents, inventory)
+    meeting.together("describe the model", lambda: _add_model(contents, inventory))
     if optimizer is not None:
         state_kinds(meeting, inventory, optimizer)
-        _add_optimizer(contents, inventory, optimizer)
+        meeting.together(
+            "describe the optimizer", lambda: _add_optimizer(contents, inventory, optimizer)
+        )
     folder = meeting.together("name the directory", lambda: _local(path))[0]
     meeting.first(f"make {folder}", lambda: _make(folder))
     meeting.together(f"see {folder}", lambda: _require_seen(folder))
@@ -131,7 +134,7 @@ def _make(folder: str) -> None:
 
 
 def _require_seen(folder: str) -> None:
-    if not os.path.isdir(folder):
+    if not _eventually(lambda: os.path.isdir(folder)):
         raise SharedStorageError(
             f"{folder}: was made by rank 0, but is not here; all ranks must write to one file "
             "system"
@@ -143,7 +146,7 @@ def _finish(folder: str, contents: Contents, results: list[list[Any]]) -> None:
     found: list[WriteResult] = []
     for key, box, size, place in (one for each in results for one in each):
         path = os.path.join(folder, place[0])
-        if not os.path.isfile(path):
+        if not _eventually(lambda path=path: os.path.isfile(path)):
             raise SharedStorageError(
                 f"{path}: was written by another rank, but is not here; all ranks must write to "
                 "one file system"

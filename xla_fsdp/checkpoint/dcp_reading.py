@@ -18,6 +18,7 @@ from .meeting import Meeting
 from .optimizer_filling import fill_optimizer, match_optimizer
 from .optimizer_names import members_of_groups, named
 from .parts import agreed_inventory
+from .saving import at_rest
 from .stored import Stored
 
 # What people call things at the top of what they save; torch's tutorials put all under "app".
@@ -25,6 +26,7 @@ _MODEL = ("model.", "app.model.", "state_dict.", "module.", "")
 _OPTIMIZER = ("optim.", "optimizer.", "app.optim.", "app.optimizer.", "optimizers.")
 
 
+@at_rest()
 def from_dcp(
     path: Any,
     model: nn.Module,

@@ -82,7 +82,7 @@ class Contents:
 def _is_taken_apart(value: Any) -> bool:
     """Whether torch saves what is in ``value`` one by one."""
     if isinstance(value, Mapping):
-        return True
+        return bool(value)
     return isinstance(value, list) and any(
         isinstance(inner, torch.Tensor) or _is_taken_apart(inner) for inner in value
     )
@@ -167,10 +167,11 @@ def write_part(folder: str, contents: Contents, inventory: Inventory) -> list[An
     size = 0
     for item in planner.items(inventory):
         data = item.tensor_data
-        size += data.chunk.sizes.numel() * data.properties.dtype.itemsize if data else 0
-        if size > FILE_BYTES and batches[-1]:
+        own = data.chunk.sizes.numel() * data.properties.dtype.itemsize if data else 0
+        if size + own > FILE_BYTES and batches[-1]:
             batches.append([])
             size = 0
+        size += own
         batches[-1].append(item)
     for number, items in enumerate(batches):
         # A file is named by the number of its plan.

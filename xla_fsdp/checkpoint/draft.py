@@ -20,6 +20,7 @@ from ..consolidate.errors import (
     CheckpointNotFoundError,
     ModelMismatchError,
     SharedStorageError,
+    UnsupportedValueError,
 )
 from ..consolidate.format import folders, manifest
 from ..consolidate.format.rank_file import FileRecord, write_file
@@ -59,6 +60,7 @@ class Draft:
         partial: where the save keeps what is not part of the checkpoint; with a store that
             renames, also the checkpoint itself until it is complete.
         shown: ``folder`` as the user would write it.
+        held: on rank 0 what tells other saves, while it exists, that this one is under way.
     """
 
     store: Store
@@ -70,6 +72,7 @@ class Draft:
     contents: Contents
     rank: int
     keep_last: int | None
+    held: Sequence[object] = ()
 
     @property
     def data(self) -> str:
@@ -143,16 +146,20 @@ class Draft:
                 folders.discard(self.store, path)
             later = folders.places(self.store, self.root)[-1]
             if later > self.place:
-                warnings.warn(
+                _warn(
                     f"{self.shown} is complete, but {later.name} beside it is later, and remains "
-                    "the latest; remove it if it is of an earlier run",
-                    stacklevel=2,
+                    "the latest; remove it if it is of an earlier run"
                 )
         except CheckpointError as error:
-            warnings.warn(
-                f"{self.shown} is complete, but an older checkpoint could not be removed: {error}",
-                stacklevel=2,
+            _warn(
+                f"{self.shown} is complete, but an older checkpoint could not be removed: {error}"
             )
+
+
+def _warn(text: str) -> None:
+    # Where warnings are errors, the checkpoint is complete all the same: nothing may undo it.
+    with contextlib.suppress(Warning):
+        warnings.warn(text, stacklevel=3)
 
 
 def begin(
@@ -173,21 +180,34 @@ def begin(
     contents: list[Contents] = []
     opened: list[tuple[Store, str]] = []
 
-    def describe() -> str:
+    def describe() -> list[str]:
         opened.append(open_store(request.path))
         contents.append(take_contents(model, optimizer, scheduler, request.step, extra, seed))
         return contents[0].agreement()
 
     agreements = meeting.together("describe what to save", describe)
     for rank, agreement in enumerate(agreements):
+        if agreement[0] == agreements[0][0] and agreement != agreements[0]:
+            raise UnsupportedValueError(
+                f"the optimizer of rank {rank} and that of rank 0 have different single values "
+                "(such as step, or a statistic of the rank's shard); a checkpoint has one for all"
+            )
         if agreement != agreements[0]:
             raise ModelMismatchError(
                 f"rank {rank} and rank 0 have different models, optimizers or steps to save; "
                 "all ranks must call this together, with the same"
             )
     store, root = opened[0]
-    save_id, name = meeting.first("prepare the folder", lambda: _prepare(store, root, request.step))
-    place = folders.Place(request.step, name)
+    held: list[object] = []
+
+    def prepare() -> list:
+        save_id, version = _prepare(store, root, request.step)
+        name = folders.Place(request.step, version).partial_name(save_id)
+        held.append(store.hold(join(root, name)))
+        return [save_id, version]
+
+    save_id, version = meeting.first("prepare the folder", prepare)
+    place = folders.Place(request.step, version)
     known = replace(contents[0].manifest, save_id=save_id)
     draft = Draft(
         store=store,
@@ -199,6 +219,7 @@ def begin(
         contents=replace(contents[0], manifest=known),
         rank=meeting.rank,
         keep_last=request.keep_last,
+        held=held,
     )
     try:
         meeting.together("see rank 0's folder", lambda: _require_shared(draft))
@@ -219,7 +240,7 @@ def _prepare(store: Store, root: str, step: int) -> list:
         try:
             store.remove(path)
         except CheckpointError as error:  # that is no reason not to save
-            warnings.warn(f"a leftover could not be removed: {error}", stacklevel=2)
+            _warn(f"a leftover could not be removed: {error}")
     place = folders.next_place(store, root, step)
     save_id = secrets.token_hex(8)
     partial = join(root, place.partial_name(save_id))

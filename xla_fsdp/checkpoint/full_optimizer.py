@@ -19,11 +19,13 @@ from .meeting import Meeting
 from .optimizer_filling import fill_optimizer, match_optimizer
 from .optimizer_names import Groups, OptimizerState, members_of_groups, named, options
 from .parts import CPU, Part, agreed_inventory, gather_members, parts_of
+from .saving import at_rest
 from .stored import describe, sent_by_first_rank
 
 _PLAIN = (type(None), bool, int, float, complex, str)
 
 
+@at_rest()
 def full_optim_state_dict(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -52,7 +54,6 @@ def full_optim_state_dict(
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
     groups = state_kinds(meeting, inventory, optimizer)
-    torch_xla.sync()  # what the caller left to do is no part of the programs below
     wanted = meeting.rank == 0 or not rank0_only
     to = (CPU if offload_to_cpu else torch_xla.device()) if wanted else None
     found: dict[str, dict[str, Any]] = {}
@@ -62,17 +63,21 @@ def full_optim_state_dict(
                 whole = _gathered(part, value, to)
                 for held, each in zip(part.members, whole or (), strict=whole is not None):
                     found.setdefault(held.name, {})[key] = each
-    meeting.together("gather the state of the optimizer", lambda: None)
+    described = []
+
+    def describe_groups() -> None:
+        for group, members in zip(optimizer.param_groups, groups, strict=True):
+            own = {key: _detached(value) for key, value in options(group).items()}
+            described.append({**own, "params": [held.name for held in members]})
+
+    meeting.together("gather the state of the optimizer", describe_groups)
     if not wanted:
         return {}
-    described = []
-    for group, members in zip(optimizer.param_groups, groups, strict=True):
-        names = [held.name for held in members]
-        described.append({**{k: _detached(v) for k, v in options(group).items()}, "params": names})
     order = [held.name for held in inventory.parameters if held.name in found]
     return {"state": {name: found[name] for name in order}, "param_groups": described}
 
 
+@at_rest()
 def load_full_optim_state_dict(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -117,9 +122,14 @@ def load_full_optim_state_dict(
 
     described = meeting.together("load the full optimizer state", match)[0]
     if first_only:
-        own = named(optim_state_dict, inventory, groups, label) if meeting.rank == 0 else None
-        state = _received(described, own, label)
-        matched = [match_optimizer(inventory, optimizer, groups, state, label)]
+        matched = []
+
+        def match_sent() -> None:
+            own = named(optim_state_dict, inventory, groups, label) if meeting.rank == 0 else None
+            state = _received(described, own, label)
+            matched.append(match_optimizer(inventory, optimizer, groups, state, label))
+
+        meeting.together("match the full optimizer state", match_sent)
     meeting.together("load the full optimizer state", lambda: fill_optimizer(matched[0]))
 
 
@@ -134,7 +144,8 @@ def state_kinds(meeting: Meeting, inventory: Inventory, optimizer) -> Groups:
     def look() -> list[Any]:
         groups.extend(members_of_groups(inventory, optimizer))
         return [
-            [held.name, {key: _kind(held, key, value) for key, value in state.items()}]
+            # Pairs: the order of the keys is that of the collectives.
+            [held.name, [[key, _kind(held, key, value)] for key, value in state.items()]]
             for held in inventory.parameters
             if (state := optimizer.state.get(held.holder)) is not None
         ]

@@ -17,9 +17,11 @@ from .filling import LoadedKeys, fill_model, match_model
 from .inventory import HeldBuffer
 from .meeting import Meeting
 from .parts import CPU, agreed_inventory, gather_members, parts_of
+from .saving import at_rest
 from .stored import Stored, describe, is_dense, sent_by_first_rank
 
 
+@at_rest()
 def full_state_dict(
     model: nn.Module, *, rank0_only: bool = True, offload_to_cpu: bool = True
 ) -> dict[str, Any]:
@@ -44,7 +46,6 @@ def full_state_dict(
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
-    torch_xla.sync()  # what the caller left to do is no part of the programs below
     wanted = meeting.rank == 0 or not rank0_only
     to = (CPU if offload_to_cpu else torch_xla.device()) if wanted else None
     found: dict[str, Any] = {}
@@ -53,17 +54,19 @@ def full_state_dict(
         for held, value in zip(part.members, whole or (), strict=whole is not None):
             found.update(dict.fromkeys(held.names, value))
         del whole
-    if wanted:
-        for buffer in inventory.buffers:
+
+    def add_rest() -> None:
+        for buffer in inventory.buffers if wanted else ():
             found.update(dict.fromkeys(buffer.names, _buffer(buffer, to)))
-        for name, module in inventory.extra_state.items():
+        for name, module in inventory.extra_state.items() if wanted else ():
             found[name] = module.get_extra_state()
-        names = dict.fromkeys(name for name in _names(model) if name in found)
-        found = {name: found[name] for name in [*names, *(n for n in found if n not in names)]}
-    meeting.together("gather the state of the model", lambda: None)
-    return found
+
+    meeting.together("gather the state of the model", add_rest)
+    names = dict.fromkeys(name for name in _names(model) if name in found)
+    return {name: found[name] for name in [*names, *(n for n in found if n not in names)]}
 
 
+@at_rest()
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True
 ) -> LoadedKeys:
@@ -111,7 +114,12 @@ def load_full_state_dict(
             for name, about in described["tensors"].items()
         }
         others = {name: decode(value, label) for name, value in described["others"].items()}
-        matched = [match_model(inventory, tensors, others, label, strict)]
+        matched = []
+
+        def match_sent() -> None:
+            matched.append(match_model(inventory, tensors, others, label, strict))
+
+        meeting.together("match the full state dict", match_sent)
     meeting.together("load the full state dict", lambda: fill_model(inventory, matched[0]))
     return matched[0].keys
 

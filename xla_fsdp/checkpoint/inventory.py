@@ -226,9 +226,20 @@ def _buffers(model: nn.Module) -> Iterator[HeldBuffer]:
 
 
 def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    found, scanned = {}, set()
+    for path, wrapper in _wrappers(model):
+        template = getattr(wrapper._unit, "template", None)  # one for all blocks of a scan
+        if template is not None:
+            scanned.update(template.modules())
+            for block in range(wrapper._unit.depth):
+                for inside, module in template.named_modules(remove_duplicate=False):
+                    found[dotted(path, dotted(str(block), inside))] = module
+    for path, module in model.named_modules(remove_duplicate=False):
+        if module not in scanned:
+            found[clean_name(path)] = module
     return {
-        dotted(clean_name(path), "_extra_state"): module
-        for path, module in model.named_modules()
+        dotted(path, "_extra_state"): module
+        for path, module in found.items()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
 

@@ -12,14 +12,19 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from ..consolidate.errors import InvalidMetadataError, MixedSaveError, ModelMismatchError
+from ..consolidate.errors import (
+    CheckpointNotFoundError,
+    InvalidMetadataError,
+    MixedSaveError,
+    ModelMismatchError,
+)
 from ..consolidate.format import folders, values
 from ..consolidate.format.dtypes import DTYPES
 from ..consolidate.format.manifest import NAME, State, parameter_key, state_key
 from ..consolidate.format.reader import ShardedCheckpoint
 from ..consolidate.format.store import join
 from ..swap import fill_
-from .contents import RNG_TORCH, RNG_XLA, set_device_seed
+from .contents import RNG_TORCH, RNG_XLA, device_seed, set_device_seed
 from .inventory import Held, HeldBuffer, Inventory, take_inventory
 from .matching import Match, match_model, match_optimizer
 from .meeting import Meeting
@@ -45,7 +50,8 @@ def load_checkpoint(
     *,
     strict: bool = True,
     restore_rng: bool = True,
-) -> LoadedCheckpoint:
+    missing_ok: bool = False,
+) -> LoadedCheckpoint | None:
     """Loads what :func:`save_checkpoint` saved; call on every rank.
 
     Any number of ranks, and any wrapping of the model. On as many ranks as saved it, wrapped alike,
@@ -58,6 +64,8 @@ def load_checkpoint(
         model, optimizer, scheduler: what to load into; ``None`` is left out.
         strict: the names in model and checkpoint must be the same. Otherwise what only one side has
             is left as it is. Shapes and dtypes must fit in any case.
+        missing_ok: return ``None`` if there is no checkpoint. All ranks go by what rank 0 finds;
+            of their own :func:`latest` one may have found what others do not see yet.
         restore_rng: restore torch's and XLA's random states, if as many ranks saved them.
 
     Raises:
@@ -68,7 +76,11 @@ def load_checkpoint(
     """
     meeting = Meeting()
     torch_xla.sync()
-    found = meeting.first("find the checkpoint", lambda: _find(path))
+    seed = device_seed()
+    found = meeting.first("find the checkpoint", lambda: _find(path, missing_ok))
+    if found is None:
+        set_device_seed(seed)
+        return None
     prepared: list[_Prepared] = []
 
     def prepare() -> None:
@@ -80,20 +92,27 @@ def load_checkpoint(
         prepared.append(_prepare(reader, model, optimizer, scheduler, strict, restore_rng))
 
     meeting.together("read the checkpoint", prepare)
+    # First what may refuse for reasons of its own.
+    meeting.together("load the scheduler", lambda: prepared[0].apply_scheduler())
     # Nobody trains on before all have loaded.
-    meeting.together("take over what it read", prepared[0].apply)
-    prepared[0].restore_rng()  # last: every meeting moves XLA's on
+    meeting.together("load the checkpoint", lambda: prepared[0].apply())
+    prepared[0].restore_rng(seed)  # last: every meeting moves XLA's on
     return prepared[0].result
 
 
-def _find(path: str | os.PathLike) -> list[str]:
+def _find(path: str | os.PathLike, missing_ok: bool) -> list[str] | None:
     text = os.fsdecode(path)
-    store, folder = folders.resolve(text)
-    manifest = ShardedCheckpoint(text).manifest
-    name = folder.rpartition("/")[2]
+    try:
+        folders.resolve(text)
+    except CheckpointNotFoundError:
+        if missing_ok:
+            return None
+        raise
+    checkpoint = ShardedCheckpoint(text)
+    name = checkpoint.folder.rpartition("/")[2]
     whole = text.rstrip("/") or "/"
     shown = whole if whole.rpartition("/")[2] == name else f"{whole}/{name}"
-    return [shown, manifest.save_id]
+    return [shown, checkpoint.manifest.save_id]
 
 
 @dataclass
@@ -170,14 +189,17 @@ class _Prepared:
                     self.optimizer.state[parameter] = {
                         key: value() if callable(value) else value for key, value in state.items()
                     }
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(self.scheduler_state)
         torch_xla.sync()
 
-    def restore_rng(self) -> None:
+    def apply_scheduler(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(self.scheduler_state)
+
+    def restore_rng(self, present: int) -> None:
+        """``present``: XLA's random state to keep, if none is to be restored."""
         if self.rng is not None:
             torch.set_rng_state(self.rng[0])
-            set_device_seed(self.rng[1])
+        set_device_seed(present if self.rng is None else self.rng[1])
 
 
 def _assign(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -230,6 +252,8 @@ def _prepare(
     scheduler_state = values.decode(manifest.scheduler, source)
     if scheduler is not None and not isinstance(scheduler_state, dict):
         raise InvalidMetadataError(f"{source}: the scheduler's state is no dict")
+    if strict:
+        _require_alike(scheduler, scheduler_state, source)
     extra = values.decode(manifest.extra, source)
     return _Prepared(
         result=LoadedCheckpoint(label, manifest.step, extra, manifest.world_size),
@@ -243,6 +267,23 @@ def _prepare(
         scheduler_state=scheduler_state,
         rng=_rng(reader) if restore_rng and reader.same_world else None,
     )
+
+
+def _require_alike(scheduler: Any, saved: Any, label: str) -> None:
+    """torch's schedulers take over whatever they are given. Another version of torch may know more
+    or fewer fields; with fields missing on either side it is another scheduler."""
+    if scheduler is None:
+        return
+    if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
+        raise TypeError(f"scheduler must have a state_dict(), got {type(scheduler).__name__}")
+    own = scheduler.state_dict()
+    if isinstance(own, dict) and isinstance(saved, dict):
+        more, less = sorted(map(str, own.keys() - saved)), sorted(map(str, saved.keys() - own))
+        if more and less:
+            raise ModelMismatchError(
+                f"{label}: is of another scheduler than {type(scheduler).__name__}: it has "
+                f"{less[0]!r} and lacks {more[0]!r}"
+            )
 
 
 def _holders(

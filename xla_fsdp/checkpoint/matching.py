@@ -118,8 +118,9 @@ def match_optimizer(
     problems: list[str] = []
     groups = []
     by_names: dict[frozenset[str], list[Group]] = {}
+    loaded = set(match.parameters.values())  # with strict=False perhaps not all
     for group in saved.groups:
-        by_names.setdefault(frozenset(group.parameters), []).append(group)
+        by_names.setdefault(frozenset(group.parameters) & loaded, []).append(group)
     for number, group in enumerate(optimizer.param_groups):
         names = frozenset(
             match.parameters[held]
@@ -135,7 +136,7 @@ def match_optimizer(
                 f"parameter group {number} of the optimizer ({len(names)} parameters: {some}, ...) "
                 "is no group of the checkpoint"
             )
-    if any(by_names.values()):
+    if any(left for names, left in by_names.items() if names):
         problems.append("the checkpoint has parameter groups that the optimizer lacks")
     states = {}
     for parameter, helds in owners.items():

@@ -6,7 +6,7 @@ parameter. All else (``step``) is the same for the whole parameter, and on every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,9 @@ class HeldState:
 
 
 def describe_optimizer(
-    optimizer: torch.optim.Optimizer, inventory: Inventory, with_values: bool
+    optimizer: torch.optim.Optimizer, inventory: Inventory
 ) -> tuple[Optimizer, list[HeldState]]:
     """The optimizer as the manifest describes it, and the tensors of this rank.
-
-    ``with_values``: fetch the single values too; they are the same on all ranks.
 
     Raises:
         TypeError: no optimizer.
@@ -82,7 +80,8 @@ def describe_optimizer(
                     "value; optimizers whose state depends on the matrix cannot be resharded"
                 )
             else:
-                single[key] = _encode_single(value, where) if with_values else None
+                _refuse_tensors_in(value, where)
+                single[key] = _encode_single(value, where)
         if sharded or single:
             for held in helds:
                 state[held.name] = State(sharded, single)
@@ -119,6 +118,19 @@ def is_elementwise(value: Any, key: str, parameter: nn.Parameter, elementwise: s
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
     return bool(parameter.dim()) or key in elementwise
+
+
+def _refuse_tensors_in(value: Any, where: str) -> None:
+    """What they are about, a shard or all of a parameter, nobody knows."""
+    inner = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, (Mapping, list, tuple, set)):
+        for each in inner:
+            if isinstance(each, torch.Tensor) and each.numel() != 1:
+                raise UnsupportedValueError(
+                    f"{where} holds a tensor of shape {list(each.shape)} inside a "
+                    f"{type(value).__name__}; state must be of the parameter's shape, or one value"
+                )
+            _refuse_tensors_in(each, where)
 
 
 def _encode_single(value: Any, where: str) -> dict[str, Any]:

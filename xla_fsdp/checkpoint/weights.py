@@ -12,10 +12,12 @@ from ..consolidate.errors import ModelMismatchError
 from .filling import LoadedKeys, fill_model, match_model
 from .meeting import Meeting
 from .parts import agreed_inventory
+from .saving import at_rest
 from .stored import Stored
 from .weight_files import open_weights
 
 
+@at_rest()
 def load_weights(
     model: nn.Module,
     path: Any,
