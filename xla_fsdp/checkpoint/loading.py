@@ -152,7 +152,8 @@ class _Reader:
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """A holder's new values, in its shape; zero in the padding."""
-        flat = torch.zeros(holder.numel(), dtype=dtype or holder.dtype)
+        whole = sum(held.length for held, _ in named) == holder.numel()
+        flat = (torch.empty if whole else torch.zeros)(holder.numel(), dtype=dtype or holder.dtype)
         for held, name in named:
             self.piece(flat, held, name, state)
         return flat.view(holder.shape)
