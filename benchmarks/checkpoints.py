@@ -6,8 +6,8 @@
 times: ``save_checkpoint``; every rank's ``xm.save`` of state_dict, metadata and optimizer, the way
 of torch_xla's own class; ``torch.distributed.checkpoint`` of the same tensors, by the same ranks in
 one process; a plain copy of the checkpoint's files, with fsync as all but the in-tree way do. Then
-the same for loading, where a plain copy is reading all files. The page cache is warm for all. A job loads
-once: the first time in the process is stated beside the median.
+the same for loading, where a plain copy is reading all files. The page cache is warm for all. A job
+loads once: the first time in the process is stated beside the median.
 """
 
 from __future__ import annotations
