@@ -2,8 +2,8 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from . import storage
@@ -19,21 +19,6 @@ from .ranks import (
 )
 
 OUTPUT_NAME = "_consolidated.pth"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What was done. parameters: how many, tied ones once; elements: their total.
-
-    path and bytes are None if nothing was written.
-    """
-
-    state_dict: "OrderedDict[str, Any]"
-    world_size: int
-    parameters: int
-    elements: int
-    path: str | None = None
-    bytes: int | None = None
 
 
 def consolidate_sharded_state_dicts(
@@ -68,7 +53,7 @@ def consolidate_sharded_state_dicts(
         raise WorldSizeError(
             f"state_dict_list: has {len(ranks)} entries, shard_metadata says {world_size} ranks"
         )
-    return _consolidate(ranks, tied).state_dict
+    return _consolidate(ranks, tied)
 
 
 def consolidate_sharded_model_checkpoints(
@@ -99,20 +84,6 @@ def consolidate_sharded_model_checkpoints(
     Raises:
         CheckpointError: one of its subclasses, naming the file; nothing was written.
     """
-    report = run(ckpt_prefix, ckpt_suffix, save_path, save_model, tied=tied)
-    return report.state_dict, report.path
-
-
-def run(
-    ckpt_prefix: str,
-    ckpt_suffix: str,
-    save_path: str,
-    save_model: bool,
-    *,
-    tied: Mapping[str, str] | None = None,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Report:
-    """`consolidate_sharded_model_checkpoints`, with a report and one call to `progress` a stage."""
     prefix = os.fspath(ckpt_prefix)
     default_path = prefix + OUTPUT_NAME
     path = os.fspath(save_path) or default_path
@@ -120,16 +91,12 @@ def run(
     if save_model:
         storage.check_output(path, [rank.label for rank in ranks])
     world = complete_world(ranks)
-    progress(f"found {len(world)} rank files matching {prefix}{ckpt_suffix}")
-
-    report = _consolidate(world, tied)
-    progress(f"assembled {report.parameters} parameters")
+    state_dict = _consolidate(world, tied)
     if not save_model:
-        return report
-
-    marker = {"format": FORMAT, "version": VERSION, "world_size": report.world_size}
-    size = storage.write_file(path, report.state_dict, marker)
-    return replace(report, path=path, bytes=size)
+        return state_dict, None
+    marker = {"format": FORMAT, "version": VERSION, "world_size": len(world)}
+    storage.write_file(path, state_dict, marker)
+    return state_dict, path
 
 
 def read_ranks(
@@ -152,15 +119,9 @@ def _is_intree_output(content: Any, path: str, default_path: str) -> bool:
     return path == default_path and isinstance(content, Mapping) and content.keys() == {"model"}
 
 
-def _consolidate(world: list[Rank], tied: Mapping[str, str] | None) -> Report:
+def _consolidate(world: list[Rank], tied: Mapping[str, str] | None) -> "OrderedDict[str, Any]":
     check_consistent(world)
     if tied:
         # Rank 0 alone decides under which names the result is listed.
         world = [replace(world[0], layout=world[0].layout.tie(tied)), *world[1:]]
-    members = [m for p in world[0].layout.parameters.values() for m in p.members]
-    return Report(
-        state_dict=assemble(world),
-        world_size=len(world),
-        parameters=len(members),
-        elements=sum(member.numel for member in members),
-    )
+    return assemble(world)

@@ -70,7 +70,7 @@ class LocalStore:
         try:
             os.makedirs(path, exist_ok=True)
         except OSError as error:
-            _unwritable(path, error)
+            unwritable(path, error)
         for each in made:
             with contextlib.suppress(OutputError):  # above may be a folder that nobody may read
                 self.sync_folder(os.path.dirname(each) or ".")
@@ -81,7 +81,7 @@ class LocalStore:
                 raise FileExistsError(errno.EEXIST, "exists already")
             os.rename(old, new)
         except OSError as error:
-            _unwritable(new, error)
+            unwritable(new, error)
         self.sync_folder(os.path.dirname(new) or ".")
 
     def remove(self, path: str) -> None:
@@ -93,7 +93,7 @@ class LocalStore:
         except FileNotFoundError:
             pass  # somebody else was quicker
         except OSError as error:
-            _unwritable(path, error)
+            unwritable(path, error)
 
     def sync_folder(self, path: str) -> None:
         try:
@@ -105,13 +105,13 @@ class LocalStore:
         except OSError as error:
             # Some network file systems have no such thing; theirs are durable by themselves.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-                _unwritable(path, error)
+                unwritable(path, error)
 
     def hold(self, path: str) -> object:
         try:
             return Hold(path)
         except OSError:
-            return None  # a file system without locks
+            return None
 
     def is_held(self, path: str) -> bool:
         try:
@@ -123,12 +123,27 @@ class LocalStore:
         return False
 
 
+def lock_folder(path: str) -> int:
+    """Claims a folder until the descriptor that it returns is closed, or the process ends.
+
+    On a file system without locks nothing is claimed. BlockingIOError: somebody has claimed it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        pass
+    return descriptor
+
+
 class Hold:
-    """A lock on a folder, gone with this object or its process."""
+    """A claimed folder, given back with this object."""
 
     def __init__(self, path: str):
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._descriptor = lock_folder(path)
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
@@ -144,7 +159,7 @@ class LocalOutput:
         try:
             self._descriptor: int | None = os.open(path, flags, 0o666)
         except OSError as error:
-            _unwritable(path, error)
+            unwritable(path, error)
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
@@ -152,7 +167,7 @@ class LocalOutput:
             while view:
                 view = view[os.write(self._descriptor, view[: 1 << 30]) :]
         except OSError as error:
-            _unwritable(self.path, error)
+            unwritable(self.path, error)
 
     def close(self) -> None:
         try:
@@ -161,7 +176,7 @@ class LocalOutput:
             finally:
                 self._close()
         except OSError as error:
-            _unwritable(self.path, error)
+            unwritable(self.path, error)
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):
@@ -174,7 +189,7 @@ class LocalOutput:
             os.close(descriptor)
 
 
-def _unwritable(path: str, error: OSError) -> NoReturn:
+def unwritable(path: str, error: OSError) -> NoReturn:
     raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 

@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +17,7 @@ from .digests import ChunkDigests, chunk_bytes, digest
 from .dtypes import DTYPES, tensor_bytes
 from .store import Store
 
+T = TypeVar("T")
 # Bytes written or copied to the host at a time.
 PIECE_BYTES = 1 << 24
 # Of chunks that were read for a part of them, kept in case the next read wants more.
@@ -51,14 +53,9 @@ def write_file(
     Raises:
         OutputError: it cannot be written. What is there of it is left to the caller.
     """
-    # Wide types first, so that every tensor begins at a multiple of its own item size.
-    items = sorted(items, key=lambda item: -DTYPES[item.dtype].itemsize)
-    container, header = layout([(i.key, i.dtype, i.shape) for i in items], metadata)
-    digests = ChunkDigests(chunk_bytes(container.size))
-    output = store.create(path)
-    try:
-        digests.update(memoryview(header))
-        output.write(header)
+    items = widest_first(items)
+
+    def feed(take: Callable[[memoryview], None]) -> None:
         for item in items:
             value = item.value().detach().cpu().reshape(-1)
             if (value.dtype, value.numel()) != (DTYPES[item.dtype], math.prod(item.shape)):
@@ -68,10 +65,38 @@ def write_file(
                 )
             view = tensor_bytes(value)
             for begin in range(0, len(view), PIECE_BYTES):
-                piece = view[begin : begin + PIECE_BYTES]
-                digests.update(piece)
-                output.write(piece)
+                take(view[begin : begin + PIECE_BYTES])
             del value, view
+
+    return write_pieces(store, path, [(i.key, i.dtype, i.shape) for i in items], metadata, feed)
+
+
+def widest_first(tensors: Iterable[T]) -> list[T]:
+    """Things with a ``dtype`` in an order in which every tensor of the file begins at a multiple of
+    its own item size."""
+    return sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
+
+
+def write_pieces(
+    store: Store,
+    path: str,
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    feed: Callable[[Callable[[memoryview], None]], None],
+) -> FileRecord:
+    """The file of ``tensors`` (name, dtype, shape), the bytes of which ``feed`` hands, in order, to
+    the function that it is given. Durable when this returns; errors as :func:`write_file`."""
+    container, header = layout(tensors, metadata)
+    digests = ChunkDigests(chunk_bytes(container.size))
+    output = store.create(path)
+
+    def take(piece: memoryview) -> None:
+        digests.update(piece)
+        output.write(piece)
+
+    try:
+        take(memoryview(header))
+        feed(take)
         output.close()
     except BaseException:
         output.discard()

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 
 from ..errors import OutputError
-from ..format.local import LocalOutput, LocalStore
+from ..format.local import LocalOutput, LocalStore, lock_folder, unwritable
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _SYNC_FILE_RANGE_WRITE = 2
@@ -46,7 +45,7 @@ class DiskOutput(LocalOutput):
             while done < len(data):
                 done += os.pwrite(self._descriptor, data[done:], begin + done)
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            unwritable(self.path, error)
 
 
 class Disk(LocalStore):
@@ -63,7 +62,7 @@ class Disk(LocalStore):
         try:
             os.replace(old, new)
         except OSError as error:
-            raise _unwritable(new, error) from error
+            unwritable(new, error)
         self.sync_folder(os.path.dirname(new) or ".")
 
     def exchange(self, one: str, other: str) -> bool:
@@ -76,7 +75,7 @@ class Disk(LocalStore):
             number = ctypes.get_errno()
             if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
                 return False
-            raise _unwritable(other, OSError(number, os.strerror(number)))
+            unwritable(other, OSError(number, os.strerror(number)))
         self.sync_folder(os.path.dirname(other) or ".")
         return True
 
@@ -87,20 +86,10 @@ class Disk(LocalStore):
             OutputError: another process has claimed it.
         """
         try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock_folder(folder)
         except BlockingIOError as error:
-            os.close(descriptor)
             raise OutputError(
                 f"{folder}: another run is writing there; wait for it to end"
             ) from error
-        except OSError:
-            pass  # a file system without locks: nothing is lost but this protection
-        return descriptor
-
-
-def _unwritable(path: str, error: OSError) -> OutputError:
-    return OutputError(f"{path}: cannot be written: {error.strerror or error}")
+        except OSError as error:
+            unwritable(folder, error)

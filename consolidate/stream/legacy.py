@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import xxhash
 
 from ..checkpoints import OUTPUT_NAME, read_ranks
 from ..errors import CheckpointError, ShardMismatchError, UnreadableFileError
+from ..format.digests import digest
 from ..format.dtypes import dtype_name
 from ..format.manifest import Optimizer, Tensor
 from ..layout import Member
@@ -183,7 +183,7 @@ def _require_stored(key: str, rank: Rank) -> None:
 def _save_id(paths: list[str]) -> str:
     """Changes whenever one of the files is written again; there is nothing better in them."""
     found = [(os.path.basename(p), os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in paths]
-    return xxhash.xxh3_64_hexdigest(repr(found).encode())
+    return digest(repr(found).encode())
 
 
 def verify_files(paths: list[str]) -> int:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import xxhash
-
 from ..errors import InvalidMetadataError, OptionsError, UnsupportedValueError
 from ..format import values
+from ..format.digests import digest
 from ..format.dtypes import DTYPES
 from ..format.manifest import FORMAT, VERSION, Optimizer
 from ..format.strict import write_json
@@ -56,7 +55,7 @@ def make_plan(source: Source, options: Options, name: str | None) -> Plan:
         "world_size": source.origin.world_size,
         "options": options.described(),
     }
-    identity = xxhash.xxh3_64_hexdigest(write_json(about))
+    identity = digest(write_json(about))
     make = _safetensors if options.format == SAFETENSORS else _torch
     files, texts = make(source, options, about, identity, name)
     if name is None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from ..format.container import layout
-from ..format.digests import ChunkDigests, chunk_bytes
-from ..format.dtypes import DTYPES
-from ..format.rank_file import FileRecord
+from ..format.rank_file import FileRecord, widest_first, write_pieces
 from .disk import Disk
 from .pump import pump
 from .tensors import Ring, Stored
@@ -25,28 +22,18 @@ def write_rank_file(
     Raises:
         OutputError: it cannot be written. What is there of it is left to the caller.
     """
-    # Wide types first, so that every tensor begins at a multiple of its own item size.
-    tensors = sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
-    container, header = layout([(t.name, t.dtype, t.shape) for t in tensors], metadata)
-    digests = ChunkDigests(chunk_bytes(container.size))
-    output = disk.create(path)
-
-    def take(piece: memoryview) -> None:
-        digests.update(piece)
-        output.write(piece)
-        progress(len(piece))
+    tensors = widest_first(tensors)
 
     def pieces() -> Iterator[memoryview]:
         ring = Ring()
-        yield memoryview(header)
         for tensor in tensors:
             yield from tensor.pieces(ring)
 
-    try:
-        pump(pieces(), take)
-        output.close()
-    except BaseException:
-        output.discard()
-        raise
-    name = path.rpartition("/")[2]
-    return FileRecord(name, container.size, digests.chunk, tuple(digests.finish()))
+    def feed(take: Callable[[memoryview], None]) -> None:
+        def taken(piece: memoryview) -> None:
+            take(piece)
+            progress(len(piece))
+
+        pump(pieces(), taken)
+
+    return write_pieces(disk, path, [(t.name, t.dtype, t.shape) for t in tensors], metadata, feed)

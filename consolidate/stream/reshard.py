@@ -7,17 +7,15 @@ not depend on that; it is what most models need, so that each rank mostly reads 
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import xxhash
-
-from ..errors import CheckpointError, InvalidMetadataError, OptionsError, OutputError
+from ..errors import CheckpointError, InvalidMetadataError, OptionsError
 from ..format import manifest, values
+from ..format.digests import digest
 from ..format.dtypes import DTYPES
 from ..format.fields import Fields
 from ..format.manifest import Manifest, buffer_key, file_name, parameter_key, state_key
@@ -69,26 +67,24 @@ def reshard_checkpoint(
     say(f"found {origin.world_size} ranks in {source.label}")
     target = os.fspath(save_path).rstrip("/") or _default(os.fspath(path), world_size)
     about = {"save_id": origin.save_id, "reshard": world_size, "tied": dict(tied or {})}
-    identity = xxhash.xxh3_64_hexdigest(write_json(about))
+    identity = digest(write_json(about))
     whole = _describe(source, world_size, identity)
     stage = Stage(disk, target, identity)
     stage.repair()
     check_target(target, True, source.inputs, disk)
-    kept = 0
     listed = [file_name(rank, world_size) for rank in range(world_size)] + [manifest.NAME]
     record = write_json({**about, "files": listed}) + b"\n"
     up_to_date = _is_there(target, whole, record, disk, progress)
-    if up_to_date:
-        with contextlib.suppress(OutputError):  # it is none of the result
-            stage.sweep()
-    else:
-        with stage:
-            stage.sweep()
-            whole, kept = _write(source, whole, stage, progress)
-            stage.write_text(RECORD, record)
-            disk.remove(stage.path(_DONE))
-            stage.write_text(manifest.NAME, manifest.dump_manifest(whole))
-            stage.commit_folder()
+
+    def build() -> int:
+        written, kept = _write(source, whole, stage, progress)
+        stage.write_text(RECORD, record)
+        disk.remove(stage.path(_DONE))
+        stage.write_text(manifest.NAME, manifest.dump_manifest(written))
+        stage.commit_folder()
+        return kept
+
+    kept = stage.produce(up_to_date, build)
     return Result(
         path=target,
         up_to_date=up_to_date,
@@ -159,15 +155,8 @@ def _write(
             begins: dict[str, int] = {}
             tensors = list(_tensors(source, whole, rank, begins))
             metadata = {**whole.identity(rank), "begins": write_json(begins).decode()}
-            path = stage.path(file_name(rank, whole.world_size))
-            try:
-                record = write_rank_file(stage.disk, path, tensors, metadata, bar)
-            except CheckpointError:
-                with contextlib.suppress(OutputError):
-                    stage.disk.remove(path)
-                raise
-            records.append(record)
-            stage.finished.add(record.name)
+            with stage.writing(file_name(rank, whole.world_size)) as path:
+                records.append(write_rank_file(stage.disk, path, tensors, metadata, bar))
             stage.write_text(_DONE, _dump(records))
     return replace(whole, files=tuple(records)), kept
 

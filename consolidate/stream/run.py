@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointError, OptionsError, OutputError
+from ..errors import CheckpointError, OptionsError
 from ..format.store import join, read
 from .disk import Disk
 from .legacy import LegacySource
@@ -116,19 +115,17 @@ def consolidate_checkpoint(
     stage = Stage(disk, target.path, plan.identity)
     stage.repair()
     check_target(target.path, target.is_folder, source.inputs, disk)
-    kept = 0
+
+    def build() -> int:
+        kept = _write(plan, stage, progress)
+        if target.is_folder:
+            stage.commit_folder()
+        else:
+            stage.commit_file(plan.files[0].name)
+        return kept
+
     up_to_date = _is_there(plan, target, disk, progress)
-    if up_to_date:
-        with contextlib.suppress(OutputError):  # it is none of the result
-            stage.sweep()
-    else:
-        with stage:
-            stage.sweep()
-            kept = _write(plan, stage, progress)
-            if target.is_folder:
-                stage.commit_folder()
-            else:
-                stage.commit_file(plan.files[0].name)
+    kept = stage.produce(up_to_date, build)
     count = len(source.parameters)
     say(f"assembled {count} parameters")
     names = [file.name for file in plan.files] + list(plan.texts)
@@ -166,13 +163,8 @@ def _write(plan: Plan, stage: Stage, progress: Callable[[str, int], Progress]) -
     stage.require_space(sum(file.bytes for file in missing))
     with progress("write", sum(file.bytes for file in missing)) as bar:
         for file in missing:
-            try:
-                file.write(stage.disk, stage.path(file.name), bar)
-            except CheckpointError:
-                with contextlib.suppress(OutputError):
-                    stage.disk.remove(stage.path(file.name))
-                raise
-            stage.finished.add(file.name)
+            with stage.writing(file.name) as path:
+                file.write(stage.disk, path, bar)
     for name, data in plan.texts.items():
         stage.write_text(name, data)
     return kept

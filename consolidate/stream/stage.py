@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import CheckpointError, OutputError
 from ..format.store import join
@@ -71,6 +71,27 @@ class Stage:
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
+
+    def produce(self, up_to_date: bool, build: Callable[[], int]) -> int:
+        """What ``build`` returns, called within the context unless the result is there already."""
+        if up_to_date:
+            with contextlib.suppress(OutputError):  # it is none of the result
+                self.sweep()
+            return 0
+        with self:
+            self.sweep()
+            return build()
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[str]:
+        """Gives the path of a file; one whose writing fails is removed, else it is finished."""
+        try:
+            yield self.path(name)
+        except CheckpointError:
+            with contextlib.suppress(OutputError):
+                self.disk.remove(self.path(name))
+            raise
+        self.finished.add(name)
 
     def path(self, name: str) -> str:
         """Of a file in the folder."""

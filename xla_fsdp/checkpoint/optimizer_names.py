@@ -11,6 +11,7 @@ import torch
 from ..consolidate.errors import ModelMismatchError
 from .filling import listed
 from .inventory import Held, Inventory
+from .optimizers import options
 
 Groups = list[list[Held]]
 
@@ -48,11 +49,6 @@ def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) ->
             )
         groups.append([held for holder in group["params"] for held in by_holder[holder]])
     return groups
-
-
-def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def named(saved: Any, inventory: Inventory, groups: Groups, label: str) -> OptimizerState:

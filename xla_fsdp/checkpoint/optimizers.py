@@ -16,11 +16,8 @@ from torch import nn
 from ..consolidate.errors import ModelMismatchError, UnsupportedValueError
 from ..consolidate.format import values
 from ..consolidate.format.dtypes import dtype_name
-from ..consolidate.format.manifest import Group, Optimizer, State
+from ..consolidate.format.manifest import NOT_OPTIONS, Group, Optimizer, State
 from .inventory import Held, Inventory
-
-# Parallel to "params" in torch's groups; names here are those of the unsharded model.
-_NOT_OPTIONS = ("params", "param_names")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +52,7 @@ def describe_optimizer(
             tuple(held.name for parameter in group["params"] for held in owners[parameter]),
             {
                 name: values.encode(value, f"option {name!r} of parameter group {number}")
-                for name, value in group.items()
-                if name not in _NOT_OPTIONS
+                for name, value in options(group).items()
             },
         )
         for number, group in enumerate(optimizer.param_groups)
@@ -86,6 +82,11 @@ def describe_optimizer(
             for held in helds:
                 state[held.name] = State(sharded, single)
     return Optimizer(type(optimizer).__name__, groups, state), tensors
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {name: value for name, value in group.items() if name not in NOT_OPTIONS}
 
 
 def require_parameters(optimizer: torch.optim.Optimizer, owners: dict[nn.Parameter, Any]) -> None:
