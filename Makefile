@@ -24,7 +24,7 @@ install: .venv/installed
 
 .venv/installed: setup.py
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install -q -e '.[examples,plan,test]'
+	$(PY) -m pip install -q -e '.[examples,plan,pod,test]'
 	touch $@
 
 clean:

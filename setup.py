@@ -17,10 +17,12 @@ setup(
         "xla_fsdp",
         "xla_fsdp._cpu",
         "xla_fsdp.checkpoint",
+        "xla_fsdp.compiled",
         "xla_fsdp.consolidate",
         "xla_fsdp.consolidate.format",
         "xla_fsdp.consolidate.stream",
         "xla_fsdp.planning",
+        "xla_fsdp.preflight",
         *(
             f"xla_fsdp.planning.{part}"
             for part in ("tracing", "compiling", "program", "slices", "reporting")
@@ -41,9 +43,11 @@ setup(
         "tpu": ["torch_xla[tpu]==2.9.0"],
         # The TPU compiler and its front end, as torch_xla 2.9.0 pins them itself.
         "plan": ["torch_xla[pallas,tpu]==2.9.0", "matplotlib"],
-        "pod": ["cloud-tpu-client==0.10", "absl-py"],
+        # cloud-tpu-client imports absl and does not say so. It takes any google-api-core before 2,
+        # but those from 1.31 on refuse the protobuf that tensorboard needs.
+        "pod": ["cloud-tpu-client==0.10", "absl-py", "google-api-core<1.31"],
         "examples": ["absl-py", "rich", "scikit-learn", "tensorboard", "torchvision==0.24.0"],
-        "test": ["cloudpickle", "hypothesis", "pytest", "psutil"],
+        "test": ["cloudpickle", "hypothesis", "jsonschema", "psutil", "pytest", "pyyaml"],
         "lint": ["ruff==0.14.4"],
     },
 )

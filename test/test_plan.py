@@ -334,7 +334,7 @@ def test_the_example_plans_itself(tmp_path):
         (["--plan=v3-9"], "Did you mean v3-8"),
         (["--plan=v3-8", "--plan_report=x.txt"], ".json, .png or .html"),
         (["--plan="], "must name a slice"),
-        (["--plan=v3-8", "--plan_report=no/x.png"], "make the folder"),
+        (["--plan=v3-8", "--plan_report=no/x.png"], "no is no folder"),
     ):
         done = run(*flags)
         assert done.returncode == 2 and message in done.stderr, done.stderr

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ... import extras
 from ..program.flops import model_flops
 from ..records import CompilerMemory
 from ..slices.topology import Slice
@@ -39,18 +39,9 @@ class CompileError(RuntimeError):
     """The TPU compiler refused the program, for another reason than its need of memory."""
 
 
-class MissingExtraError(ImportError):
-    """A package that planning needs is not installed."""
-
-
 def require_extra() -> None:
     """Raises MissingExtraError unless the packages of the ``plan`` extra are there."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingExtraError(
-            f"planning needs {', '.join(missing)}: pip install 'xla_fsdp[plan]' "
-            "(from a checkout: pip install -e '.[plan]')"
-        )
+    extras.require_extra("plan", "planning", _NEEDED)
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,171 @@
+"""Asks the TPU API about a node, through cloud_tpu_client, with time limits and retries.
+
+``cloud_tpu_client.Client`` has neither, and says only "could not lookup" whatever went wrong. So
+the service object it works with is made here, and what it raises is looked into.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from ..extras import require_extra
+from . import trouble
+from .errors import ApiError, UsageError
+from .node import Node
+from .states import passes
+from .where import Where
+
+# v1, which the client asks by default, knows no runtime version of TPU VMs.
+DISCOVERY_URL = "https://tpu.googleapis.com/$discovery/rest?version=v2"
+
+_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 16.0  # seconds between two tries
+_LISTED = 10  # nodes
+
+
+class TpuApi:
+    """The API as the user's own credentials see it.
+
+    Args:
+        discovery_url: of the document that describes the API; needs no credentials.
+        endpoint: asked instead of the address in that document, if given.
+        timeout: seconds for one request.
+        retries: after errors of the server and of the network.
+
+    Raises:
+        MissingExtraError: the ``pod`` extra is not installed.
+        UsageError: there are no credentials.
+    """
+
+    def __init__(
+        self, where: Where, *, discovery_url: str, endpoint: str, timeout: float, retries: int
+    ) -> None:
+        require_extra("pod", "preflight", ("cloud_tpu_client", "googleapiclient", "absl"))
+        self._where = where
+        self._discovery_url = discovery_url
+        self._endpoint = endpoint
+        self._timeout = timeout
+        self._retries = retries
+        self._credentials = _credentials()
+        self._service: Any = None
+
+    def node(self) -> Node:
+        """The node as it is now.
+
+        Raises:
+            UsageError: the API refuses: no such node, no permission, bad credentials.
+            ApiError: it does not answer, or not with a node.
+        """
+        try:
+            return Node.read(self._patiently(self._get))
+        except trouble.UnknownNodeError as error:
+            raise UsageError(f"{error}; {self._neighbours()}") from error
+
+    def _get(self) -> Any:
+        from cloud_tpu_client import Client
+
+        where = self._where
+        client = Client(where.tpu, where.zone, where.project, service=self._connected())
+        try:
+            # One request for all: each public getter makes its own, so that state and health might
+            # be of different moments, and none of them knows v2's runtimeVersion.
+            return client._fetch_cloud_tpu_metadata()
+        except ValueError as error:
+            raise error.__context__ or error from None
+
+    def _neighbours(self) -> str:
+        """The names of the zone's nodes, as far as the API gives them."""
+        try:
+            nodes = self._connected().projects().locations().nodes()
+            answer = self._patiently(nodes.list(parent=self._where.location).execute)
+            names = [str(node["name"]).rpartition("/")[2] for node in answer.get("nodes", [])]
+        except Exception:  # this only adds to an error that is reported anyway
+            return "the nodes there cannot be listed"
+        if not names:
+            return "there are no nodes in that zone"
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        return f"there are {', '.join(sorted(names)[:_LISTED])}{more}"
+
+    def _connected(self) -> Any:
+        if self._service is None:
+            self._service = self._connect()
+        return self._service
+
+    def _connect(self) -> Any:
+        import google_auth_httplib2
+        import httplib2
+        from googleapiclient import discovery
+
+        http = httplib2.Http(timeout=self._timeout)
+        response, content = http.request(self._discovery_url)
+        if response.status >= 300:
+            raise trouble.refused_description(self._discovery_url, response.status)
+        options = {"api_endpoint": self._endpoint} if self._endpoint else None
+        try:
+            service = discovery.build_from_document(
+                json.loads(content.decode("utf-8")),
+                http=google_auth_httplib2.AuthorizedHttp(self._credentials, http=http),
+                client_options=options,
+            )
+            # Its methods are made of the document: this shows whether it is of the TPU API.
+            service.projects().locations().nodes().get(name=f"{self._where.location}/nodes/x")
+            return service
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise trouble.no_description(self._discovery_url, error) from error
+
+    def _patiently(self, call: Callable[[], Any]) -> Any:
+        """``call()``, again after errors that may pass."""
+        for attempt in range(self._retries + 1):
+            try:
+                return call()
+            except Exception as error:
+                what = trouble.explain(error, self._where)
+                if what is error:
+                    raise
+                if not isinstance(what, ApiError) or not what.passing:
+                    raise what from error
+                if attempt == self._retries:
+                    what.found += f" (asked {attempt + 1} times)"
+                    raise what from error
+                pause = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE)
+                # Not all that wait for one overloaded server at the same moments.
+                time.sleep(pause * random.uniform(0.75, 1.25))
+        raise AssertionError("unreachable")
+
+
+def _credentials() -> Any:
+    """The application default credentials, as google-auth finds them: it knows more kinds of them
+    than the oauth2client that cloud_tpu_client would ask."""
+    import google.auth
+    import google.auth.exceptions
+
+    # They would tell of every place without credentials, and advise on quotas.
+    for name in ("google.auth", "googleapiclient"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return google.auth.default(scopes=[_SCOPE])[0]
+    except (google.auth.exceptions.GoogleAuthError, OSError, ValueError) as error:
+        reason = trouble.first_line(error).partition(". ")[0].rstrip(".")  # then comes advice
+        raise UsageError(f"no credentials: {reason}. {trouble.LOGIN}") from error
+
+
+def wait_until_usable(api: TpuApi, seconds: float, say: Callable[[str], None]) -> Node:
+    """The node, READY and HEALTHY, or as it is after ``seconds`` or when waiting is in vain."""
+    end = time.monotonic() + seconds
+    pause = 1.0
+    while True:
+        node = api.node()
+        left = end - time.monotonic()
+        if node.usable or not passes(node.state) or left <= 0:
+            return node
+        say(f"waiting: state {node.state}, health {node.health or 'not stated'}")
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE)

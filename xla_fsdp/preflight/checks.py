@@ -1,0 +1,85 @@
+"""What one check found, in one line."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+_LONGEST = 300  # characters of what a worker or the API said
+_GROUPS = 6  # different findings that a line shows
+
+
+class Status(enum.Enum):
+    OK = "ok"
+    WARNING = "warning"  # training may start, and may not be what was meant
+    FAILED = "FAILED"  # training would not start, or would break
+    SKIPPED = "skipped"  # could not be looked at, because of a failure before
+
+
+@dataclass(frozen=True)
+class Check:
+    """``found``, ``expected``, ``remedy`` are clauses; the last two are "" where all is well."""
+
+    status: Status
+    name: str
+    found: str
+    expected: str = ""
+    remedy: str = ""
+
+    def line(self) -> str:
+        parts = [f"{self.status.value:<8} {self.name:<20} {self.found}"]
+        if self.expected:
+            parts.append(f"expected: {self.expected}")
+        if self.remedy:
+            parts.append(f"remedy: {self.remedy}")
+        return printable(" | ".join(parts))
+
+
+def ok(name: str, found: str) -> Check:
+    return Check(Status.OK, name, found)
+
+
+def warning(name: str, found: str, expected: str, remedy: str) -> Check:
+    return Check(Status.WARNING, name, found, expected, remedy)
+
+
+def failed(name: str, found: str, expected: str, remedy: str) -> Check:
+    return Check(Status.FAILED, name, found, expected, remedy)
+
+
+def skipped(name: str, found: str) -> Check:
+    return Check(Status.SKIPPED, name, found)
+
+
+def printable(text: str) -> str:
+    """``text`` without line ends and anything that a terminal would act upon."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def excerpt(text: str) -> str:
+    """The beginning of what somebody else said, on one line."""
+    text = printable(" ".join(text.split()))
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+def workers_named(workers: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` as "workers 0-2, 5"."""
+    runs: list[list[int]] = []
+    for worker in sorted(workers):
+        if runs and worker == runs[-1][1] + 1:
+            runs[-1][1] = worker
+        else:
+            runs.append([worker, worker])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"worker{'' if len(runs) == 1 and runs[0][0] == runs[0][1] else 's'} {text}"
+
+
+def by_worker(findings: Mapping[int, str]) -> str:
+    """Findings by worker, equal ones together: "workers 0-2: 2.9.0; worker 3: 2.8.0"."""
+    groups: dict[str, list[int]] = {}
+    for worker, finding in sorted(findings.items()):
+        groups.setdefault(finding, []).append(worker)
+    shown = [f"{workers_named(group)}: {text}" for text, group in groups.items()]
+    more = [f"and {len(shown) - _GROUPS} other findings"] if len(shown) > _GROUPS else []
+    return "; ".join(shown[:_GROUPS] + more)

@@ -1,0 +1,258 @@
+"""What runs on each worker: sent as text, so that nothing needs to be there but a Python.
+
+Standard library only, any Python from 3.6; fsspec only for a path with "://". One line of JSON
+comes back, with the request's token, so that it is found among whatever else a login prints.
+"""
+
+import glob
+import json
+import os
+import platform
+import shutil
+import signal
+import sys
+import time
+
+PACKAGES = ("torch", "torch_xla", "libtpu", "xla_fsdp", "jax", "jaxlib")
+# What changes compiled programs, or where they run.
+VARIABLES = (
+    "PJRT_DEVICE",
+    "XLA_FLAGS",
+    "LIBTPU_INIT_ARGS",
+    "XLA_USE_BF16",
+    "XLA_DOWNCAST_BF16",
+    "XLA_NO_SPECIAL_SCALARS",
+)
+LOCK = "/tmp/libtpu_lockfile"
+PATIENCE_SECONDS = 5.0  # a network file system may show another machine's file late
+
+
+def main(text):
+    request = json.loads(text)
+    # If the connection is cut this ends all the same, unless a dead mount holds it.
+    signal.alarm(int(request["seconds"]) + 1)
+    actions = {"look": look, "write": write, "read": read, "clean": clean, "prune": prune}
+    try:
+        answer = actions[request["action"]](request)
+    except Exception as error:  # the other end tells the user
+        answer = {"error": described(error)}
+    answer["token"] = request["token"]
+    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def described(error):
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def look(request):
+    """What is on this machine."""
+    chips = sorted(
+        path for pattern in request["chip_files"] for path in glob.glob(os.path.expanduser(pattern))
+    )
+    return {
+        "host": platform.node(),
+        "time": time.time(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": {name: version(name) for name in PACKAGES},
+        "libtpu_wanted": libtpu_wanted(),
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+        "chips": len(chips),
+        "users": users_of(chips),
+        "foreign_lock": os.path.exists(LOCK) and not os.access(LOCK, os.W_OK),
+        "memory": memory(),
+        "cache_free": free_bytes(request["cache_dir"]),
+    }
+
+
+def version(name):
+    """Of an installed package; None if there is none."""
+    try:
+        import importlib.metadata
+
+        return importlib.metadata.version(name)
+    except Exception:  # also a Python older than that module
+        return None
+
+
+def libtpu_wanted():
+    """The libtpu that this torch_xla was made for, by its own metadata."""
+    try:
+        import importlib.metadata
+
+        for line in importlib.metadata.requires("torch_xla") or ():
+            if line.startswith("libtpu=="):
+                return line[len("libtpu==") :].split(";")[0].strip()
+    except Exception:  # not there, or too old to say
+        pass
+    return None
+
+
+def users_of(chips):
+    """Processes that hold a chip, as far as this user may see."""
+    wanted = {os.path.realpath(path) for path in chips}
+    found = set()
+    for link in glob.glob("/proc/[0-9]*/fd/*") if wanted else ():
+        try:
+            if os.readlink(link) in wanted:
+                found.add(link.split("/")[2])
+        except OSError:  # gone again, or another user's
+            pass
+    return sorted(f"{pid} ({command_of(pid)})" for pid in found)[:8]
+
+
+def command_of(pid):
+    try:
+        with open(f"/proc/{pid}/comm") as file:
+            return file.read().strip()
+    except OSError:
+        return "ended"
+
+
+def memory():
+    """Bytes of memory: total and available; None where there is no Linux."""
+    sizes = {}
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                words = line.split()
+                sizes[words[0].rstrip(":")] = int(words[1]) * 1024
+        return [sizes["MemTotal"], sizes["MemAvailable"]]
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+
+
+def free_bytes(path):
+    """Of the file system that ``path`` is in, or would be in once it is made."""
+    path = os.path.abspath(os.path.expanduser(path))
+    while not os.path.exists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return shutil.disk_usage(path).free
+
+
+class LocalFolder:
+    """A folder of a local or mounted file system."""
+
+    def __init__(self, path):
+        self.path = os.path.abspath(os.path.expanduser(path))
+
+    def make(self):
+        """The folders above it that had to be made for it, innermost first."""
+        made, path = [], os.path.dirname(self.path)
+        while not os.path.isdir(path) and os.path.dirname(path) != path:
+            made.append(path)
+            path = os.path.dirname(path)
+        os.makedirs(self.path, exist_ok=True)
+        return made
+
+    def put(self, name, data):
+        with open(os.path.join(self.path, name), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def get(self, name):
+        with open(os.path.join(self.path, name), "rb") as file:
+            return file.read()
+
+    def drop(self, name):
+        os.remove(os.path.join(self.path, name))
+
+    def unmake(self):
+        os.rmdir(self.path)
+
+    def free(self):
+        return free_bytes(self.path)
+
+
+class RemoteFolder:
+    """A folder of whatever fsspec opens."""
+
+    def __init__(self, url):
+        import fsspec
+
+        self.files, self.path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+
+    def make(self):
+        self.files.makedirs(self.path, exist_ok=True)
+        return []
+
+    def put(self, name, data):
+        self.files.pipe_file(self.path + "/" + name, data)
+
+    def get(self, name):
+        self.files.invalidate_cache()
+        return self.files.cat_file(self.path + "/" + name)
+
+    def drop(self, name):
+        self.files.rm_file(self.path + "/" + name)
+
+    def unmake(self):
+        self.files.rmdir(self.path)
+
+    def free(self):
+        return None
+
+
+def folder_of(request):
+    """The probe's own folder inside of the one that is looked at."""
+    path = request["path"].rstrip("/") + "/.preflight-" + request["token"]
+    return RemoteFolder(path) if "://" in path else LocalFolder(path)
+
+
+def content_of(request, worker):
+    return f"{request['token']} {worker}\n".encode("ascii")
+
+
+def write(request):
+    """Leaves this worker's file."""
+    folder = folder_of(request)
+    answer = {"made": folder.make()}
+    try:
+        folder.put(str(request["worker"]), content_of(request, request["worker"]))
+        answer["free"] = folder.free()
+    except Exception as error:  # what was made is still told, to be removed
+        answer["error"] = described(error)
+    return answer
+
+
+def read(request):
+    """Whose files are not seen here, and whose hold something else."""
+    folder = folder_of(request)
+    end = time.time() + min(PATIENCE_SECONDS, request["seconds"] / 2)
+    missing, different = list(request["workers"]), []
+    while True:
+        for worker in list(missing):
+            try:
+                found = folder.get(str(worker))
+            except FileNotFoundError:
+                continue
+            missing.remove(worker)
+            if found != content_of(request, worker):
+                different.append(worker)
+        if not missing or time.time() > end:
+            return {"missing": missing, "different": different}
+        time.sleep(0.2)
+
+
+def clean(request):
+    """Removes this worker's file, and the folder if it was the last."""
+    folder = folder_of(request)
+    try:
+        folder.drop(str(request["worker"]))
+    except FileNotFoundError:
+        pass
+    try:
+        folder.unmake()
+    except Exception:  # others' files are in it, it is gone, or the store has no folders
+        pass
+    return {}
+
+
+def prune(request):
+    """Removes the folders that ``make`` made, if nothing is in them."""
+    for path in request["made"]:
+        os.rmdir(path)
+    return {}

@@ -1,0 +1,90 @@
+"""What an error of the TPU API, its transport or the credentials means to the user."""
+
+from __future__ import annotations
+
+import http.client
+import json
+
+from .checks import excerpt
+from .errors import ApiError, UsageError
+from .where import Where
+
+LOGIN = (
+    "Run 'gcloud auth application-default login', or set GOOGLE_APPLICATION_CREDENTIALS to the "
+    "path of a service account's key"
+)
+_PASSING_STATUS = frozenset({408, 429})
+_NETWORK = "look at the network, a proxy, and --discovery_url; then try again"
+
+
+class UnknownNodeError(UsageError):
+    """The API knows no such node."""
+
+
+def explain(error: Exception, where: Where) -> Exception:
+    """UsageError or ApiError for what asking raised; ``error`` itself if it is one, or a bug."""
+    import google.auth.exceptions
+    import httplib2
+    from googleapiclient.errors import Error, HttpError
+
+    if isinstance(error, HttpError):
+        return _refused(int(error.resp.status), excerpt(error._get_reason()), where)
+    if isinstance(error, google.auth.exceptions.TransportError):
+        return _unreachable(error)
+    if isinstance(error, google.auth.exceptions.GoogleAuthError):
+        return UsageError(f"the credentials do not work: {first_line(error)}. {LOGIN}")
+    if isinstance(error, (httplib2.HttpLib2Error, OSError, http.client.HTTPException)):
+        return _unreachable(error)
+    if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, Error)):
+        found = f"the API's answer cannot be read ({type(error).__name__}: {first_line(error)})"
+        return ApiError(found, "a node, as JSON", _NETWORK)
+    return error
+
+
+def refused_description(url: str, status: int) -> Exception:
+    """For a discovery document that the server at ``url`` does not hand out."""
+    found = f"the server of the discovery document {url} answered {status}"
+    if _is_passing(status):
+        return ApiError(found, "200", "try again later", passing=True)
+    return UsageError(f"{found}: look at --discovery_url")
+
+
+def no_description(url: str, error: Exception) -> UsageError:
+    """For something at ``url`` that is no discovery document."""
+    return UsageError(
+        f"--discovery_url {url}: not a discovery document ({type(error).__name__}: "
+        f"{first_line(error)})"
+    )
+
+
+def first_line(error: Exception) -> str:
+    return excerpt(str(error).strip().partition("\n")[0]) or type(error).__name__
+
+
+def _refused(status: int, reason: str, where: Where) -> Exception:
+    said = f"the API answered {status}: {reason}"
+    if _is_passing(status):
+        return ApiError(said, "the node", "try again later", passing=True)
+    if status == 401:
+        return UsageError(f"{said}. {LOGIN}")
+    if status == 403:
+        return UsageError(
+            f"{said}. Use an account that may read the TPUs of project {where.project} "
+            "(role roles/tpu.viewer): 'gcloud auth application-default login'; and if the API is "
+            f"off there: 'gcloud services enable tpu.googleapis.com --project {where.project}'"
+        )
+    if status == 404:
+        return UnknownNodeError(
+            f"no node {where.tpu} in zone {where.zone} of project {where.project} ({reason})"
+        )
+    return UsageError(f"{said}. Look at --tpu, --zone and --project")
+
+
+def _is_passing(status: int) -> bool:
+    return status >= 500 or status in _PASSING_STATUS
+
+
+def _unreachable(error: Exception) -> ApiError:
+    return ApiError(
+        f"the API cannot be reached: {first_line(error)}", "an answer", _NETWORK, passing=True
+    )

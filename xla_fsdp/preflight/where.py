@@ -1,0 +1,87 @@
+"""Which node is meant: its name, zone and project."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import UsageError
+
+# An address, not a name: looking up a name can take half a minute where nothing answers.
+_METADATA_ADDRESS = "169.254.169.254"
+_METADATA_SECONDS = 2
+_ZONE_VARIABLES = ("CLOUDSDK_COMPUTE_ZONE",)
+_PROJECT_VARIABLES = ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT")
+
+
+@dataclass(frozen=True)
+class Where:
+    tpu: str
+    zone: str
+    project: str
+
+    @property
+    def location(self) -> str:
+        """What the API calls the parent of the zone's nodes."""
+        return f"projects/{self.project}/locations/{self.zone}"
+
+    def gcloud(self, verb: str) -> str:
+        """A command for this node that the user can run."""
+        return (
+            f"gcloud compute tpus tpu-vm {verb} {self.tpu} --zone {self.zone} "
+            f"--project {self.project}"
+        )
+
+
+def find_where(tpu: str, zone: str | None, project: str | None) -> Where:
+    """Completes what the flags say from gcloud's variables and, on Google Cloud, the machine's own.
+
+    Raises:
+        UsageError: no zone or project is to be found, or a name cannot be one.
+    """
+    project = project or _variable(_PROJECT_VARIABLES) or _metadata("project/project-id")
+    # Without a project the metadata server did not answer, and would not the second time.
+    zone = zone or _variable(_ZONE_VARIABLES) or (project and _zone_of_this_machine())
+    missing = [flag for flag, value in (("--zone", zone), ("--project", project)) if not value]
+    if missing:
+        raise UsageError(
+            f"give {' and '.join(missing)}: this machine is not on Google Cloud, and "
+            f"{', '.join(_ZONE_VARIABLES + _PROJECT_VARIABLES)} do not say either"
+        )
+    for flag, value, form in (
+        ("--tpu", tpu, r"[A-Za-z0-9._-]+"),
+        ("--zone", zone, r"[A-Za-z0-9-]+"),
+        ("--project", project, r"[A-Za-z0-9.:_-]+"),
+    ):
+        if not re.fullmatch(form, value):
+            raise UsageError(f"{flag} {value!r}: not a name")
+    return Where(tpu, zone, project)
+
+
+def _variable(names: Sequence[str]) -> str:
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def _zone_of_this_machine() -> str:
+    return _metadata("instance/zone").rpartition("/")[2]  # projects/123/zones/us-central2-b
+
+
+def _metadata(path: str) -> str:
+    """What Google Cloud tells its machines about themselves; "" on any other."""
+    host = os.environ.get("GCE_METADATA_HOST") or _METADATA_ADDRESS
+    try:
+        request = urllib.request.Request(
+            f"http://{host}/computeMetadata/v1/{path}", headers={"Metadata-Flavor": "Google"}
+        )
+        # No proxy: the answer must be about this machine.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=_METADATA_SECONDS) as response:
+            if response.headers.get("Metadata-Flavor") != "Google":
+                return ""
+            return response.read(1000).decode("utf-8", "replace").strip()
+    except (OSError, ValueError, http.client.HTTPException):
+        return ""

@@ -1,0 +1,135 @@
+"""Asks all workers of a node the same thing, beside each other."""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+import shlex
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .checks import excerpt
+from .errors import UsageError
+from .node import Endpoint
+from .running import Outcome, run_all
+from .template import Template
+from .where import Where
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker said to one request.
+
+    ``data``: its answer; empty if ``problem`` says why there is none.
+    ``started``, ``ended``: when it was asked and had answered, by this machine's clock.
+    """
+
+    data: Mapping[str, Any]
+    problem: str
+    started: float
+    ended: float
+
+
+class Workers:
+    """The workers of a node, by number.
+
+    Args:
+        python: the interpreter there, as the shell there reads it.
+        seconds: for one answer.
+        at_once: workers asked at a time.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        endpoints: Iterable[Endpoint],
+        template: Template,
+        *,
+        python: str,
+        seconds: float,
+        at_once: int,
+    ) -> None:
+        self._where = where
+        self._endpoints = dict(enumerate(endpoints))
+        self._template = template
+        self._python = python
+        self._seconds = seconds
+        self._at_once = at_once
+        # Unguessable, so that no file or line of another run is taken for one of this.
+        self.token = secrets.token_hex(8)
+        template.require_telling_apart(len(self._endpoints))
+
+    @property
+    def numbers(self) -> list[int]:
+        return list(self._endpoints)
+
+    def ask(self, action: str, numbers: Iterable[int], **details: Any) -> dict[int, Answer]:
+        """Sends one request to each of the workers ``numbers``, and waits for all answers.
+
+        Raises:
+            UsageError: the command that reaches them cannot be started.
+        """
+        requests = {number: {"action": action, "worker": number, **details} for number in numbers}
+        return self.ask_each(requests)
+
+    def ask_each(self, requests: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
+        """As ``ask``, with a request for each."""
+        common = {"token": self.token, "seconds": self._seconds}
+        commands = {}
+        for number, request in requests.items():
+            command = f"{self._python} -c {shlex.quote(_program({**common, **request}))}"
+            endpoint = self._endpoints[number]
+            commands[number] = self._template.argv(self._where, number, endpoint, command)
+        try:
+            outcomes = run_all(commands, self._seconds, self._at_once)
+        except OSError as error:
+            raise UsageError(f"the command for the workers cannot be started: {error}") from error
+        return {number: self._answer(outcome) for number, outcome in sorted(outcomes.items())}
+
+    def _answer(self, outcome: Outcome) -> Answer:
+        data = _own_line(outcome.out, self.token)
+        return Answer(data, self._problem(outcome, data), outcome.started, outcome.ended)
+
+    def _problem(self, outcome: Outcome, data: Mapping[str, Any]) -> str:
+        if "error" in data:
+            return excerpt(str(data["error"]))
+        if data:
+            return ""
+        if outcome.code is None:
+            return f"no answer in {self._seconds:g} s"
+        said = _reason(outcome.err) or _reason(outcome.out) or "and said nothing"
+        if outcome.code:
+            return f"the command ended with {outcome.code}: {said}"
+        return f"it answered something else: {said}"
+
+
+def _program(request: Mapping[str, Any]) -> str:
+    """The probe and what it is asked, as one line that no shell finds anything to change in."""
+    text = Path(__file__).with_name("probe.py").read_text(encoding="utf-8")
+    text += f"\nmain({json.dumps(request)!r})\n"
+    packed = base64.b64encode(zlib.compress(text.encode("utf-8"), 9)).decode("ascii")
+    return f'import base64,zlib;exec(zlib.decompress(base64.b64decode("{packed}")))'
+
+
+def _reason(text: str) -> str:
+    """Where a command says why it ended: gcloud after ERROR, ssh and Python on the last line."""
+    lines = text.strip().splitlines()
+    errors = [number for number, line in enumerate(lines) if line.startswith("ERROR")]
+    return excerpt(" ".join(lines[errors[-1] if errors else -1 :]))
+
+
+def _own_line(text: str, token: str) -> Mapping[str, Any]:
+    """The line of ``text`` that the probe printed; empty if it printed none."""
+    for line in text.splitlines():
+        if line.startswith("{") and token in line:
+            try:
+                data = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(data, dict) and data.get("token") == token:
+                return data
+    return {}
