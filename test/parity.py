@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     steps: int = STEPS
     as_on_tpu: bool = False  # traced like there
+    one_program: bool = True  # else the first step, which makes the optimizer's state, is another
 
     @property
     def micro_batches(self) -> int:
@@ -65,6 +67,40 @@ def optimizer_for(case: Case, parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=decay)
 
 
+def add_state(optimizer: torch.optim.Optimizer) -> None:
+    """What the first step would make."""
+    for p in optimizer.param_groups[0]["params"]:
+        one, other = (torch.zeros(p.shape, dtype=p.dtype).to(p.device) for _ in range(2))
+        optimizer.state[p] = (
+            {"momentum_buffer": one}
+            if isinstance(optimizer, torch.optim.SGD)
+            else {"step": torch.tensor(0.0), "exp_avg": one, "exp_avg_sq": other}
+        )
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies, to be fetched after the step: a fetch here would compile a program of its own."""
+    return {
+        n: p.grad.clone() if p.grad is not None else torch.zeros_like(p)
+        for n, p in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def unsharded_case(case: Case) -> Case:
+    """The one of all cases that train alike unsharded, whose result may be shared."""
+    decay_differs = case.wrapping == "flat" and case.optimizer == "adamw"
+    dtype = case.options.get("compute_dtype")
+    return dataclasses.replace(
+        case,
+        wrapping="flat" if decay_differs else "root",
+        checkpoint=False,
+        accumulation="none" if case.accumulation == "none" else "plain",
+        options={"compute_dtype": dtype} if dtype else {},
+        as_on_tpu=False,
+        one_program=False,
+    )
+
+
 def unsharded(case: Case, device: str | torch.device = "cpu") -> Run:
     """The whole batch in one process, on plain torch tensors."""
     model = build(case).to(device)
@@ -79,11 +115,7 @@ def unsharded(case: Case, device: str | torch.device = "cpu") -> Run:
             (loss / case.micro_batches).backward()
             losses.append(loss.detach())
         run.losses.append(losses)
-        if not run.gradients:
-            run.gradients = {
-                n: p.grad.clone() if p.grad is not None else torch.zeros_like(p)
-                for n, p in model.named_parameters(remove_duplicate=False)
-            }
+        run.gradients = run.gradients or gradients_of(model)
         # torch refuses the maximum of an empty gradient.
         clipped = [p for p in model.parameters() if p.numel()]
         norm = nn.utils.clip_grad_norm_(clipped, CLIP, case.norm_type)
@@ -166,8 +198,9 @@ def one_rank(rank: int, case: Case) -> dict[str, Any]:
     device = torch_xla.device()
     model = wrap(case, build(case))
     optimizer = optimizer_for(case, model.parameters())
+    if case.one_program:
+        add_state(optimizer)
     out: dict[str, Any] = {"losses": [], "norms": [], "metadata": model.get_shard_metadata()}
-    gradients = None
     for tokens in batches(case.steps):
         losses = []
         for number, part in enumerate(tokens.chunk(case.micro_batches)):
@@ -177,25 +210,18 @@ def one_rank(rank: int, case: Case) -> dict[str, Any]:
                 loss = loss_of(model(mine), mine)
                 (loss / case.micro_batches).backward()
             losses.append(loss.detach())
-        if gradients is None:
-            # Fetched after the step: a fetch here would compile a program of its own.
-            gradients = {
-                n: p.grad.clone() if p.grad is not None else torch.zeros_like(p)
-                for n, p in model.named_parameters(remove_duplicate=False)
-            }
+        if case.one_program or "gradients" not in out:
+            gradients = gradients_of(model)
+            out.setdefault("gradients", gradients)
         norm = model.clip_grad_norm_(CLIP, case.norm_type)
         optimizer.step()
         optimizer.zero_grad()
         torch_xla.sync()
         out["losses"].append(sum(loss.item() for loss in losses) / len(losses))
         out["norms"].append(norm.item())
-    out["gradients"] = {name: value.cpu() for name, value in gradients.items()}
+    out["gradients"] = {name: value.cpu() for name, value in out["gradients"].items()}
     out["weights"] = {name: value.cpu() for name, value in model.state_dict().items()}
     return out
-
-
-def many_cases(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
-    return [one_rank(rank, case) for case in cases]
 
 
 def merge(ranks: list[dict[str, Any]]) -> Run:

@@ -48,8 +48,11 @@ def noise(rank, device_type):
         torch_xla.sync()
         grads = [p.grad for p in model.parameters()]
         results.append([t.cpu() for t in [*steps, *grads, *model.buffers()]])
-    for plain, checkpointed in zip(*results, strict=True):
-        assert torch.equal(plain, checkpointed)
+    for place, (plain, checkpointed) in enumerate(zip(*results, strict=True)):
+        if place < 2:
+            assert torch.equal(plain, checkpointed)
+        # Another mask would be far off; XLA fuses, and so rounds, the two programs differently.
+        torch.testing.assert_close(plain, checkpointed, rtol=1e-4, atol=3e-6)
     return results[0][2]
 
 

@@ -6,6 +6,7 @@ case trains it for ten steps on real ranks and once on plain torch.
 
 import itertools
 import math
+from dataclasses import replace
 
 import parity
 import pytest
@@ -45,43 +46,63 @@ CROSS = [
 CROSS.sort(key=lambda pair: pair[1])  # else processes of ranks would be started over and over
 
 
-def check(run_ranks, case: Case, ranks: int, rtol: float, atol: float) -> None:
-    sharded = parity.merge(run_ranks(parity.one_rank, ranks, case))
-    parity.assert_equal(sharded, parity.unsharded(case), rtol, atol)
+@pytest.fixture(scope="module")
+def unsharded():
+    """``unsharded(case, train)``: what ``train(case)`` returns, trained once for all like it."""
+    known = {}
+
+    def run(case: Case, train) -> parity.Run:
+        case = parity.unsharded_case(case)
+        key = repr(case)  # its options can not be hashed
+        if key not in known:
+            known[key] = train(case)
+        return known[key]
+
+    return run
+
+
+@pytest.fixture
+def check(run_ranks, unsharded):
+    def run(case: Case, ranks: int, rtol: float, atol: float) -> None:
+        sharded = parity.merge(run_ranks(parity.one_rank, ranks, case))
+        parity.assert_equal(sharded, unsharded(case, parity.unsharded), rtol, atol)
+
+    return run
 
 
 @pytest.mark.parametrize("case, ranks", CROSS, ids=[f"{case}-{n}ranks" for case, n in CROSS])
-def test_float32(run_ranks, case, ranks):
-    check(run_ranks, case, ranks, rtol=2e-4, atol=2e-5)
+def test_float32(check, case, ranks):
+    check(case, ranks, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 @pytest.mark.parametrize("ranks", [3])
-def test_float64_to_the_last_digits(run_ranks, wrapping, ranks):
+def test_float64_to_the_last_digits(run_ranks, unsharded, wrapping, ranks):
     case = Case(wrapping, True, "no_sync", "adamw", dtype=torch.float64, as_on_tpu=True)
+    case = replace(case, one_program=False)
     sharded = parity.merge(run_ranks(parity.one_rank, ranks, case))
-    (reference,) = run_ranks(parity.unsharded_on_xla, 1, case)
+    reference = unsharded(case, lambda like: run_ranks(parity.unsharded_on_xla, 1, like)[0])
     parity.assert_equal(sharded, reference, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("fp32_reduce_scatter", [False, True])
 @pytest.mark.parametrize("wrapping", ["nested", "flat", "dim0"])
 @pytest.mark.parametrize("compute_dtype", [torch.bfloat16, torch.float16])
-def test_narrow_compute_dtype(run_ranks, wrapping, compute_dtype, fp32_reduce_scatter):
+def test_narrow_compute_dtype(check, wrapping, compute_dtype, fp32_reduce_scatter):
     options = {"compute_dtype": compute_dtype, "fp32_reduce_scatter": fp32_reduce_scatter}
     case = Case(wrapping, True, "no_sync", options=options, steps=3)
     # Two ways of rounding to 8 or 11 bits, three steps on.
     tolerance = 0.06 if compute_dtype is torch.bfloat16 else 0.01
-    check(run_ranks, case, 4, rtol=tolerance, atol=tolerance)
+    check(case, 4, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_parameters(run_ranks, dtype):
-    case = Case("nested", False, "none", dtype=dtype, steps=3)
-    check(run_ranks, case, 3, rtol=0.1, atol=0.1)
+def test_narrow_parameters(check, dtype):
+    case = Case("nested", False, "none", dtype=dtype, steps=3, one_program=False)
+    check(case, 3, rtol=0.1, atol=0.1)
 
 
-def test_switches_do_not_change_results(run_ranks):
+def test_switches_do_not_change_results(check):
     options = {
         "optimization_barrier_in_forward": False,
         "optimization_barrier_in_backward": False,
@@ -92,4 +113,4 @@ def test_switches_do_not_change_results(run_ranks):
         "reduce_scatter_bucket_size_mb": 8,
         "coalesce_all_gather_ops": True,
     }
-    check(run_ranks, Case("nested", True, options=options), 4, rtol=2e-4, atol=2e-5)
+    check(Case("nested", True, options=options, one_program=False), 4, rtol=2e-4, atol=2e-5)

@@ -9,6 +9,7 @@ from logging import getLogger as _getLogger
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
+    from .batch_norm import SyncBatchNorm
     from .checkpoint.asynchronous import AsyncCheckpointer
     from .checkpoint.dcp import to_dcp
     from .checkpoint.dcp_reading import from_dcp
@@ -17,11 +18,13 @@ if _TYPE_CHECKING:
     from .checkpoint.loading import LoadedCheckpoint, load_checkpoint
     from .checkpoint.saving import save_checkpoint
     from .checkpoint.weights import load_weights
+    from .compile_cache import CompilationCounts, compilation_counts, enable_compilation_cache
     from .consolidate.format.reader import latest
+    from .extras import MissingExtraError
     from .launcher import CollectiveMismatchError, RankError, RankTimeoutError, launch
     from .order import BackwardPrefetch
     from .planning.api import plan
-    from .planning.compiling.compiler import CompileError, MissingExtraError
+    from .planning.compiling.compiler import CompileError
     from .planning.reporting.report import Report
     from .planning.slices.topology import UnknownTopologyError
     from .remat import checkpoint_module
@@ -42,8 +45,12 @@ _HOMES = {
     "RankError": "launcher",
     "RankTimeoutError": "launcher",
     "CollectiveMismatchError": "launcher",
+    "enable_compilation_cache": "compile_cache",
+    "compilation_counts": "compile_cache",
+    "CompilationCounts": "compile_cache",
     "XlaFullyShardedDataParallel": "wrapper",
     "BackwardPrefetch": "order",
+    "SyncBatchNorm": "batch_norm",
     "checkpoint_module": "remat",
     "scan_blocks": "scan",
     "always_wrap_policy": "wrap",
@@ -60,7 +67,7 @@ _HOMES = {
     "Report": "planning.reporting.report",
     "UnknownTopologyError": "planning.slices.topology",
     "CompileError": "planning.compiling.compiler",
-    "MissingExtraError": "planning.compiling.compiler",
+    "MissingExtraError": "extras",
     "full_state_dict": "checkpoint.full_state",
     "load_full_state_dict": "checkpoint.full_state",
     "full_optim_state_dict": "checkpoint.full_optimizer",

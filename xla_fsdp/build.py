@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
+from .batch_norm import SyncBatchNorm
 from .init import is_on_meta, materialize
 from .names import dotted
 from .options import FSDPOptions
@@ -138,7 +139,10 @@ class UnitBuilder:
         self.unit.add_place(Place(tuple(self.paths[module]), module, name, first + number, resting))
 
     def _move_buffers(self) -> None:
-        """Buffers to the device; floating-point ones to ``buffer_dtype``, shared ones once."""
+        """Buffers to the device; floating-point ones to ``buffer_dtype``, shared ones once.
+
+        Running statistics keep their dtype, see ``SyncBatchNorm``.
+        """
         dtype = self.options.buffer_dtype or self.options.compute_dtype
         moved: dict[torch.Tensor, torch.Tensor] = {}
         for module in self.paths:
@@ -146,7 +150,8 @@ class UnitBuilder:
                 if buffer is None:
                     continue
                 if buffer not in moved:
-                    cast = dtype if dtype is not None and buffer.is_floating_point() else None
+                    keeps = isinstance(module, SyncBatchNorm) or not buffer.is_floating_point()
+                    cast = None if keeps else dtype
                     moved[buffer] = buffer.to(device=self.world.device, dtype=cast)
                 if moved[buffer].dtype is not buffer.dtype:
                     for path in self.paths[module]:

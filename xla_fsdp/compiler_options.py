@@ -22,11 +22,17 @@ OPTIONS: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 
 
-def libtpu_init_args(given: str) -> str:
-    """``given``, arguments of libtpu, and after them those of :data:`OPTIONS` that it has not."""
-    known = {one.lstrip("-").partition("=")[0] for one in given.split()}
-    added = [f"--{name}={value}" for name, value in OPTIONS.items() if name not in known]
+def libtpu_init_args(given: str, options: Mapping[str, str] = OPTIONS) -> str:
+    """``given``, arguments of libtpu, and after them those of ``options`` that it has not."""
+    known = read_libtpu_init_args(given)
+    added = [f"--{name}={value}" for name, value in options.items() if name not in known]
     return " ".join([given, *added]).strip()
+
+
+def read_libtpu_init_args(given: str) -> dict[str, str | None]:
+    """Names and values of ``given``, arguments of libtpu; ``None`` where there is no value."""
+    parts = (one.lstrip("-").partition("=") for one in given.split())
+    return {name: value if equals else None for name, equals, value in parts}
 
 
 if __name__ == "__main__":

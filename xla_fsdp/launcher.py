@@ -14,6 +14,7 @@ from torch_xla._internal import tpu
 from ._cpu.errors import CollectiveMismatchError, RankError, RankTimeoutError
 from ._cpu.host import run_ranks
 from ._cpu.runtime import CpuRuntime
+from .compile_cache import in_spawned_processes
 from .compiler_options import libtpu_init_args
 from .ranks import current_rank
 
@@ -32,11 +33,11 @@ def launch(
 ) -> list[Any] | None:
     """Runs ``fn(rank, *args)`` on every rank and waits for all of them.
 
-    On TPU, and under ``torchrun``, this hands over to ``torch_xla.launch``. On CPU the ranks are
-    threads of this process, each with its own XLA device and true collectives between them, and
-    ``fn`` is written as for TPU: ``torch_xla.sync()``, ``.item()``, ``xm.rendezvous``,
-    ``xm.mesh_reduce``, step closures. Which of the two: ``PJRT_DEVICE`` if set, else TPU if there
-    is one, else CPU.
+    On TPU this hands over to ``torch_xla.launch``. On CPU the ranks are threads of this process,
+    each with its own XLA device and true collectives between them, and ``fn`` is written as for
+    TPU: ``torch_xla.sync()``, ``.item()``, ``xm.rendezvous``, ``xm.mesh_reduce``, step closures.
+    Which of the two: ``PJRT_DEVICE`` if set, else TPU if there is one, else CPU. Under ``torchrun``
+    this process is one rank, which joins the others and calls ``fn`` itself.
 
     On CPU every rank has a random state of its own, which starts as the caller's: a rank that calls
     ``torch.manual_seed(k)`` draws what a process of its own would draw. Python's ``random`` and
@@ -63,7 +64,8 @@ def launch(
             that others run, or runs another. The message says where each rank is.
         RankTimeoutError: a rank kept others waiting for longer than ``timeout``.
         RuntimeError: called inside a rank; or this process's runtime was started before with
-            another number of devices, or without the settings that CPU ranks need.
+            another number of devices, or without the settings that CPU ranks need; or ``torchrun``
+            started another number of processes than XLA has ranks.
         ValueError, TypeError: wrong ``num_devices``.
     """
     if current_rank() is not None:
@@ -78,11 +80,16 @@ def launch(
             "launch runs one program a rank and SPMD mode one program for all devices; "
             "do not call torch_xla.runtime.use_spmd() (or unset XLA_USE_SPMD)"
         )
-    if not _on_cpu() or dist.is_torchelastic_launched():
+    under_torchrun = dist.is_torchelastic_launched()
+    if not _on_cpu() or under_torchrun:
         _check_device_count(num_devices)
         # Read by libtpu when it starts, in this process or those that are started now.
         os.environ["LIBTPU_INIT_ARGS"] = libtpu_init_args(os.environ.get("LIBTPU_INIT_ARGS", ""))
-        torch_xla.launch(fn, tuple(args))
+        if under_torchrun:
+            _join_torchrun()
+            fn(xr.global_ordinal(), *args)
+        else:
+            torch_xla.launch(in_spawned_processes(fn), tuple(args))
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
@@ -104,6 +111,28 @@ def _on_cpu() -> bool:
         device = "TPU" if tpu.num_available_chips() > 0 else "CPU"
         os.environ["PJRT_DEVICE"] = device
     return device.split("_")[0] == "CPU"
+
+
+def _join_torchrun() -> None:
+    """Makes this process, started by torchrun, the one rank that it is among all of them.
+
+    ``torch_xla.launch`` would call ``fn`` with ``LOCAL_RANK``, which every host has again, and
+    leave the chips of the host to whoever takes them first: "xla://" is what gives this process
+    its own chip, and tells libtpu of the processes of the other hosts.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("xla", init_method="xla://")
+    started, found = int(os.environ["WORLD_SIZE"]), xr.world_size()
+    if started != found:
+        remedy = {
+            "CPU": "on a CPU, XLA has no collectives between processes, and ranks are threads: "
+            "start the script with plain python",
+            "TPU": "on a TPU, pass torchrun --nproc-per-node=<chips of a host>, and on v2 and v3, "
+            "where a process has two ranks, start the script with plain python on every host",
+        }.get(os.environ["PJRT_DEVICE"].split("_")[0], "pass another torchrun --nproc-per-node")
+        raise RuntimeError(
+            f"torchrun started {started} processes and XLA sees a world size of {found}; {remedy}"
+        )
 
 
 def _check_device_count(num_devices: int | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
+from .batch_norm import SyncBatchNorm
 from .init import materialize
 from .names import dotted
 from .options import FSDPOptions
@@ -140,7 +141,8 @@ class ScanBuilder:
     def _stack_buffer(self, stack: Stack, buffers: list[torch.Tensor]) -> None:
         first = buffers[0]
         dtype = self.options.buffer_dtype or self.options.compute_dtype
-        if dtype is None or not first.is_floating_point():
+        statistics = any(isinstance(module, SyncBatchNorm) for module, _ in stack.spots)
+        if dtype is None or statistics or not first.is_floating_point():
             dtype = first.dtype
         if dtype is not first.dtype:
             self._cast[stack.name] = first.dtype

@@ -89,6 +89,24 @@ class World:
         routes = _routes(kind) if groups == (tuple(range(total)),) else None
         return cls(rank, size, groups, device, replicas, current_rank(), kind, routes)
 
+    @classmethod
+    def to_reduce_over(cls, groups: Groups | None, device: torch.device) -> World:
+        """The ranks of ``groups``, or all of them, for reductions, which need no place among them.
+
+        Works on autograd's threads too, which do not know which rank they are.
+
+        Raises:
+            ValueError: ``groups`` do not name every rank once.
+        """
+        total = xr.world_size()
+        if groups is None:
+            groups = (tuple(range(total)),)
+        elif sorted(ordinal for group in groups for ordinal in group) != list(range(total)):
+            raise ValueError(
+                f"groups must name each of the {total} ranks once, got {_lists(groups)}"
+            )
+        return cls(0, len(groups[0]), groups, device, (), current_rank())
+
     # Every collective needs these two; a step has hundreds.
     @cached_property
     def _group_lists(self) -> list[list[int]]:
@@ -200,6 +218,7 @@ class World:
             return value
         if self.context is None:
             named = _named("all_reduce", label)
+            self._forget_token()
             total = xm.all_reduce(kind, value, groups=_lists(groups), pin_layout=False)
             del named
             return total

@@ -63,7 +63,8 @@ class XlaFullyShardedDataParallel(WrapperSurface):
         compute_dtype: dtype in which parameters are gathered, the module computes and gradients
             are reduced: ``torch.float32``, ``torch.float16`` or ``torch.bfloat16``. Floating-point
             inputs are cast to it. Shards keep the dtype of the parameters. Default: no casting.
-        buffer_dtype: dtype of floating-point buffers (default ``compute_dtype``).
+        buffer_dtype: dtype of floating-point buffers (default ``compute_dtype``), except those of
+            ``SyncBatchNorm``, which keep theirs.
         fp32_reduce_scatter: reduce gradients in float32 although they are computed in a narrower
             ``compute_dtype``; doubles the bytes of the reduction.
         sharding_groups: global ordinals of the ranks that share one copy of the parameters, for

@@ -1,0 +1,487 @@
+"""SyncBatchNorm: N ranks with a part of the batch each compute what one does on the whole."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BATCH = 12
+CLOSE = dict(rtol=2e-5, atol=2e-6)
+
+
+class Residual(nn.Module):
+    """As in a ResNet, where it downsamples."""
+
+    def __init__(self, inner, outer):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inner, outer, 3, stride=2, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outer)
+        self.conv2 = nn.Conv2d(outer, outer, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outer)
+        self.down = nn.Sequential(
+            nn.Conv2d(inner, outer, 1, stride=2, bias=False), nn.BatchNorm2d(outer)
+        )
+
+    def forward(self, x):
+        y = F.gelu(self.norm1(self.conv1(x)))
+        return F.gelu(self.norm2(self.conv2(y)) + self.down(x))
+
+
+def layers(kind):
+    """Layers, and the shape of one example."""
+    if kind == "1d":
+        parts = [nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)]
+        return parts, (6,)
+    if kind == "1d of sequences":
+        parts = [nn.Conv1d(2, 5, 3), nn.BatchNorm1d(5, momentum=None, eps=1e-3), nn.Tanh()]
+        return parts, (2, 9)
+    if kind == "2d":
+        return [Residual(3, 4), Residual(4, 6)], (3, 8, 8)
+    if kind == "3d":
+        return [nn.Conv3d(1, 4, 2), nn.BatchNorm3d(4, affine=False), nn.Sigmoid()], (1, 4, 3, 5)
+    if kind == "without running statistics":
+        parts = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.Tanh()]
+        return parts, (2, 5, 5)
+    assert kind == "far from zero"
+    return [nn.BatchNorm1d(3, momentum=0.3), nn.Tanh(), nn.Linear(3, 3)], (3,)
+
+
+KINDS = ["1d", "2d", "1d of sequences", "3d", "without running statistics", "far from zero"]
+
+
+def plain(kind):
+    torch.manual_seed(1)
+    parts, _ = layers(kind)
+    model = nn.Sequential(*parts)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+                module.weight.uniform_(0.5, 1.5)
+                module.bias.normal_()
+    return model
+
+
+def data(kind, steps):
+    """Inputs of every step, each rank's part with a mean and a deviation of its own."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (BATCH, *layers(kind)[1])
+    spread = torch.linspace(0.5, 2.0, BATCH).view(-1, *[1] * (len(shape) - 1))
+    # Far away from zero the square is ten million times the variance.
+    far = 3000.0 if kind == "far from zero" else 0.0
+    return [spread * torch.randn(shape, generator=generator) + spread + far for _ in range(steps)]
+
+
+def train(model, inputs, sync=lambda: None):
+    """Losses and gradients of the inputs by step, and what the model computes in evaluation."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses, gradients = [], []
+    for x in inputs:
+        x = x.detach().requires_grad_()
+        y = model(x)
+        loss = (y * y + torch.sin(3 * y)).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync()
+        losses.append(loss.item())
+        gradients.append(x.grad.detach().cpu())
+    model.eval()
+    with torch.no_grad():
+        result = model(inputs[0]).cpu()
+    return {"losses": losses, "gradients": gradients, "result": result}
+
+
+def sharded(rank, kind, wrapping, steps):
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from xla_fsdp import SyncBatchNorm, checkpoint_module
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp.ranks import current_rank
+
+    current_rank().as_on_tpu = wrapping == "nested"
+    model = SyncBatchNorm.convert_sync_batchnorm(plain(kind))
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    assert norms and all(type(m) is SyncBatchNorm for m in norms)
+    if wrapping == "root":
+        model = FSDP(model)
+    elif wrapping == "checkpointed root":
+        model = FSDP(checkpoint_module(model))
+    else:
+        around = checkpoint_module if wrapping == "checkpointed" else nn.Identity().forward
+        model = FSDP(nn.Sequential(*(FSDP(around(layer)) for layer in model)))
+    mine = [x.chunk(xr.world_size())[rank].to(torch_xla.device()) for x in data(kind, steps)]
+    out = train(model, mine, torch_xla.sync)
+    state = {name: value.cpu() for name, value in model.state_dict().items()}
+    return out | {"state": state, "metadata": model.get_shard_metadata()}
+
+
+@pytest.mark.parametrize(
+    "kind, ranks, wrapping",
+    [
+        *((kind, 4, wrapping) for kind in KINDS[:2] for wrapping in ("nested", "checkpointed")),
+        *zip(KINDS[2:], [4] * 4, ["nested", "checkpointed"] * 2, strict=True),
+        ("2d", 4, "checkpointed root"),
+        ("1d", 4, "root"),
+        ("1d", 3, "checkpointed"),
+        ("far from zero", 3, "nested"),
+        ("1d of sequences", 1, "checkpointed"),
+        ("far from zero", 1, "nested"),
+    ],
+)
+def test_sharded_equals_unsharded(run_ranks, kind, ranks, wrapping):
+    from xla_fsdp.consolidate import consolidate_sharded_state_dicts
+
+    steps = 3
+    found = run_ranks(sharded, ranks, kind, wrapping, steps)
+    model = plain(kind).double()
+    expected = train(model, [x.double() for x in data(kind, steps)])
+
+    def close(ours, theirs, name="", atol=2e-6, rtol=2e-5):
+        # There is 1e-4 between a float32 number of 3000 and the next.
+        atol = 1e-3 if kind == "far from zero" and "running" not in name else atol
+        torch.testing.assert_close(
+            ours.double(), theirs, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}"
+        )
+
+    losses = torch.tensor([one["losses"] for one in found])
+    close(losses.mean(0), torch.tensor(expected["losses"]).double())
+    close(torch.cat([one["result"] for one in found]), expected["result"])
+    for number, gradient in enumerate(expected["gradients"]):
+        # Ranks differentiate the mean over their part; FSDP takes the mean over ranks.
+        close(torch.cat([one["gradients"][number] for one in found]) / ranks, gradient)
+    state = consolidate_sharded_state_dicts([one["state"] for one in found], found[0]["metadata"])
+    assert state.keys() == plain(kind).state_dict().keys()
+    for name, value in plain(kind).state_dict().items():
+        assert state[name].dtype is value.dtype
+        close(state[name], model.state_dict()[name].double(), name)
+    for one in found:
+        for name in one["state"]:
+            if "running" in name or "tracked" in name:
+                assert torch.equal(one["state"][name], found[0]["state"][name])
+
+
+def norm(features=3, **options):
+    """On this rank's device, with values of its own in weight and bias."""
+    from xla_fsdp import SyncBatchNorm
+
+    torch.manual_seed(4)
+    one = SyncBatchNorm(features, **options)
+    with torch.no_grad():
+        if one.affine:
+            one.weight.uniform_(0.5, 2.0), one.bias.normal_()
+    return one.to("xla")
+
+
+def whole_batch(shape=(BATCH, 3, 2, 2), seed=5):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x + torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)) / 3
+
+
+def part(rank, size, x):
+    return x.chunk(size)[rank].to("xla")
+
+
+def variance_far_from_zero(rank):
+    """To rounding, where the mean of squares less the squared mean would have no digit right."""
+    import torch_xla
+
+    model = norm(momentum=1.0)
+    x = whole_batch((BATCH * 100, 3)) / 300 + 3000.0
+    model(part(rank, 4, x))
+    torch_xla.sync()
+    expected = x.double().var(0)
+    naive = (x * x).mean(0) - x.mean(0).square()
+    assert ((naive - expected).abs() > 0.01 * expected).all()
+    torch.testing.assert_close(model.running_var.cpu().double(), expected, rtol=1e-5, atol=0)
+
+
+def evaluation(rank):
+    """Running statistics, their gradients, and no collective."""
+    import torch_xla
+
+    from xla_fsdp.ranks import current_rank
+
+    model = norm().eval()
+    with torch.no_grad():
+        model.running_mean.copy_(torch.tensor([0.5, -1.0, 2.0]))
+        model.running_var.copy_(torch.tensor([0.5, 1.0, 2.0]))
+    torch_xla.sync()
+    plain = nn.BatchNorm2d(3).eval()
+    plain.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    torch_xla.sync()
+    ours, theirs = (t.requires_grad_() for t in (part(rank, 4, whole_batch()), whole_batch()))
+    y = model(ours)
+    y.square().sum().backward()
+    assert not current_rank().pending
+    torch_xla.sync()
+    z = plain(theirs.detach().chunk(4)[rank].requires_grad_())
+    torch.testing.assert_close(y.cpu(), z, **CLOSE)
+    theirs = theirs.detach().chunk(4)[rank].requires_grad_()
+    plain(theirs).square().sum().backward()
+    for found, expected in (
+        (ours.grad, theirs.grad),
+        (model.weight.grad, plain.weight.grad),
+        (model.bias.grad, plain.bias.grad),
+    ):
+        torch.testing.assert_close(found.cpu(), expected, rtol=2e-5, atol=1e-5)
+    assert model.num_batches_tracked.item() == 0
+    # On a plain CPU as well: a part of the model to look at.
+    plain_input = whole_batch().chunk(4)[rank]
+    torch.testing.assert_close(copy.deepcopy(model).cpu()(plain_input), z, **CLOSE)
+
+
+def groups(rank):
+    """Statistics of a group's batch."""
+    import torch_xla
+
+    model = norm(groups=[[0, 2], [1, 3]], momentum=1.0)
+    assert "groups=[[0, 2], [1, 3]]" in repr(model)
+    x = whole_batch()
+    parts = x.chunk(4)
+    y = model(parts[rank].to("xla"))
+    torch_xla.sync()
+    plain = nn.BatchNorm2d(3, momentum=1.0)
+    plain.load_state_dict({n: v.cpu() for n, v in norm().state_dict().items()})
+    first = rank % 2
+    z = plain(torch.cat([parts[first], parts[first + 2]]))
+    torch.testing.assert_close(y.cpu(), z.chunk(2)[rank // 2], **CLOSE)
+    torch.testing.assert_close(model.running_var.cpu(), plain.running_var, **CLOSE)
+    with pytest.raises(ValueError, match="each of the 4 ranks once"):
+        norm(groups=[[0, 2]])(x.to("xla"))
+
+
+def one_value_a_rank(rank):
+    """Enough for four ranks; not for one of which there is a group each."""
+    import torch_xla
+
+    x = torch.tensor([[1.0, 2.0, 5.0]]) * (rank + 1)
+    y = norm(affine=False)(x.to("xla"))
+    torch_xla.sync()
+    rows = torch.tensor([[1.0, 2.0, 5.0]]) * torch.arange(1.0, 5.0)[:, None]
+    expected = nn.BatchNorm1d(3, affine=False)(rows)
+    torch.testing.assert_close(y.cpu(), expected[rank : rank + 1], **CLOSE)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        norm(groups=[[0], [1], [2], [3]])(x.to("xla"))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        norm()(torch.ones(0, 3).to("xla"))
+
+
+def wrong_inputs(rank):
+    for shape in ((3,), (4, 5), (4, 2, 3)):
+        with pytest.raises(ValueError, match=r"takes \(N, 3, ...\), at least two dimensions"):
+            norm()(torch.ones(shape).to("xla"))
+    with pytest.raises(ValueError, match=r"on an XLA device, got cpu; .* eval\(\)"):
+        norm().cpu()(torch.ones(4, 3))
+
+
+def narrow(rank):
+    """Statistics and arithmetic in float32 though weights and inputs are bfloat16."""
+    import torch_xla
+
+    from xla_fsdp import SyncBatchNorm, checkpoint_module
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    inputs = [whole_batch((BATCH, 6), seed).bfloat16() for seed in range(3)]
+    model = nn.Sequential(nn.BatchNorm1d(6, momentum=0.01), nn.Tanh())
+    model = checkpoint_module(SyncBatchNorm.convert_sync_batchnorm(model))
+    model = FSDP(model, compute_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    plain = nn.BatchNorm1d(6, momentum=0.01)
+    for x in inputs:
+        mine, theirs = part(rank, 4, x).requires_grad_(), x.float().requires_grad_()
+        y = model(mine)
+        y.float().square().sum().backward()
+        torch_xla.sync()
+        z = torch.tanh(plain(theirs))
+        z.square().sum().backward()
+        assert y.dtype is mine.grad.dtype is torch.bfloat16
+        close = dict(rtol=0.02, atol=0.02)
+        torch.testing.assert_close(y.float().cpu(), z.chunk(4)[rank], **close)
+        torch.testing.assert_close(mine.grad.float().cpu(), theirs.grad.chunk(4)[rank], **close)
+    state = model.state_dict()
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert state[f"0.{name}"].dtype is plain.state_dict()[name].dtype
+        torch.testing.assert_close(state[f"0.{name}"].cpu(), plain.state_dict()[name], **CLOSE)
+    assert not model.get_shard_metadata()["buffers"]  # nothing was cast
+
+
+def scanned(rank):
+    """In a loop of equal blocks: the same as one after the other."""
+    import torch_xla
+
+    from xla_fsdp import SyncBatchNorm, scan_blocks
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def block():
+        return nn.Sequential(nn.Linear(4, 4), SyncBatchNorm(4), nn.Tanh())
+
+    results = []
+    for around in (scan_blocks, lambda blocks: nn.Sequential(*map(FSDP, blocks))):
+        torch.manual_seed(6)
+        model = FSDP(nn.Sequential(nn.Linear(4, 4), around([block() for _ in range(3)])))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(2):
+            model(part(rank, 4, whole_batch((BATCH, 4), seed))).sin().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch_xla.sync()
+        results.append({name: value.cpu() for name, value in model.state_dict().items()})
+    assert results[0].keys() == results[1].keys()
+    for name, value in results[1].items():
+        torch.testing.assert_close(results[0][name], value, **CLOSE, msg=name)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        variance_far_from_zero,
+        evaluation,
+        groups,
+        one_value_a_rank,
+        wrong_inputs,
+        narrow,
+        scanned,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_on_four_ranks(run_ranks, check):
+    run_ranks(check, 4)
+
+
+def uneven(rank):
+    import torch_xla
+
+    norm()(torch.ones(2 + rank, 3).to("xla"))
+    torch_xla.sync()
+
+
+def test_parts_of_different_sizes_are_an_error(run_ranks):
+    from xla_fsdp.testing import CollectiveMismatchError
+
+    with pytest.raises(CollectiveMismatchError, match="batch norm of 2 values a channel"):
+        run_ranks(uneven, 4)
+
+
+def test_conversion_keeps_everything():
+    from xla_fsdp import SyncBatchNorm
+
+    model = plain("2d")
+    model[0].norm1.eval()
+    model[0].norm1.weight.requires_grad_(False)
+    model[0].norm1.label = "mine"
+    model[0].norm2.double()
+    model[1].norm2 = model[1].norm1  # shared
+    calls = []
+    model[0].norm1.register_forward_hook(lambda *_: calls.append(1))
+    before = {name: id(value) for name, value in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: id(value) for name, value in model.named_buffers(remove_duplicate=False)}
+    keys, modes = list(model.state_dict()), [m.training for m in model.modules()]
+    other = copy.deepcopy(model)
+
+    assert SyncBatchNorm.convert_sync_batchnorm(model, groups=[[0, 1], [2, 3]]) is model
+    after = {name: id(value) for name, value in model.named_parameters(remove_duplicate=False)}
+    assert after == before
+    after = {name: id(value) for name, value in model.named_buffers(remove_duplicate=False)}
+    assert after == buffers
+    assert list(model.state_dict()) == keys and [m.training for m in model.modules()] == modes
+    converted = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    assert len(converted) == 5 and all(type(m) is SyncBatchNorm for m in converted)
+    assert all(m.groups == ((0, 1), (2, 3)) for m in converted)
+    assert model[0].norm1.label == "mine" and not model[0].norm1.weight.requires_grad
+    assert model[1].norm2 is model[1].norm1
+    x = data("2d", 1)[0]
+    model.eval(), other.eval(), model[0].norm2.float(), other[0].norm2.float()
+    ours = model(x)
+    assert len(calls) == 1
+    torch.testing.assert_close(ours, other(x), **CLOSE)
+    # Twice is as good as once; a batch norm itself, and torch's own, are converted as well.
+    SyncBatchNorm.convert_sync_batchnorm(model)
+    assert model[0].norm1.groups == ((0, 1), (2, 3))
+    for one in (nn.BatchNorm3d(2, momentum=None), nn.SyncBatchNorm(2, eps=1e-3)):
+        assert type(SyncBatchNorm.convert_sync_batchnorm(one)) is SyncBatchNorm
+        copied = copy.deepcopy(one)
+        assert (copied.eps, copied.momentum) == (one.eps, one.momentum)
+    kept = nn.Sequential(nn.InstanceNorm2d(3), nn.GroupNorm(1, 3))
+    SyncBatchNorm.convert_sync_batchnorm(kept)
+    assert [type(m) for m in kept] == [nn.InstanceNorm2d, nn.GroupNorm]
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class Named(nn.BatchNorm2d):
+    pass
+
+
+def test_conversion_refuses_what_it_would_break():
+    from xla_fsdp import SyncBatchNorm, checkpoint_module
+
+    convert = SyncBatchNorm.convert_sync_batchnorm
+    with pytest.raises(TypeError, match="must be a torch.nn.Module, got str"):
+        convert("model")
+    with pytest.raises(ValueError, match="names an ordinal twice"):
+        convert(nn.BatchNorm1d(2), groups=[[0, 1], [1, 2]])
+    grouped = nn.SyncBatchNorm(2)
+    grouped.process_group = object()
+    for one, message in (
+        (Activated(2), "Activated '1' has a forward of its own"),
+        (checkpoint_module(nn.BatchNorm2d(2)), "convert before checkpoint_module"),
+        (nn.LazyBatchNorm2d(), "run the model once"),
+        (grouped, "process_group"),
+    ):
+        model = nn.Sequential(nn.BatchNorm2d(2), one)
+        with pytest.raises(ValueError, match=message):
+            convert(model)
+        assert type(model[0]) is nn.BatchNorm2d  # untouched
+    assert type(convert(Named(2))) is SyncBatchNorm
+
+
+def wrapped_before(rank):
+    from xla_fsdp import SyncBatchNorm
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    convert = SyncBatchNorm.convert_sync_batchnorm
+    model = nn.Sequential(nn.BatchNorm1d(4), FSDP(nn.Sequential(nn.BatchNorm1d(4))))
+    for one in (model, FSDP(model)):
+        with pytest.raises(ValueError, match="convert_sync_batchnorm before wrapping"):
+            convert(one)
+    assert type(model[0]) is nn.BatchNorm1d
+    beside = nn.Sequential(FSDP(nn.Linear(4, 4)), nn.BatchNorm1d(4))
+    assert type(convert(beside)[1]) is SyncBatchNorm
+
+
+def test_conversion_comes_before_wrapping(run_ranks):
+    run_ranks(wrapped_before, 1)
+
+
+def planned():
+    """Small sums are all that goes over the wire for it; every rank runs one program."""
+    from xla_fsdp import SyncBatchNorm, plan
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def step():
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        model = FSDP(SyncBatchNorm.convert_sync_batchnorm(model), compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(torch.randn(4, 3, 8, 8).to("xla").requires_grad_()).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    report = plan(step, "v3-8", cache=False, progress=False)
+    assert report.executables == 1
+    sent = [c for c in report.schedule.collectives if c.module.startswith("batch norm of 144")]
+    assert [(c.kind, c.phase) for c in sent] == [
+        ("all-gather", "forward"),
+        ("all-reduce", "backward"),
+    ]
+    assert 0 < sum(c.wire_bytes for c in sent) < 1024
+
+
+def test_plan(elsewhere):
+    elsewhere(planned)

@@ -1,0 +1,382 @@
+"""Programs compiled by one process, loaded by the next."""
+
+import errno
+import json
+import os
+import pickle
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from xla_fsdp.compiled import loading, store
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What a start of this prints: losses of all ranks, wrapped singly and scanned; counts; the folder.
+TRAINING = """
+import json, os, sys
+import torch
+from torch import nn
+import xla_fsdp
+
+folder, activation = sys.argv[1:]
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(getattr(torch, activation)(self.up(x)))
+
+def train(rank):
+    import torch_xla
+
+    losses = []
+    for scanned in (False, True):
+        torch.manual_seed(0)
+        if scanned:
+            blocks = xla_fsdp.scan_blocks(Block() for _ in range(2))
+        else:
+            blocks = nn.Sequential(*map(xla_fsdp.XlaFullyShardedDataParallel, (Block(), Block())))
+        model = nn.Sequential(nn.Linear(8, 8), blocks).to(torch_xla.device())
+        model = xla_fsdp.XlaFullyShardedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(3):
+            batch = torch.arange(32.0).reshape(4, 8).cos() * (rank + 1)
+            optimizer.zero_grad()
+            loss = model(batch.to(torch_xla.device())).square().mean()
+            loss.backward()
+            optimizer.step()
+            torch_xla.sync()
+            losses.append(loss.item().hex())
+    return losses
+
+if __name__ == "__main__":
+    xla_fsdp.enable_compilation_cache(folder)
+    found = xla_fsdp.enable_compilation_cache(folder)
+    assert not any("PERSISTENT_CACHE" in name for name in os.environ)
+    losses = xla_fsdp.launch(train, num_devices=2)
+    try:
+        xla_fsdp.enable_compilation_cache(folder + "/other")
+    except RuntimeError as error:
+        other = str(error)
+    del os.environ["XLA_FSDP_COMPILATION_CACHE"]
+    try:
+        xla_fsdp.enable_compilation_cache(folder)
+    except RuntimeError as error:
+        late = str(error)
+    counts = xla_fsdp.compilation_counts()._asdict()
+    said = {"folder": str(found), "late": late, "other": other}
+    print(json.dumps({"losses": losses, **said, **counts}))
+"""
+
+
+def kept(folder):
+    return sorted(path for path in folder.glob("*/*") if path.is_file() and path.suffix == "")
+
+
+def test_a_second_start_compiles_nothing_and_trains_the_same(run_script, tmp_path):
+    folder = tmp_path / "programs"
+
+    def start(activation="relu"):
+        done = run_script(TRAINING, folder, activation)
+        assert done.returncode == 0, done.stderr
+        assert "Failed to deserialize" not in done.stderr
+        assert not list(folder.glob("*/run-*"))
+        return json.loads(done.stdout)
+
+    first = start()
+    assert first["folder"] == str(folder)
+    assert first["compiled"] > 0 and first["cached"] == 0
+    assert "call it in the main program before launch" in first["late"]
+    assert f"in {folder} already" in first["other"]
+    programs = kept(folder)
+    # Ranks may both compile what has no collectives in it.
+    assert 0 < len(programs) <= first["compiled"]
+
+    second = start()
+    assert (second["compiled"], second["cached"]) == (0, len(programs))
+    assert second["losses"] == first["losses"]
+    assert kept(folder) == programs
+
+    # A flipped byte, a half and an empty program; the rest of a process that was killed; others'.
+    large, half, empty = sorted(programs, key=lambda path: path.stat().st_size)[-3:]
+    data = bytearray(large.read_bytes())
+    data[-len(data) // 10] ^= 0x55
+    large.write_bytes(data)
+    half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
+    empty.write_bytes(b"")
+    dead = large.parent / f"run-{socket.gethostname()}-{2**22 + 1}-abc"
+    dead.mkdir()
+    (dead / "17").write_bytes(b"half a")
+    (large.parent / "17").write_bytes(b"not ours")
+    third = start()
+    # Both ranks may compile a damaged one.
+    assert third["compiled"] >= 3 and third["cached"] == len(programs) - 3
+    assert third["losses"] == first["losses"]
+    again = {path.name.partition("-")[0] for path in kept(folder)} - {"17"}
+    assert again == {path.name.partition("-")[0] for path in programs}
+
+    # The same shapes, another function in the body of the scan.
+    other = start("tanh")
+    assert other["compiled"] > 0 and other["losses"] != first["losses"]
+    assert all(mine != theirs for mine, theirs in zip(*map(flat, (other, first)), strict=True))
+
+
+def flat(result):
+    return [loss for losses in result["losses"] for loss in losses]
+
+
+SPAWNING = """
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+import xla_fsdp
+
+def multiply(rank):
+    import torch, torch_xla
+
+    ones = torch.ones(3, 3).to(torch_xla.device())
+    value = (ones @ ones).sum().item()
+    return value, *xla_fsdp.compilation_counts()
+
+if __name__ == "__main__":
+    xla_fsdp.enable_compilation_cache(sys.argv[1])
+    from xla_fsdp.compile_cache import in_spawned_processes
+    fn = in_spawned_processes(multiply)
+    for _ in range(2):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            print(*pool.submit(fn, 0).result())
+"""
+
+
+def test_ranks_in_processes_of_their_own_use_it(run_script, tmp_path):
+    done = run_script(SPAWNING, tmp_path / "programs", env={"PJRT_DEVICE": "CPU"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["27.0 1 0", "27.0 0 1"]
+    assert len(kept(tmp_path / "programs")) == 1
+
+
+def test_an_example_refuses_a_folder_in_one_line(tmp_path):
+    blocked = tmp_path / "a-file"
+    blocked.write_text("")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/train_mnist.py"), f"--compilation_cache={blocked}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and not done.stdout
+    assert f"--compilation_cache={blocked}: compiled programs can not be kept in" in done.stderr
+    assert "name a folder of your own" in done.stderr
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """``opened(limit)``: another process's view of one store; ended with the test."""
+    runs = []
+
+    def open_run(limit=1 << 30, began=lambda: True):
+        place = tmp_path.resolve() / "store"
+        runs.append(store.open_run(place, "cpu-1", {"a": "b"}, limit, began))
+        return runs[-1]
+
+    yield open_run
+    for run in runs:
+        run.end()
+
+
+def seen(run):
+    return {path.name: path.read_bytes() for path in run.folder.iterdir()}
+
+
+class TestStore:
+    def test_a_file_is_kept_once_it_is_closed(self, opened):
+        run = opened()
+        with open(run.folder / "123", "wb") as file:
+            file.write(b"half")
+            file.flush()
+            run.keep_new()
+            assert seen(opened()) == {}
+            file.write(b", whole")
+        run.keep_new()
+        # The first process is still there, or was killed.
+        assert seen(opened()) == {"123": b"half, whole"}
+
+    def test_it_is_kept_without_being_asked(self, opened):
+        run = opened()
+        (run.folder / "123").write_bytes(b"whole")
+        run.end()
+        assert not run.folder.exists()
+        assert seen(opened()) == {"123": b"whole"}
+
+    def test_after_a_start_that_died_while_loading_the_next_one_loads_nothing(
+        self, opened, tmp_path
+    ):
+        first = opened()
+        (first.folder / "123").write_bytes(b"deadly")
+        first.end()
+        kind, began = tmp_path / "store/cpu-1", threading.Event()
+        second = opened(began=began.is_set)
+        assert len(list(kind.glob("loading-*"))) == 1
+        began.set()
+        for _ in range(100):
+            if not list(kind.glob("loading-*")):
+                break
+            time.sleep(0.1)
+        second.end()
+        assert not list(kind.glob("loading-*"))
+        (kind / f"loading-{socket.gethostname()}-4194305").touch()  # no process has this number
+        (kind / "loading-elsewhere-4194305").touch()
+        with pytest.warns(UserWarning, match="ended before its first program was loaded"):
+            third = opened()
+        assert seen(third) == {}
+        (third.folder / "123").write_bytes(b"compiled again")
+        third.end()
+        assert seen(opened()) == {"123": b"compiled again"}
+
+    def test_what_torch_xla_could_not_load_is_replaced(self, opened):
+        first = opened()
+        (first.folder / "123").write_bytes(b"not a program")
+        first.end()
+        second = opened()
+        (second.folder / "123").unlink()
+        (second.folder / "123").write_bytes(b"a program")
+        second.end()
+        assert seen(opened()) == {"123": b"a program"}
+
+    def test_two_processes_may_write_the_same_program(self, opened):
+        first, second = opened(), opened()
+        (first.folder / "123").write_bytes(b"compiled here")
+        (second.folder / "123").write_bytes(b"and there")
+        first.keep_new()
+        second.keep_new()
+        assert seen(opened()) == {"123": b"and there"}
+        assert seen(first) == {"123": b"compiled here"}
+
+    def test_a_full_disk_keeps_nothing(self, opened, monkeypatch):
+        run = opened()
+        usage = shutil.disk_usage(run.folder)._replace(free=4096)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+        (run.folder / "123").write_bytes(b"cut o")
+        run.end()
+        assert seen(opened()) == {}
+
+    def test_the_oldest_programs_make_room(self, opened, tmp_path):
+        run = opened()
+        for age in range(5):
+            (run.folder / f"10{age}").write_bytes(bytes(1000))
+            os.utime(run.folder / f"10{age}", (1e9 - age, 1e9 - age))
+        old = tmp_path / "store/cpu-0/7-1000-" / "x"
+        old.parent.mkdir(parents=True)
+        old.write_bytes(b"not ours, not counted")
+        run.end()
+        assert seen(opened(limit=3500)).keys() == {"100", "101", "102"}
+        assert len(list((tmp_path / "store/cpu-1").glob("10*"))) == 3 and old.exists()
+
+    def test_a_file_system_without_hard_links(self, opened, monkeypatch):
+        def refuse(source, target):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "link", refuse)
+        run = opened()
+        (run.folder / "123").write_bytes(b"whole")
+        run.end()
+        assert seen(opened()) == {"123": b"whole"}
+
+
+class TestRefusals:
+    @pytest.fixture
+    def enable(self, monkeypatch):
+        """The function, in a process whose runtime has not started."""
+        import torch_xla
+
+        from xla_fsdp import compile_cache
+
+        monkeypatch.setenv("PJRT_DEVICE", "CPU")
+        for name in ("_xla_runtime_is_initialized", "_xla_computation_cache_is_initialized"):
+            monkeypatch.setattr(torch_xla._XLAC, name, lambda: False)
+        monkeypatch.setattr(loading, "repair", lambda platform: None)
+        monkeypatch.setattr(compile_cache.xr, "initialize_cache", lambda path, readonly: None)
+        monkeypatch.setattr(compile_cache.xr, "get_num_cached_compilation_graph", lambda: 0)
+        return compile_cache.enable_compilation_cache
+
+    def test_a_folder_that_can_not_be_written(self, enable, monkeypatch, tmp_path):
+        def refuse(*args, **kwargs):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(store.tempfile, "mkstemp", refuse)
+        with pytest.raises(OSError, match=r"can not be kept in .*Read-only.*name a folder"):
+            enable(tmp_path)
+
+    def test_a_folder_that_anybody_can_write(self, enable, tmp_path):
+        tmp_path.chmod(0o777)
+        with pytest.raises(PermissionError, match="anybody can put programs there"):
+            enable(tmp_path)
+
+    def test_no_folder(self, enable):
+        with pytest.raises(ValueError, match="path must name a folder"):
+            enable("")
+
+    def test_another_platform(self, enable, monkeypatch):
+        monkeypatch.setenv("PJRT_DEVICE", "CUDA")
+        with pytest.raises(NotImplementedError, match="PJRT_DEVICE=CUDA are not kept"):
+            enable()
+
+    def test_another_torch_xla(self, monkeypatch):
+        monkeypatch.setattr(loading, "version", lambda package: "2.10.0")
+        with pytest.raises(NotImplementedError, match="this is torch_xla 2.10.0 on linux"):
+            loading.repair("CPU")
+
+    def test_each_client_is_as_expected(self):
+        for platform in ("CPU", "TPU", "CPU", "TPU"):
+            loading.repair(platform)
+
+    def test_a_library_without_what_is_needed(self):
+        import _XLAC
+
+        with pytest.raises(NotImplementedError, match="0 symbols _no_such_function, not one"):
+            loading._symbols(_XLAC.__file__, ["_no_such_function"])
+
+
+def test_programs_of_another_kind_are_not_used(monkeypatch):
+    from xla_fsdp.compiled import kind as kinds
+
+    def kind(on="CPU", part="0 of 1"):
+        return kinds.describe_kind(on, part)
+
+    before = kind()
+    assert before == kind(part="1 of 2")
+    assert kind("TPU") != kind("TPU", "1 of 2")
+    for name, value in {"XLA_FLAGS": "--x", "LIBTPU_INIT_ARGS": "--y", "XLA_USE_Z": "1"}.items():
+        monkeypatch.setenv(name, value)
+        assert kind() != before
+        monkeypatch.undo()
+    monkeypatch.setattr(kinds, "version", lambda package: "0")
+    assert kind() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(kinds, "_processor", lambda: "another")
+    assert kind() != before
+
+
+def test_what_spawned_processes_get_survives_the_way_there(monkeypatch):
+    from xla_fsdp.compile_cache import in_spawned_processes
+
+    monkeypatch.setenv("XLA_FSDP_COMPILATION_CACHE", f"{os.getpid()}:/a/fol:der")
+    wrapped = pickle.loads(pickle.dumps(in_spawned_processes(re.compile)))
+    assert wrapped.args == ("/a/fol:der", re.compile)
+    # A process that was started otherwise does not use the folder of its parent.
+    monkeypatch.setenv("XLA_FSDP_COMPILATION_CACHE", f"{os.getppid()}:/folder")
+    assert in_spawned_processes(re.compile) is re.compile
+    monkeypatch.delenv("XLA_FSDP_COMPILATION_CACHE")
+    assert in_spawned_processes(re.compile) is re.compile
