@@ -1,0 +1,195 @@
+"""Starts an example on every host of a TPU slice through Ray, and ends it everywhere if one fails.
+
+    python examples/pod/ray_train.py --slice=v4-32 -- \\
+        .venv/bin/python examples/train_vit.py --fake_data --ckpt_dir=gs://bucket/vit --resume
+    python examples/pod/ray_train.py --slice=v4-32 --dry_run -- ...     # what it would ask Ray for
+    python examples/pod/ray_train.py --cpu_hosts=2 -- ...               # hosts without TPUs
+
+One actor a host takes all chips of its host and runs COMMAND there in ``--cwd``, a copy of the
+checkout; ranks are started by COMMAND itself. The chips come from one slice: Ray gives every TPU
+host the resources "TPU" (its chips) and the name of its slice, and the first host of a slice
+"TPU-<slice>-head" (ray._private.accelerators.tpu, and "TPU" under "Accelerator Support" in Ray's
+documentation). Output comes back with the number of its host before each line.
+
+A host that fails, or is lost, ends all others; then ``--max_restarts`` starts all of them again, on
+whatever slice there is, and COMMAND must go on from its checkpoint. Exit code: 0, or COMMAND's on
+the first host that failed, 1 for a lost host, 2 for wrong usage, which is never started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+from ray_host import LOST, Polled
+
+from xla_fsdp.planning.slices.topology import resolve
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to ask Ray for, and what to run there.
+
+    ``slice``: an accelerator type, or "" for hosts without TPUs. ``hosts``: actors, one a host.
+    ``chips``: of each host. ``command``, ``environment``, ``cwd``: run on every host.
+    """
+
+    slice: str
+    hosts: int
+    chips: int
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    cwd: str | None = None
+
+    @property
+    def head_resource(self) -> str:
+        """What only the first host of such a slice has."""
+        return f"TPU-{self.slice}-head"
+
+    def bundles(self, slice_name: str = "") -> list[dict[str, float]]:
+        """A placement group: resources of each host, of the slice that has this name in Ray."""
+        if not self.slice:
+            return [{"CPU": 1}] * self.hosts
+        return [{"CPU": 1, "TPU": self.chips, slice_name: 1}] * self.hosts
+
+
+class Hosts(Protocol):
+    """The actors, or what stands for them in a test."""
+
+    def poll(self, indices: Sequence[int]) -> dict[int, Polled]:
+        """New output of these hosts, and the exit code of those that have ended."""
+
+    def stop(self, indices: Sequence[int]) -> None:
+        """Ends the command on these hosts."""
+
+
+def watch(hosts: Hosts, count: int, show: Callable[[str], None] = print) -> int:
+    """Shows the output of ``count`` hosts until all have ended; returns the exit code of the run.
+
+    The first failure ends the others at once: without it they would wait in a collective.
+    """
+    running = list(range(count))
+    try:
+        while running:
+            for index, polled in sorted(hosts.poll(running).items()):
+                for line in polled.lines:
+                    show(f"[host {index}] {line}")
+                if polled.code is None:
+                    continue
+                running.remove(index)
+                if polled.code != 0:
+                    what = "is lost" if polled.code == LOST else f"exited with {polled.code}"
+                    show(f"ray_train.py: host {index} {what}; stopping the others")
+                    return 1 if polled.code < 0 else polled.code
+        return 0
+    finally:
+        hosts.stop(running)
+
+
+def run(plan: Plan, address: str, max_restarts: int) -> int:
+    """Runs ``plan`` on the Ray cluster at ``address``."""
+    try:
+        import ray
+    except ImportError:
+        return _fail("Ray is not installed here; pip install 'ray>=2.9'")
+    from ray_actors import RayHosts
+
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except ConnectionError as error:
+        return _fail(f"--address={address}: {' '.join(str(error).split())}")
+    try:
+        for attempt in range(max_restarts + 1):
+            if attempt:
+                print(f"ray_train.py: starting again, {attempt} of {max_restarts}", flush=True)
+            with RayHosts(plan) as hosts:
+                code = watch(hosts, plan.hosts, lambda line: print(line, flush=True))
+            if code in (0, 2):
+                break
+        return code
+    finally:
+        ray.shutdown()
+
+
+def parse(arguments: list[str]) -> tuple[Plan, argparse.Namespace]:
+    """The command line. Exits with code 2 and one line if it is wrong."""
+    own, command = arguments, []
+    if "--" in arguments:
+        at = arguments.index("--")
+        own, command = arguments[:at], arguments[at + 1 :]
+    parser = _Parser(prog="ray_train.py", usage="ray_train.py [OPTIONS] -- COMMAND...")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--slice", help="such as v4-32: one actor on each of its hosts")
+    where.add_argument("--cpu_hosts", type=int, help="actors on so many hosts without TPUs")
+    parser.add_argument("--address", default="auto", help="of the Ray cluster; default: auto")
+    parser.add_argument("--cwd", help="folder to run in, the same on every host")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--max_restarts", type=int, default=0, help="after failures; default: 0")
+    parser.add_argument("--dry_run", action="store_true", help="print the plan, run nothing")
+    options = parser.parse_args(own)
+    if not command:
+        parser.error("no command given; it goes after --")
+    if options.max_restarts < 0:
+        parser.error(f"--max_restarts must be at least 0, got {options.max_restarts}")
+    if wrong := [text for text in options.env if not text.partition("=")[0] or "=" not in text]:
+        parser.error(f"--env must be NAME=VALUE, got {wrong[0]!r}")
+    environment = dict(text.split("=", 1) for text in options.env)
+    if options.slice is None:
+        if options.cpu_hosts < 1:
+            parser.error(f"--cpu_hosts must be at least 1, got {options.cpu_hosts}")
+        environment.setdefault("PJRT_DEVICE", "CPU")
+        name, hosts, chips = "", options.cpu_hosts, 0
+    else:
+        try:
+            slice = resolve(options.slice)
+        except ValueError as error:
+            parser.error(f"--slice: {error}")
+        name, hosts, chips = slice.name, slice.hosts, prod(slice.chips_per_host)
+        if ":" in name:
+            parser.error(f"--slice must be an accelerator type, such as v4-32, got {name!r}")
+        environment.setdefault("PJRT_DEVICE", "TPU")
+    return Plan(name, hosts, chips, tuple(command), environment, options.cwd), options
+
+
+def describe(plan: Plan) -> str:
+    """The plan, for --dry_run."""
+    lines = [f"actors: {plan.hosts}, one a host (placement group, STRICT_SPREAD)"]
+    if plan.slice:
+        lines.append(f"slice: the one whose first host has {{'{plan.head_resource}': 1}}")
+    lines.append(f"each host: {plan.bundles('<name of the slice>')[0]}")
+    lines += [f"environment: {name}={value}" for name, value in sorted(plan.environment.items())]
+    lines += [f"folder: {plan.cwd}"] if plan.cwd else []
+    return "\n".join([*lines, f"command: {shlex.join(plan.command)}"])
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        sys.exit(_fail(f"{message} (--help lists the options)"))
+
+
+def _fail(message: str) -> int:
+    print(f"ray_train.py: {message}", file=sys.stderr)
+    return 2
+
+
+def main(arguments: list[str]) -> int:
+    plan, options = parse(arguments)
+    if options.dry_run:
+        print(describe(plan))
+        return 0
+    # Ended from outside, it ends the hosts, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return run(plan, options.address, options.max_restarts)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,21 @@
+"""Prints hosts of a TPU slice, chips of a host and ranks of a chip: "32 4 1" for v4-256."""
+
+import sys
+from math import prod
+
+from xla_fsdp.planning.slices.topology import UnknownTopologyError, resolve
+
+
+def slice_hosts(name: str) -> tuple[int, int, int]:
+    """Hosts, chips of a host (fewer on a slice smaller than one), ranks of a chip."""
+    slice = resolve(name)
+    return slice.hosts, prod(slice.chips_per_host), slice.chip.devices
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: slice_hosts.py SLICE")
+    try:
+        print(*slice_hosts(sys.argv[1]))
+    except UnknownTopologyError as error:
+        sys.exit(f"slice_hosts.py: {error}")

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Runs an example under torchrun. Start it on every host of a slice, with the same arguments.
+# torchrun.sh --help says how; README.md beside this file says when.
+set -euo pipefail
+
+usage() {
+  cat <<'HELP'
+torchrun.sh --slice=SLICE --rdzv_endpoint=HOST[:PORT] [OPTIONS] -- SCRIPT [FLAGS...]
+
+  --slice=SLICE             such as v4-32: sets the numbers of hosts and processes
+  --rdzv_endpoint=HOST:PORT where the hosts meet: the address of any one host, the same on all.
+                            Default: the first of TPU_WORKER_HOSTNAMES, which GKE sets; port 29400
+  --rdzv_id=ID              of the run; default xla_fsdp
+  --max_restarts=N          start all hosts again if one fails; default 0. SCRIPT must resume
+  --nnodes=N, --nproc=N     hosts, and processes on each, instead of --slice
+  --plain                   one process a host, which starts the ranks itself, as without torchrun:
+                            what v2 and v3 need (two ranks a chip), and --slice=v3-128 chooses
+  --dry_run                 print the command, run nothing
+
+Exit code: 0 if all is well, 2 for wrong usage, else torchrun's.
+HELP
+}
+
+fail() {
+  echo "torchrun.sh: $1" >&2
+  exit 2
+}
+
+slice='' rdzv_endpoint='' rdzv_id=xla_fsdp max_restarts=0 nnodes='' nproc='' plain='' dry_run='' command=()
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --slice=* | --rdzv_endpoint=* | --rdzv_id=* | --max_restarts=* | --nnodes=* | --nproc=*)
+      [[ -n ${1#*=} ]] || fail "${1%%=*} needs a value"
+      printf -v "$(sed 's/^--//; s/=.*//; q' <<<"$1")" '%s' "${1#*=}"
+      ;;
+    --plain | --dry_run) printf -v "${1#--}" yes ;;
+    --help) usage && exit 0 ;;
+    --) shift && command=("$@") && break ;;
+    *) fail "unknown option '$1' (values go after '='; the script goes after --)" ;;
+  esac
+  shift
+done
+[[ ${#command[@]} -gt 0 ]] || fail "no script given; it goes after --"
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+if [[ -n $slice ]]; then
+  [[ -z $nnodes && -z $nproc ]] || fail "--slice excludes --nnodes and --nproc"
+  figures=$("$python" "$root/examples/pod/slice_hosts.py" "$slice") || exit 2
+  read -r nnodes nproc ranks_a_chip <<<"$figures"
+  [[ $ranks_a_chip == 1 ]] || plain=yes
+fi
+[[ -z $plain ]] || nproc=1
+for pair in "nnodes $nnodes" "nproc $nproc"; do
+  [[ $pair =~ \ [1-9][0-9]*$ ]] || fail "--${pair% *} must be a positive number (or give --slice)"
+done
+[[ $max_restarts =~ ^[0-9]+$ ]] || fail "--max_restarts must be a number, got '$max_restarts'"
+if [[ -z $rdzv_endpoint ]]; then
+  rdzv_endpoint=${TPU_WORKER_HOSTNAMES:-}
+  rdzv_endpoint=${rdzv_endpoint%%,*}
+  [[ -n $rdzv_endpoint ]] || fail "--rdzv_endpoint is required (TPU_WORKER_HOSTNAMES is not set)"
+fi
+[[ $rdzv_endpoint == *:* ]] || rdzv_endpoint+=:29400
+
+line=("$python" -m torch.distributed.run --nnodes="$nnodes" --nproc-per-node="$nproc"
+  --rdzv-backend=c10d --rdzv-id="$rdzv_id" --rdzv-endpoint="$rdzv_endpoint"
+  --max-restarts="$max_restarts")
+if [[ -n $plain ]]; then
+  # By this variable torch knows that torchrun started it; without, SCRIPT starts ranks itself.
+  line+=(--no-python env -u TORCHELASTIC_RUN_ID "$python")
+fi
+line+=("${command[@]}")
+export PJRT_DEVICE=${PJRT_DEVICE:-TPU}
+if [[ -n $dry_run ]]; then
+  echo "PJRT_DEVICE=$PJRT_DEVICE ${line[*]@Q}"
+else
+  exec "${line[@]}"
+fi

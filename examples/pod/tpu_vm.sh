@@ -1,0 +1,206 @@
+#!/usr/bin/env bash
+# Runs an example on all workers of a TPU VM slice with nothing but gcloud.
+# tpu_vm.sh --help says how; README.md beside this file says when.
+# Flags of gcloud: as `gcloud compute tpus ... --help` of Google Cloud SDK 528 lists them. One
+# command on all workers, as in PyTorch/XLA's "PJRT Runtime", section "Pods".
+set -euo pipefail
+
+usage() {
+  cat <<'HELP'
+tpu_vm.sh [OPTIONS] ACTION [ACTION...] [-- COMMAND...]
+
+Actions, in the order of a run:
+  create   make the slice; with --queued as a queued resource, and wait until it is ACTIVE
+  setup    copy this checkout to every worker (~/xla_fsdp), install it there; --nfs mounts a share
+  check    run xla_fsdp.preflight here: is the slice healthy, are all workers set up alike
+  start    start COMMAND in ~/xla_fsdp on every worker, detached
+  wait     until all workers are done; as soon as one fails or is gone, stop all
+  status   one line a worker
+  logs     follow worker 0 (--worker=N: another one)
+  stop     end the run on every worker
+  delete   delete the slice
+
+Options:
+  --name=NAME       the slice (required)         --zone=ZONE        (required)
+  --project=ID      default: gcloud's            --type=TYPE        such as v3-128, for create
+  --runtime=VERSION default: by the type         --spot             create as Spot VMs
+  --queued          create as a queued resource  --run=RUN          default: train
+  --nfs=SERVER:/DIR mount on /mnt/xla_fsdp       --worker=N         for logs; default 0
+  --poll=SECONDS    between looks; default 30    --dry_run          print the commands, run nothing
+
+COMMAND runs the same on all workers, for example
+  .venv/bin/python examples/train_vit.py --data_dir=/mnt/xla_fsdp/imagenet --ckpt_dir=/mnt/xla_fsdp/vit --resume
+Exit code: for wait COMMAND's, on the first worker that failed, or 75 if the slice is gone or was
+preempted; 2 for wrong usage.
+HELP
+}
+
+fail() {
+  echo "tpu_vm.sh: $1" >&2
+  exit 2
+}
+
+name='' zone='' project='' type='' runtime='' run=train nfs='' worker=0 poll=30
+spot='' queued='' dry_run='' actions=() command=()
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --name=* | --zone=* | --project=* | --type=* | --runtime=* | --run=* | --nfs=* | --worker=* | --poll=*)
+      [[ -n ${1#*=} ]] || fail "${1%%=*} needs a value"
+      printf -v "$(sed 's/^--//; s/=.*//; q' <<<"$1")" '%s' "${1#*=}"
+      ;;
+    --spot | --queued | --dry_run) printf -v "${1#--}" yes ;;
+    --help) usage && exit 0 ;;
+    --) shift && command=("$@") && break ;;
+    -*) fail "unknown option '$1' (values go after '='; --help lists the options)" ;;
+    create | setup | check | start | wait | status | logs | stop | delete) actions+=("$1") ;;
+    *) fail "unknown action '$1' (--help lists the actions)" ;;
+  esac
+  shift
+done
+[[ ${#actions[@]} -gt 0 ]] || fail "no action given (--help lists them)"
+[[ -n $name ]] || fail "--name is required"
+[[ -n $zone ]] || fail "--zone is required"
+[[ $run =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail "--run must be a plain name, got '$run'"
+[[ $worker =~ ^[0-9]+$ ]] || fail "--worker must be a number, got '$worker'"
+[[ $poll =~ ^[0-9]+$ ]] || fail "--poll must be a number of seconds, got '$poll'"
+[[ -z $nfs || $nfs == ?*:/* ]] || fail "--nfs must be SERVER:/DIR, got '$nfs'"
+if [[ -z $runtime ]]; then
+  # TPU software versions for PyTorch and JAX, as Cloud TPU's pages and examples use them.
+  case $type in
+    v5litepod-*) runtime=v2-alpha-tpuv5-lite ;;
+    v5p-*) runtime=v2-alpha-tpuv5 ;;
+    v6e-*) runtime=v2-alpha-tpuv6e ;;
+    *) runtime=tpu-ubuntu2204-base ;;
+  esac
+fi
+for action in "${actions[@]}"; do
+  [[ $action != create || -n $type ]] || fail "create needs --type, such as --type=v3-128"
+  [[ $action != start || ${#command[@]} -gt 0 ]] || fail "start needs a command after --"
+done
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+place=(--zone="$zone" ${project:+--project="$project"})
+archive=${TMPDIR:-/tmp}/xla_fsdp-$$.tgz
+trap 'rm -f "$archive"' EXIT
+
+call() { # runs the command; with --dry_run prints it, as a line for a shell
+  [[ -n $dry_run ]] || {
+    "$@"
+    return
+  }
+  local word line=()
+  for word in "$@"; do
+    [[ $word =~ ^[[:alnum:]_@%+=:,./~-]+$ ]] || word=${word@Q}
+    line+=("$word")
+  done
+  echo "${line[*]}"
+}
+
+on() { # on WORKER TEXT: runs TEXT there; WORKER may be "all"
+  call gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" --worker="$1" --command="$2"
+}
+
+on_all() { # on_all ACTION ARGUMENT...: worker.sh on every worker
+  local text
+  printf -v text '%q ' bash examples/pod/worker.sh "$@"
+  on all "cd ~/xla_fsdp && ${text% }"
+}
+
+create() {
+  if [[ -n $queued ]]; then
+    call gcloud compute tpus queued-resources create "$name" --node-id="$name" "${place[@]}" \
+      --accelerator-type="$type" --runtime-version="$runtime" ${spot:+--spot}
+    local state=''
+    until [[ $state == ACTIVE ]]; do
+      state=$(call gcloud compute tpus queued-resources describe "$name" "${place[@]}" \
+        --format='value(state.state)')
+      [[ -z $dry_run ]] || { echo "$state" && break; }
+      [[ $state != FAILED && $state != SUSPEND* ]] || fail "queued resource $name is $state"
+      [[ $state == ACTIVE ]] || sleep "$poll"
+    done
+  else
+    call gcloud compute tpus tpu-vm create "$name" "${place[@]}" \
+      --accelerator-type="$type" --version="$runtime" ${spot:+--spot}
+  fi
+}
+
+delete() {
+  if [[ -n $queued ]]; then
+    call gcloud compute tpus queued-resources delete "$name" "${place[@]}" --force --quiet
+  else
+    call gcloud compute tpus tpu-vm delete "$name" "${place[@]}" --quiet
+  fi
+}
+
+setup() {
+  call git -C "$root" archive --format=tar.gz --output="$archive" HEAD
+  call gcloud compute tpus tpu-vm scp "$archive" "$name:xla_fsdp.tgz" "${place[@]}" --worker=all
+  local steps='set -e; mkdir -p ~/xla_fsdp; tar -xzf ~/xla_fsdp.tgz -C ~/xla_fsdp; cd ~/xla_fsdp; '
+  steps+='test -x .venv/bin/pip || python3 -m venv .venv || '
+  steps+='{ sudo apt-get install -y -q python3-venv && python3 -m venv .venv; }; '
+  steps+=".venv/bin/pip install -q -e '.[tpu,examples]' gcsfs"
+  on all "$steps"
+  if [[ -n $nfs ]]; then
+    local mount='sudo apt-get install -y -q nfs-common && sudo mkdir -p /mnt/xla_fsdp && '
+    mount+='{ mountpoint -q /mnt/xla_fsdp || '
+    mount+="sudo mount -t nfs -o hard $(printf %q "$nfs") /mnt/xla_fsdp; } && sudo chmod a+rwx /mnt/xla_fsdp"
+    on all "$mount"
+  fi
+}
+
+check() { # what the options and COMMAND say is held against the slice
+  local expected=() word
+  [[ -z $type ]] || expected+=(--accelerator_type "$type" --runtime_version "$runtime")
+  for word in "${command[@]}"; do
+    [[ $word != --ckpt_dir=* ]] || expected+=(--ckpt_dir "${word#*=}")
+  done
+  call "${PYTHON:-$root/.venv/bin/python}" -m xla_fsdp.preflight --tpu "$name" --zone "$zone" \
+    ${project:+--project "$project"} --python xla_fsdp/.venv/bin/python "${expected[@]}"
+}
+
+ready() { # whether the slice is still there; says so if not
+  local state
+  state=$(gcloud compute tpus tpu-vm describe "$name" "${place[@]}" --format='value(state)') || state=GONE
+  [[ $state == READY ]] || echo "tpu_vm.sh: slice $name is $state" >&2
+  [[ $state == READY ]]
+}
+
+watch() { # stops all workers as soon as one has failed: the others hang in a collective
+  if [[ -n $dry_run ]]; then
+    on_all status "$run"
+    echo "# ... every $poll s, until all have exited 0; at the first other line:"
+    on_all stop "$run"
+    return
+  fi
+  local states bad code silent=0
+  while true; do
+    bad=''
+    if states=$(on_all status "$run"); then
+      silent=0
+      bad=$(grep -E ' (exited ([1-9]|[0-9]{2,})|absent)$' <<<"$states" | head -n 1 || true)
+    elif ((++silent == 3)) || ! ready; then
+      bad='not every worker answers'
+    fi
+    if [[ -n $bad ]]; then
+      echo "tpu_vm.sh: run '$run': $bad; stopping all workers" >&2
+      on_all stop "$run" || true
+      ready || return 75
+      code=${bad##* }
+      [[ $code =~ ^[0-9]+$ ]] || code=1
+      return "$code"
+    fi
+    ((silent)) || grep -q ' running$' <<<"$states" || break
+    sleep "$poll"
+  done
+  echo "run '$run': all workers are done"
+}
+
+for action in "${actions[@]}"; do
+  case $action in
+    start) on_all start "$run" "${command[@]}" ;;
+    wait) watch ;;
+    status | stop) on_all "$action" "$run" ;;
+    logs) on "$worker" "cd ~/xla_fsdp && bash examples/pod/worker.sh follow $run" ;;
+    *) "$action" ;;
+  esac
+done

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# One host's part of a run on a TPU slice. tpu_vm.sh calls it on every worker; by hand:
+#
+#   worker.sh start RUN COMMAND...   starts COMMAND, detached from the terminal, output to a file
+#   worker.sh status RUN             prints one line: "HOST running", "HOST exited CODE", "HOST absent"
+#   worker.sh log RUN [LINES]        prints the end of the output
+#   worker.sh follow RUN             prints the output as it comes, until the run ends
+#   worker.sh stop RUN               ends all processes of the run
+#
+# Files: ~/xla_fsdp_runs/RUN/{log,pid,code}. Exit code 2: wrong usage.
+set -euo pipefail
+
+fail() {
+  echo "worker.sh: $1" >&2
+  exit 2
+}
+
+[[ $# -ge 2 ]] || fail "usage: worker.sh start|status|log|follow|stop RUN [COMMAND...]"
+action=$1
+run=$2
+shift 2
+[[ $run =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail "RUN must be a plain name, got '$run'"
+folder=${HOME:?}/xla_fsdp_runs/$run
+host=$(hostname)
+
+alive() { # whether the process group that start made still has a member
+  [[ -s $folder/pid ]] && kill -0 -- "-$(<"$folder/pid")" 2>/dev/null
+}
+
+start() {
+  [[ $# -ge 1 ]] || fail "start needs a command"
+  ! alive || fail "run '$run' is running on $host: stop it first, or choose another name"
+  rm -rf "$folder"
+  mkdir -p "$folder"
+  # A session of its own: it outlives the ssh connection, and can be ended as a whole.
+  # shellcheck disable=SC2016 # expanded by the inner shell
+  PJRT_DEVICE="${PJRT_DEVICE:-TPU}" PYTHONUNBUFFERED=1 setsid bash -c '
+    folder=$1; shift
+    echo $$ > "$folder/pid"
+    trap : TERM # a process of the command dies of it; this one still notes how
+    code=0; "$@" || code=$?
+    echo "$code" > "$folder/code.new"
+    mv "$folder/code.new" "$folder/code"
+  ' worker "$folder" "$@" >"$folder/log" 2>&1 </dev/null &
+  for _ in {1..50}; do
+    [[ -s $folder/pid ]] && break
+    sleep 0.1
+  done
+  echo "$host started"
+}
+
+status() {
+  if [[ -s $folder/code ]]; then
+    echo "$host exited $(<"$folder/code")"
+  elif alive; then
+    echo "$host running"
+  elif [[ -s $folder/pid ]]; then
+    echo "$host exited 137" # killed, so that nothing could write the code
+  else
+    echo "$host absent"
+  fi
+}
+
+stop() {
+  if alive; then
+    local group
+    group=$(<"$folder/pid")
+    kill -TERM -- "-$group" 2>/dev/null || true
+    for _ in {1..100}; do
+      alive || break
+      sleep 0.1
+    done
+    kill -KILL -- "-$group" 2>/dev/null || true
+  fi
+  echo "$host stopped"
+}
+
+case $action in
+  start) start "$@" ;;
+  status) status ;;
+  stop) stop ;;
+  log)
+    [[ ${1:-100} =~ ^[0-9]+$ ]] || fail "LINES must be a number, got '$1'"
+    [[ -f $folder/log ]] || fail "no run '$run' on $host"
+    tail -n "${1:-100}" "$folder/log"
+    ;;
+  follow)
+    [[ -f $folder/log ]] || fail "no run '$run' on $host"
+    tail -n +1 -F --pid="$(<"$folder/pid")" "$folder/log"
+    ;;
+  *) fail "unknown action '$action'" ;;
+esac

@@ -1,0 +1,185 @@
+"""examples/pod: the JobSet against its schema and the table of slices, and every command that the
+recipes name against the scripts that have to understand it."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from xla_fsdp.planning.slices.topology import resolve
+
+ROOT = Path(__file__).resolve().parent.parent
+POD = ROOT / "examples" / "pod"
+JOBSET = yaml.safe_load((POD / "jobset.yaml").read_text())
+RECIPES = sorted(path for path in POD.iterdir() if path.is_file())
+
+# What GKE calls generations: the accelerator labels that xpk 0.6.0 has
+# (src/xpk/core/system_characteristics.py).
+GENERATIONS = {
+    "tpu-v4-podslice": "v4",
+    "tpu-v5-lite-podslice": "v5e",
+    "tpu-v5p-slice": "v5p",
+    "tpu-v6e-slice": "v6e",
+}
+
+
+@pytest.fixture(scope="module")
+def validator():
+    schema = json.loads((ROOT / "test" / "data" / "jobset_schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def job():
+    (replicated,) = JOBSET["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]
+
+
+def pod():
+    return job()["template"]["spec"]
+
+
+def container():
+    (container,) = pod()["containers"]
+    return container
+
+
+class TestJobSet:
+    def test_has_only_fields_that_exist(self, validator):
+        assert [error.message for error in validator.iter_errors(JOBSET)] == []
+
+    @pytest.mark.parametrize(
+        ("path", "value"),
+        [
+            (("spec", "failurePolicy", "maxRestart"), 3),
+            (("spec", "failurePolicy", "maxRestarts"), "3"),
+            (("spec", "failurePolicy", "rules", 0, "action"), "Restart"),
+            (("spec", "replicatedJobs", 0, "template", "spec", "paralelism"), 16),
+            (("spec", "replicatedJobs", 0, "template", "spec", "completions"), "16"),
+            (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "tpu"), 4),
+            (("apiVersion",), "jobset.x-k8s.io/v1"),
+        ],
+    )
+    def test_the_schema_sees_mistakes(self, validator, path, value):
+        wrong = json.loads(json.dumps(JOBSET))
+        place = wrong
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        assert list(validator.iter_errors(wrong))
+
+    def test_one_pod_for_each_host_of_the_slice(self):
+        selector = pod()["nodeSelector"]
+        shape = selector["cloud.google.com/gke-tpu-topology"]
+        family = GENERATIONS[selector["cloud.google.com/gke-tpu-accelerator"]]
+        slice = resolve(f"{family}:{shape}")
+        resources = container()["resources"]
+        chips = resources["limits"]["google.com/tpu"]
+        assert resources["requests"] == resources["limits"] == {"google.com/tpu": chips}
+        assert chips == prod(slice.chips_per_host)
+        assert job()["parallelism"] == job()["completions"] == slice.hosts
+        assert job()["completions"] * chips == prod(map(int, shape.split("x")))
+        assert slice.shape == resolve("v6e-64").shape  # as the file's first line and xpk's say
+
+    def test_a_failing_host_restarts_all(self):
+        assert job()["completionMode"] == "Indexed"
+        assert job()["backoffLimit"] == 0 and pod()["restartPolicy"] == "Never"
+        assert JOBSET["spec"]["failurePolicy"]["maxRestarts"] > 0
+        (rule,) = JOBSET["spec"]["failurePolicy"]["rules"]
+        assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+        (disruption,) = job()["podFailurePolicy"]["rules"]
+        assert disruption["action"] == "FailJob"
+        assert disruption["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+        annotations = JOBSET["metadata"]["annotations"]
+        assert "alpha.jobset.sigs.k8s.io/exclusive-topology" in annotations
+
+    def test_paths_are_on_volumes(self):
+        mounts = {mount["name"]: mount["mountPath"] for mount in container()["volumeMounts"]}
+        assert set(mounts) == {volume["name"] for volume in pod()["volumes"]}
+        for flag in container()["command"]:
+            if "=/" in flag:
+                assert flag.split("=")[1].startswith(tuple(f"{path}/" for path in mounts.values()))
+
+    def test_volumes_are_claimed_for_many_hosts(self):
+        volumes = yaml.safe_load_all((POD / "volumes.yaml").read_text())
+        claims = {claim["metadata"]["name"]: claim["spec"] for claim in volumes}
+        sources = [volume.get("persistentVolumeClaim") for volume in pod()["volumes"]]
+        assert {source["claimName"] for source in sources if source} == set(claims)
+        assert all(claim["accessModes"] == ["ReadWriteMany"] for claim in claims.values())
+
+
+def texts():
+    """Every recipe as logical lines: a trailing backslash continues one."""
+    for path in RECIPES:
+        text = re.sub(r"\\\n\s*", " ", path.read_text())
+        if path.name == "jobset.yaml":
+            text += "\n" + shlex.join(container()["command"])
+        yield path.name, text
+
+
+def named_flags(script):
+    """Flags that recipes give ``script``, with where."""
+    for name, text in texts():
+        for line in text.splitlines():
+            _, found, rest = line.partition(f"examples/{script} ")
+            for flag in re.findall(r"(?<![\w-])--(\w+)", rest) if found else ():
+                yield flag, name
+
+
+@pytest.mark.parametrize("script", ["train_vit.py", "train_mnist.py"])
+def test_flags_exist(script):
+    path = ROOT / "examples" / script
+    sources = [path, *(ROOT / "examples" / "common").glob("*.py")]
+    defined = {"help", "helpfull"}
+    for source in sources:
+        defined |= set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', source.read_text()))
+    named = set(named_flags(script))
+    assert {flag for flag, _ in named} <= defined, named
+
+
+def test_recipes_name_flags_of_the_main_example():
+    assert {"data_dir", "ckpt_dir"} <= {flag for flag, _ in named_flags("train_vit.py")}
+
+
+def commands_of_the_readme():
+    blocks = re.findall(r"^```\n(.*?)^```", (POD / "README.md").read_text(), re.M | re.S)
+    lines = re.sub(r"\\\n\s*", "", "\n".join(blocks)).splitlines()
+    ours = re.compile(r"^(examples/pod/\w+\.sh|python examples/pod/\w+\.py)")
+    return [line for line in lines if ours.match(line)]
+
+
+@pytest.mark.parametrize("line", commands_of_the_readme())
+def test_commands_of_the_readme_are_understood(line):
+    dry = re.sub(r"(\.sh|ray_train\.py)", r"\1 --dry_run", line, count=1)
+    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    dry = dry.replace("python ", f"{shlex.quote(sys.executable)} ", 1) if "ray" in dry else dry
+    done = subprocess.run(
+        ["bash", "-c", dry], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_preflight_has_the_flags_that_check_gives_it():
+    text = "".join(path.read_text() for path in (ROOT / "xla_fsdp/preflight").glob("*.py"))
+    (check,) = re.findall(r"^check\(\).*?^}", (POD / "tpu_vm.sh").read_text(), re.M | re.S)
+    flags = set(re.findall(r"(?<![\w-])--\w+(?= )", check.replace("--ckpt_dir=*", "")))
+    assert {"--tpu", "--ckpt_dir"} <= flags
+    assert [flag for flag in sorted(flags) if f'"{flag}"' not in text] == []
+
+
+def test_the_image_has_what_is_installed():
+    docker = (POD / "Dockerfile").read_text()
+    for copied in re.findall(r"^COPY (.+)$", docker, re.M):
+        assert all((ROOT / path).exists() for path in copied.split()[:-1]), copied
+    packages = re.search(r"package_dir=\{(.*?)\}", (ROOT / "setup.py").read_text()).group(1)
+    for folder in ["xla_fsdp", *re.findall(r': "(\w+)"', packages)]:
+        assert f"COPY {folder} {folder}\n" in docker

@@ -1,0 +1,240 @@
+"""The shell scripts of examples/pod, run with stand-ins for Google Cloud and for TPUs."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ended
+
+ROOT = Path(__file__).resolve().parent.parent
+POD = ROOT / "examples" / "pod"
+SCRIPTS = sorted(POD.glob("*.sh"))
+PLACE = ("--name=vit", "--zone=us-x1-a")
+
+
+def run(script, *arguments, env=None, timeout=60, **kwargs):
+    return subprocess.run(
+        ["bash", str(POD / script), *map(str, arguments)],
+        env={**os.environ, "PYTHON": sys.executable, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse(script):
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert os.access(script, os.X_OK)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_has_nothing_to_say():
+    done = subprocess.run(["shellcheck", *map(str, SCRIPTS)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("tpu_vm.sh", [], "no action given"),
+        ("tpu_vm.sh", ["run"], "unknown action 'run'"),
+        ("tpu_vm.sh", ["stop"], "--name is required"),
+        ("tpu_vm.sh", ["--name=a", "stop"], "--zone is required"),
+        ("tpu_vm.sh", [*PLACE, "create"], "create needs --type"),
+        ("tpu_vm.sh", [*PLACE, "start"], "start needs a command after --"),
+        ("tpu_vm.sh", [*PLACE, "--zones=x", "stop"], "unknown option '--zones=x'"),
+        ("tpu_vm.sh", ["--name=", "stop"], "--name needs a value"),
+        ("tpu_vm.sh", [*PLACE, "--run=a b", "stop"], "--run must be a plain name"),
+        ("tpu_vm.sh", [*PLACE, "--poll=soon", "wait"], "--poll must be a number"),
+        ("tpu_vm.sh", [*PLACE, "--nfs=/share", "setup"], "--nfs must be SERVER:/DIR"),
+        ("torchrun.sh", [], "no script given"),
+        ("torchrun.sh", ["--slice=v4-33", "--", "x"], "there is no v4 slice of 33 TensorCores"),
+        ("torchrun.sh", ["--nnodes=0", "--nproc=4", "--", "x"], "--nnodes must be a positive"),
+        ("torchrun.sh", ["--slice=v4-8", "--nproc=4", "--", "x"], "--slice excludes --nnodes and"),
+        ("torchrun.sh", ["--slice=v4-8", "--", "x"], "--rdzv_endpoint is required"),
+        ("torchrun.sh", ["--slice", "v4-8", "--", "x"], "unknown option '--slice'"),
+        ("worker.sh", ["start"], "usage:"),
+        ("worker.sh", ["start", "../x", "true"], "RUN must be a plain name"),
+        ("worker.sh", ["log", "never-ran"], "no run 'never-ran'"),
+        ("worker.sh", ["restart", "train"], "unknown action 'restart'"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(script, arguments, message, tmp_path):
+    env = {"HOME": str(tmp_path), "TPU_WORKER_HOSTNAMES": "", "PYTHONPATH": str(ROOT)}
+    done = run(script, *arguments, env=env)
+    assert done.returncode == 2 and not done.stdout
+    assert len(done.stderr.splitlines()) == 1 and message in done.stderr
+
+
+@pytest.fixture
+def slice_of_two(tmp_path):
+    """``slice_of_two(*arguments)`` runs tpu_vm.sh on a slice with hosts w0 and w1, folders here."""
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    for name, text in {
+        "gcloud": f'exec {sys.executable} {ROOT}/test/pod_workers.py {tmp_path} "$@"',
+        "hostname": 'basename "$HOME"',
+    }.items():
+        (bin / name).write_text(f"#!/bin/sh\n{text}\n")
+        (bin / name).chmod(0o755)
+    for host in ("w0", "w1"):
+        (tmp_path / host / "xla_fsdp" / "examples").mkdir(parents=True)
+        shutil.copytree(POD, tmp_path / host / "xla_fsdp" / "examples" / "pod")
+
+    def run_here(*arguments, **kwargs):
+        env = {"PATH": f"{bin}:{os.environ['PATH']}", "PJRT_DEVICE": ""}
+        return run("tpu_vm.sh", *PLACE, "--poll=1", *arguments, env=env, **kwargs)
+
+    yield run_here
+    run_here("stop")
+
+
+def calls(folder):
+    return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
+
+
+def test_a_run_starts_everywhere_and_ends_well(slice_of_two, tmp_path):
+    command = ["bash", "-c", 'echo "$1 on $(hostname) $PJRT_DEVICE"; sleep 1', "sh", "a b'c"]
+    done = slice_of_two("start", "wait", "--", *command)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()[:2]) == ["w0 started", "w1 started"]
+    assert done.stdout.endswith("run 'train': all workers are done\n")
+    assert slice_of_two("--worker=1", "logs").stdout == "a b'c on w1 TPU\n"
+    assert (tmp_path / "w0/xla_fsdp_runs/train/log").read_text() == "a b'c on w0 TPU\n"
+    assert sorted(slice_of_two("status").stdout.splitlines()) == ["w0 exited 0", "w1 exited 0"]
+
+
+def test_one_failing_worker_ends_the_run_on_all(slice_of_two, tmp_path):
+    script = 'echo $$ > pid; [ "$(hostname)" = w0 ] && sleep 60; sleep 1; exit 3'
+    done = slice_of_two("--run=r1", "start", "wait", "--", "bash", "-c", script)
+    assert done.returncode == 3
+    assert "run 'r1': w1 exited 3; stopping all workers" in done.stderr
+    assert ended((tmp_path / "w0" / "xla_fsdp" / "pid").read_text())
+    assert "w0 exited 143" in slice_of_two("--run=r1", "status").stdout
+
+
+def test_a_preempted_slice_has_a_code_of_its_own(slice_of_two, tmp_path):
+    assert slice_of_two("start", "--", "sleep", "60").returncode == 0
+    (tmp_path / "state").write_text("PREEMPTED")
+    done = slice_of_two("wait")
+    assert done.returncode == 75
+    assert "slice vit is PREEMPTED" in done.stderr
+    (tmp_path / "state").unlink()
+
+
+def test_a_run_is_not_started_twice_and_can_be_stopped(slice_of_two):
+    assert slice_of_two("start", "--", "sleep", "60").returncode == 0
+    twice = slice_of_two("start", "--", "sleep", "60")
+    assert twice.returncode != 0 and "run 'train' is running on w0" in twice.stderr
+    assert sorted(slice_of_two("status").stdout.split()) == ["running", "running", "w0", "w1"]
+    assert slice_of_two("stop").returncode == 0
+    assert "running" not in slice_of_two("status").stdout
+
+
+def test_setup_copies_what_is_committed(slice_of_two, tmp_path):
+    for host in ("w0", "w1"):
+        pip = tmp_path / host / "xla_fsdp" / ".venv" / "bin" / "pip"
+        pip.parent.mkdir(parents=True)
+        pip.write_text('#!/bin/sh\necho "$@" > pip-was-called-with\n')
+        pip.chmod(0o755)
+    done = slice_of_two("--project=p1", "setup", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for host in ("w0", "w1"):
+        copy = tmp_path / host / "xla_fsdp"
+        assert (copy / "xla_fsdp" / "launcher.py").is_file() and not (copy / ".git").exists()
+        assert (copy / "pip-was-called-with").read_text() == "install -q -e .[tpu,examples] gcsfs\n"
+    assert all("--project=p1" in call and "--worker=all" in call for call in calls(tmp_path))
+
+
+def test_create_and_delete(slice_of_two, tmp_path):
+    slice_of_two("--type=v3-32", "create", "delete")
+    slice_of_two("--type=v5p-32", "--spot", "--queued", "create", "delete")
+    verbs = [call[2:4] for call in calls(tmp_path)]
+    queue = ["queued-resources"]
+    assert verbs == [["tpu-vm", "create"], ["tpu-vm", "delete"]] + [
+        queue + [verb] for verb in ("create", "describe", "delete")
+    ]
+    assert {"--accelerator-type=v3-32", "--version=tpu-ubuntu2204-base"} <= set(calls(tmp_path)[0])
+    queued = {"--node-id=vit", "--spot", "--runtime-version=v2-alpha-tpuv5"}
+    assert queued <= set(calls(tmp_path)[2])
+
+
+def test_a_dry_run_prints_and_does_nothing(slice_of_two, tmp_path):
+    actions = ["create", "setup", "check", "start", "wait", "status", "logs", "stop", "delete"]
+    done = slice_of_two("--type=v3-32", "--dry_run", *actions, "--", "python", "a b.py")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "calls").exists()
+    lines = done.stdout.splitlines()
+    assert len(lines) == 13 and lines[1].startswith("git -C ")
+    assert lines[5] == (
+        "gcloud compute tpus tpu-vm ssh vit --zone=us-x1-a --worker=all "
+        r"'--command=cd ~/xla_fsdp && bash examples/pod/worker.sh start train python a\ b.py'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("slice", "nodes", "processes", "plain"),
+    [("v4-32", 4, 4, False), ("v3-128", 16, 1, True), ("v6e-8", 1, 8, False)],
+)
+def test_torchrun_knows_slices(slice, nodes, processes, plain):
+    env = {"TPU_WORKER_HOSTNAMES": "h0,h1", "PJRT_DEVICE": "", "PYTHONPATH": str(ROOT)}
+    done = run("torchrun.sh", f"--slice={slice}", "--dry_run", "--", "x.py", "--a=b c", env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("PJRT_DEVICE=TPU ") and done.stdout.endswith("'x.py' '--a=b c'\n")
+    assert f"'--nnodes={nodes}' '--nproc-per-node={processes}'" in done.stdout
+    assert "'--rdzv-endpoint=h0:29400'" in done.stdout
+    assert ("TORCHELASTIC_RUN_ID" in done.stdout) == plain
+
+
+MEETING = """
+import os
+import torch.distributed as dist, torch_xla.runtime as xr
+from torch_xla._internal import rendezvous
+from xla_fsdp import launch
+
+me = int(os.environ["RANK"])
+# As on a slice where every process has a chip: on a CPU each is a world of its own.
+xr.world_size, xr.global_ordinal = lambda: 2, lambda: me
+
+def rank_main(rank, greeting):
+    rendezvous._store.set(f"from {rank}", greeting)
+    other = rendezvous._store.get(f"from {1 - rank}").decode()
+    print(f"rank {rank} local {os.environ['LOCAL_RANK']} of {dist.get_world_size()}: {other}")
+
+assert launch(rank_main, (f"hello from {me}",)) is None
+"""
+
+
+def test_two_hosts_meet_and_have_global_ranks(tmp_path):
+    script = tmp_path / "meeting.py"
+    script.write_text(MEETING)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    command = ["bash", str(POD / "torchrun.sh"), "--nnodes=2", "--nproc=1"]
+    command += [f"--rdzv_endpoint=localhost:{port}", "--", str(script)]
+    env = {**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
+    logs = [tmp_path / "host0", tmp_path / "host1"]
+    hosts = []
+    for path in logs:
+        with path.open("w") as log:
+            hosts.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [host.wait(timeout=90) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    lines = [line for path in logs for line in path.read_text().splitlines()]
+    assert codes == [0, 0], lines
+    assert sorted(line for line in lines if line.startswith("rank ")) == [
+        "rank 0 local 0 of 2: hello from 1",
+        "rank 1 local 0 of 2: hello from 0",
+    ]
