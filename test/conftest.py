@@ -12,7 +12,11 @@ import pytest
 pytest_plugins = ["xla_fsdp.testing"]
 
 # Tests compile many programs and run each a few times: compile them quickly.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+)
+# Small tensors: the threads of torch would mostly wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,21 +1,19 @@
 """The MNIST example, run the way a user runs it."""
 
 import json
-import os
 import re
 import struct
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from example_runs import EXAMPLES, run_example, table
 
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "examples" / "train_mnist.py"
+SCRIPT = EXAMPLES / "train_mnist.py"
 
 
 @pytest.fixture
@@ -31,23 +29,7 @@ def example(monkeypatch):
 def train(tmp_path):
     """``train(*flags)`` runs the script in an empty folder."""
 
-    def run(*flags, **environment):
-        return subprocess.run(
-            [sys.executable, str(SCRIPT), *flags],
-            cwd=tmp_path,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=180,
-        )
-
-    return run
-
-
-def table(done):
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^│ (.+?) +│ (.*?) +│$", done.stdout, flags=re.MULTILINE)
-    return dict(rows)
+    return partial(run_example, tmp_path, SCRIPT.name, timeout=180)
 
 
 def test_trains_saves_consolidates_and_agrees(train, tmp_path):
@@ -58,12 +40,16 @@ def test_trains_saves_consolidates_and_agrees(train, tmp_path):
     assert rows["accuracy, sharded"] == rows["accuracy, plain torch"]
     assert float(rows["accuracy, sharded"].split("%")[0]) > 90
     assert rows["agree"] == "yes"
+    assert re.match(r"\d+ compiled, 0 from the cache in", rows["programs"])
     # Not a terminal: no bar, a line an epoch.
-    assert len(re.findall(r"^epoch \d: loss .* samples/s$", done.stderr, re.MULTILINE)) == 2
+    assert (
+        len(re.findall(r"^epoch \d: loss .* samples/s, host .* GiB$", done.stderr, re.MULTILINE))
+        == 2
+    )
     assert "\x1b" not in done.stderr + done.stdout and "\r" not in done.stderr
     assert rows["checkpoint"] == "runs/mnist/ckpt/step-00000002"
     folders = sorted(path.name for path in (tmp_path / "runs/mnist").iterdir())
-    assert folders == ["ckpt", "ckpt_consolidated.pth"]
+    assert folders == ["ckpt", "ckpt_consolidated"]
     manifest = ShardedCheckpoint(tmp_path / "runs/mnist/ckpt").manifest
     assert manifest.step == manifest.world_size == 2 and manifest.optimizer.kind == "SGD"
     assert list((tmp_path / "curves").iterdir())
@@ -143,32 +129,32 @@ def test_a_batch_larger_than_the_data_is_refused(train):
 
 
 def test_disagreement_is_an_error(example, monkeypatch, capsys, tmp_path):
-    saved = tmp_path / "step-00000001"
-    saved.mkdir()
+    from common import closing, networks, script
+
+    saved = tmp_path / "ckpt/step-00000001"
+    saved.mkdir(parents=True)
     (saved / "rank-00000-of-00001.safetensors").write_bytes(b"shard")
-    consolidated = tmp_path / "ckpt_consolidated.pth"
-    consolidated.write_bytes(b"model")
-    monkeypatch.setattr(example.checkpoints, "consolidate", lambda *_: str(consolidated))
+    monkeypatch.setattr(closing.checkpoints, "consolidate", lambda _, folder: Path(folder).mkdir())
     again = {"correct": 89, "images": 100, "accuracy": 0.89}
-    monkeypatch.setattr(example, "evaluate_in_plain_torch", lambda *_: again)
-    options = SimpleNamespace(
-        ckpt_prefix=str(tmp_path),
-        num_epochs=1,
-        compute_dtype="float32",
-        no_ckpt_consolidation=False,
+    monkeypatch.setattr(closing, "evaluate_in_plain_torch", lambda folder: again)
+    monkeypatch.setattr(closing, "count_parameters", lambda saved: 10)
+    task = SimpleNamespace(
+        title="MNIST", images=100, network={"kind": "mnist"}, description={}, exact=True
     )
+    options = SimpleNamespace(no_ckpt_consolidation=False, compilation_cache="none")
     progress = SimpleNamespace(seconds=1.0, samples_per_second=100.0)
-    with pytest.raises(example.script.Stop, match="got 90 of 100 right") as stop:
-        example.summarize(options, 1, progress, example.MnistNetwork(), 0.1, 90, 100, str(saved))
+    with pytest.raises(script.Stop, match="got 90 of 100 right") as stop:
+        closing.summarize(task, options, progress, 1, 1, 0.1, 90, str(saved))
     assert stop.value.code == 1
     assert re.search(r"│ agree +│ no", capsys.readouterr().out)
+    assert (tmp_path / "ckpt_consolidated" / networks.DESCRIPTION).exists()
 
 
 def test_every_held_out_image_counts_once(example):
     data = example.mnist_data.load(False).first(101)
     counts, batches = [], set()
     for rank in range(4):
-        loader = example.mnist_data.test_loader(data, rank, 4, 8)
+        loader = example.sharing.test_batches(data, rank, 4, 8)
         labels = [labels for _, labels in loader]
         assert all(len(batch) == 8 for batch in labels)
         batches.add(len(labels))
@@ -187,6 +173,7 @@ def test_ranks_can_be_processes_of_their_own(train, tmp_path):
         "consolidate = sys.modules['xla_fsdp.consolidate'] = types.ModuleType('consolidate')\n"
         "consolidate.CheckpointError = Exception\n"
         "latest = lambda path: None\n"
+        "enable_compilation_cache = lambda path: '/cache'\n"
         "def probe(fn, args):\n"
         "    options, network = args\n"
         "    return [fn.__name__, options.batch_size, len(network.state_dict())]\n"

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import xla_fsdp
@@ -11,26 +12,39 @@ from xla_fsdp.consolidate import CheckpointError
 from .script import Stop
 
 
-def prepare_folder(folder: str, resume: bool) -> None:
+def is_remote(folder: str) -> bool:
+    """Whether ``folder`` is for fsspec to open, such as ``gs://bucket/run``."""
+    return "://" in folder
+
+
+def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
     """Makes the folder of the checkpoints, before hours of training rather than after."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise Stop(f"--ckpt_prefix={folder}: {error.strerror}: {folder}", code=2) from error
-    if not os.access(folder, os.W_OK):
-        raise Stop(f"--ckpt_prefix={folder}: {folder} is not writable", code=2)
+    folder = getattr(options, flag)
+    if not is_remote(folder):
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise Stop(f"--{flag}={folder}: {error.strerror}: {folder}", code=2) from error
+        if not os.access(folder, os.W_OK):
+            raise Stop(f"--{flag}={folder}: {folder} is not writable", code=2)
     try:
         found = xla_fsdp.latest(folder)
-    except CheckpointError as error:
-        raise Stop(str(error), code=2) from error
-    if found and not resume:
-        raise Stop(f"{found} is there from an earlier run: --resume, or another --ckpt_prefix", 2)
+    except (CheckpointError, OSError, ImportError, ValueError) as error:
+        raise Stop(f"--{flag}={folder}: {' '.join(str(error).split())}", code=2) from error
+    if found and not (options.resume or options.resume_epoch):
+        raise Stop(f"{found} is there from an earlier run: --resume, or another --{flag}", 2)
 
 
-def resume(folder: str, model: Any, optimizer: Any, steps: int) -> int:
-    """Loads the latest checkpoint, if there is one; returns how many of ``steps`` are done."""
+def resume(
+    folder: str, model: Any, optimizer: Any, scheduler: Any, steps: int, step: int = 0
+) -> int:
+    """Loads a checkpoint; returns how many of ``steps`` are done.
+
+    That of ``step``, or, for 0, the latest, if there is one.
+    """
+    path = f"{folder}/step-{step:08d}" if step else folder
     try:
-        found = xla_fsdp.load_checkpoint(folder, model, optimizer, missing_ok=True)
+        found = xla_fsdp.load_checkpoint(path, model, optimizer, scheduler, missing_ok=not step)
     except CheckpointError as error:
         raise Stop(str(error), code=2) from error
     if found is None:
@@ -40,11 +54,10 @@ def resume(folder: str, model: Any, optimizer: Any, steps: int) -> int:
     return found.step
 
 
-def consolidate(checkpoint: str, path: str) -> str:
-    """Joins a checkpoint into one plain torch file with the command line tool; returns ``path``."""
+def consolidate(checkpoint: str, folder: str) -> None:
+    """Joins a checkpoint into safetensors files in ``folder`` with the command line tool."""
     command = [sys.executable, "-m", "xla_fsdp.consolidate", "--ckpt_prefix", checkpoint]
-    run_command([*command, "--save_path", path], "consolidation")
-    return path
+    run_command([*command, "--save_path", folder, "--format", "safetensors"], "consolidation")
 
 
 def run_command(command: list[str], what: str) -> str:

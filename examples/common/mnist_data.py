@@ -3,15 +3,21 @@
 Plain torch: also used where there is no torch_xla.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import os
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 from .script import Stop
+
+if TYPE_CHECKING:
+    from sklearn.utils import Bunch
 
 MEAN, STD = 0.1307, 0.3081
 HELD_OUT_DIGITS = 297
@@ -25,7 +31,7 @@ MNIST_FILES = [
 
 
 class Images(Dataset):
-    """Images as bytes, which become normalised floats a batch at a time."""
+    """Images as bytes, which become normalised floats one by one."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.images = images  # uint8, (N, 28, 28)
@@ -34,37 +40,12 @@ class Images(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def first(self, count: int) -> "Images":
+    def first(self, count: int) -> Images:
         return Images(self.images[:count], self.labels[:count])
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        images, labels = self.__getitems__([index])
-        return images[0], labels[0]
-
-    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        images = self.images[indices].unsqueeze(1).float() / 255
-        return (images - MEAN) / STD, self.labels[indices]
-
-
-class EvenShare(Dataset):
-    """One rank's share of a data set, filled up to as many whole batches as the others have.
-
-    What fills it up has the label -1, which no prediction equals.
-    """
-
-    def __init__(self, data: Images, rank: int, world_size: int, batch_size: int) -> None:
-        self.data, self.first, self.stride = data, rank, world_size
-        self.batches = -(-len(data) // (world_size * batch_size))
-        self.length = self.batches * batch_size
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        places = [self.first + self.stride * index for index in indices]
-        real = torch.tensor([place < len(self.data) for place in places])
-        images, labels = self.data.__getitems__([place % len(self.data) for place in places])
-        return images, torch.where(real, labels, -1)
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image = self.images[index].unsqueeze(0).float() / 255
+        return (image - MEAN) / STD, int(self.labels[index])
 
 
 def prepare(datadir: str) -> None:
@@ -100,34 +81,23 @@ def load(train: bool, datadir: str | None = None, fake: bool = False) -> Images:
     return _bundled_digits(train)
 
 
-def _bundled_digits(train: bool) -> Images:
-    from sklearn.datasets import load_digits
+def split_digits(digits: Bunch) -> tuple[list[int], list[int]]:
+    """Which of scikit-learn's ``load_digits()`` are for training, and which are held out."""
     from sklearn.model_selection import train_test_split
 
-    digits = load_digits()
-    indices = range(len(digits.images))
-    split = train_test_split(
-        indices, test_size=HELD_OUT_DIGITS, stratify=digits.target, random_state=0
+    return train_test_split(
+        range(len(digits.images)),
+        test_size=HELD_OUT_DIGITS,
+        stratify=digits.target,
+        random_state=0,
     )
-    chosen = split[0] if train else split[1]
+
+
+def _bundled_digits(train: bool) -> Images:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    chosen = split_digits(digits)[0 if train else 1]
     images = torch.tensor(digits.images[chosen], dtype=torch.float32) / 16  # (N, 8, 8)
     images = F.interpolate(images.unsqueeze(1), size=(28, 28), mode="bilinear").squeeze(1)
     return Images((images * 255).round().to(torch.uint8), torch.tensor(digits.target[chosen]))
-
-
-def train_loader(
-    data: Images, rank: int, world_size: int, batch_size: int, drop_last: bool, seed: int
-) -> DataLoader:
-    """Shuffled batches of one rank; ``loader.sampler.set_epoch`` shuffles anew."""
-    sampler = DistributedSampler(data, world_size, rank, seed=seed, drop_last=drop_last)
-    return DataLoader(data, batch_size, sampler=sampler, drop_last=drop_last, collate_fn=_as_it_is)
-
-
-def test_loader(data: Images, rank: int, world_size: int, batch_size: int) -> DataLoader:
-    """Batches of one rank's even share."""
-    share = EvenShare(data, rank, world_size, batch_size)
-    return DataLoader(share, batch_size, collate_fn=_as_it_is)
-
-
-def _as_it_is(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return batch

@@ -1,5 +1,6 @@
 """``--plan``: what a run needs on a TPU slice, instead of the run."""
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ from absl import flags
 
 import xla_fsdp
 
-from . import script
+from . import compiled, script
 
 flags.DEFINE_string(
     "plan",
@@ -31,13 +32,23 @@ def launch_or_plan(
 ) -> None:
     """Runs ``train(rank, *args)`` on every rank; with ``--plan``, plans its training step.
 
+    What is compiled for a run is kept, as ``--compilation_cache`` says.
+
     Raises:
         script.Stop: with code 3 if the planned step does not fit, with code 2 for a slice that does
-            not exist and where planning is not installed.
+            not exist and where planning is not installed, with code 1 if the compiler crashed.
     """
     if not options.plan:
+        compiled.switch_on(options)
         xla_fsdp.launch(train, args, num_devices)
         return
+
+    for path in options.plan_report:
+        parent = os.path.dirname(path) or "."
+        if not os.path.isdir(parent) or not os.access(parent, os.W_OK) or os.path.isdir(path):
+            raise script.Stop(
+                f"--plan_report={path}: {parent} is no folder to write a file of that name in", 2
+            )
 
     def step() -> None:
         import torch_xla.runtime as xr
@@ -45,14 +56,31 @@ def launch_or_plan(
         train(xr.global_ordinal(), *args)
 
     try:
-        report = xla_fsdp.plan(step, topology=options.plan, title=title)
+        report = xla_fsdp.plan(
+            step, topology=options.plan, compiler_options=_given_options(), title=title
+        )
     except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError) as error:
         raise script.Stop(f"--plan: {error}", code=2) from error
+    except xla_fsdp.CompileError as error:
+        message = str(error).splitlines()[0]
+        raise script.Stop(f"--plan: {message} (options go into LIBTPU_INIT_ARGS)") from error
     print(report)
     try:
         for path in options.plan_report:
             (report.save if path.endswith(".json") else report.plot)(path)
-    except OSError as error:
+    except (OSError, ImportError) as error:
         raise script.Stop(f"--plan_report: {error}", code=2) from error
     if not report.fits:
         raise script.Stop(report.verdict, code=3)
+
+
+def _given_options() -> dict[str, str]:
+    """What the run itself would tell the compiler through its environment."""
+    from xla_fsdp.compiler_options import read_libtpu_init_args
+
+    given = read_libtpu_init_args(os.environ.get("LIBTPU_INIT_ARGS", ""))
+    return {
+        name: value
+        for name, value in given.items()
+        if value is not None and name.startswith("xla_")
+    }

@@ -8,6 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from .memory import Memory
+from .script import Stop
+
 
 class TrainingProgress:
     """The bar and the TensorBoard curves of one rank, or nothing unless ``show``.
@@ -30,7 +33,10 @@ class TrainingProgress:
         if logdir and show:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(logdir)
+            try:
+                self._writer = SummaryWriter(logdir)
+            except OSError as error:
+                raise Stop(f"--logdir={logdir}: {error.strerror}", code=2) from error
 
     def start_epoch(self, number: int) -> None:
         """``number``: of the epoch, from 1."""
@@ -50,16 +56,18 @@ class TrainingProgress:
             self._bar.add_task(f"epoch {self.epoch}", total=self.steps, status=status)
             self._bar.start()
 
-    def update(self, step: int, loss: float) -> None:
-        """``step`` steps of the epoch are done, the latest with ``loss``."""
+    def update(self, step: int, loss: float, learning_rate: float, memory: Memory) -> None:
+        """``step`` steps of the epoch are done, the latest with ``loss`` at ``learning_rate``."""
         speed = step * self.samples_per_step / (time.perf_counter() - self._epoch_start)
         if self._bar is not None:
-            status = f"loss {loss:.4f}, {speed:,.0f} samples/s"
+            status = f"loss {loss:.4f}, {speed:,.0f} samples/s, {memory}"
             self._bar.update(self._bar.task_ids[0], completed=step, refresh=True, status=status)
         if self._writer is not None:
             done = (self.epoch - 1) * self.steps + step
             self._writer.add_scalar("train/loss", loss, done)
             self._writer.add_scalar("train/samples_per_second", speed, done)
+            self._writer.add_scalar("train/learning_rate", learning_rate, done)
+            self._writer.add_scalar("memory/bytes", memory.used, done)
 
     def end_epoch(self) -> None:
         """Every training step of the epoch is done."""
@@ -68,15 +76,19 @@ class TrainingProgress:
         self.samples_per_second = self.steps * self.samples_per_step / seconds
         self._remove_bar()
 
-    def report(self, loss: float, accuracy: float) -> None:
-        """The epoch was evaluated: its mean training loss and the accuracy, 0 to 1."""
+    def report(self, loss: float, accuracy: float | None, memory: Memory) -> None:
+        """The epoch is over: its mean training loss and, if evaluated, the accuracy, 0 to 1."""
+        evaluated = "" if accuracy is None else f"accuracy {accuracy:.2%}, "
         self._console.print(
-            f"epoch {self.epoch}: loss {loss:.4f}, accuracy {accuracy:.2%}, "
-            f"{self.samples_per_second:,.0f} samples/s",
+            f"epoch {self.epoch}: loss {loss:.4f}, {evaluated}"
+            f"{self.samples_per_second:,.0f} samples/s, {memory}",
             highlight=False,
+            soft_wrap=True,
         )
         if self._writer is not None:
-            self._writer.add_scalar("test/accuracy", accuracy, self.epoch * self.steps)
+            self._writer.add_scalar("train/epoch_loss", loss, self.epoch * self.steps)
+            if accuracy is not None:
+                self._writer.add_scalar("test/accuracy", accuracy, self.epoch * self.steps)
             self._writer.flush()
 
     def __enter__(self) -> "TrainingProgress":

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 from absl import app, flags
@@ -16,13 +17,21 @@ class Stop(Exception):
         self.message, self.code = message, code
 
 
-def run(main: Callable[[SimpleNamespace], None]) -> None:
+def run(main: Callable[[SimpleNamespace], None], *, arguments: bool = False) -> None:
     """Parses the command line and calls ``main(options)``.
 
     ``options`` is a plain object with an attribute for each flag: it can be handed to the ranks,
-    which on TPU are processes of their own where flags were never parsed.
+    which on TPU are processes of their own where flags were never parsed. With ``arguments`` the
+    command line may have more than flags, ``options.arguments``.
     """
-    app.run(lambda argv: _call(main, argv), flags_parser=_parse)
+    app.run(lambda argv: _call(main, argv), flags_parser=partial(_parse, arguments))
+
+
+def fill_in(options: SimpleNamespace, **defaults: object) -> None:
+    """Gives the flags that were not given values that depend on others."""
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
 
 
 def require(flag: str, condition: Callable, message: str) -> None:
@@ -30,11 +39,13 @@ def require(flag: str, condition: Callable, message: str) -> None:
     flags.register_validator(flag, lambda value: value is None or condition(value), message)
 
 
-def _parse(argv: list[str]) -> list[str]:
+def _parse(arguments: bool, argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
-        if len(rest) > 1:
+        if len(rest) > 1 and not arguments:
             raise flags.Error(f"unexpected argument {rest[1]!r}")
+    except SystemExit:
+        sys.exit(0)  # --help, after which absl ends with 1
     except flags.Error as error:
         _end(argv, f"{' '.join(str(error).split())} (--help lists the flags)", 2)
     return rest
@@ -42,7 +53,7 @@ def _parse(argv: list[str]) -> list[str]:
 
 def _call(main: Callable[[SimpleNamespace], None], argv: list[str]) -> None:
     try:
-        main(SimpleNamespace(**flags.FLAGS.flag_values_dict()))
+        main(SimpleNamespace(**flags.FLAGS.flag_values_dict(), arguments=argv[1:]))
     except KeyboardInterrupt:
         _end(argv, "interrupted", 130)
     except Exception as error:

@@ -1,0 +1,127 @@
+"""Flags of the scripts that train on folders of images, and the batches that come of them."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from absl import flags
+from torch.utils.data import DataLoader
+
+from . import image_folders, script, sharing, test_images
+
+DIGITS = "runs/digits"
+
+flags.DEFINE_string(
+    "datadir",
+    None,
+    f"folder with train/<class>/ and val/<class>/; default: handwritten digits in {DIGITS}",
+)
+flags.DEFINE_alias("data_dir", "datadir")
+flags.DEFINE_bool("fake_data", False, "train on random images, as many as ImageNet has")
+flags.DEFINE_integer("num_classes", None, "default: as many as there are", lower_bound=1)
+flags.DEFINE_integer("image_size", None, "pixels along an edge", lower_bound=1)
+flags.DEFINE_float("min_crop", None, "least part of a training image that is shown")
+flags.DEFINE_integer(
+    "num_workers", None, "processes a rank that read images; default: 4, none for digits", 0
+)
+script.require("min_crop", lambda value: 0 < value <= 1, "must be greater than 0 and at most 1")
+
+
+def prepare(options: SimpleNamespace) -> bool:
+    """Settles where images come from, before the ranks start; true if it is the digits.
+
+    Raises:
+        Stop: with code 2, as ``image_folders.classes``; or flags that exclude each other.
+    """
+    if options.fake_data and options.datadir:
+        raise script.Stop("--fake_data excludes --datadir", code=2)
+    if options.plan and not options.datadir:
+        # A plan is of the full size, and needs no image.
+        options.fake_data = True
+    digits = not (options.datadir or options.fake_data)
+    if digits:
+        options.datadir = image_folders.digits(DIGITS)
+    if options.fake_data:
+        script.fill_in(options, num_classes=1000)
+    else:
+        found = len(image_folders.classes(options.datadir))
+        script.fill_in(options, num_classes=found)
+        if options.num_classes < found:
+            raise script.Stop(
+                f"--num_classes={options.num_classes}, but {options.datadir} has {found}", code=2
+            )
+    script.fill_in(
+        options,
+        num_workers=0 if digits or options.fake_data else min(4, len(os.sched_getaffinity(0))),
+        min_crop=0.6 if digits else 0.08,
+    )
+    # Mirrored digits are none.
+    options.flip = not digits
+    return digits
+
+
+def describe(options: SimpleNamespace, interpolation: str = "bilinear") -> dict[str, Any] | None:
+    """How the test images are read, for ``test_images.of``; ``None`` if they are fake."""
+    if options.fake_data:
+        return None
+    return {
+        "kind": "folders",
+        "datadir": options.datadir,
+        "image_size": options.image_size,
+        "interpolation": interpolation,
+        # Digits fill their image.
+        "border": 256 / 224 if options.flip else 1.0,
+    }
+
+
+def batches(
+    options: SimpleNamespace, batch_size: int, test_batch_size: int, interpolation: str = "bilinear"
+) -> tuple[DataLoader, DataLoader, int]:
+    """This rank's training and test batches, and how many test images all ranks have together."""
+    import torch_xla.runtime as xr
+
+    share = (xr.global_ordinal(), xr.world_size())
+    size = options.image_size
+    if options.fake_data:
+        train_data = image_folders.FakeImages("train", size, options.num_classes)
+        most = options.max_steps and options.max_steps * test_batch_size * share[1]
+        test_data = image_folders.FakeImages("val", size, options.num_classes, most)
+    else:
+        train_data = image_folders.training_images(
+            options.datadir,
+            size,
+            min_crop=options.min_crop,
+            flip=options.flip,
+            interpolation=interpolation,
+        )
+        test_data = test_images.of(**describe(options, interpolation))
+    workers = _workers(options)
+    train = sharing.training_batches(
+        train_data,
+        *share,
+        batch_size,
+        seed=options.seed,
+        max_steps=options.max_steps,
+        **workers,
+    )
+    return (
+        train,
+        sharing.test_batches(test_data, *share, test_batch_size, **workers),
+        len(test_data),
+    )
+
+
+def _workers(options: SimpleNamespace) -> dict[str, Any]:
+    import torch_xla.runtime as xr
+
+    if not options.num_workers:
+        return {}
+    # CPU ranks are threads, and a process with threads must not fork.
+    context = "forkserver" if xr.device_type() == "CPU" else None
+    return {
+        "num_workers": options.num_workers,
+        "persistent_workers": True,
+        "multiprocessing_context": context,
+    }

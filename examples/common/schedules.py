@@ -1,0 +1,46 @@
+"""Learning rates over the steps of a run: a linear warm-up, then steps down or half a cosine.
+
+Every schedule is a factor on the optimizer's learning rate. It is never 0 in a step that is run: a
+step with 0 is another program, which would be compiled for that one step.
+"""
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def step_schedule(
+    optimizer: Optimizer,
+    steps_per_epoch: int,
+    num_warmup_epochs: float,
+    divide_every_n_epochs: int,
+    divisor: float,
+) -> LambdaLR:
+    """Up to the full rate in ``num_warmup_epochs``; divided every so many epochs from the start."""
+    warmup = round(num_warmup_epochs * steps_per_epoch)
+
+    def factor(step: int) -> float:
+        divisions = step // (steps_per_epoch * divide_every_n_epochs)
+        return _warmup(step, warmup) / divisor**divisions
+
+    return LambdaLR(optimizer, factor)
+
+
+def cosine_schedule(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LambdaLR:
+    """Up to the full rate in ``warmup_steps``, then down half a cosine, to 0 after the last step.
+
+    A run that is shorter than its warm-up ends within it.
+    """
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return _warmup(step, warmup_steps)
+        done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+        return (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+    return LambdaLR(optimizer, factor)
+
+
+def _warmup(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / max(1, steps))

@@ -1,0 +1,26 @@
+"""Runs examples the way a user does, and reads the table that they end with."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def run_example(folder, script, *flags, timeout, **environment):
+    """Runs ``script`` in ``folder``, which its caches are put into as well."""
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *flags],
+        cwd=folder,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def table(done):
+    assert done.returncode == 0, done.stderr
+    return dict(re.findall(r"^│ (.+?) +│ (.*?) +│$", done.stdout, flags=re.MULTILINE))

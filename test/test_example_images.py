@@ -1,0 +1,300 @@
+"""The scripts that train on folders of images, run the way a user runs them."""
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from example_runs import EXAMPLES, run_example, table
+
+# Quick runs that need no image file.
+FAKE = ("--fake_data", "--num_classes=10", "--max_steps=2", "--num_devices=2")
+SMALL = (*FAKE, "--image_size=32", "--batch_size=4", "--num_epochs=1")
+SMALL_VIT = (
+    *SMALL, "--patch_size=8", "--embed_dim=32", "--num_heads=2", "--num_blocks=3",
+    "--warmup_steps=2", "--compute_dtype=float32",
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    """``run(script, *flags)`` runs an example in an empty folder."""
+
+    return partial(run_example, tmp_path, timeout=400)
+
+
+@pytest.fixture
+def common(monkeypatch):
+    """The helpers of the examples as a package."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import common.image_folders
+    import common.networks
+    import common.schedules
+    import common.sharing
+    import common.vit
+
+    return common
+
+
+@pytest.fixture
+def refused(run_script, tmp_path):
+    """``refused(module, (flags, words), ...)``: each ends in one line with the words, and code 2.
+    All in one process: an example takes seconds to import."""
+
+    def check(module, *cases):
+        done = run_script(
+            "import contextlib, importlib, io, json, sys\n"
+            "_, folder, module, cases = sys.argv\n"
+            "sys.path.insert(0, folder)\n"
+            "from absl import flags\n"
+            "from common import script\n"
+            "main = importlib.import_module(module).main\n"
+            "found = []\n"
+            "for case in json.loads(cases):\n"
+            "    for name in flags.FLAGS:\n"
+            "        flags.FLAGS[name].unparse()\n"
+            "    flags.FLAGS.unparse_flags()\n"
+            "    sys.argv, said = [module, *case], io.StringIO()\n"
+            "    try:\n"
+            "        with contextlib.redirect_stderr(said):\n"
+            "            script.run(main)\n"
+            "    except SystemExit as end:\n"
+            "        found.append((end.code, said.getvalue()))\n"
+            "print(json.dumps(found))\n",
+            EXAMPLES, module, json.dumps([flags for flags, _ in cases]),
+            env={"XDG_CACHE_HOME": str(tmp_path / "cache")}, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert len(found) == len(cases)
+        for (flags, words), (code, said) in zip(cases, found, strict=True):
+            assert code == 2 and words in said and said.count("\n") == 1, (flags, code, said)
+
+    return check
+
+
+def refusal(done, *parts):
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("epoch ")]
+    assert len(lines) == 1, done.stderr
+    assert all(part in lines[0] for part in parts), lines[0]
+
+
+def accuracy(text):
+    return float(text.split("%")[0])
+
+
+class TestImageNet:
+    def test_learns_real_images_from_folders_on_4_ranks(self, run, tmp_path):
+        # Optimized code: the suite's own setting makes convolutions several times slower.
+        flags = ("--num_epochs=4", "--target_accuracy=75", "--logdir=curves")
+        rows = table(run("train_imagenet.py", *flags, XLA_FLAGS=""))
+        assert rows["ranks"] == "4" and rows["parameters"] == "11,181,642"
+        assert rows["accuracy, sharded"] == rows["accuracy, plain torch"]
+        assert accuracy(rows["accuracy, sharded"]) >= 75
+        assert sum(1 for _ in (tmp_path / "runs/digits/train").glob("*/*.png")) == 1500
+        assert sum(1 for _ in (tmp_path / "runs/digits/val").glob("*/*.png")) == 297
+        assert list((tmp_path / "curves").iterdir())
+        # What the table says can be had again, in plain torch.
+        done = run("evaluate.py", "runs/imagenet/ckpt_consolidated", "--batch_size=50")
+        assert f"{json.loads(done.stdout)['accuracy']:.2%}" in rows["accuracy, plain torch"]
+
+    def test_every_option_at_once_then_resumes_elsewhere_and_refuses_what_differs(self, run):
+        flags = (
+            "--model=resnet18", "--sync_batch_norm", "--use_gradient_checkpointing",
+            "--auto_wrap_policy=type_based", "--label_smoothing=0.1", "--clip_grad_norm=1",
+            "--lr_scheduler_type=cosine", "--optimizer=adamw", "--no_ckpt_consolidation",
+        )  # fmt: skip
+        rows = table(run("train_imagenet.py", *SMALL, *flags))
+        assert rows["checkpoint"] == "runs/imagenet/ckpt/step-00000001"
+        again = (*SMALL, "--num_epochs=2", "--resume")
+        done = run("train_imagenet.py", *again, *flags, "--num_devices=3")
+        assert table(done)["checkpoint"].endswith("step-00000002") and "epoch 1" not in done.stderr
+        refusal(
+            run("train_imagenet.py", *again, "--num_epochs=3", "--model=squeezenet1_1"), "layer"
+        )
+        refusal(run("train_imagenet.py", *again, *flags), "nothing to train up to 2")
+        refusal(run("train_imagenet.py", *SMALL), "--resume, or another --ckpt_dir")
+
+    def test_reads_images_in_processes(self, run, common, tmp_path):
+        common.image_folders.digits(str(tmp_path / "images"))
+        flags = ("--datadir=images", "--num_workers=2", "--image_size=32", "--model=squeezenet1_1")
+        flags += ("--num_devices=2", "--batch_size=4", "--max_steps=2", "--num_epochs=1")
+        rows = table(run("train_imagenet.py", *flags))
+        assert rows["accuracy, sharded"] == rows["accuracy, plain torch"]
+
+    def test_wrong_inputs_end_in_one_line(self, refused):
+        refused(
+            "train_imagenet",
+            (["--datadir=nothing"], "no folder nothing/train"),
+            (["--model=resnet51"], "resnet50"),
+            (["--lr=0"], "--lr=0"),
+            (["--use_nested_fsdp", "--auto_wrap_policy=size_based"], "--use_nested_fsdp excludes"),
+            (["--ckpt_dir=/proc/nothing"], "--ckpt_dir=/proc/nothing"),
+            (["--plan=v3-9"], "v3-9"),
+            (["--plan=v3-8", "--plan_report=no/x.json"], "--plan_report=no/x.json"),
+            (["--ckpt_dir=ftpx://x/y"], "--ckpt_dir=ftpx://x/y"),
+            (["--model="], "no model ''"),
+            (["--model=alexnet"], "--image_size=16"),
+            (["--batch_size=1"], "on batches of 1"),
+            (["--weight_decay=inf"], "--weight_decay=inf"),
+            (["--num_warmup_epochs=nan"], "--num_warmup_epochs=nan"),
+            (["--target_accuracy=200"], "--target_accuracy=200"),
+            (["--batch_size=1000"], "choose a smaller --batch_size"),
+        )
+
+    def test_every_model_of_torchvision_has_working_defaults(self, run_script):
+        done = run_script(
+            "import sys; sys.path.insert(0, sys.argv[1]); del sys.argv[1]\n"
+            "from types import SimpleNamespace\n"
+            "from absl import flags\n"
+            "import train_imagenet as script\n"
+            "flags.FLAGS(sys.argv)\n"
+            "for model in script.models.list_models(module=script.models):\n"
+            "    options = SimpleNamespace(**flags.FLAGS.flag_values_dict())\n"
+            "    options.model = model\n"
+            "    script.set_defaults(options, digits=False)\n"
+            "    parameter = script.torch.nn.Parameter(script.torch.zeros(1))\n"
+            "    net = SimpleNamespace(parameters=lambda: [parameter])\n"
+            "    optimizer, scheduler = script.optimize(net, options, steps=10)\n"
+            "    for _ in range(options.num_epochs * 10):\n"
+            "        assert 0 < optimizer.param_groups[0]['lr'] <= options.lr\n"
+            "        optimizer.step()\n"
+            "        scheduler.step()\n"
+            "    print(model, options.optimizer, options.lr)\n",
+            EXAMPLES,
+        )
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert len(lines) > 70
+        assert {"resnet50 sgd 0.4", "vgg16 sgd 0.04", "vit_b_16 adamw 0.001"} <= set(lines)
+
+
+class TestVisionTransformer:
+    def test_the_published_sizes(self, common):
+        count = common.vit.count_parameters
+        assert count(224, 14, 5120, 32) == 10_077_917_160
+        block = count(224, 14, 5120, 2) - count(224, 14, 5120, 1)
+        assert block == 314_639_360
+        # The flags that the script's docstring gives for 60 billion.
+        assert count(224, 14, 10240, 48) == 60_423_281_640
+
+    def test_trains_and_resumes_with_blocks_in_a_loop_or_one_by_one(self, run):
+        flags = (*SMALL_VIT, "--ckpt_epoch_interval=1")
+        first = run("train_vit.py", *flags, "--mlp_dropout=0.1")
+        parameters = table(first)["parameters"]
+        assert f"vision transformer, {parameters} parameters" in first.stdout
+        second = run(
+            "train_vit.py", *flags, "--num_epochs=2", "--resume_epoch=1", "--noscan_blocks"
+        )
+        assert table(second)["checkpoint"].endswith("step-00000002")
+        other = run("train_vit.py", *flags, "--num_epochs=3", "--resume", "--num_blocks=2")
+        refusal(other, "blocks.2.")
+
+    def test_wide_options(self, run):
+        flags = ("--no_grad_ckpt", "--no_reshard_after_forward", "--flatten_parameters")
+        dropouts = ("--pos_dropout=0.1", "--att_dropout=0.1", "--noshard_on_cpu")
+        table(run("train_vit.py", *SMALL_VIT, *flags, *dropouts, "--compute_dtype=bfloat16"))
+
+    def test_without_fsdp_it_is_the_same_training(self, run):
+        flags = (*SMALL_VIT, "--seed=3", "--no_ckpt_consolidation")
+        sharded = table(run("train_vit.py", *flags, "--noscan_blocks"))
+        whole = run("train_vit.py", *flags, "--run_without_fsdp", "--ckpt_dir=whole")
+        assert table(whole)["final training loss"] == sharded["final training loss"]
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_a_damaged_image_is_named(self, run, common, tmp_path, workers):
+        folder = common.image_folders.digits(str(tmp_path / "images"))
+        damaged = sorted(Path(folder, "train", "3").iterdir())[0]
+        damaged.write_bytes(damaged.read_bytes()[:100])
+        flags = [flag for flag in SMALL_VIT if flag not in ("--fake_data", "--max_steps=2")]
+        flags += ["--datadir=images", f"--num_workers={workers}", "--batch_size=100"]
+        refusal(run("train_vit.py", *flags), damaged.name, "is not a whole image")
+
+    def test_is_planned(self, run, tmp_path):
+        flags = ("--embed_dim=64", "--num_heads=2", "--num_blocks=2", "--batch_size=16")
+        done = run("train_vit.py", "--plan=v3-8", *flags, "--plan_report=plan.json")
+        assert done.returncode == 0, done.stderr
+        assert "FITS" in done.stdout and (tmp_path / "plan.json").exists()
+        assert not (tmp_path / "runs").exists()
+
+    def test_wrong_inputs_end_in_one_line(self, refused):
+        refused(
+            "train_vit",
+            (["--embed_dim=30", "--num_heads=4"], "--embed_dim=30 is not a multiple"),
+            (["--image_size=30", "--patch_size=4"], "--image_size=30 is not a multiple"),
+            (["--scan_blocks", "--no_grad_ckpt"], "--scan_blocks excludes"),
+            (["--fake_data", "--datadir=x"], "--fake_data excludes"),
+            (["--mlp_ratio=inf"], "--mlp_ratio=inf"),
+            (["--mlp_ratio=0.001"], "leaves no hidden width"),
+            (["--batch_size=30"], "--batch_size=30 can not be divided over 4 ranks"),
+        )
+
+
+def test_the_smallest_example_trains_and_agrees(run):
+    script = EXAMPLES / "train_resnet_auto_wrap.py"
+    assert len(script.read_text().splitlines()) < 80
+    rows = table(run(script.name, "--max_steps=2", "--num_epochs=1", "--num_devices=2"))
+    assert rows["agree"] == "yes"
+
+
+class TestEvaluation:
+    def test_needs_a_model(self, run):
+        refusal(run("evaluate.py"), "name one folder")
+        refusal(run("evaluate.py", "nothing"), "nothing has no consolidated model")
+
+
+class TestFolders:
+    def test_what_is_wrong_is_named(self, common, tmp_path):
+        folders, stop = common.image_folders, common.script.Stop
+        with pytest.raises(stop, match="no folder .*train; images are expected"):
+            folders.classes(str(tmp_path))
+        (tmp_path / "train").mkdir()
+        (tmp_path / "val/cat").mkdir(parents=True)
+        with pytest.raises(stop, match="train is empty"):
+            folders.classes(str(tmp_path))
+        (tmp_path / "train/dog").mkdir()
+        with pytest.raises(stop, match="same classes: 'cat' is in one only"):
+            folders.classes(str(tmp_path))
+        (tmp_path / "train/cat").mkdir()
+        (tmp_path / "val/dog").mkdir()
+        assert folders.classes(str(tmp_path)) == ["cat", "dog"]
+        with pytest.raises(stop, match="Found no valid file for the classes"):
+            folders.training_images(str(tmp_path), 16)
+
+    def test_the_digits_are_written_once(self, common, tmp_path):
+        folder = common.image_folders.digits(str(tmp_path / "new/digits"))
+        assert os.listdir(tmp_path / "new") == ["digits"]
+        before = (tmp_path / "new/digits").stat().st_mtime_ns
+        assert common.image_folders.digits(folder) == folder
+        assert (tmp_path / "new/digits").stat().st_mtime_ns == before
+        images = common.image_folders.test_images(folder, 16, border=1.0)
+        image, label = images[0]
+        assert len(images) == 297 and image.shape == (3, 16, 16) and label == 0
+
+
+class TestSchedules:
+    def rates(self, make, steps):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+        scheduler = make(optimizer)
+        found = []
+        for _ in range(steps):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        return found, optimizer.param_groups[0]["lr"]
+
+    def test_steps_down_as_published(self, common):
+        step = common.schedules.step_schedule
+        rates, _ = self.rates(lambda optimizer: step(optimizer, 10, 5, 30, 10), 1000)
+        assert rates[0] == pytest.approx(0.4 / 50) and rates[24] == pytest.approx(0.2)
+        for epoch, rate in ((5, 0.4), (29, 0.4), (30, 0.04), (60, 0.004), (99, 0.0004)):
+            assert rates[epoch * 10] == pytest.approx(rate)
+
+    def test_half_a_cosine_to_nought(self, common):
+        cosine = common.schedules.cosine_schedule
+        rates, after = self.rates(lambda optimizer: cosine(optimizer, 10, 110), 110)
+        assert rates[9] == rates[10] == pytest.approx(0.4) and rates[60] == pytest.approx(0.2)
+        assert min(rates) > 0 and after == pytest.approx(0, abs=1e-12)
