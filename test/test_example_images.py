@@ -33,6 +33,7 @@ def common(monkeypatch):
     import common.networks
     import common.schedules
     import common.sharing
+    import common.test_images
     import common.vit
 
     return common
@@ -263,6 +264,8 @@ class TestFolders:
         assert folders.classes(str(tmp_path)) == ["cat", "dog"]
         with pytest.raises(stop, match="Found no valid file for the classes"):
             folders.training_images(str(tmp_path), 16)
+        with pytest.raises(stop, match="have the 2 classes .* trained on: 'cat' is in one only"):
+            common.test_images.of("folders", str(tmp_path), ["cow", "dog"], image_size=16)
 
     def test_the_digits_are_written_once(self, common, tmp_path):
         folder = common.image_folders.digits(str(tmp_path / "new/digits"))

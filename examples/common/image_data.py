@@ -46,7 +46,8 @@ def prepare(options: SimpleNamespace) -> bool:
     if options.fake_data:
         script.fill_in(options, num_classes=1000)
     else:
-        found = len(image_folders.classes(options.datadir))
+        options.classes = image_folders.classes(options.datadir)
+        found = len(options.classes)
         script.fill_in(options, num_classes=found)
         if options.num_classes < found:
             raise script.Stop(
@@ -69,6 +70,7 @@ def describe(options: SimpleNamespace, interpolation: str = "bilinear") -> dict[
     return {
         "kind": "folders",
         "datadir": options.datadir,
+        "classes": options.classes,
         "image_size": options.image_size,
         "interpolation": interpolation,
         # Digits fill their image.

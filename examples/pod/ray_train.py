@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,23 @@ def watch(hosts: Hosts, count: int, show: Callable[[str], None] = print) -> int:
         hosts.stop(running)
 
 
+def unreachable(address: str) -> str:
+    """Why nothing can be said to ``address``, such as ``10.0.0.2:6379``; "" if that can be tried.
+
+    Ray asks there for two minutes, in many lines, and then aborts the process.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return ""  # auto: Ray knows where
+    if not port.isdecimal():
+        return "it must be HOST:PORT, or auto"
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        return f"no Ray cluster can be reached there: {error}"
+    return ""
+
+
 def run(plan: Plan, address: str, max_restarts: int) -> int:
     """Runs ``plan`` on the Ray cluster at ``address``."""
     try:
@@ -100,9 +118,11 @@ def run(plan: Plan, address: str, max_restarts: int) -> int:
         return _fail("Ray is not installed here; pip install 'ray>=2.9'")
     from ray_actors import RayHosts
 
+    if reason := unreachable(address):
+        return _fail(f"--address={address}: {reason}")
     try:
         ray.init(address=address, log_to_driver=False)
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:
         return _fail(f"--address={address}: {' '.join(str(error).split())}")
     try:
         for attempt in range(max_restarts + 1):
