@@ -1,6 +1,7 @@
 """Shared by all tests: ranks to run functions on, and scripts in processes of their own."""
 
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -17,15 +18,19 @@ os.environ.setdefault(
 )
 # Small tensors: the threads of torch would mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts what it runs in the background with Ctrl-C ignored, and that is inherited: the
+# tests that interrupt a process would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
 def run_script(tmp_path):
-    """``run_script(text, *args, env={}, timeout=90)``: Python in a process of its own."""
+    """``run_script(text, *args, env={}, timeout=300)``: Python in a process of its own."""
 
-    def run(text, *args, env=None, timeout=90, **kwargs):
+    def run(text, *args, env=None, timeout=300, **kwargs):
         path = tmp_path / "script.py"
         path.write_text(text)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -32,7 +32,8 @@ def finish(began):
     """What the command ``began`` said and ended with."""
     with began:
         try:
-            said = began.communicate(timeout=100)
+            # Minutes more than any of it takes: only what waits for ever comes to the end of them.
+            said = began.communicate(timeout=300)
         finally:
             began.kill()
     return subprocess.CompletedProcess(began.args, began.returncode, *said)

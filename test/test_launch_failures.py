@@ -9,8 +9,8 @@ import torch
 
 from xla_fsdp.testing import CollectiveMismatchError, RankError, RankTimeoutError
 
-STOP_SECONDS = 5.0
-SLACK_SECONDS = 1.5  # two cores, shared
+# What waits for ever ends by this, with a RankTimeoutError: no slow machine comes near it.
+FOR_EVER = 300.0
 
 
 def gather(value=1.0, shape=(4,)):
@@ -20,7 +20,7 @@ def gather(value=1.0, shape=(4,)):
 
 
 def ready(rank):
-    """Runs first wherever time is taken: the worker has started, torch_xla is imported."""
+    """What any healthy process of ranks can do; its process."""
     import torch_xla
 
     gather()
@@ -30,14 +30,13 @@ def ready(rank):
 
 @pytest.fixture
 def fails(run_ranks):
-    """Runs a function that must fail, in time, and all is well after; returns the error."""
+    """Runs a function that must fail, by itself, and all is well after; returns the error."""
 
-    def run(fn, n, *args, error=RankError, within=STOP_SECONDS + SLACK_SECONDS, **kwargs):
+    def run(fn, n, error=RankError):
         before = run_ranks(ready, n)
-        start = time.monotonic()
         with pytest.raises(error) as info:
-            run_ranks(fn, n, *args, **kwargs)
-        assert time.monotonic() - start < within
+            run_ranks(fn, n, timeout=FOR_EVER)
+        assert type(info.value) is error, "it was not stopped, but killed after FOR_EVER"
         assert run_ranks(ready, n) == before, "the same process must be able to launch again"
         return info.value
 
@@ -207,17 +206,16 @@ class TestARankRaises:
         error = fails(step, 3)
         assert error.rank == 2 and "first" in str(error)
 
-    def test_stuck_in_c_is_left_behind_in_time(self, run_ranks):
+    def test_stuck_in_c_is_left_behind(self, run_ranks):
         def step(rank):
             if rank == 0:
                 raise ValueError("stop")
-            time.sleep(30)
+            time.sleep(2 * FOR_EVER)
 
         before = run_ranks(ready, 2)
-        start = time.monotonic()
-        with pytest.raises(RankError, match="stop"):
-            run_ranks(step, 2)
-        assert time.monotonic() - start < STOP_SECONDS + SLACK_SECONDS
+        with pytest.raises(RankError, match="stop") as info:
+            run_ranks(step, 2, timeout=FOR_EVER)
+        assert type(info.value) is RankError, "it was waited for"
         assert run_ranks(ready, 2) != before, "a new process: the old one has a rank left in it"
 
 
@@ -229,6 +227,9 @@ class TestRanksDisagree:
             gather(1.0, (2, 3))
             if rank != 1:
                 gather(1.0, (5,))
+            else:
+                # The last to come: who comes a second after a disagreement is not waited for.
+                time.sleep(1.0)
             torch_xla.sync()
 
         text = str(fails(step, 3, error=CollectiveMismatchError))
@@ -344,8 +345,7 @@ class TestRanksDisagree:
             import torch_xla
 
             if rank == 2:
-                deadline = time.monotonic() + 60
-                while time.monotonic() < deadline:
+                while True:
                     time.sleep(0.01)
             gather(1.0, (2 + rank,))
             torch_xla.sync()
@@ -402,16 +402,19 @@ print("usable")
     def test_a_rank_left_behind_that_ends_after_all(self, run_script):
         result = run_script(
             """
-import time, torch, torch_xla
+import threading, torch, torch_xla
 import torch_xla.core.xla_model as xm
 from xla_fsdp import launch, RankError
 kept = {}
+waits, go_on = threading.Event(), threading.Event()
 
 def fail(rank):
     kept[rank] = xm.all_gather(torch.ones(2).to("xla"))
     if rank == 0:
+        waits.wait()
         raise ValueError("stop")
-    time.sleep(7)
+    waits.set()
+    go_on.wait()  # in C, where nothing can stop it
     raise AssertionError("went on")
 
 def step(rank):
@@ -426,7 +429,12 @@ try:
     launch(step, (), 2)
 except RuntimeError as error:
     assert "Start a new process" in str(error) and "rank 1" in str(error), error
-time.sleep(6)
+else:
+    raise AssertionError("launched beside it")
+left = [thread for thread in threading.enumerate() if thread.name == "rank 1"]
+go_on.set()
+for thread in left:
+    thread.join()
 assert launch(step, (), 2) == [4.0, 4.0]
 print("again")
 raise SystemExit(3)
@@ -443,18 +451,15 @@ from xla_fsdp import launch, RankTimeoutError
 
 def step(rank):
     import torch_xla.core.xla_model as xm
-    if rank == 1:
-        for _ in range(600):
-            time.sleep(0.1)
+    while rank == 1:
+        time.sleep(0.1)
     xm.rendezvous("here")
 
-start = time.monotonic()
 try:
     launch(step, (), 2, timeout=1)
 except RankTimeoutError as error:
     assert "rank 0: xm.rendezvous('here')" in str(error), error
     assert "rank 1: running, at" in str(error) and "in step" in str(error), error
-    assert time.monotonic() - start < 8
     print("told")
 """
         )

@@ -18,7 +18,7 @@ SCRIPTS = sorted(POD.glob("*.sh"))
 PLACE = ("--name=vit", "--zone=us-x1-a")
 
 
-def run(script, *arguments, env=None, timeout=60, **kwargs):
+def run(script, *arguments, env=None, timeout=300, **kwargs):
     return subprocess.run(
         ["bash", str(POD / script), *map(str, arguments)],
         env={**os.environ, "PYTHON": sys.executable, **(env or {})},
@@ -114,16 +114,18 @@ def test_a_run_starts_everywhere_and_ends_well(slice_of_two, tmp_path):
 
 
 def test_one_failing_worker_ends_the_run_on_all(slice_of_two, tmp_path):
-    script = 'echo $$ > pid; [ "$(hostname)" = w0 ] && sleep 60; sleep 1; exit 3'
+    pid = tmp_path / "w0" / "xla_fsdp" / "pid"
+    script = 'echo $$ > pid; [ "$(hostname)" = w0 ] && sleep 600; '
+    script += f"until [ -s {pid} ]; do sleep 0.1; done; exit 3"
     done = slice_of_two("--run=r1", "start", "wait", "--", "bash", "-c", script)
     assert done.returncode == 3
     assert "run 'r1': w1 exited 3; stopping all workers" in done.stderr
-    assert ended((tmp_path / "w0" / "xla_fsdp" / "pid").read_text())
+    assert ended(pid.read_text())
     assert "w0 exited 143" in slice_of_two("--run=r1", "status").stdout
 
 
 def test_a_preempted_slice_has_a_code_of_its_own(slice_of_two, tmp_path):
-    assert slice_of_two("start", "--", "sleep", "60").returncode == 0
+    assert slice_of_two("start", "--", "sleep", "600").returncode == 0
     (tmp_path / "state").write_text("PREEMPTED")
     done = slice_of_two("wait")
     assert done.returncode == 75
@@ -132,8 +134,8 @@ def test_a_preempted_slice_has_a_code_of_its_own(slice_of_two, tmp_path):
 
 
 def test_a_run_is_not_started_twice_and_can_be_stopped(slice_of_two):
-    assert slice_of_two("start", "--", "sleep", "60").returncode == 0
-    twice = slice_of_two("start", "--", "sleep", "60")
+    assert slice_of_two("start", "--", "sleep", "600").returncode == 0
+    twice = slice_of_two("start", "--", "sleep", "600")
     assert twice.returncode != 0 and "run 'train' is running on w0" in twice.stderr
     assert sorted(slice_of_two("status").stdout.split()) == ["running", "running", "w0", "w1"]
     assert slice_of_two("stop").returncode == 0
@@ -214,12 +216,19 @@ assert launch(rank_main, (f"hello from {me}",)) is None
 """
 
 
-def test_two_hosts_meet_and_have_global_ranks(tmp_path):
+@pytest.fixture
+def port():
+    """A port that torchrun can listen on, and nobody else takes before it does."""
+    with socket.socket() as held:
+        # With this, one may listen where another, that does not listen, is bound.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
+
+
+def test_two_hosts_meet_and_have_global_ranks(tmp_path, port):
     script = tmp_path / "meeting.py"
     script.write_text(MEETING)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
     command = ["bash", str(POD / "torchrun.sh"), "--nnodes=2", "--nproc=1"]
     command += [f"--rdzv_endpoint=localhost:{port}", "--", str(script)]
     env = {**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
@@ -229,7 +238,7 @@ def test_two_hosts_meet_and_have_global_ranks(tmp_path):
         with path.open("w") as log:
             hosts.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [host.wait(timeout=90) for host in hosts]
+        codes = [host.wait(timeout=300) for host in hosts]
     finally:
         for host in hosts:
             host.kill()

@@ -10,8 +10,10 @@ import time
 from collections import namedtuple
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from processes import ended
 
 from xla_fsdp.testing import RankError, RankTimeoutError, WorkerDiedError, run_in_ranks
 
@@ -87,10 +89,8 @@ def test_the_worker_is_reused(run_ranks):
 def test_at_most_two_idle_workers(run_ranks):
     for n in (1, 2, 3):
         run_ranks(pid, n)
-    children = subprocess.run(
-        ["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True
-    ).stdout
-    assert children.count("xla_fsdp._cpu.worker") <= 2
+    children = [child.cmdline() for child in psutil.Process().children()]
+    assert 0 < sum("xla_fsdp._cpu.worker" in words for words in children) <= 2
 
 
 def test_an_abort_in_a_rank_ends_the_worker_only(run_ranks):
@@ -126,15 +126,15 @@ def test_a_crash_in_a_used_process_is_tried_again_in_a_new_one(run_ranks, tmp_pa
 def test_timeout_kills_the_worker_and_shows_stacks(run_ranks):
     def dawdle(rank):
         print("before")
-        if rank == 1:
-            time.sleep(300)
+        while rank == 1:
+            time.sleep(1)
 
     before = run_ranks(pid, 2)
-    start = time.monotonic()
+    # Time enough to get into the loop on a machine that has other things to do.
     with pytest.raises(RankTimeoutError) as info:
-        run_ranks(dawdle, 2, timeout=2)
-    assert time.monotonic() - start < 12
+        run_ranks(dawdle, 2, timeout=10)
     assert "in dawdle" in str(info.value) and "before" in str(info.value)
+    assert ended(before[0])
     assert run_ranks(pid, 2) != before
 
 
@@ -198,7 +198,7 @@ def test_in_a_suite_of_its_own(tmp_path):
         result = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
              f"--import-mode={mode}", str(tmp_path)],
-            capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120,
+            capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300,
         )  # fmt: skip
         assert "1 failed, 1 passed" in result.stdout, result.stdout
         assert "rank 1 of 2 raised AssertionError: wrong rank" in result.stdout

@@ -230,7 +230,7 @@ print(json.dumps(answers))
             env=os.environ | quiet,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
         answers = json.loads(done.stdout)

@@ -6,7 +6,7 @@ PACKAGES = {"torch": "2.9.0", "torch_xla": "2.9.0", "libtpu": "0.0.21", "xla_fsd
 
 # What ssh is to a real pod: runs a command line as one of the workers.
 _SSH = """
-import os, subprocess, sys, time
+import os, subprocess, sys
 folder, command = os.path.join({root!r}, sys.argv[1]), sys.argv[2]
 with open(os.path.join(folder, "behaviour")) as file:
     behaviour = file.read()
@@ -15,17 +15,20 @@ if behaviour == "dead":
 if behaviour == "nonsense":
     print("{{\\"token\\": 1}}\\nWelcome!")
     sys.exit(0)
+def sleep():
+    process = subprocess.Popen(["sleep", "600"])
+    with open(os.path.join(folder, "sleeper"), "w") as file:
+        file.write(f"{{process.pid}}\\n")
+    return process
 if behaviour == "hang second":
     with open(os.path.join(folder, "behaviour"), "w") as file:
         file.write("hang")
 if behaviour == "hang":
-    with subprocess.Popen(["sleep", "60"]) as asleep:
-        with open(os.path.join(folder, "pid"), "w") as file:
-            file.write(str(asleep.pid))
+    sleep().wait()
 if behaviour == "noisy":
     print("Warning: added to known hosts\\n{{", flush=True)
     # Outlives the command and keeps its output open, as a shared connection of ssh does.
-    subprocess.Popen(["sleep", "30"])
+    sleep()
 environment = dict(os.environ, HOME=folder, PYTHONPATH=os.path.join(folder, "site"))
 for line in behaviour.splitlines():
     if "=" in line:
@@ -59,6 +62,12 @@ class Workers:
         """``dead``, ``nonsense``, ``hang``, ``hang second`` (when asked again), ``noisy``, or
         NAME=VALUE lines for the environment."""
         (self.folder(number) / "behaviour").write_text(how)
+
+    def sleeper(self, number):
+        """The process that a worker which hangs, or is noisy, has started; 0 if it has not."""
+        path = self.folder(number) / "sleeper"
+        text = path.read_text() if path.exists() else ""
+        return int(text) if text.endswith("\n") else 0
 
     def install(self, number, name, version):
         """Metadata that is found before what is really installed."""

@@ -86,7 +86,10 @@ case $action in
     ;;
   follow)
     [[ -f $folder/log ]] || fail "no run '$run' on $host"
-    tail -n +1 -F --pid="$(<"$folder/pid")" "$folder/log"
+    # Not the run's own process: in a container whose first process waits for nobody it stays listed
+    # after its end, and tail would wait for it for ever.
+    while kill -0 $$ && alive && [[ ! -s $folder/code ]]; do sleep 0.5; done &>/dev/null &
+    tail -n +1 -F --pid=$! "$folder/log"
     ;;
   *) fail "unknown action '$action'" ;;
 esac
