@@ -16,7 +16,6 @@ The blocks are one loop of the program, which takes minutes less to compile, and
 with --noscan_blocks each is wrapped by itself.
 """
 
-import os
 from collections.abc import Iterable
 from types import SimpleNamespace
 
@@ -29,7 +28,7 @@ from common.vit import VisionTransformer, count_parameters
 from torch import nn
 
 import xla_fsdp
-from xla_fsdp.compiler_options import libtpu_init_args
+from xla_fsdp import compiler_options
 
 flags.DEFINE_integer("patch_size", None, "pixels along an edge; default: 14", lower_bound=1)
 flags.DEFINE_integer("embed_dim", None, "width; default: 5120", lower_bound=1)
@@ -69,8 +68,6 @@ script.require(
 )
 script.require("clip_grad_norm", lambda value: value >= 0, "must be at least 0")
 
-FUSE_KLOOP = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
-
 
 def main(options: SimpleNamespace) -> None:
     set_defaults(options, digits=image_data.prepare(options))
@@ -97,9 +94,7 @@ def main(options: SimpleNamespace) -> None:
             code=2,
         )
     if options.scan_blocks:
-        # Asked for this option of xla_fsdp's, the compiler crashes on the loop for v5litepod-256.
-        given = os.environ.get("LIBTPU_INIT_ARGS", "")
-        os.environ["LIBTPU_INIT_ARGS"] = libtpu_init_args(given, {FUSE_KLOOP: "false"})
+        compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
     if not options.plan:
         checkpoints.prepare_folder(options)
     names = "image_size patch_size embed_dim num_heads num_blocks mlp_ratio num_classes"

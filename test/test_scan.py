@@ -401,3 +401,58 @@ def planned(cache):
 
 def test_on_the_tpu_compiler(elsewhere, tmp_path):
     elsewhere(planned, str(tmp_path))
+
+
+class _Perceptron(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def _clipped_step():
+    from xla_fsdp import XlaFullyShardedDataParallel
+    from xla_fsdp.scan import scan_blocks
+
+    blocks = scan_blocks([_Perceptron(1024) for _ in range(4)], compute_dtype=torch.bfloat16)
+    model = nn.Sequential(nn.Linear(1024, 1024), blocks, nn.Linear(1024, 1024))
+    model = XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = model(torch.randn(32, 256, 1024).to("xla")).float().square().mean()
+    loss.backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def planned_where_gathers_run_beside_loops(cache):
+    import os
+
+    from xla_fsdp import compiler_options, plan
+
+    # With all options that other programs are compiled with, the compiler dies of this one.
+    report = plan(_clipped_step, "v5e:2x4", cache=cache, progress=False, ranks=[0])
+    assert report.fits
+    assert any(c.asynchronous and c.times == 4 for c in report.schedule.collectives)
+
+    kept = dict(os.environ)
+    try:
+        compiler_options.add_to_environment()  # as launch does
+        with pytest.raises(RuntimeError, match="TPU v5 lite .* Before launch: .*FOR_LOOPS"):
+            plan(_clipped_step, "v5e:2x4", cache=cache, progress=False, ranks=[0])
+        os.environ.pop("LIBTPU_INIT_ARGS")
+        compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
+        compiler_options.add_to_environment()
+        again = plan(_clipped_step, "v5e:2x4", cache=cache, progress=False, ranks=[0])
+        assert again.from_cache
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def test_compiles_where_gathers_run_beside_loops(elsewhere, tmp_path):
+    elsewhere(planned_where_gathers_run_beside_loops, str(tmp_path))

@@ -11,11 +11,11 @@ import torch_xla
 import torch_xla.runtime as xr
 from torch_xla._internal import tpu
 
+from . import compiler_options
 from ._cpu.errors import CollectiveMismatchError, RankError, RankTimeoutError
 from ._cpu.host import run_ranks
 from ._cpu.runtime import CpuRuntime
 from .compile_cache import in_spawned_processes
-from .compiler_options import libtpu_init_args
 from .ranks import current_rank
 
 __all__ = ["CollectiveMismatchError", "RankError", "RankTimeoutError", "launch"]
@@ -84,7 +84,7 @@ def launch(
     if not _on_cpu() or under_torchrun:
         _check_device_count(num_devices)
         # Read by libtpu when it starts, in this process or those that are started now.
-        os.environ["LIBTPU_INIT_ARGS"] = libtpu_init_args(os.environ.get("LIBTPU_INIT_ARGS", ""))
+        compiler_options.add_to_environment()
         if under_torchrun:
             _join_torchrun()
             fn(xr.global_ordinal(), *args)

@@ -9,7 +9,7 @@ import torch
 import torch_xla
 from torch import nn
 
-from . import metadata
+from . import compiler_options, metadata
 from .metadata import _WRAPPED
 from .names import dotted
 from .options import FSDPOptions
@@ -60,6 +60,8 @@ def scan_blocks(
             hooks or recurrent modules in them; an option that is not possible. In the first
             forward: a block returns something else than a tensor like its input.
         TypeError: a block is not a module; an unknown option.
+        RuntimeError: on v5e and v6e, where the compiler would crash: the message says what has to
+            be called before ``launch``.
     """
     return ScannedBlocks(blocks, _checked(options), ignore)
 
@@ -80,6 +82,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
             options.sharding_world_size,
             options.replication_groups,
         )
+        compiler_options.require_loops_compile(world.device_kind)
         builder = ScanBuilder(options, world, ignore)
         self._unit = builder.build(blocks)
         self._fsdp_wrapped_module = self._unit.template

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..compiler_options import OPTIONS
+from ..compiler_options import options_for
 from .compiling.cache import CompiledStep, PlanCache
 from .compiling.compiler import compile_step, require_extra, versions
 from .compiling.progress import Progress
@@ -50,7 +50,8 @@ def plan(
             compiled. Default: 0, 1 and the last.
         compiler_options: flags of the TPU compiler, e.g.
             ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``, over those of
-            :mod:`xla_fsdp.compiler_options`, which ``xla_fsdp.launch`` sets as well.
+            :mod:`xla_fsdp.compiler_options`, which ``xla_fsdp.launch`` sets as well (with loops on
+            v5e and v6e: once ``FOR_LOOPS`` of that module is in the environment).
         cache: results are kept by digest of the program in this folder; ``True`` means
             ``~/.cache/xla_fsdp/plans``, ``False`` none.
         progress: say on standard error what is going on.
@@ -78,7 +79,8 @@ def plan(
     shown = Progress() if progress else Progress(None)
     first = _trace(step, numbers[0], where, shown)
     kept = PlanCache.at(cache)
-    options = {**OPTIONS, **(compiler_options or {})}
+    defaults = options_for(where.chip.device_kind, first.program.has_loops)
+    options = {**defaults, **(compiler_options or {})}
     compiled = compile_step(first.program, where, options, kept, shown)
     executables = _executables(step, first, numbers, where, compiled.key, kept, shown)
     return make_report(where, compiled, first, numbers, executables, title)
