@@ -16,6 +16,7 @@ from common import networks, script, test_images
 from torch.utils.data import DataLoader
 
 flags.DEFINE_string("datadir", None, "folder of the images; default: that of the training")
+script.require("datadir", bool, "is empty; name a folder")
 flags.DEFINE_integer("batch_size", 256, "images at a time", lower_bound=1)
 flags.DEFINE_integer("num_workers", 0, "processes that read images", lower_bound=0)
 
@@ -24,7 +25,7 @@ def main(options: SimpleNamespace) -> None:
     if len(options.arguments) != 1:
         raise script.Stop("name one folder with a consolidated model", code=2)
     model, images = networks.load(options.arguments[0])
-    data = test_images.of(**images | ({"datadir": options.datadir} if options.datadir else {}))
+    data = test_images.of_network(images, options.datadir)
     model.eval()
     correct = 0
     with torch.no_grad():

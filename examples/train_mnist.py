@@ -18,6 +18,7 @@ batch is dropped (its batch statistics are poor): --nouse_nested_fsdp, --nodrop_
 """
 
 import copy
+import os
 from types import SimpleNamespace
 
 import torch
@@ -44,6 +45,7 @@ flags.DEFINE_string(
 )
 flags.DEFINE_bool("fake_data", False, "train on random images")
 flags.DEFINE_string("datadir", None, "MNIST in torchvision's layout, downloaded if need be")
+script.require("datadir", bool, "is empty; name a folder")
 flags.FLAGS.set_default("use_gradient_checkpointing", True)
 flags.FLAGS.set_default("auto_wrap_min_num_params", 1000)
 script.require("lr", lambda value: 0 < value < float("inf"), "must be greater than 0")
@@ -103,6 +105,7 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
         optimizer.step()
         return loss.detach()
 
+    folder = options.datadir and os.path.abspath(options.datadir)
     task = fitting.Task(
         "MNIST network, fully sharded",
         model,
@@ -113,7 +116,7 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
         sharing.test_batches(test_data, *share),
         len(test_data),
         network={"kind": "mnist"},
-        description={"kind": "mnist", "datadir": options.datadir, "fake": options.fake_data},
+        description={"kind": "mnist", "datadir": folder, "fake": options.fake_data},
         exact=options.compute_dtype == "float32",
     )
     fitting.fit(task, options, options.ckpt_prefix, options.num_epochs)

@@ -18,8 +18,9 @@ import xla_fsdp
 
 flags.DEFINE_integer("batch_size", 16, "images a rank and step", lower_bound=1)
 flags.DEFINE_integer("num_epochs", 5, "passes over the images", lower_bound=1)
-flags.DEFINE_float("lr", 0.02, "learning rate", lower_bound=1e-9)
+flags.DEFINE_float("lr", 0.02, "learning rate")
 flags.DEFINE_string("ckpt_dir", "runs/resnet/ckpt", "folder of the checkpoints, shared by all")
+script.require("lr", lambda value: 0 < value < float("inf"), "must be finite, greater than 0")
 
 
 def main(options: SimpleNamespace) -> None:

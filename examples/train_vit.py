@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, fitting, image_data, schedules, script
+from common import checkpoints, fitting, image_data, memory, schedules, script
 from common.planned import launch_or_plan
 from common.vit import VisionTransformer, count_parameters
 from torch import nn
@@ -84,24 +84,42 @@ def main(options: SimpleNamespace) -> None:
             f"width; at least {1 / options.embed_dim:g}",
             code=2,
         )
-    singly = ("no_grad_ckpt", "no_reshard_after_forward", "flatten_parameters", "run_without_fsdp")
-    singly = any(getattr(options, name) for name in singly)
-    script.fill_in(options, scan_blocks=not singly)
-    if options.scan_blocks and singly:
-        raise script.Stop(
-            "--scan_blocks excludes --no_grad_ckpt, --no_reshard_after_forward, "
-            "--flatten_parameters and --run_without_fsdp",
-            code=2,
-        )
+    settle_wrapping(options)
     if options.scan_blocks:
         compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
-    if not options.plan:
-        checkpoints.prepare_folder(options)
     names = "image_size patch_size embed_dim num_heads num_blocks mlp_ratio num_classes"
     network = {name: getattr(options, name) for name in names.split()}
-    title = f"vision transformer, {count_parameters(**network):,} parameters"
+    try:
+        count = count_parameters(**network)
+    except (OverflowError, RuntimeError) as error:
+        sizes = ", ".join(f"--{name}={value}" for name, value in network.items())
+        raise script.Stop(f"{sizes}: larger than any tensor; choose less", code=2) from error
+    if not options.plan:
+        checkpoints.prepare_folder(options)
+    title = f"vision transformer, {count:,} parameters"
     print(title, flush=True)
-    launch_or_plan(train, (options, network), options, options.num_devices, title)
+    launch_or_plan(train, (options, network, count), options, options.num_devices, title)
+
+
+def settle_wrapping(options: SimpleNamespace) -> None:
+    """Blocks become one loop unless a flag says what a loop can not have.
+
+    Raises:
+        Stop: with code 2: flags that exclude each other.
+    """
+    wrapped = {
+        "--no_reshard_after_forward": options.no_reshard_after_forward,
+        "--flatten_parameters": options.flatten_parameters,
+        "--noshard_on_cpu": not options.shard_on_cpu,
+    }
+    asked = [flag for flag, given in wrapped.items() if given]
+    if options.run_without_fsdp and asked:
+        raise script.Stop(f"--run_without_fsdp wraps nothing: it excludes {asked[0]}", code=2)
+    asked += ["--no_grad_ckpt"] * options.no_grad_ckpt
+    asked += ["--run_without_fsdp"] * options.run_without_fsdp
+    script.fill_in(options, scan_blocks=not asked)
+    if options.scan_blocks and asked:
+        raise script.Stop(f"--scan_blocks excludes {asked[0]}", code=2)
 
 
 def set_defaults(options: SimpleNamespace, digits: bool) -> None:
@@ -139,11 +157,14 @@ def set_defaults(options: SimpleNamespace, digits: bool) -> None:
     )
 
 
-def train(index: int, options: SimpleNamespace, network: dict) -> None:
+def train(index: int, options: SimpleNamespace, network: dict, parameters: int) -> None:
     """What each rank runs."""
     import torch_xla
     import torch_xla.runtime as xr
 
+    if not options.plan:
+        copies = xr.world_size() if options.run_without_fsdp else 1
+        memory.require_for_training(parameters * copies, "--embed_dim or --num_blocks")
     batch_size, left = divmod(options.batch_size, xr.world_size())
     if left:
         raise script.Stop(

@@ -38,6 +38,9 @@ def _keep_and_repeat(rank, size, folder):
     assert _names(folder) == ["step-00000002", "step-00000003.2"]
     assert run.load(folder).extra == "again"
     assert run.load(f"{folder}/step-00000002").step == 2
+    assert run.load(folder, step=3).extra == "again" and run.load(folder, step=2).step == 2
+    assert xla_fsdp.latest(folder, step=2) == f"{folder}/step-00000002"
+    assert xla_fsdp.latest(folder, step=1) is None
     if rank == 0:
         with pytest.warns(UserWarning, match="step-00000003.2 beside it is later"):
             run.save(folder, 1, keep_last=1)
@@ -272,6 +275,11 @@ def _missing(rank, size, folder):
     assert run.load(f"{folder}/nothing", missing_ok=True) is None
     run.save(folder, 4)
     assert run.load(folder, missing_ok=True).step == 4
+    assert run.load(folder, missing_ok=True, step=3) is None
+    with pytest.raises(
+        (CheckpointNotFoundError, OtherRankError), match="no complete checkpoint of step 3"
+    ):
+        run.load(folder, step=3)
 
 
 def test_no_checkpoint_can_be_an_answer(run_ranks, tmp_path):

@@ -101,6 +101,8 @@ class TestImageNet:
         # What the table says can be had again, in plain torch.
         done = run("evaluate.py", "runs/imagenet/ckpt_consolidated", "--batch_size=50")
         assert f"{json.loads(done.stdout)['accuracy']:.2%}" in rows["accuracy, plain torch"]
+        described = (tmp_path / "runs/imagenet/ckpt_consolidated/network.json").read_text()
+        assert json.loads(described)["images"]["datadir"] == str(tmp_path / "runs/digits")
 
     def test_every_option_at_once_then_resumes_elsewhere_and_refuses_what_differs(self, run):
         flags = (
@@ -116,7 +118,8 @@ class TestImageNet:
         refusal(
             run("train_imagenet.py", *again, "--num_epochs=3", "--model=squeezenet1_1"), "layer"
         )
-        refusal(run("train_imagenet.py", *again, *flags), "nothing to train up to 2")
+        before = (*again, *flags, "--num_epochs=1")
+        refusal(run("train_imagenet.py", *before), "is at 2 already: nothing to train up to 1")
         refusal(run("train_imagenet.py", *SMALL), "--resume, or another --ckpt_dir")
 
     def test_reads_images_in_processes(self, run, common, tmp_path):
@@ -138,6 +141,13 @@ class TestImageNet:
             (["--plan=v3-8", "--plan_report=no/x.json"], "--plan_report=no/x.json"),
             (["--ckpt_dir=ftpx://x/y"], "--ckpt_dir=ftpx://x/y"),
             (["--model="], "no model ''"),
+            (["--model=a detector"], "such as resnet50, vit_b_16; torchvision.models.list_models"),
+            (["--seed=9223372036854775807"], "--seed=9223372036854775807"),
+            (["--resume", "--resume_epoch=1"], "choose one: --resume takes the latest"),
+            (["--resume_epoch=7"], "no complete checkpoint of --resume_epoch=7"),
+            (["--plan_report=x.json"], "--plan_report needs --plan"),
+            (["--datadir="], "--datadir=: is empty"),
+            (["--ckpt_dir="], "--ckpt_dir is empty"),
             (["--model=alexnet"], "--image_size=16"),
             (["--batch_size=1"], "on batches of 1"),
             (["--weight_decay=inf"], "--weight_decay=inf"),
@@ -182,17 +192,25 @@ class TestVisionTransformer:
         # The flags that the script's docstring gives for 60 billion.
         assert count(224, 14, 10240, 48) == 60_423_281_640
 
-    def test_trains_and_resumes_with_blocks_in_a_loop_or_one_by_one(self, run):
+    def test_trains_and_resumes_with_blocks_in_a_loop_or_one_by_one(self, run, common, tmp_path):
         flags = (*SMALL_VIT, "--ckpt_epoch_interval=1")
         first = run("train_vit.py", *flags, "--mlp_dropout=0.1")
         parameters = table(first)["parameters"]
         assert f"vision transformer, {parameters} parameters" in first.stdout
+        # Trained on fake images, it can be evaluated on real ones.
+        folder = "runs/vit/ckpt_consolidated"
+        hint = table(first)["in plain torch"]
+        assert hint == f"python examples/evaluate.py {folder} --datadir=DIR"
+        _, images = common.networks.load(str(tmp_path / folder))
+        digits = common.image_folders.digits(str(tmp_path / "digits"))
+        assert len(common.test_images.of_network(images, digits)) == 297
         second = run(
             "train_vit.py", *flags, "--num_epochs=2", "--resume_epoch=1", "--noscan_blocks"
         )
         assert table(second)["checkpoint"].endswith("step-00000002")
-        other = run("train_vit.py", *flags, "--num_epochs=3", "--resume", "--num_blocks=2")
-        refusal(other, "blocks.2.")
+        # As many heads as one likes have the same shapes.
+        other = run("train_vit.py", *flags, "--num_epochs=3", "--resume", "--num_heads=4")
+        refusal(other, "step-00000002 is of another network: its num_heads is 2, not 4")
 
     def test_wide_options(self, run):
         flags = ("--no_grad_ckpt", "--no_reshard_after_forward", "--flatten_parameters")
@@ -230,6 +248,10 @@ class TestVisionTransformer:
             (["--fake_data", "--datadir=x"], "--fake_data excludes"),
             (["--mlp_ratio=inf"], "--mlp_ratio=inf"),
             (["--mlp_ratio=0.001"], "leaves no hidden width"),
+            (["--mlp_ratio=1e308"], "--mlp_ratio=1e+308, --num_classes=10: larger than any tensor"),
+            (["--run_without_fsdp", "--flatten_parameters"], "excludes --flatten_parameters"),
+            (["--scan_blocks", "--noshard_on_cpu"], "--scan_blocks excludes --noshard_on_cpu"),
+            (["--embed_dim=1048576"], "GiB: choose a smaller --embed_dim or --num_blocks"),
             (["--batch_size=30"], "--batch_size=30 can not be divided over 4 ranks"),
         )
 
@@ -241,10 +263,41 @@ def test_the_smallest_example_trains_and_agrees(run):
     assert rows["agree"] == "yes"
 
 
+def test_the_smallest_example_refuses_in_one_line(refused, tmp_path):
+    (tmp_path / "runs/digits/val/3").mkdir(parents=True)
+    refused(
+        "train_resnet_auto_wrap",
+        (["--lr=nan"], "--lr=nan: must be finite"),
+        ([], "no folder runs/digits/train; "),
+        ([], "; remove runs/digits, which is made again"),
+    )
+
+
 class TestEvaluation:
     def test_needs_a_model(self, run):
         refusal(run("evaluate.py"), "name one folder")
         refusal(run("evaluate.py", "nothing"), "nothing has no consolidated model")
+
+    def test_needs_to_know_the_images(self, common, tmp_path):
+        folders = {"kind": "folders", "datadir": None, "classes": None, "image_size": 16}
+        nowhere = str(tmp_path / "nowhere")
+        for images, datadir, words in (
+            (None, None, "it has None"),
+            ({}, None, "does not say how images are read: 'kind'"),
+            (folders, None, "--datadir=DIR names real ones"),
+            (folders, nowhere, "are expected in [^ ]*/nowhere/val/<class>/'"),
+            (folders | {"kind": "films"}, nowhere, "unknown kind of images 'films'"),
+            ({"kind": "mnist", "datadir": None, "fake": True}, nowhere, f"no MNIST in .*{nowhere}"),
+        ):
+            with pytest.raises(common.script.Stop, match=words) as stop:
+                common.test_images.of_network(images, datadir)
+            assert stop.value.code == 2 and "\n" not in stop.value.message
+        digits = Path(common.image_folders.digits(str(tmp_path / "digits")))
+        with pytest.raises(common.script.Stop, match="unexpected keyword argument 'new'"):
+            common.test_images.of_network(folders | {"new": 1}, str(digits))
+        # Nothing is trained: images to train on need not be there.
+        (digits / "train").rename(tmp_path / "elsewhere")
+        assert len(common.test_images.of_network(folders, str(digits))) == 297
 
 
 class TestFolders:
@@ -268,6 +321,7 @@ class TestFolders:
             common.test_images.of("folders", str(tmp_path), ["cow", "dog"], image_size=16)
 
     def test_the_digits_are_written_once(self, common, tmp_path):
+        (tmp_path / "new/digits").mkdir(parents=True)  # empty: as if there were none
         folder = common.image_folders.digits(str(tmp_path / "new/digits"))
         assert os.listdir(tmp_path / "new") == ["digits"]
         before = (tmp_path / "new/digits").stat().st_mtime_ns

@@ -1,7 +1,9 @@
 """The MNIST example, run the way a user runs it."""
 
 import json
+import os
 import re
+import shutil
 import struct
 from functools import partial
 from pathlib import Path
@@ -55,7 +57,7 @@ def test_trains_saves_consolidates_and_agrees(train, tmp_path):
     assert list((tmp_path / "curves").iterdir())
 
 
-def test_resumes_on_another_number_of_ranks(train):
+def test_resumes_on_another_number_of_ranks(train, example, tmp_path):
     first = ("--num_devices=2", "--num_epochs=1", "--fake_data", "--max_steps=4")
     table(train(*first))
     again = train(*first)
@@ -63,8 +65,21 @@ def test_resumes_on_another_number_of_ranks(train):
     done = train("--num_devices=3", "--num_epochs=2", "--fake_data", "--max_steps=4", "--resume")
     assert table(done)["checkpoint"] == "runs/mnist/ckpt/step-00000002"
     assert done.stderr.count("epoch 2") == 1 and "epoch 1" not in done.stderr
-    enough = train("--num_devices=1", "--num_epochs=2", "--fake_data", "--max_steps=4", "--resume")
-    assert enough.returncode == 2 and "nothing to train up to 2" in enough.stderr
+    # Ended after its last checkpoint, as if before the rest of it: that is all that is done.
+    shutil.rmtree(tmp_path / "runs/mnist/ckpt_consolidated")
+    rest = train("--num_devices=1", "--num_epochs=2", "--fake_data", "--max_steps=4", "--resume")
+    assert "step-00000002 is the last epoch's: nothing is left to train" in rest.stdout
+    assert table(rest)["agree"] == "yes" and "epoch 2" not in rest.stderr
+    assert "final training loss" not in table(rest)
+
+    # A damaged newest checkpoint is named, with the one to go on from.
+    prepare = example.checkpoints.prepare_folder
+    folder = tmp_path / "runs/mnist/ckpt"
+    os.truncate(folder / "step-00000002/rank-00001-of-00003.safetensors", 100)
+    with pytest.raises(example.script.Stop, match="rank-00001.*; --resume_epoch=1 goes on") as stop:
+        prepare(SimpleNamespace(ckpt_dir=str(folder), resume=True, resume_epoch=0))
+    assert stop.value.code == 2
+    prepare(SimpleNamespace(ckpt_dir=str(folder), resume=False, resume_epoch=1))
 
 
 def test_flat_narrow_auto_wrapped_and_with_a_smaller_last_batch(train):
@@ -88,9 +103,9 @@ def write_idx(path, array):
 def test_trains_on_files_in_the_format_of_mnist(train, tmp_path, example):
     raw = tmp_path / "data/MNIST/raw"
     for name, is_train, count in (("train", True, 160), ("t10k", False, 101)):
-        digits = example.mnist_data.load(is_train).first(count)
-        write_idx(raw / f"{name}-images-idx3-ubyte", digits.images)
-        write_idx(raw / f"{name}-labels-idx1-ubyte", digits.labels)
+        digits = example.mnist_data.load(is_train)
+        write_idx(raw / f"{name}-images-idx3-ubyte", digits.images[:count])
+        write_idx(raw / f"{name}-labels-idx1-ubyte", digits.labels[:count])
     rows = table(
         train("--datadir=data", "--num_devices=2", "--ckpt_prefix=here",
               "--shard_param_on_dim_0", "--auto_wrap_policy=type_based")
@@ -139,7 +154,11 @@ def test_disagreement_is_an_error(example, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(closing, "evaluate_in_plain_torch", lambda folder: again)
     monkeypatch.setattr(closing, "count_parameters", lambda saved: 10)
     task = SimpleNamespace(
-        title="MNIST", images=100, network={"kind": "mnist"}, description={}, exact=True
+        title="MNIST",
+        images=100,
+        network={"kind": "mnist"},
+        description={"kind": "mnist"},
+        exact=True,
     )
     options = SimpleNamespace(no_ckpt_consolidation=False, compilation_cache="none")
     progress = SimpleNamespace(seconds=1.0, samples_per_second=100.0)
@@ -150,8 +169,58 @@ def test_disagreement_is_an_error(example, monkeypatch, capsys, tmp_path):
     assert (tmp_path / "ckpt_consolidated" / networks.DESCRIPTION).exists()
 
 
+def test_resuming_asks_for_the_same_network(example, monkeypatch):
+    checkpoints, network = example.checkpoints, {"kind": "vit", "num_heads": 4}
+    resume = partial(checkpoints.resume, "folder", (None, None, None), network, 2)
+
+    def found(extra, step=2):
+        loaded = SimpleNamespace(path="folder/it", step=step, extra=extra)
+        monkeypatch.setattr(checkpoints.xla_fsdp, "load_checkpoint", lambda *_, **__: loaded)
+        return loaded
+
+    # Of before networks were saved, or of this one.
+    for extra in (None, checkpoints.extra(dict(network))):
+        loaded = found(extra)
+        assert resume() is loaded
+    found({"network": network | {"num_heads": 2}})
+    with pytest.raises(example.script.Stop, match="folder/it .* num_heads is 2, not 4"):
+        resume()
+    found(checkpoints.extra(network), step=3)
+    with pytest.raises(example.script.Stop, match="nothing to train up to 2"):
+        resume()
+
+    def fails(*_, **__):
+        raise checkpoints.CheckpointError("rank 0 could not read the checkpoint: OfAKind: a: is b")
+
+    monkeypatch.setattr(checkpoints.xla_fsdp, "load_checkpoint", fails)
+    with pytest.raises(example.script.Stop) as stop:
+        resume()
+    assert (stop.value.message, stop.value.code) == ("a: is b", 2)
+
+
+def test_few_steps_see_all_classes(example):
+    """Images in folders are sorted by class."""
+    images = torch.zeros(1000, 28, 28, dtype=torch.uint8)
+    data = example.mnist_data.Images(images, torch.arange(1000) // 100)
+    shares = [
+        example.sharing.training_batches(data, rank, 2, 20, seed=1, max_steps=2)
+        for rank in range(2)
+    ]
+    labels = torch.cat([labels for loader in shares for _, labels in loader])
+    assert len(labels) == 80 and len(set(labels.tolist())) == 10
+
+
+def test_help_lists_the_shared_flags_but_none_of_absl(example):
+    example.script.list_flags("the program")
+    told = example.flags.FLAGS.module_help("the program")
+    for flag in ("resume_epoch", "compilation_cache", "plan", "use_nested_fsdp"):
+        assert re.search(rf"^ +--(\[no\])?{flag}: ", told, re.MULTILINE), flag
+    assert "only_check_args" not in told
+
+
 def test_every_held_out_image_counts_once(example):
-    data = example.mnist_data.load(False).first(101)
+    data = example.mnist_data.load(False)
+    data = example.mnist_data.Images(data.images[:101], data.labels[:101])
     counts, batches = [], set()
     for rank in range(4):
         loader = example.sharing.test_batches(data, rank, 4, 8)

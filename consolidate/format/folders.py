@@ -74,23 +74,30 @@ def has_manifest(store: Store, folder: str) -> bool:
         return False
 
 
-def newest(store: Store, root: str) -> Place | None:
-    """The checkpoint with the highest step, and of several of one step the last."""
+def newest(store: Store, root: str, step: int | None = None) -> Place | None:
+    """The checkpoint of ``step``, or of the highest; of several of one step the last."""
     for place in reversed(places(store, root)):
-        if has_manifest(store, join(root, place.name)):
+        if step in (None, place.step) and has_manifest(store, join(root, place.name)):
             return place
     return None
 
 
-def resolve(path: Any) -> tuple[Store, str]:
+def resolve(path: Any, step: int | None = None) -> tuple[Store, str]:
     """The store and folder of the checkpoint that ``path`` means: it, or the newest in it.
 
+    With ``step``, the last that was saved of that step in the folder ``path``.
+
     Raises:
-        CheckpointNotFoundError: there is nothing.
+        CheckpointNotFoundError: there is nothing, or nothing of this step.
         IncompleteCheckpointError: there is no manifest.
     """
     store, folder = open_store(path)
     names = store.list(folder)
+    if step is not None:
+        place = newest(store, folder, step)
+        if place is None:
+            raise CheckpointNotFoundError(f"{folder}: has no complete checkpoint of step {step}")
+        return store, join(folder, place.name)
     if manifest.NAME in names:
         return store, folder
     place = newest(store, folder)

@@ -293,10 +293,11 @@ class ShardedCheckpoint:
             self._all_pieces()
 
 
-def latest(path: Any) -> str | None:
+def latest(path: Any, step: int | None = None) -> str | None:
     """The newest complete checkpoint in the folder ``path``, ``None`` if there is none.
 
-    Looks at manifests, names and sizes, not at every byte; loading does that.
+    With ``step``, the last that was saved of that step. Looks at manifests, names and sizes, not at
+    every byte; loading does that.
 
     Raises:
         CheckpointError: the newest one claims to be complete but is damaged; remove its folder to
@@ -306,7 +307,7 @@ def latest(path: Any) -> str | None:
 
     store, root = open_store(path)
     while True:
-        place = folders.newest(store, root)
+        place = folders.newest(store, root, step)
         if place is None:
             return None
         # As the caller wrote it: the store's own path has no protocol.
@@ -317,6 +318,6 @@ def latest(path: Any) -> str | None:
                 CheckedFile(store, join(checkpoint.folder, record.name), record)
             return found
         except CheckpointError:
-            if folders.newest(store, root) == place:
+            if folders.newest(store, root, step) == place:
                 raise
             # It was removed a moment ago, as there is a newer one.

@@ -1,15 +1,21 @@
 """Checkpoints of an example: saved while it trains, resumed from, and joined into one file."""
 
+from __future__ import annotations
+
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xla_fsdp
 from xla_fsdp.consolidate import CheckpointError
 
 from .script import Stop
+
+if TYPE_CHECKING:
+    from xla_fsdp import LoadedCheckpoint
 
 
 def is_remote(folder: str) -> bool:
@@ -20,6 +26,8 @@ def is_remote(folder: str) -> bool:
 def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
     """Makes the folder of the checkpoints, before hours of training rather than after."""
     folder = getattr(options, flag)
+    if not folder:
+        raise Stop(f"--{flag} is empty; name a folder", code=2)
     if not is_remote(folder):
         try:
             os.makedirs(folder, exist_ok=True)
@@ -27,31 +35,80 @@ def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
             raise Stop(f"--{flag}={folder}: {error.strerror}: {folder}", code=2) from error
         if not os.access(folder, os.W_OK):
             raise Stop(f"--{flag}={folder}: {folder} is not writable", code=2)
+    step = options.resume_epoch
     try:
-        found = xla_fsdp.latest(folder)
+        # Asked for an older one, a damaged newest one is in nobody's way.
+        found = xla_fsdp.latest(folder, step=step) if step else xla_fsdp.latest(folder)
     except (CheckpointError, OSError, ImportError, ValueError) as error:
-        raise Stop(f"--{flag}={folder}: {' '.join(str(error).split())}", code=2) from error
-    if found and not (options.resume or options.resume_epoch):
+        reason = " ".join(str(error).split())
+        older = "" if step or not isinstance(error, CheckpointError) else _another(folder)
+        raise Stop(f"--{flag}={folder}: {reason}{older}", code=2) from error
+    if step and not found:
+        raise Stop(f"no complete checkpoint of --resume_epoch={step} in {folder}", code=2)
+    if found and not (options.resume or step):
         raise Stop(f"{found} is there from an earlier run: --resume, or another --{flag}", 2)
 
 
 def resume(
-    folder: str, model: Any, optimizer: Any, scheduler: Any, steps: int, step: int = 0
-) -> int:
-    """Loads a checkpoint; returns how many of ``steps`` are done.
+    folder: str,
+    state: tuple[Any, Any, Any],
+    network: dict[str, Any],
+    steps: int,
+    step: int = 0,
+) -> LoadedCheckpoint | None:
+    """Loads the checkpoint of ``step``, or, for 0, the latest, ``None`` if there is none.
 
-    That of ``step``, or, for 0, the latest, if there is one.
+    Args:
+        state: model, optimizer and scheduler.
+        network: what :func:`extra` was given when it was saved.
+        steps: those of the whole run.
+
+    Raises:
+        Stop: with code 2: it is damaged, of another network, or beyond ``steps``.
     """
-    path = f"{folder}/step-{step:08d}" if step else folder
     try:
-        found = xla_fsdp.load_checkpoint(path, model, optimizer, scheduler, missing_ok=not step)
+        found = xla_fsdp.load_checkpoint(folder, *state, missing_ok=not step, step=step or None)
     except CheckpointError as error:
-        raise Stop(str(error), code=2) from error
+        # What another rank met begins with that rank and the class of its error.
+        told = re.sub(r"^rank \d+ could not [^:]*: \w+: ", "", str(error))
+        raise Stop(told, code=2) from error
     if found is None:
-        return 0
-    if found.step >= steps:
+        return None
+    _require_same(network, found)
+    if found.step > steps:
         raise Stop(f"{found.path} is at {found.step} already: nothing to train up to {steps}", 2)
-    return found.step
+    return found
+
+
+def extra(network: dict[str, Any]) -> dict[str, Any]:
+    """What is saved beside the tensors: some networks differ in no shape, as in their heads."""
+    return {"network": network}
+
+
+def _require_same(network: dict[str, Any], found: LoadedCheckpoint) -> None:
+    saved = found.extra.get("network") if isinstance(found.extra, dict) else None
+    if not isinstance(saved, dict):
+        return  # saved before networks were
+    for name in sorted(saved.keys() | network.keys()):
+        if saved.get(name) != network.get(name):
+            raise Stop(
+                f"{found.path} is of another network: its {name} is {saved.get(name)}, not "
+                f"{network.get(name)}; give it the same, or begin in another folder",
+                code=2,
+            )
+
+
+def _another(folder: str) -> str:
+    """What to do about a damaged newest checkpoint: take the newest one that looks whole."""
+    from xla_fsdp.consolidate.format import folders, store
+
+    for place in reversed(folders.places(*store.open_store(folder))):
+        try:
+            if xla_fsdp.latest(folder, step=place.step):
+                return f"; --resume_epoch={place.step} goes on from the newest that is whole"
+        except CheckpointError:
+            pass
+    return ""
 
 
 def consolidate(checkpoint: str, folder: str) -> None:

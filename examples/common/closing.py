@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from . import checkpoints, compiled, networks
+from . import checkpoints, compiled, networks, test_images
 from .progress import TrainingProgress, print_table
 from .script import Stop
 
@@ -25,14 +25,15 @@ def summarize(
     progress: TrainingProgress,
     epochs: int,
     world_size: int,
-    loss: float,
+    loss: float | None,
     correct: int,
     saved: str,
 ) -> None:
     """Prints the closing table, with the accuracy that plain torch gets from the saved model.
 
     Args:
-        loss: the mean of the last epoch. ``correct``: of ``task.images``, by the sharded model.
+        loss: the mean of the last epoch; ``None`` if this run had none to train.
+        correct: of ``task.images``, by the sharded model.
         saved: the last checkpoint.
 
     Raises:
@@ -44,10 +45,9 @@ def summarize(
         ("epochs", f"{epochs}"),
         ("parameters", f"{parameters:,}"),
         ("ranks", f"{world_size}"),
-        ("training time", f"{progress.seconds:.1f} s"),
+        *(() if loss is None else [("training time", f"{progress.seconds:.1f} s")]),
         ("programs", compiled.summary(options)),
-        ("samples/s, last epoch", f"{progress.samples_per_second:,.0f}"),
-        ("final training loss", f"{loss:.4f}"),
+        *(() if loss is None else _of_the_last_epoch(progress, loss)),
         ("checkpoint", saved),
         *([] if remote else [("size, each rank", _sizes(saved))]),
         ("accuracy, sharded", f"{correct / task.images:.2%} ({correct} of {task.images})"),
@@ -63,7 +63,8 @@ def summarize(
         checkpoints.consolidate(saved, weights)
         size = sum(entry.stat().st_size for entry in os.scandir(weights))
         rows.append(("consolidated", f"{folder} ({size / 1024:,.0f} KiB)"))
-        if task.description is not None and parameters * task.images <= EVALUATED:
+        known = test_images.are_known(task.description)
+        if known and parameters * task.images <= EVALUATED:
             again = evaluate_in_plain_torch(folder)
             allowed = task.images // (2000 if task.exact else 50)
             agree = abs(again["correct"] - correct) <= allowed
@@ -75,13 +76,21 @@ def summarize(
                 ("agree", "yes" if agree else "no"),
             ]
         else:
-            rows.append(("in plain torch", f"python examples/evaluate.py {folder}"))
+            command = f"python examples/evaluate.py {folder}" + ("" if known else " --datadir=DIR")
+            rows.append(("in plain torch", command))
     print_table(task.title, rows)
     if not agree:
         raise Stop(
             f"the sharded model got {correct} of {task.images} right, the consolidated one "
             f"{again['correct']}: the checkpoint is not the model that was trained"
         )
+
+
+def _of_the_last_epoch(progress: TrainingProgress, loss: float) -> list[tuple[str, str]]:
+    return [
+        ("samples/s, last epoch", f"{progress.samples_per_second:,.0f}"),
+        ("final training loss", f"{loss:.4f}"),
+    ]
 
 
 def count_parameters(saved: str) -> int:

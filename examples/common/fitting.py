@@ -26,10 +26,16 @@ from .progress import TrainingProgress
 from .script import Stop
 
 flags.DEFINE_integer("num_devices", None, "ranks; default: 4 on CPU, all on TPU", 1, 8)
-flags.DEFINE_integer("seed", 1, "seed of weights and shuffling", lower_bound=0)
+# Ranks and epochs are added to it, and torch takes what fits into 64 bits.
+flags.DEFINE_integer("seed", 1, "seed of weights and shuffling", 0, 2**32 - 1)
 flags.DEFINE_bool("resume", False, "go on from the latest checkpoint, if there is one")
 flags.DEFINE_integer(
     "resume_epoch", 0, "go on from the checkpoint of this epoch, not from the latest", 0
+)
+flags.register_multi_flags_validator(
+    ["resume", "resume_epoch"],
+    lambda given: not (given["resume"] and given["resume_epoch"]),
+    "choose one: --resume takes the latest checkpoint, --resume_epoch that of an epoch",
 )
 flags.DEFINE_bool("no_ckpt_consolidation", False, "leave it at the files of the ranks")
 flags.DEFINE_integer("keep_ckpts", 2, "checkpoints kept, the latest ones", lower_bound=1)
@@ -49,7 +55,7 @@ class Task:
         scheduler: ``step`` steps it, or ``None``.
         batches, held_out: this rank's (``sharing``); ``images``: how many are held out in all.
         network: what ``networks.build`` takes.
-        description: what ``test_images.of`` takes; ``None`` where there are no images.
+        description: what ``test_images.of`` takes.
         exact: whether plain torch must get the very same images right; narrower dtypes round.
     """
 
@@ -62,7 +68,7 @@ class Task:
     held_out: DataLoader
     images: int
     network: dict[str, Any]
-    description: dict[str, Any] | None
+    description: dict[str, Any]
     exact: bool = True
 
 
@@ -77,7 +83,8 @@ def fit(
     """Trains up to ``num_epochs``, evaluating and saving every so many, and after the last.
 
     ``options`` has the flags of this module and of ``planned``; ``folder`` is for the checkpoints.
-    Runs on every rank; returns the accuracy at the end, 0 to 1.
+    Runs on every rank; returns the accuracy at the end, 0 to 1. A run that is resumed after its
+    last epoch, having been ended before its end, is evaluated and consolidated.
 
     Raises:
         Stop: the checkpoints do not fit (code 2); the loss is not finite any more; plain torch does
@@ -95,11 +102,14 @@ def fit(
     # Every rank has the same weights by now; dropout and crops are to be different ones.
     torch.manual_seed(options.seed + 1 + rank)
     xm.set_rng_state(options.seed + 1 + rank, str(torch_xla.device()))
-    done = 0
+    found = loss = None
     if (options.resume or options.resume_epoch) and not options.plan:
         state = (task.model, task.optimizer, task.scheduler)
-        done = checkpoints.resume(folder, *state, num_epochs, options.resume_epoch)
+        found = checkpoints.resume(folder, state, task.network, num_epochs, options.resume_epoch)
+    done, saved = (found.step, found.path) if found else (0, "")
     show = rank == 0 and not options.plan
+    if done == num_epochs and show:
+        print(f"{saved} is the last epoch's: nothing is left to train", flush=True)
     with TrainingProgress(show, len(batches), images_a_step, options.logdir) as progress:
         for epoch in range(done + 1, num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
@@ -112,21 +122,24 @@ def fit(
             last = epoch == num_epochs
             correct = None
             if last or epoch % eval_interval == 0:
-                average_batch_statistics(task.model)
-                with on_device(task.held_out, options) as loader:
-                    correct = count_correct(task.model, loader)
+                correct = evaluate(task, options)
             progress.report(
                 loss, None if correct is None else correct / task.images, memory_in_use()
             )
             if last or epoch % save_interval == 0:
+                if correct is None:
+                    average_batch_statistics(task.model)
                 saved = xla_fsdp.save_checkpoint(
                     folder,
                     task.model,
                     task.optimizer,
                     task.scheduler,
                     step=epoch,
+                    extra=checkpoints.extra(task.network),
                     keep_last=options.keep_ckpts,
                 )
+        if done == num_epochs:
+            correct = evaluate(task, options)
 
     if rank == 0:
         closing.summarize(task, options, progress, num_epochs, world_size, loss, correct, saved)
@@ -164,6 +177,13 @@ def on_device(batches: DataLoader, options: SimpleNamespace) -> Iterator[Iterabl
     finally:
         # Its threads must not be left at work when a failed run ends the process.
         loader.close()
+
+
+def evaluate(task: Task, options: SimpleNamespace) -> int:
+    """How many held-out images the model gets right, over all ranks."""
+    average_batch_statistics(task.model)
+    with on_device(task.held_out, options) as loader:
+        return count_correct(task.model, loader)
 
 
 def average_batch_statistics(model: nn.Module) -> None:

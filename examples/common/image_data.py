@@ -26,6 +26,7 @@ flags.DEFINE_float("min_crop", None, "least part of a training image that is sho
 flags.DEFINE_integer(
     "num_workers", None, "processes a rank that read images; default: 4, none for digits", 0
 )
+script.require("datadir", bool, "is empty; name a folder")
 script.require("min_crop", lambda value: 0 < value <= 1, "must be greater than 0 and at most 1")
 
 
@@ -46,7 +47,13 @@ def prepare(options: SimpleNamespace) -> bool:
     if options.fake_data:
         script.fill_in(options, num_classes=1000)
     else:
-        options.classes = image_folders.classes(options.datadir)
+        try:
+            options.classes = image_folders.classes(options.datadir)
+        except script.Stop as error:
+            if not digits:
+                raise
+            remedy = f"remove {DIGITS}, which is made again"
+            raise script.Stop(f"{error.message}; {remedy}", code=2) from error
         found = len(options.classes)
         script.fill_in(options, num_classes=found)
         if options.num_classes < found:
@@ -63,14 +70,13 @@ def prepare(options: SimpleNamespace) -> bool:
     return digits
 
 
-def describe(options: SimpleNamespace, interpolation: str = "bilinear") -> dict[str, Any] | None:
-    """How the test images are read, for ``test_images.of``; ``None`` if they are fake."""
-    if options.fake_data:
-        return None
+def describe(options: SimpleNamespace, interpolation: str = "bilinear") -> dict[str, Any]:
+    """How the test images are read, for ``test_images.of``; fake ones are in no folder."""
+    fake = options.fake_data
     return {
         "kind": "folders",
-        "datadir": options.datadir,
-        "classes": options.classes,
+        "datadir": None if fake else os.path.abspath(options.datadir),
+        "classes": None if fake else options.classes,
         "image_size": options.image_size,
         "interpolation": interpolation,
         # Digits fill their image.

@@ -77,37 +77,34 @@ def test_images(
     )
 
 
-def classes(folder: str) -> list[str]:
-    """Names of the classes. Reads names of folders only.
+def classes(folder: str, parts: tuple[str, ...] = ("train", "val")) -> list[str]:
+    """Names of the classes. Reads names of folders only; an evaluation needs ``val`` only.
 
     Raises:
-        Stop: with code 2: no such folder; no ``train`` or ``val`` in it, or without classes; or
-            not the same classes in both.
+        Stop: with code 2: no such folder; one of ``parts`` is not in it, or without classes; or
+            they do not have the same classes.
     """
     found = {}
-    for part in ("train", "val"):
+    for part in parts:
         path = os.path.join(folder, part)
         if not os.path.isdir(path):
-            raise Stop(
-                f"no folder {path}; images are expected in {folder}/train/<class>/ and "
-                f"{folder}/val/<class>/",
-                code=2,
-            )
+            expected = " and ".join(f"{folder}/{each}/<class>/" for each in parts)
+            raise Stop(f"no folder {path}; images are expected in {expected}", code=2)
         found[part] = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
         if not found[part]:
             raise Stop(f"{path} is empty: no folder of a class in it", code=2)
-    different = sorted(set(found["train"]) ^ set(found["val"]))
+    different = sorted(set(found[parts[0]]) ^ set(found[parts[-1]]))
     if different:
         raise Stop(
             f"{folder}: train and val do not have the same classes: {different[0]!r} is in one "
             f"only ({len(different)} such)",
             code=2,
         )
-    return found["train"]
+    return found[parts[0]]
 
 
 def digits(folder: str) -> str:
-    """Writes scikit-learn's digits there unless they are there already; returns ``folder``.
+    """Writes scikit-learn's digits there unless something is there already; returns ``folder``.
 
     1,500 to train and 297 to test, 32 x 32 pixels.
     """
@@ -116,7 +113,7 @@ def digits(folder: str) -> str:
 
     from .mnist_data import split_digits
 
-    if os.path.isdir(folder):
+    if _is_filled(folder):
         return folder
     all_digits = load_digits()
     parts = dict(zip(("train", "val"), split_digits(all_digits), strict=True))
@@ -134,11 +131,15 @@ def digits(folder: str) -> str:
                         image[None, None], size=(DIGIT_EDGE, DIGIT_EDGE), mode="bilinear"
                     )
                     save_image(image[0], os.path.join(place, f"{index:04}.png"))
-            if not os.path.isdir(folder):
+            if not _is_filled(folder):
                 os.rename(os.path.join(draft, "digits"), folder)
     except OSError as error:
         raise Stop(f"the digits can not be written to {folder}: {error.strerror}", 2) from error
     return folder
+
+
+def _is_filled(folder: str) -> bool:
+    return os.path.isdir(folder) and bool(os.listdir(folder))
 
 
 def _open(folder: str, part: str, steps: list) -> datasets.ImageFolder:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+from .script import Stop
+
 GIB = 1 << 30
+# Of float32: the weight, its gradient, and two states of Adam.
+BYTES_PER_PARAMETER = 16
 
 
 @dataclass(frozen=True)
@@ -35,3 +40,36 @@ def memory_in_use() -> Memory:
 
         return Memory(pages * resource.getpagesize(), None, "host")
     return Memory(found["bytes_used"], found["bytes_limit"], "HBM")
+
+
+def require_for_training(parameters: int, flags: str) -> None:
+    """Refuses a model that no CPU ranks could train: the system would end them without a word.
+
+    Args:
+        parameters: of all ranks, which share this machine's memory.
+        flags: what makes the model smaller.
+
+    Raises:
+        Stop: with code 2.
+    """
+    import torch_xla.runtime as xr
+
+    if xr.device_type() != "CPU":
+        return
+    needed, there = parameters * BYTES_PER_PARAMETER, _memory_of_the_machine()
+    if needed > there:
+        raise Stop(
+            f"{parameters:,} parameters take {needed / GIB:,.0f} GiB with gradients and optimizer "
+            f"on CPU ranks, the machine has {there / GIB:,.0f} GiB: choose a smaller {flags}, a "
+            "TPU, or --plan=SLICE to see what that needs",
+            code=2,
+        )
+
+
+def _memory_of_the_machine() -> int:
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            return min(found, int(file.read()))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return found

@@ -40,9 +40,6 @@ class Images(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def first(self, count: int) -> Images:
-        return Images(self.images[:count], self.labels[:count])
-
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         image = self.images[index].unsqueeze(0).float() / 255
         return (image - MEAN) / STD, int(self.labels[index])
@@ -76,7 +73,11 @@ def load(train: bool, datadir: str | None = None, fake: bool = False) -> Images:
     if datadir:
         from torchvision.datasets import MNIST
 
-        mnist = MNIST(datadir, train=train)
+        try:
+            mnist = MNIST(datadir, train=train)
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise Stop(f"no MNIST in --datadir={datadir}: {reason}", code=2) from error
         return Images(mnist.data, mnist.targets)
     return _bundled_digits(train)
 

@@ -58,8 +58,12 @@ def require_torchvision(model: str) -> None:
 
     known = models.list_models(module=models)
     if model not in known:
-        close = difflib.get_close_matches(model, known, n=3) or known
-        raise Stop(f"no model {model!r} in torchvision; there are {', '.join(close)}", code=2)
+        close = difflib.get_close_matches(model, known, n=3) or ["resnet50", "vit_b_16"]
+        raise Stop(
+            f"no model {model!r} among torchvision's {len(known)} classifiers, such as "
+            f"{', '.join(close)}; torchvision.models.list_models(torchvision.models) lists them",
+            code=2,
+        )
 
 
 def try_out(model: str, num_classes: int, batch_size: int, image_size: int) -> None:

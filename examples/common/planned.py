@@ -25,6 +25,11 @@ script.require(
     lambda paths: all(path.endswith((".json", ".png", ".html")) for path in paths),
     "must end in .json, .png or .html",
 )
+flags.register_multi_flags_validator(
+    ["plan", "plan_report"],
+    lambda given: given["plan"] or not given["plan_report"],
+    "--plan_report needs --plan",
+)
 
 
 def launch_or_plan(

@@ -39,7 +39,16 @@ def require(flag: str, condition: Callable, message: str) -> None:
     flags.register_validator(flag, lambda value: value is None or condition(value), message)
 
 
+def list_flags(program: str) -> None:
+    """Lets --help of ``program`` list the flags of the shared helpers too, but not absl's own."""
+    for module, defined in flags.FLAGS.flags_by_module_dict().items():
+        if module.partition(".")[0] == "common":
+            for flag in defined:
+                flags.FLAGS.register_key_flag_for_module(program, flag)
+
+
 def _parse(arguments: bool, argv: list[str]) -> list[str]:
+    list_flags(argv[0])
     try:
         rest = flags.FLAGS(argv)
         if len(rest) > 1 and not arguments:

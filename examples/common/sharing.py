@@ -1,5 +1,6 @@
 """Which images a rank gets. Plain torch."""
 
+import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from .script import Stop
@@ -43,7 +44,9 @@ def training_batches(
         workers: how a ``DataLoader`` reads.
     """
     if max_steps:
-        data = Subset(data, range(min(len(data), max_steps * batch_size * world_size)))
+        # Not the first ones: in folders these are all of the first classes.
+        chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+        data = Subset(data, chosen[: max_steps * batch_size * world_size].tolist())
     sampler = DistributedSampler(data, world_size, rank, seed=seed, drop_last=drop_last)
     loader = DataLoader(data, batch_size, sampler=sampler, drop_last=drop_last, **workers)
     if not len(loader):

@@ -26,6 +26,7 @@ def load_checkpoint(
     strict: bool = True,
     restore_rng: bool = True,
     missing_ok: bool = False,
+    step: int | None = None,
 ) -> LoadedCheckpoint | None:
     """Loads what :func:`save_checkpoint` saved; call on every rank.
 
@@ -41,6 +42,7 @@ def load_checkpoint(
             is left as it is. Shapes and dtypes must fit in any case.
         missing_ok: return ``None`` if there is no checkpoint. All ranks go by what rank 0 finds;
             of their own :func:`latest` one may have found what others do not see yet.
+        step: the last that was saved of this step in the folder ``path``, not the newest.
         restore_rng: restore torch's and XLA's random states, if as many ranks saved them.
 
     Raises:
@@ -52,7 +54,7 @@ def load_checkpoint(
     meeting = Meeting()
     torch_xla.sync()
     seed = device_seed()
-    found = meeting.first("find the checkpoint", lambda: _find(path, missing_ok))
+    found = meeting.first("find the checkpoint", lambda: _find(path, missing_ok, step))
     if found is None:
         set_device_seed(seed)
         return None
@@ -75,16 +77,16 @@ def load_checkpoint(
     return prepared[0].result
 
 
-def _find(path: str | os.PathLike, missing_ok: bool) -> list[str] | None:
+def _find(path: str | os.PathLike, missing_ok: bool, step: int | None) -> list[str] | None:
     text = os.fsdecode(path)
     try:
-        folders.resolve(text)
+        _, folder = folders.resolve(text, step)
     except CheckpointNotFoundError:
         if missing_ok:
             return None
         raise
-    checkpoint = ShardedCheckpoint(text)
-    name = checkpoint.folder.rpartition("/")[2]
+    name = folder.rpartition("/")[2]
     whole = text.rstrip("/") or "/"
-    shown = whole if whole.rpartition("/")[2] == name else f"{whole}/{name}"
-    return [shown, checkpoint.manifest.save_id]
+    is_itself = step is None and whole.rpartition("/")[2] == name
+    shown = whole if is_itself else f"{whole}/{name}"
+    return [shown, ShardedCheckpoint(shown).manifest.save_id]
