@@ -355,8 +355,8 @@ def test_latest_while_a_newer_one_takes_its_place(tmp_path, monkeypatch):
     save(root, 1, 1.0)
     real, calls = folders.newest, []
 
-    def newest(store, path):
-        place = real(store, path)
+    def newest(store, path, step=None):
+        place = real(store, path, step)
         if not calls:
             calls.append(save(root, 2, 2.0, keep_last=1))
         return place
