@@ -93,7 +93,7 @@ class TestImageNet:
         flags = ("--num_epochs=4", "--target_accuracy=75", "--logdir=curves")
         rows = table(run("train_imagenet.py", *flags, XLA_FLAGS=""))
         assert rows["ranks"] == "4" and rows["parameters"] == "11,181,642"
-        assert rows["accuracy, sharded"] == rows["accuracy, plain torch"]
+        assert rows["agree"] == "yes"
         assert accuracy(rows["accuracy, sharded"]) >= 75
         assert sum(1 for _ in (tmp_path / "runs/digits/train").glob("*/*.png")) == 1500
         assert sum(1 for _ in (tmp_path / "runs/digits/val").glob("*/*.png")) == 297
@@ -127,7 +127,7 @@ class TestImageNet:
         flags = ("--datadir=images", "--num_workers=2", "--image_size=32", "--model=squeezenet1_1")
         flags += ("--num_devices=2", "--batch_size=4", "--max_steps=2", "--num_epochs=1")
         rows = table(run("train_imagenet.py", *flags))
-        assert rows["accuracy, sharded"] == rows["accuracy, plain torch"]
+        assert rows["agree"] == "yes"
 
     def test_wrong_inputs_end_in_one_line(self, refused):
         refused(

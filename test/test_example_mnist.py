@@ -39,9 +39,8 @@ def test_trains_saves_consolidates_and_agrees(train, tmp_path):
     rows = table(done)
     assert rows["epochs"] == "2" and rows["ranks"] == "2" and rows["parameters"] == "21,900"
     assert float(rows["final training loss"]) < 0.5
-    assert rows["accuracy, sharded"] == rows["accuracy, plain torch"]
-    assert float(rows["accuracy, sharded"].split("%")[0]) > 90
     assert rows["agree"] == "yes"
+    assert float(rows["accuracy, sharded"].split("%")[0]) > 90
     assert re.match(r"\d+ compiled, 0 from the cache in", rows["programs"])
     # Not a terminal: no bar, a line an epoch.
     assert (
@@ -150,7 +149,7 @@ def test_disagreement_is_an_error(example, monkeypatch, capsys, tmp_path):
     saved.mkdir(parents=True)
     (saved / "rank-00000-of-00001.safetensors").write_bytes(b"shard")
     monkeypatch.setattr(closing.checkpoints, "consolidate", lambda _, folder: Path(folder).mkdir())
-    again = {"correct": 89, "images": 100, "accuracy": 0.89}
+    again = {"correct": 88, "images": 100, "accuracy": 0.88}
     monkeypatch.setattr(closing, "evaluate_in_plain_torch", lambda folder: again)
     monkeypatch.setattr(closing, "count_parameters", lambda saved: 10)
     task = SimpleNamespace(

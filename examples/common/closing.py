@@ -66,7 +66,8 @@ def summarize(
         known = test_images.are_known(task.description)
         if known and parameters * task.images <= EVALUATED:
             again = evaluate_in_plain_torch(folder)
-            allowed = task.images // (2000 if task.exact else 50)
+            # XLA and torch sum in other orders: an image on the border may fall on either side.
+            allowed = max(1, task.images // (2000 if task.exact else 50))
             agree = abs(again["correct"] - correct) <= allowed
             rows += [
                 (
