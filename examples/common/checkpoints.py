@@ -35,10 +35,10 @@ def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
             raise Stop(f"--{flag}={folder}: {error.strerror}: {folder}", code=2) from error
         if not os.access(folder, os.W_OK):
             raise Stop(f"--{flag}={folder}: {folder} is not writable", code=2)
-    step = options.resume_epoch
+    step = options.resume_epoch or None
     try:
         # Asked for an older one, a damaged newest one is in nobody's way.
-        found = xla_fsdp.latest(folder, step=step) if step else xla_fsdp.latest(folder)
+        found = xla_fsdp.latest(folder, step)
     except (CheckpointError, OSError, ImportError, ValueError) as error:
         reason = " ".join(str(error).split())
         older = "" if step or not isinstance(error, CheckpointError) else _another(folder)
