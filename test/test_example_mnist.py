@@ -1,6 +1,5 @@
 """The MNIST example, run the way a user runs it."""
 
-import json
 import os
 import re
 import shutil
@@ -232,23 +231,33 @@ def test_every_held_out_image_counts_once(example):
     assert torch.equal(found[found >= 0].sort().values, data.labels.sort().values)
 
 
-def test_ranks_can_be_processes_of_their_own(train, tmp_path):
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("train_mnist.py", ()),
+        ("train_resnet_auto_wrap.py", ()),
+        ("train_imagenet.py", ("--fake_data", "--model=resnet18")),
+        ("train_vit.py", ("--fake_data",)),
+    ],
+)
+def test_ranks_can_be_processes_of_their_own(run_script, tmp_path, script, flags):
     """As on TPU: what a rank gets must survive the way into a spawned process."""
-    (tmp_path / "fake").mkdir()
-    (tmp_path / "fake/xla_fsdp.py").write_text(
-        "import json, sys, types, multiprocessing as mp\n"
+    done = run_script(
+        "import runpy, sys, multiprocessing as mp\n"
         "from concurrent.futures import ProcessPoolExecutor\n"
-        "consolidate = sys.modules['xla_fsdp.consolidate'] = types.ModuleType('consolidate')\n"
-        "consolidate.CheckpointError = Exception\n"
-        "latest = lambda path: None\n"
-        "enable_compilation_cache = lambda path: '/cache'\n"
-        "def probe(fn, args):\n"
-        "    options, network = args\n"
-        "    return [fn.__name__, options.batch_size, len(network.state_dict())]\n"
+        "import xla_fsdp\n"
         "def launch(fn, args, num_devices):\n"
         "    with ProcessPoolExecutor(1, mp_context=mp.get_context('spawn')) as pool:\n"
-        "        print(json.dumps(pool.submit(probe, fn, args).result()))\n"
+        "        print(pool.submit(eval, 'repr((fn, args))', {'fn': fn, 'args': args}).result())\n"
+        "xla_fsdp.launch = launch\n"
+        "del sys.argv[0]\n"
+        "sys.path[0] = sys.argv[0].rpartition('/')[0]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n",
+        EXAMPLES / script,
+        "--batch_size=8",
+        *flags,
+        cwd=tmp_path,
+        env={"XDG_CACHE_HOME": str(tmp_path / "cache")},
     )
-    done = train("--batch_size=7", PYTHONPATH=str(tmp_path / "fake"))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == ["train", 7, 18]
+    assert re.search(r"^\(<function train .*batch_size=8", done.stdout, re.MULTILINE), done.stdout
