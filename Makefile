@@ -9,7 +9,7 @@ demo: install
 	$(PY) examples/train_mnist.py
 
 test: install
-	$(PY) -m pytest
+	$(PY) -m pytest -n logical --maxprocesses=4 --dist loadfile
 
 lint: install
 	$(PY) -m pip install -q -e '.[lint]'

