@@ -355,3 +355,36 @@ class TestSchedules:
         rates, after = self.rates(lambda optimizer: cosine(optimizer, 10, 110), 110)
         assert rates[9] == rates[10] == pytest.approx(0.4) and rates[60] == pytest.approx(0.2)
         assert min(rates) > 0 and after == pytest.approx(0, abs=1e-12)
+
+    @pytest.mark.parametrize("kind", ["step", "cosine"])
+    def test_goes_on_by_epochs_and_as_the_flags_say_now(self, common, kind):
+        """Epochs of 20 steps, and after the second, on half the ranks, of 40; another rate."""
+
+        def make(optimizer, steps):
+            if kind == "step":
+                return common.schedules.step_schedule(optimizer, steps, 1, 2, 10)
+            return common.schedules.cosine_schedule(optimizer, steps, 5 * steps)
+
+        def optimizer(lr, momentum):
+            parameter = torch.nn.Parameter(torch.zeros(1))
+            return torch.optim.SGD([parameter], lr=lr, momentum=momentum)
+
+        before = optimizer(0.4, 0.9)
+        schedule = make(before, 20)
+        for _ in range(2 * 20):
+            before.step()
+            schedule.step()
+        after = optimizer(0.1, 0.8)
+        then = make(after, 40)
+        given = common.schedules.settings(after)
+        after.load_state_dict(before.state_dict())
+        then.load_state_dict(schedule.state_dict())
+        common.schedules.go_on(after, then, given, 2 * 40)
+        found = []
+        for _ in range(3 * 40):
+            found.append(after.param_groups[0]["lr"])
+            after.step()
+            then.step()
+        whole, _ = self.rates(lambda optimizer: make(optimizer, 40), 5 * 40)
+        assert found == pytest.approx([rate / 4 for rate in whole[2 * 40 :]])
+        assert after.param_groups[0]["momentum"] == 0.8

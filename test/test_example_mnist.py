@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from example_runs import EXAMPLES, run_example, table
+from example_runs import EXAMPLES, curve, run_example, table
 
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 
@@ -60,8 +60,14 @@ def test_resumes_on_another_number_of_ranks(train, example, tmp_path):
     table(train(*first))
     again = train(*first)
     assert again.returncode == 2 and "is there from an earlier run: --resume" in again.stderr
-    done = train("--num_devices=3", "--num_epochs=2", "--fake_data", "--max_steps=4", "--resume")
+    done = train(
+        "--num_devices=3", "--num_epochs=2", "--fake_data", "--max_steps=4", "--resume",
+        "--lr=0.03", "--logdir=curves", "--log_steps=1",
+    )  # fmt: skip
     assert table(done)["checkpoint"] == "runs/mnist/ckpt/step-00000002"
+    # The rate of these flags, times these ranks; not the checkpoint's.
+    rates = curve(tmp_path / "curves", "train/learning_rate")
+    assert rates == {step: pytest.approx(0.09) for step in (5, 6, 7, 8)}
     assert done.stderr.count("epoch 2") == 1 and "epoch 1" not in done.stderr
     # Ended after its last checkpoint, as if before the rest of it: that is all that is done.
     shutil.rmtree(tmp_path / "runs/mnist/ckpt_consolidated")

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import xla_fsdp
 
-from . import checkpoints, closing
+from . import checkpoints, closing, schedules
 from .memory import memory_in_use
 from .progress import TrainingProgress
 from .script import Stop
@@ -106,7 +106,10 @@ def fit(
     found = loss = None
     if (options.resume or options.resume_epoch) and not options.plan:
         state = (task.model, task.optimizer, task.scheduler)
+        given = schedules.settings(task.optimizer)
         found = checkpoints.resume(folder, state, task.network, num_epochs, options.resume_epoch)
+        if found:
+            schedules.go_on(task.optimizer, task.scheduler, given, found.step * len(batches))
     done, saved = (found.step, found.path) if found else (0, "")
     show = rank == 0 and not options.plan
     if done == num_epochs and show:
@@ -220,11 +223,11 @@ def _train_epoch(task: Task, loader: Any, progress: TrainingProgress, log_steps:
     total = torch.zeros((), device=torch_xla.device())
     # The loader calls torch_xla.sync() between batches, which runs the step traced so far.
     for step, (images, labels) in enumerate(loader, start=1):
+        rate = task.optimizer.param_groups[0]["lr"]  # of this step, which sets the next one's
         loss = task.step(images, labels)
         total += loss
         if step % log_steps == 0:
             # Called once the step has run: loss.item() here would cut the step in two.
-            rate = task.optimizer.param_groups[0]["lr"]
             xm.add_step_closure(_show, (progress, step, loss, rate))
     return xm.mesh_reduce("loss", total.item(), sum) / step / xr.world_size()
 

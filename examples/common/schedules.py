@@ -5,6 +5,7 @@ step with 0 is another program, which would be compiled for that one step.
 """
 
 import math
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -40,6 +41,32 @@ def cosine_schedule(optimizer: Optimizer, warmup_steps: int, total_steps: int) -
         return (1 + math.cos(math.pi * min(1.0, done))) / 2
 
     return LambdaLR(optimizer, factor)
+
+
+def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What the flags made of every parameter group: rate, momentum, weight decay."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def go_on(
+    optimizer: Optimizer, scheduler: LambdaLR | None, given: list[dict[str, Any]], steps: int
+) -> None:
+    """To be called after a checkpoint was loaded: from here on it is as the flags say now.
+
+    An epoch of the run that goes on may have other steps, and its flags may ask for another rate;
+    the checkpoint brings back those of the run before.
+
+    Args:
+        given: the :func:`settings` from before loading.
+        steps: how many are done, counted in epochs as long as they are now.
+    """
+    for group, now in zip(optimizer.param_groups, given, strict=True):
+        group.update(now)
+    if scheduler is not None:
+        scheduler.last_epoch = steps
+        scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+            group["lr"] = group["initial_lr"] * factor(steps)
 
 
 def _warmup(step: int, steps: int) -> float:
