@@ -378,7 +378,7 @@ except ValueError as error:
     assert "num_devices=4" in str(error) and "8 devices" in str(error)
 else:
     raise AssertionError
-assert calls == [(print, ("a",)), (print, ())], calls
+assert [(fn.fn, args) for fn, args in calls] == [(print, ("a",)), (print, ())], calls
 print("handed over")
 """
         )

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-import torch_xla
 import torch_xla.runtime as xr
 from torch_xla._internal import tpu
 
-from . import compiler_options
+from . import compiler_options, spawned
 from ._cpu.errors import CollectiveMismatchError, RankError, RankTimeoutError
 from ._cpu.host import run_ranks
 from ._cpu.runtime import CpuRuntime
@@ -58,8 +57,9 @@ def launch(
 
     Raises:
         RankError: a rank raised; ``rank``, ``traceback`` and ``__cause__`` tell which and why. All
-            ranks are stopped within 5 seconds. A rank that can not be stopped (it sits in C++ or in
-            a long sleep) is left behind; until it ends the process can launch no more.
+            ranks are stopped within 5 seconds, on TPU those of this host, by ending their
+            processes. A rank that can not be stopped on CPU (it sits in C++ or in a long sleep) is
+            left behind; until it ends the process can launch no more.
         CollectiveMismatchError: ranks can not meet: one skips a collective, a sync or a rendezvous
             that others run, or runs another. The message says where each rank is.
         RankTimeoutError: a rank kept others waiting for longer than ``timeout``.
@@ -89,7 +89,7 @@ def launch(
             _join_torchrun()
             fn(xr.global_ordinal(), *args)
         else:
-            torch_xla.launch(in_spawned_processes(fn), tuple(args))
+            spawned.run(in_spawned_processes(fn), args)
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")

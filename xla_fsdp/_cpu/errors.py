@@ -1,4 +1,4 @@
-"""What a CPU launch raises."""
+"""What a launch raises: all of it on CPU ranks, RankError anywhere."""
 
 from __future__ import annotations
 

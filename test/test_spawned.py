@@ -1,0 +1,95 @@
+"""Ranks in processes of their own, as on TPU: torch_xla starts the processes, here on the CPU."""
+
+import pytest
+
+# Two processes, each a world of its own for XLA: no CPU has collectives between processes. The one
+# that does not fail waits as long as a collective would. It is the one started last that fails, of
+# which the pool of processes does not always know; here it never does.
+SCRIPT = """
+import os, sys, time
+from types import SimpleNamespace
+
+class Local(Exception):
+    def __init__(self, message, code):
+        super().__init__(message, code)
+        self.message, self.code = message, code
+
+class NotPortable(Exception):
+    def __init__(self, lock):
+        super().__init__("no", lock)
+
+def train(rank, how, folder):
+    if how != "well":
+        with open(os.path.join(folder, str(os.getpid())), "w"):
+            pass
+        while len(os.listdir(folder)) < 2:  # both are there
+            time.sleep(0.01)
+        if os.getpid() == max(map(int, os.listdir(folder))):
+            fail(how)
+        time.sleep(3600)
+    sys.exit(0)
+
+def fail(how):
+    import threading
+    if how == "kill":
+        os.kill(os.getpid(), 9)
+    if how == "lock":
+        raise NotPortable(threading.Lock())
+    raise Local("no such image", 2)
+
+if __name__ == "__main__":
+    from concurrent.futures.process import _ExecutorManagerThread as Pool
+    from torch_xla._internal import pjrt
+    import xla_fsdp
+    from xla_fsdp import spawned
+    pjrt.plugins.using_dynamic_plugins = lambda: True
+    count = 1 if sys.argv[1] == "well" else 2
+    pjrt.plugins.default = lambda: SimpleNamespace(physical_chip_count=lambda: count)
+    class First(dict):
+        def values(self):
+            return list(super().values())[:1]
+    wait = Pool.wait_result_broken_or_wakeup
+    def wait_for_the_first(pool):
+        processes, pool.processes = pool.processes, First(pool.processes)
+        try:
+            return wait(pool)
+        finally:
+            pool.processes = processes
+    Pool.wait_result_broken_or_wakeup = wait_for_the_first
+    try:
+        spawned.run(train, sys.argv[1:])
+    except xla_fsdp.RankError as error:
+        cause = error.__cause__
+        print(type(cause).__name__, getattr(cause, "code", None), error.rank)
+        print(error)
+    for name in os.listdir(sys.argv[2]):
+        try:
+            os.kill(int(name), 0)
+        except ProcessLookupError:
+            continue
+        print("left behind:", name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "first", "words"),
+    [
+        ("raise", "Local 2 0", "raised Local: ('no such image', 2)\n\nTraceback"),
+        ("lock", "BrokenProcessPool None 0", "raised NotPortable: ('no', <unlocked"),
+        ("kill", "BrokenProcessPool None None", "ended without an exception"),
+    ],
+)
+def test_one_that_fails_ends_all(run_script, tmp_path, how, first, words):
+    folder = tmp_path / "processes"
+    folder.mkdir()
+    done = run_script(SCRIPT, how, folder, env={"PJRT_DEVICE": "CPU"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == first
+    assert words in done.stdout and "left behind" not in done.stdout
+
+
+def test_a_rank_may_end_itself_well(run_script, tmp_path):
+    folder = tmp_path / "processes"
+    folder.mkdir()
+    done = run_script(SCRIPT, "well", folder, env={"PJRT_DEVICE": "CPU"})
+    assert done.returncode == 0 and done.stdout == "", done.stderr

@@ -1,0 +1,123 @@
+"""Ranks in processes of their own, as on TPU: the first that fails ends all of this host.
+
+``torch_xla.launch`` waits for its processes one after the other, and only then hands on what one of
+them has raised. The others wait as well, in a collective, for the one that has raised. So a rank
+that raises leaves a report and ends its process at once, and the process that launched them ends
+the others. Their pool would do so by itself, but does not always know of the last one it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import torch_xla
+
+from ._cpu.errors import RankError
+
+_REPORT = "report"
+_SECONDS_BETWEEN_LOOKS = 0.5
+
+
+def run(fn: Callable, args: Sequence[Any]) -> None:
+    """``torch_xla.launch(fn, args)``, which ends as soon as a rank of this host fails.
+
+    Raises:
+        RankError: a rank raised; ``__cause__`` is its exception, if that can be pickled. Or a
+            process ended by itself, which says no more.
+    """
+    with tempfile.TemporaryDirectory(prefix="xla_fsdp-") as name:
+        folder = Path(name)
+        try:
+            with _ending_all(folder):
+                torch_xla.launch(_Reporting(folder, fn), tuple(args))
+        except BrokenProcessPool as error:
+            failure, cause = _read(folder)
+            raise failure from (cause or error)
+
+
+class _Reporting:
+    """``fn``, which ends its process if it raises, and says why in ``folder``.
+
+    While it runs there is a file ``<process id>.<rank>``.
+    """
+
+    def __init__(self, folder: Path, fn: Callable) -> None:
+        self.folder, self.fn = folder, fn
+
+    def __call__(self, rank: int, *args: Any) -> None:
+        running = self.folder / f"{os.getpid()}.{rank}"
+        running.touch()
+        try:
+            self.fn(rank, *args)
+        except BaseException as error:
+            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                try:
+                    _write(self.folder, rank, error)
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                finally:
+                    # Nothing may wait here: the process may have another rank, in a collective.
+                    os._exit(1)
+        running.unlink()
+
+
+@contextlib.contextmanager
+def _ending_all(folder: Path) -> Iterator[None]:
+    """Within, a process that ends while it has a rank takes the others with it."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_SECONDS_BETWEEN_LOOKS):
+            # The files first: a process that ends well removes its own before.
+            running = {int(name.partition(".")[0]) for name in os.listdir(folder) if "." in name}
+            alive = {child.pid: child for child in multiprocessing.active_children()}
+            if running - alive.keys():
+                for process in running & alive.keys():
+                    alive[process].kill()
+
+    watcher = threading.Thread(target=watch, name="xla_fsdp-ranks", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _write(folder: Path, rank: int, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    try:
+        cause = pickle.dumps(error)
+        pickle.loads(cause)
+    except Exception:  # whatever the user's class does there
+        cause = None
+    message = f"rank {rank} raised {type(error).__name__}: {error}\n\n{text}"
+    draft = folder / f"report-{os.getpid()}-{threading.get_ident()}"
+    draft.write_bytes(pickle.dumps((message, rank, text, cause)))
+    with contextlib.suppress(FileExistsError):  # another rank was first
+        os.link(draft, folder / _REPORT)
+
+
+def _read(folder: Path) -> tuple[RankError, BaseException | None]:
+    try:
+        message, rank, text, cause = pickle.loads((folder / _REPORT).read_bytes())
+    except FileNotFoundError:
+        return RankError(
+            "a process of a rank ended without an exception: look above for what it or the "
+            "runtime printed, and in the system's log for whether it was killed for its memory"
+        ), None
+    try:
+        return RankError(message, rank, text), cause and pickle.loads(cause)
+    except Exception:  # a class that only the rank's process knows
+        return RankError(message, rank, text), None
