@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, fitting, image_data, networks, schedules, script, wrapping
+from common import checkpoints, fitting, image_data, memory, networks, schedules, script, wrapping
 from common.planned import launch_or_plan
 from torch import nn
 from torchvision import models
@@ -52,7 +52,7 @@ script.require(
 )
 script.require("label_smoothing", lambda value: 0 <= value < 1, "must be at least 0, less than 1")
 script.require("clip_grad_norm", lambda value: value >= 0, "must be at least 0")
-script.require("num_warmup_epochs", lambda value: 0 <= value < float("inf"), "must be finite")
+script.require("num_warmup_epochs", lambda value: 0 <= value <= 1e6, "must be from 0 to 1000000")
 script.require("lr_scheduler_divisor", lambda value: 1 <= value < float("inf"), "must be finite")
 script.require("target_accuracy", lambda value: 0 <= value <= 100, "must be from 0 to 100")
 
@@ -85,8 +85,9 @@ def main(options: SimpleNamespace) -> None:
     network = {"model": options.model, "num_classes": options.num_classes}
     # Statistics of one image will do if there are others on other ranks.
     together = max(2, options.batch_size) if options.sync_batch_norm else options.batch_size
-    networks.try_out(**network, batch_size=together, image_size=options.image_size)
+    parameters = networks.try_out(**network, batch_size=together, image_size=options.image_size)
     if not options.plan:
+        memory.require_for_training(parameters, "--model or --num_classes")
         checkpoints.prepare_folder(options)
     launch_or_plan(train, (options, network), options, options.num_devices, options.model)
 

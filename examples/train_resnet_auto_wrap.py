@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, fitting, image_data, networks, script
+from common import checkpoints, fitting, image_data, memory, networks, script
 from common.planned import launch_or_plan
 from torchvision.models.resnet import BasicBlock
 
@@ -26,8 +26,10 @@ script.require("lr", lambda value: 0 < value < float("inf"), "must be finite, gr
 def main(options: SimpleNamespace) -> None:
     image_data.prepare(options)
     script.fill_in(options, image_size=16)
-    networks.try_out("resnet18", options.num_classes, options.batch_size, options.image_size)
+    sizes = (options.num_classes, options.batch_size, options.image_size)
+    parameters = networks.try_out("resnet18", *sizes)
     if not options.plan:
+        memory.require_for_training(parameters, "--num_classes")
         checkpoints.prepare_folder(options)
     launch_or_plan(train, (options,), options, options.num_devices, "ResNet-18")
 

@@ -1,13 +1,14 @@
 """The scripts that train on folders of images, run the way a user runs them."""
 
+import errno
 import json
 import os
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from example_runs import EXAMPLES, run_example, table
+from safetensors.torch import load_file
 
 # Quick runs that need no image file.
 FAKE = ("--fake_data", "--num_classes=10", "--max_steps=2", "--num_devices=2")
@@ -30,13 +31,20 @@ def common(monkeypatch):
     """The helpers of the examples as a package."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import common.image_folders
+    import common.memory
     import common.networks
-    import common.schedules
+    import common.progress
     import common.sharing
     import common.test_images
     import common.vit
 
     return common
+
+
+@pytest.fixture
+def too_many(common):
+    """So many classes that a ResNet-18 fits into half of the memory, and its training does not."""
+    return common.memory._memory_of_the_machine() // 8 // 513
 
 
 @pytest.fixture
@@ -122,14 +130,28 @@ class TestImageNet:
         refusal(run("train_imagenet.py", *before), "is at 2 already: nothing to train up to 1")
         refusal(run("train_imagenet.py", *SMALL), "--resume, or another --ckpt_dir")
 
-    def test_reads_images_in_processes(self, run, common, tmp_path):
+    def test_reads_images_in_processes_and_resumes_bit_for_bit(self, run, common, tmp_path):
         common.image_folders.digits(str(tmp_path / "images"))
-        flags = ("--datadir=images", "--num_workers=2", "--image_size=32", "--model=squeezenet1_1")
-        flags += ("--num_devices=2", "--batch_size=4", "--max_steps=2", "--num_epochs=1")
-        rows = table(run("train_imagenet.py", *flags))
+        # With dropout.
+        flags = ("--datadir=images", "--image_size=32", "--model=squeezenet1_1", "--num_devices=2")
+        flags += ("--batch_size=4", "--max_steps=2")
+        rows = table(run("train_imagenet.py", *flags, "--num_workers=2", "--num_epochs=1"))
         assert rows["agree"] == "yes"
+        flags += ("--num_epochs=2", "--no_ckpt_consolidation")
+        resumed = table(run("train_imagenet.py", *flags, "--num_workers=0", "--resume"))
+        # Not evaluated after its first epoch, which must make no difference.
+        flags += ("--eval_interval=2", "--num_workers=1", "--ckpt_dir=straight")
+        straight = table(run("train_imagenet.py", *flags))
+        assert straight["final training loss"] == resumed["final training loss"]
+        for rank in range(2):
+            saved = [
+                load_file(tmp_path / rows["checkpoint"] / f"rank-0000{rank}-of-00002.safetensors")
+                for rows in (resumed, straight)
+            ]
+            assert saved[0].keys() == saved[1].keys()
+            assert [name for name in saved[0] if not saved[0][name].equal(saved[1][name])] == []
 
-    def test_wrong_inputs_end_in_one_line(self, refused):
+    def test_wrong_inputs_end_in_one_line(self, refused, too_many):
         refused(
             "train_imagenet",
             (["--datadir=nothing"], "no folder nothing/train"),
@@ -153,6 +175,17 @@ class TestImageNet:
             (["--weight_decay=inf"], "--weight_decay=inf"),
             (["--num_warmup_epochs=nan"], "--num_warmup_epochs=nan"),
             (["--target_accuracy=200"], "--target_accuracy=200"),
+            (["--num_warmup_epochs=1e308"], "--num_warmup_epochs=1e+308: must be from 0 to"),
+            (["--num_classes=1000000000000"], "GiB: choose a smaller model or --num_classes"),
+            (["--num_classes=1000000000000", "--model=regnet_y_400mf"], "model or --num_classes"),
+            (["--num_classes=1000000000000", "--plan=v3-8"], "model or --num_classes"),
+            ([f"--num_classes={too_many}"], "smaller --model or --num_classes, a TPU, or --plan"),
+            (["--num_classes=1" + 20 * "0"], "--num_classes=100000000000000000000: "),
+            (["--ckpt_dir=a\0b"], "--ckpt_dir=a\0b: embedded null byte"),
+            (["--datadir=a\0b"], "no folder a\0b/train"),
+            (["--plan=v3-8", "--plan_report=a\0.json"], "--plan_report=a\0.json: "),
+            (["--compilation_cache= "], "--compilation_cache= : is blank; name a folder"),
+            (["--compilation_cache=a\0b"], "--compilation_cache=a\0b: "),
             (["--batch_size=1000"], "choose a smaller --batch_size"),
         )
 
@@ -263,11 +296,13 @@ def test_the_smallest_example_trains_and_agrees(run):
     assert rows["agree"] == "yes"
 
 
-def test_the_smallest_example_refuses_in_one_line(refused, tmp_path):
+def test_the_smallest_example_refuses_in_one_line(refused, too_many, tmp_path):
     (tmp_path / "runs/digits/val/3").mkdir(parents=True)
     refused(
         "train_resnet_auto_wrap",
         (["--lr=nan"], "--lr=nan: must be finite"),
+        (["--fake_data", "--num_classes=1000000000000"], "choose a smaller model or --num_classes"),
+        (["--fake_data", f"--num_classes={too_many}"], "choose a smaller --num_classes, a TPU"),
         ([], "no folder runs/digits/train; "),
         ([], "; remove runs/digits, which is made again"),
     )
@@ -316,9 +351,25 @@ class TestFolders:
         (tmp_path / "val/dog").mkdir()
         assert folders.classes(str(tmp_path)) == ["cat", "dog"]
         with pytest.raises(stop, match="Found no valid file for the classes"):
-            folders.training_images(str(tmp_path), 16)
+            folders.training_images(str(tmp_path))
         with pytest.raises(stop, match="have the 2 classes .* trained on: 'cat' is in one only"):
             common.test_images.of("folders", str(tmp_path), ["cow", "dog"], image_size=16)
+
+    def test_a_folder_that_can_not_be_read_is_named(self, common, tmp_path, monkeypatch):
+        for part in ("train", "val"):
+            (tmp_path / part / "cat").mkdir(parents=True)
+
+        def refuse(path):  # root, as whom tests may run, can read all
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+        for name in ("scandir", "listdir"):
+            monkeypatch.setattr(common.image_folders.os, name, refuse)
+        words = "can not be read: Permission denied; make it readable"
+        with pytest.raises(common.script.Stop, match=f"train {words}") as stop:
+            common.image_folders.classes(str(tmp_path))
+        assert stop.value.code == 2
+        with pytest.raises(common.script.Stop, match=words):
+            common.image_folders.digits(str(tmp_path))
 
     def test_the_digits_are_written_once(self, common, tmp_path):
         (tmp_path / "new/digits").mkdir(parents=True)  # empty: as if there were none
@@ -332,59 +383,11 @@ class TestFolders:
         assert len(images) == 297 and image.shape == (3, 16, 16) and label == 0
 
 
-class TestSchedules:
-    def rates(self, make, steps):
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
-        scheduler = make(optimizer)
-        found = []
-        for _ in range(steps):
-            found.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-        return found, optimizer.param_groups[0]["lr"]
-
-    def test_steps_down_as_published(self, common):
-        step = common.schedules.step_schedule
-        rates, _ = self.rates(lambda optimizer: step(optimizer, 10, 5, 30, 10), 1000)
-        assert rates[0] == pytest.approx(0.4 / 50) and rates[24] == pytest.approx(0.2)
-        for epoch, rate in ((5, 0.4), (29, 0.4), (30, 0.04), (60, 0.004), (99, 0.0004)):
-            assert rates[epoch * 10] == pytest.approx(rate)
-
-    def test_half_a_cosine_to_nought(self, common):
-        cosine = common.schedules.cosine_schedule
-        rates, after = self.rates(lambda optimizer: cosine(optimizer, 10, 110), 110)
-        assert rates[9] == rates[10] == pytest.approx(0.4) and rates[60] == pytest.approx(0.2)
-        assert min(rates) > 0 and after == pytest.approx(0, abs=1e-12)
-
-    @pytest.mark.parametrize("kind", ["step", "cosine"])
-    def test_goes_on_by_epochs_and_as_the_flags_say_now(self, common, kind):
-        """Epochs of 20 steps, and after the second, on half the ranks, of 40; another rate."""
-
-        def make(optimizer, steps):
-            if kind == "step":
-                return common.schedules.step_schedule(optimizer, steps, 1, 2, 10)
-            return common.schedules.cosine_schedule(optimizer, steps, 5 * steps)
-
-        def optimizer(lr, momentum):
-            parameter = torch.nn.Parameter(torch.zeros(1))
-            return torch.optim.SGD([parameter], lr=lr, momentum=momentum)
-
-        before = optimizer(0.4, 0.9)
-        schedule = make(before, 20)
-        for _ in range(2 * 20):
-            before.step()
-            schedule.step()
-        after = optimizer(0.1, 0.8)
-        then = make(after, 40)
-        given = common.schedules.settings(after)
-        after.load_state_dict(before.state_dict())
-        then.load_state_dict(schedule.state_dict())
-        common.schedules.go_on(after, then, given, 2 * 40)
-        found = []
-        for _ in range(3 * 40):
-            found.append(after.param_groups[0]["lr"])
-            after.step()
-            then.step()
-        whole, _ = self.rates(lambda optimizer: make(optimizer, 40), 5 * 40)
-        assert found == pytest.approx([rate / 4 for rate in whole[2 * 40 :]])
-        assert after.param_groups[0]["momentum"] == 0.8
+@pytest.mark.parametrize(
+    "logdir, words",
+    [("/proc/nothing", "No such file"), ("a\0b", "null byte"), ("ftpx://a/b", "not known: ftpx")],
+)
+def test_curves_that_can_not_be_written_are_refused(common, logdir, words):
+    with pytest.raises(common.script.Stop, match=words) as stop:
+        common.progress.TrainingProgress(True, 1, 1, logdir)
+    assert stop.value.code == 2 and stop.value.message.startswith(f"--logdir={logdir}: ")

@@ -55,6 +55,23 @@ def test_trains_saves_consolidates_and_agrees(train, tmp_path):
     assert list((tmp_path / "curves").iterdir())
 
 
+def test_a_second_start_compiles_nothing(train, tmp_path):
+    flags = ("--fake_data", "--max_steps=2", "--num_epochs=1", "--num_devices=2")
+    flags += ("--no_ckpt_consolidation",)
+    found = []
+    for start in ("first", "second"):
+        rows = table(train(*flags, f"--ckpt_prefix={start}"))
+        assert rows["checkpoint"] == f"{start}/step-00000001"
+        counts = re.match(r"(\d+) compiled, (\d+) from the cache in", rows["programs"]).groups()
+        kept = {path for path in tmp_path.glob("cache/xla_fsdp/compiled/*/*") if not path.suffix}
+        found.append((*map(int, counts), kept, rows["final training loss"]))
+    (compiled, cached, kept, loss), second = found
+    # Both ranks may compile, or load, a program at the same moment.
+    assert 0 < len(kept) <= compiled and cached == 0
+    assert second[0] == 0 and second[1] >= len(kept)
+    assert second[2:] == (kept, loss)
+
+
 def test_resumes_on_another_number_of_ranks(train, example, tmp_path):
     first = ("--num_devices=2", "--num_epochs=1", "--fake_data", "--max_steps=4")
     table(train(*first))
@@ -139,6 +156,55 @@ def test_wrong_inputs_end_in_one_line(train, flags, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1 and not done.stdout
+
+
+@pytest.mark.parametrize("device", ["GPU", "cpu", ""])
+def test_a_device_that_ranks_can_not_have_is_refused(example, monkeypatch, device):
+    monkeypatch.setenv("PJRT_DEVICE", device)
+    options = SimpleNamespace(plan=None, compilation_cache="none")
+    with pytest.raises(example.script.Stop, match=f"PJRT_DEVICE={device}: .*TPU and CPU") as stop:
+        example.launch_or_plan(print, (), options, 1, "")
+    assert stop.value.code == 2
+
+
+def test_a_wrong_number_of_ranks_in_the_environment_is_refused(example, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setenv("CPU_NUM_DEVICES", "abc")
+    options = SimpleNamespace(plan=None, compilation_cache="none")
+    with pytest.raises(example.script.Stop, match="CPU_NUM_DEVICES.*abc") as stop:
+        example.launch_or_plan(print, (), options, None, "")
+    assert stop.value.code == 2 and "\n" not in stop.value.message
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda raw, name: damage(raw / name[0], 2, 99), "not in the format of MNIST"),
+        (lambda raw, name: damage(raw / name[0], 2, 10), "not in the format of MNIST"),
+        (lambda raw, name: damage(raw / name[0], 2, 9), "int8"),
+        (lambda raw, name: write_idx(raw / name[0], torch.zeros(5, 14, 14)), "5 x 14 x 14 images"),
+        (lambda raw, name: write_idx(raw / name[1], torch.zeros(4)), "and 4 labels"),
+        (lambda raw, name: write_idx(raw / name[1], torch.full((5,), 10)), "from 0 to 9"),
+    ],
+    ids=["no type", "unused type", "other type", "size", "count", "label"],
+)
+@pytest.mark.parametrize("first", [0, 2], ids=["train", "t10k"])
+def test_damaged_files_of_mnist_are_refused(example, tmp_path, spoil, words, first):
+    raw, names = tmp_path / "MNIST/raw", example.mnist_data.MNIST_FILES
+    for images, labels in (names[:2], names[2:]):
+        write_idx(raw / images, torch.zeros(5, 28, 28))
+        write_idx(raw / labels, torch.zeros(5))
+    assert len(example.mnist_data.load(not first, str(tmp_path))) == 5
+    spoil(raw, names[first:])
+    with pytest.raises(example.script.Stop, match=words) as stop:
+        example.mnist_data.load(not first, str(tmp_path))
+    assert stop.value.code == 2 and "\n" not in stop.value.message
+
+
+def damage(path, place, byte):
+    content = bytearray(path.read_bytes())
+    content[place] = byte
+    path.write_bytes(content)
 
 
 def test_a_batch_larger_than_the_data_is_refused(train):

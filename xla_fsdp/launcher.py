@@ -41,7 +41,8 @@ def launch(
     On CPU every rank has a random state of its own, which starts as the caller's: a rank that calls
     ``torch.manual_seed(k)`` draws what a process of its own would draw. Python's ``random`` and
     numpy's generators stay shared between ranks, as are all globals; give each rank its own
-    ``random.Random`` and ``numpy.random.Generator``. Use data loaders with ``num_workers=0``.
+    ``random.Random`` and ``numpy.random.Generator``. A data loader with workers needs
+    ``multiprocessing_context="forkserver"`` or ``"spawn"``: a process with threads must not fork.
 
     Args:
         fn: called as ``fn(rank, *args)``. On TPU it must be picklable.

@@ -31,8 +31,9 @@ def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
     if not is_remote(folder):
         try:
             os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise Stop(f"--{flag}={folder}: {error.strerror}: {folder}", code=2) from error
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise Stop(f"--{flag}={folder}: {reason}: {folder}", code=2) from error
         if not os.access(folder, os.W_OK):
             raise Stop(f"--{flag}={folder}: {folder} is not writable", code=2)
     step = options.resume_epoch or None

@@ -16,6 +16,9 @@ flags.DEFINE_string(
     "keep compiled programs in this folder, so that the next start need not compile; default: "
     "~/.cache/xla_fsdp/compiled; none: keep nothing",
 )
+script.require(
+    "compilation_cache", lambda path: not path or path.strip(), "is blank; name a folder, or none"
+)
 
 
 def switch_on(options: SimpleNamespace) -> None:
@@ -33,7 +36,7 @@ def switch_on(options: SimpleNamespace) -> None:
         return
     try:
         options.compilation_cache = str(enable(wish or None))
-    except (OSError, NotImplementedError) as error:
+    except (OSError, ValueError, NotImplementedError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         if wish:
             raise script.Stop(f"--compilation_cache={wish}: {reason}", code=2) from error

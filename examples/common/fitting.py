@@ -185,9 +185,17 @@ def on_device(batches: DataLoader, options: SimpleNamespace) -> Iterator[Iterabl
 
 def evaluate(task: Task, options: SimpleNamespace) -> int:
     """How many held-out images the model gets right, over all ranks."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
     average_batch_statistics(task.model)
+    # Training goes on as if nothing had been evaluated.
+    device = str(torch_xla.device())
+    state = xm.get_rng_state(device)
     with on_device(task.held_out, options) as loader:
-        return count_correct(task.model, loader)
+        correct = count_correct(task.model, loader)
+    xm.set_rng_state(state, device)
+    return correct
 
 
 def average_batch_statistics(model: nn.Module) -> None:

@@ -24,7 +24,11 @@ flags.DEFINE_integer("num_classes", None, "default: as many as there are", lower
 flags.DEFINE_integer("image_size", None, "pixels along an edge", lower_bound=1)
 flags.DEFINE_float("min_crop", None, "least part of a training image that is shown")
 flags.DEFINE_integer(
-    "num_workers", None, "processes a rank that read images; default: 4, none for digits", 0
+    "num_workers",
+    None,
+    "processes a rank that read images to train on, and as many those of the test; default: 4 if "
+    "there are cores for them, none for digits",
+    lower_bound=0,
 )
 script.require("datadir", bool, "is empty; name a folder")
 script.require("min_crop", lambda value: 0 < value <= 1, "must be greater than 0 and at most 1")
@@ -60,11 +64,9 @@ def prepare(options: SimpleNamespace) -> bool:
             raise script.Stop(
                 f"--num_classes={options.num_classes}, but {options.datadir} has {found}", code=2
             )
-    script.fill_in(
-        options,
-        num_workers=0 if digits or options.fake_data else min(4, len(os.sched_getaffinity(0))),
-        min_crop=0.6 if digits else 0.08,
-    )
+    if digits or options.fake_data:
+        script.fill_in(options, num_workers=0)
+    script.fill_in(options, min_crop=0.6 if digits else 0.08)
     # Mirrored digits are none.
     options.flip = not digits
     return digits
@@ -91,19 +93,14 @@ def batches(
     import torch_xla.runtime as xr
 
     share = (xr.global_ordinal(), xr.world_size())
-    size = options.image_size
+    size, vary = options.image_size, None
     if options.fake_data:
         train_data = image_folders.FakeImages("train", size, options.num_classes)
         most = options.max_steps and options.max_steps * test_batch_size * share[1]
         test_data = image_folders.FakeImages("val", size, options.num_classes, most)
     else:
-        train_data = image_folders.training_images(
-            options.datadir,
-            size,
-            min_crop=options.min_crop,
-            flip=options.flip,
-            interpolation=interpolation,
-        )
+        train_data = image_folders.training_images(options.datadir)
+        vary = image_folders.RandomPart(size, options.min_crop, options.flip, interpolation)
         test_data = test_images.of(**describe(options, interpolation))
     workers = _workers(options)
     train = sharing.training_batches(
@@ -112,6 +109,7 @@ def batches(
         batch_size,
         seed=options.seed,
         max_steps=options.max_steps,
+        vary=vary,
         **workers,
     )
     return (
@@ -124,12 +122,16 @@ def batches(
 def _workers(options: SimpleNamespace) -> dict[str, Any]:
     import torch_xla.runtime as xr
 
-    if not options.num_workers:
+    on_cpu, number = xr.device_type() == "CPU", options.num_workers
+    if number is None:
+        cores = len(os.sched_getaffinity(0))
+        # CPU ranks share the cores of one machine, and each has two loaders.
+        number = min(4, cores // (2 * xr.world_size()) if on_cpu else cores)
+    if not number:
         return {}
-    # CPU ranks are threads, and a process with threads must not fork.
-    context = "forkserver" if xr.device_type() == "CPU" else None
     return {
-        "num_workers": options.num_workers,
+        "num_workers": number,
         "persistent_workers": True,
-        "multiprocessing_context": context,
+        # CPU ranks are threads, and a process with threads must not fork.
+        "multiprocessing_context": "forkserver" if on_cpu else None,
     }

@@ -6,14 +6,18 @@ folder, scikit-learn's 1,797 handwritten digits are written out in this form, as
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
 from torchvision import datasets, transforms
-from torchvision.transforms import InterpolationMode
+from torchvision.transforms import InterpolationMode, functional
 
 from .script import Stop
 
@@ -34,10 +38,10 @@ class UnreadableImage(Stop):
 
 
 class FakeImages(Dataset):
-    """As many random images as ImageNet-1k has, or ``count``; a few that come again and again."""
+    """As many random images as ImageNet-1k has, ``count`` at most; a few that come again."""
 
     def __init__(self, part: str, image_size: int, classes: int, count: int | None = None) -> None:
-        self.count, self.classes = count or FAKE_IMAGES[part], classes
+        self.count, self.classes = min(count or FAKE_IMAGES[part], FAKE_IMAGES[part]), classes
         generator = torch.Generator().manual_seed(0)
         self.images = torch.randn(16, 3, image_size, image_size, generator=generator)
 
@@ -48,20 +52,45 @@ class FakeImages(Dataset):
         return self.images[index % len(self.images)], index % len(self.images) % self.classes
 
 
-def training_images(
-    folder: str,
-    image_size: int,
-    *,
-    min_crop: float = 0.08,
-    flip: bool = True,
-    interpolation: str = "bilinear",
-) -> datasets.ImageFolder:
-    """Training images, a random part of each (at least ``min_crop`` of its area) and mirrored."""
-    mode = InterpolationMode(interpolation)
-    steps = [transforms.RandomResizedCrop(image_size, scale=(min_crop, 1), interpolation=mode)]
-    if flip:
-        steps.append(transforms.RandomHorizontalFlip())
-    return _open(folder, "train", steps)
+@dataclass
+class RandomPart:
+    """Shows a random part of an image, at least ``min_crop`` of its area, perhaps mirrored.
+
+    torchvision's RandomResizedCrop and RandomHorizontalFlip, but for where the numbers come from:
+    those draw from the one generator of the process.
+    """
+
+    image_size: int
+    min_crop: float = 0.08
+    flip: bool = True
+    interpolation: str = "bilinear"
+
+    def __call__(self, image: Image.Image, draw: random.Random) -> torch.Tensor:
+        place = self.choose(image.width, image.height, draw)
+        size, mode = [self.image_size] * 2, InterpolationMode(self.interpolation)
+        part = functional.resized_crop(image, *place, size, mode)
+        if self.flip and draw.random() < 0.5:
+            part = functional.hflip(part)
+        return _to_tensor(part)
+
+    def choose(self, width: int, height: int, draw: random.Random) -> tuple[int, int, int, int]:
+        """Top, left, height and width of a part of an image of this size."""
+        for _ in range(10):
+            area = width * height * draw.uniform(self.min_crop, 1)
+            ratio = math.exp(draw.uniform(math.log(3 / 4), math.log(4 / 3)))
+            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                top, left = draw.random() * (height - h + 1), draw.random() * (width - w + 1)
+                return int(top), int(left), h, w
+        # The image is a narrow one: its middle.
+        ratio = min(max(width / height, 3 / 4), 4 / 3)
+        w, h = min(width, round(height * ratio)), min(height, round(width / ratio))
+        return (height - h) // 2, (width - w) // 2, h, w
+
+
+def training_images(folder: str) -> datasets.ImageFolder:
+    """Training images as they are, for a :class:`RandomPart`."""
+    return _open(folder, "train", None)
 
 
 def test_images(
@@ -73,7 +102,13 @@ def test_images(
     return _open(
         folder,
         "val",
-        [transforms.Resize(edge, interpolation=mode), transforms.CenterCrop(image_size)],
+        transforms.Compose(
+            [
+                transforms.Resize(edge, interpolation=mode),
+                transforms.CenterCrop(image_size),
+                _to_tensor,
+            ]
+        ),
     )
 
 
@@ -81,8 +116,8 @@ def classes(folder: str, parts: tuple[str, ...] = ("train", "val")) -> list[str]
     """Names of the classes. Reads names of folders only; an evaluation needs ``val`` only.
 
     Raises:
-        Stop: with code 2: no such folder; one of ``parts`` is not in it, or without classes; or
-            they do not have the same classes.
+        Stop: with code 2: no such folder; one of ``parts`` is not in it, can not be read, or is
+            without classes; or they do not have the same classes.
     """
     found = {}
     for part in parts:
@@ -90,7 +125,10 @@ def classes(folder: str, parts: tuple[str, ...] = ("train", "val")) -> list[str]
         if not os.path.isdir(path):
             expected = " and ".join(f"{folder}/{each}/<class>/" for each in parts)
             raise Stop(f"no folder {path}; images are expected in {expected}", code=2)
-        found[part] = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+        try:
+            found[part] = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+        except OSError as error:
+            raise _unreadable(path, error) from error
         if not found[part]:
             raise Stop(f"{path} is empty: no folder of a class in it", code=2)
     different = sorted(set(found[parts[0]]) ^ set(found[parts[-1]]))
@@ -131,23 +169,35 @@ def digits(folder: str) -> str:
                         image[None, None], size=(DIGIT_EDGE, DIGIT_EDGE), mode="bilinear"
                     )
                     save_image(image[0], os.path.join(place, f"{index:04}.png"))
-            if not _is_filled(folder):
+            try:
                 os.rename(os.path.join(draft, "digits"), folder)
+            except OSError:
+                # Another start may have been there first.
+                if not _is_filled(folder):
+                    raise
     except OSError as error:
         raise Stop(f"the digits can not be written to {folder}: {error.strerror}", 2) from error
     return folder
 
 
 def _is_filled(folder: str) -> bool:
-    return os.path.isdir(folder) and bool(os.listdir(folder))
-
-
-def _open(folder: str, part: str, steps: list) -> datasets.ImageFolder:
-    steps = [*steps, transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
     try:
-        return datasets.ImageFolder(
-            os.path.join(folder, part), transforms.Compose(steps), loader=_read
-        )
+        return os.path.isdir(folder) and bool(os.listdir(folder))
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: str, error: OSError) -> Stop:
+    return Stop(f"{folder} can not be read: {error.strerror}; make it readable", code=2)
+
+
+def _to_tensor(image: Image.Image) -> torch.Tensor:
+    return functional.normalize(functional.to_tensor(image), MEAN, STD)
+
+
+def _open(folder: str, part: str, transform: Callable | None) -> datasets.ImageFolder:
+    try:
+        return datasets.ImageFolder(os.path.join(folder, part), transform, loader=_read)
     except (OSError, ValueError) as error:
         # A class without images says so in several lines.
         raise Stop(f"{folder}: {' '.join(str(error).split())[:300]}", code=2) from error

@@ -42,6 +42,21 @@ def memory_in_use() -> Memory:
     return Memory(found["bytes_used"], found["bytes_limit"], "HBM")
 
 
+def require_for_building(parameters: int) -> None:
+    """Refuses a model that is too large for the memory of this machine before it is sharded.
+
+    Raises:
+        Stop: with code 2.
+    """
+    needed, there = parameters * 4, _memory_of_the_machine()  # float32
+    if needed > there:
+        raise Stop(
+            f"{parameters:,} parameters take {needed / GIB:,.0f} GiB before they are sharded, the "
+            f"machine has {there / GIB:,.0f} GiB: choose a smaller model or --num_classes",
+            code=2,
+        )
+
+
 def require_for_training(parameters: int, flags: str) -> None:
     """Refuses a model that no CPU ranks could train: the system would end them without a word.
 
@@ -52,6 +67,9 @@ def require_for_training(parameters: int, flags: str) -> None:
     Raises:
         Stop: with code 2.
     """
+    import xla_fsdp
+
+    xla_fsdp.compilation_counts()  # imports torch_xla, without its word about the CPU
     import torch_xla.runtime as xr
 
     if xr.device_type() != "CPU":

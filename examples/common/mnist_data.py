@@ -54,11 +54,10 @@ def prepare(datadir: str) -> None:
         with contextlib.redirect_stdout(chatter), contextlib.redirect_stderr(chatter):
             MNIST(datadir, download=True)
     except Exception as error:
-        # A download that failed says so in several lines.
-        reason = " ".join(str(error).split())
+        place = os.path.join(datadir, "MNIST", "raw")
         raise Stop(
             f"no MNIST in --datadir={datadir} and it cannot be downloaded; expected "
-            f"{', '.join(MNIST_FILES)} in {os.path.join(datadir, 'MNIST', 'raw')} ({reason[:200]})",
+            f"{', '.join(MNIST_FILES)} in {place} ({_reason(error)})",
             code=2,
         ) from error
 
@@ -75,11 +74,26 @@ def load(train: bool, datadir: str | None = None, fake: bool = False) -> Images:
 
         try:
             mnist = MNIST(datadir, train=train)
-        except (OSError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise Stop(f"no MNIST in --datadir={datadir}: {reason}", code=2) from error
+            _check(mnist.data, mnist.targets)
+        except Exception as error:  # torchvision raises many kinds
+            raise Stop(f"no MNIST in --datadir={datadir}: {_reason(error)}", code=2) from error
         return Images(mnist.data, mnist.targets)
     return _bundled_digits(train)
+
+
+def _check(images: torch.Tensor, labels: torch.Tensor) -> None:
+    if images.shape != (len(labels), 28, 28):
+        shape = " x ".join(map(str, images.shape))
+        raise ValueError(f"{shape} images and {len(labels)} labels; expected N x 28 x 28 and N")
+    if not len(labels) or labels.max() > 9:
+        raise ValueError("expected labels from 0 to 9")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, (AssertionError, KeyError)):  # they have no words of their own
+        return "a file is not in the format of MNIST"
+    # A download that failed says so in several lines.
+    return " ".join(str(error).split())[:200]
 
 
 def split_digits(digits: Bunch) -> tuple[list[int], list[int]]:

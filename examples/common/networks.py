@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .memory import require_for_building
 from .script import Stop
 
 DESCRIPTION, WEIGHTS = "network.json", "weights"
@@ -66,26 +67,33 @@ def require_torchvision(model: str) -> None:
         )
 
 
-def try_out(model: str, num_classes: int, batch_size: int, image_size: int) -> None:
-    """Refuses images that ``torchvision_model`` can not be trained on. Computes nothing.
+def try_out(model: str, num_classes: int, batch_size: int, image_size: int) -> int:
+    """Refuses what ``torchvision_model`` can not be trained on. Computes nothing.
+
+    Returns:
+        How many parameters it has; of RegNet at least so many.
 
     Raises:
         Stop: with code 2: too small or not of the one size that it takes; a batch too small for
-            batch norm; no model of that name.
+            batch norm; no model of that name; more classes than there is memory for.
     """
     try:
         with torch.device("meta"):
             network = torchvision_model(model, num_classes)
             network(torch.empty(batch_size, 3, image_size, image_size))
+        parameters = sum(parameter.numel() for parameter in network.parameters())
     except NotImplementedError:
-        pass  # RegNet can not be built like this; it takes any size
-    except (RuntimeError, ValueError, AssertionError) as error:
+        # RegNet can not be built like this; it takes any size. Its last layer alone has these.
+        parameters = num_classes
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise Stop(
             f"{model} can not train on batches of {batch_size} images of --image_size="
-            f"{image_size}: {reason}",
+            f"{image_size} with --num_classes={num_classes}: {reason}",
             code=2,
         ) from error
+    require_for_building(parameters)
+    return parameters
 
 
 def describe(folder: str, network: dict[str, Any], images: dict[str, Any] | None) -> None:

@@ -41,16 +41,25 @@ def launch_or_plan(
 
     Raises:
         script.Stop: with code 3 if the planned step does not fit, with code 2 for a slice that does
-            not exist and where planning is not installed, with code 1 if the compiler crashed.
+            not exist, where planning is not installed, and for ranks that there can not be, with
+            code 1 if the compiler crashed.
     """
     if not options.plan:
+        _require_known_device()
         compiled.switch_on(options)
-        xla_fsdp.launch(train, args, num_devices)
+        try:
+            xla_fsdp.launch(train, args, num_devices)
+        except ValueError as error:
+            # Under torchrun this process is the rank, and the error may be its own.
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                raise
+            raise script.Stop(str(error), code=2) from error
         return
 
     for path in options.plan_report:
         parent = os.path.dirname(path) or "."
-        if not os.path.isdir(parent) or not os.access(parent, os.W_OK) or os.path.isdir(path):
+        there = os.path.isdir(parent) and os.access(parent, os.W_OK)
+        if not there or os.path.isdir(path) or "\0" in path:
             raise script.Stop(
                 f"--plan_report={path}: {parent} is no folder to write a file of that name in", 2
             )
@@ -77,6 +86,16 @@ def launch_or_plan(
         raise script.Stop(f"--plan_report: {error}", code=2) from error
     if not report.fits:
         raise script.Stop(report.verdict, code=3)
+
+
+def _require_known_device() -> None:
+    device = os.environ.get("PJRT_DEVICE")
+    # None: launch takes a TPU if there is one, else the CPU. CUDA and NEURON come with plugins.
+    if device is not None and device.split("_")[0] not in ("CPU", "TPU", "CUDA", "NEURON"):
+        raise script.Stop(
+            f"PJRT_DEVICE={device}: ranks run on TPU and CPU; set it to one of these, or unset it",
+            code=2,
+        )
 
 
 def _given_options() -> dict[str, str]:

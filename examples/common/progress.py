@@ -35,8 +35,9 @@ class TrainingProgress:
 
             try:
                 self._writer = SummaryWriter(logdir)
-            except OSError as error:
-                raise Stop(f"--logdir={logdir}: {error.strerror}", code=2) from error
+            except (OSError, ValueError, ImportError) as error:
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                raise Stop(f"--logdir={logdir}: {reason}; name another folder", 2) from error
 
     def start_epoch(self, number: int) -> None:
         """``number``: of the epoch, from 1."""

@@ -10,6 +10,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+# Changes no weight, and is not 0.
+SMALLEST = 1e-30
+
 
 def step_schedule(
     optimizer: Optimizer,
@@ -23,7 +26,8 @@ def step_schedule(
 
     def factor(step: int) -> float:
         divisions = step // (steps_per_epoch * divide_every_n_epochs)
-        return _warmup(step, warmup) / divisor**divisions
+        # A negative power of a large number is 0, a positive one an OverflowError.
+        return max(SMALLEST, _warmup(step, warmup) * divisor**-divisions)
 
     return LambdaLR(optimizer, factor)
 
@@ -70,4 +74,4 @@ def go_on(
 
 
 def _warmup(step: int, steps: int) -> float:
-    return min(1.0, (step + 1) / max(1, steps))
+    return max(SMALLEST, min(1.0, (step + 1) / max(1, steps)))

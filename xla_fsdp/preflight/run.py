@@ -13,6 +13,7 @@ from .node import Node
 from .node_checks import Expected, check_node, slice_of
 from .shared_path import check_shared_path
 from .template import Template
+from .urls import require_url
 from .versions import check_versions
 from .where import Where, find_where
 from .worker_checks import check_answers, check_looks
@@ -27,13 +28,13 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Che
         MissingExtraError: the ``pod`` extra is not installed.
     """
     template = _template(options)
+    discovery_url = _discovery_url(options)
+    if options.api_endpoint:
+        require_url("--api_endpoint", options.api_endpoint)
     where = find_where(options.tpu, options.zone, options.project)
     api = TpuApi(
         where,
-        # cloud_tpu_client's own variable.
-        discovery_url=options.discovery_url
-        or os.environ.get("TPU_API_DISCOVERY_URL")
-        or DISCOVERY_URL,
+        discovery_url=discovery_url,
         endpoint=options.api_endpoint,
         timeout=options.api_timeout,
         retries=options.retries,
@@ -47,6 +48,14 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Che
     yield from check_node(node, where, expected)
     if template is not None:
         yield from _check_workers(node, where, template, options)
+
+
+def _discovery_url(options: argparse.Namespace) -> str:
+    # cloud_tpu_client's own variable.
+    variable = "TPU_API_DISCOVERY_URL"
+    if options.discovery_url:
+        return require_url("--discovery_url", options.discovery_url)
+    return require_url(f"${variable}", os.environ.get(variable) or DISCOVERY_URL)
 
 
 def _template(options: argparse.Namespace) -> Template | None:
