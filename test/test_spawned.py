@@ -1,5 +1,11 @@
 """Ranks in processes of their own, as on TPU: torch_xla starts the processes, here on the CPU."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
 # Two processes, each a world of its own for XLA: no CPU has collectives between processes. The one
@@ -24,7 +30,7 @@ def train(rank, how, folder):
             pass
         while len(os.listdir(folder)) < 2:  # both are there
             time.sleep(0.01)
-        if os.getpid() == max(map(int, os.listdir(folder))):
+        if how != "wait" and os.getpid() == max(map(int, os.listdir(folder))):
             fail(how)
         time.sleep(3600)
     sys.exit(0)
@@ -33,6 +39,9 @@ def fail(how):
     import threading
     if how == "kill":
         os.kill(os.getpid(), 9)
+    if how == "full":
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     if how == "lock":
         raise NotPortable(threading.Lock())
     raise Local("no such image", 2)
@@ -62,6 +71,8 @@ if __name__ == "__main__":
         cause = error.__cause__
         print(type(cause).__name__, getattr(cause, "code", None), error.rank)
         print(error)
+    except KeyboardInterrupt:
+        print("interrupted")
     for name in os.listdir(sys.argv[2]):
         try:
             os.kill(int(name), 0)
@@ -76,7 +87,8 @@ if __name__ == "__main__":
     [
         ("raise", "Local 2 0", "raised Local: ('no such image', 2)\n\nTraceback"),
         ("lock", "BrokenProcessPool None 0", "raised NotPortable: ('no', <unlocked"),
-        ("kill", "BrokenProcessPool None None", "ended without an exception"),
+        ("kill", "BrokenProcessPool None None", "ended without a report"),
+        ("full", "BrokenProcessPool None None", "ended without a report: look above"),
     ],
 )
 def test_one_that_fails_ends_all(run_script, tmp_path, how, first, words):
@@ -86,6 +98,32 @@ def test_one_that_fails_ends_all(run_script, tmp_path, how, first, words):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == first
     assert words in done.stdout and "left behind" not in done.stdout
+    # What could not be reported is printed.
+    assert ("Local: ('no such image', 2)" in done.stderr) == (how == "full")
+
+
+def test_an_interrupt_ends_all(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    folder = tmp_path / "processes"
+    folder.mkdir()
+    started = subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py"), "wait", str(folder)],
+        env={**os.environ, "PJRT_DEVICE": "CPU"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        while started.poll() is None and len(os.listdir(folder)) < 2:
+            time.sleep(0.1)
+        os.killpg(started.pid, signal.SIGINT)  # as a terminal does
+        assert started.communicate(timeout=120)[0] == "interrupted\n"
+        assert started.returncode == 0
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
 
 
 def test_a_rank_may_end_itself_well(run_script, tmp_path):

@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
@@ -19,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch_xla
@@ -36,7 +38,8 @@ def run(fn: Callable, args: Sequence[Any]) -> None:
         RankError: a rank raised; ``__cause__`` is its exception, if that can be pickled. Or a
             process ended by itself, which says no more.
     """
-    with tempfile.TemporaryDirectory(prefix="xla_fsdp-") as name:
+    # What is left there must not hide what went wrong.
+    with tempfile.TemporaryDirectory(prefix="xla_fsdp-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         try:
             with _ending_all(folder):
@@ -57,35 +60,34 @@ class _Reporting:
 
     def __call__(self, rank: int, *args: Any) -> None:
         running = self.folder / f"{os.getpid()}.{rank}"
-        running.touch()
         try:
+            running.touch()
             self.fn(rank, *args)
         except BaseException as error:
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-                try:
-                    _write(self.folder, rank, error)
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                finally:
-                    # Nothing may wait here: the process may have another rank, in a collective.
-                    os._exit(1)
-        running.unlink()
+                _report_and_exit(self.folder, rank, error)
+        running.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _ending_all(folder: Path) -> Iterator[None]:
-    """Within, a process that ends while it has a rank takes the others with it."""
+    """Within, a process that ends while it has a rank takes the others with it, and so does Ctrl-C,
+    which torch_xla would answer by waiting for them."""
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(_SECONDS_BETWEEN_LOOKS):
-            # The files first: a process that ends well removes its own before.
-            running = {int(name.partition(".")[0]) for name in os.listdir(folder) if "." in name}
-            alive = {child.pid: child for child in multiprocessing.active_children()}
-            if running - alive.keys():
-                for process in running & alive.keys():
-                    alive[process].kill()
+            if _lost(folder):
+                _kill(folder)
 
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        _kill(folder)
+        before(number, frame)
+
+    before = signal.getsignal(signal.SIGINT)
+    handled = callable(before) and threading.current_thread() is threading.main_thread()
+    if handled:
+        signal.signal(signal.SIGINT, interrupted)
     watcher = threading.Thread(target=watch, name="xla_fsdp-ranks", daemon=True)
     watcher.start()
     try:
@@ -93,20 +95,60 @@ def _ending_all(folder: Path) -> Iterator[None]:
     finally:
         over.set()
         watcher.join()
+        if handled:
+            signal.signal(signal.SIGINT, before)
+
+
+def _running(folder: Path) -> set[int]:
+    """Processes that have a rank, or had one when they ended."""
+    try:
+        return {int(name.partition(".")[0]) for name in os.listdir(folder) if "." in name}
+    except OSError:  # somebody cleans up temporary files
+        return set()
+
+
+def _lost(folder: Path) -> bool:
+    # The files first: a process that ends well removes its own before.
+    running = _running(folder)
+    return not running <= {child.pid for child in multiprocessing.active_children()}
+
+
+def _kill(folder: Path) -> None:
+    running = _running(folder)
+    for child in multiprocessing.active_children():
+        if child.pid in running:
+            child.kill()
+
+
+def _report_and_exit(folder: Path, rank: int, error: BaseException) -> None:
+    try:
+        try:
+            _write(folder, rank, error)
+        except Exception:  # a full disk, most likely, and perhaps of that the rank died
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        # Nothing may wait here: the process may have another rank, in a collective.
+        os._exit(1)
 
 
 def _write(folder: Path, rank: int, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
-    try:
+    said, cause = type(error).__name__, None
+    with contextlib.suppress(Exception):  # whatever the user's class does there
+        said += f": {error}"
+    with contextlib.suppress(Exception):
+        pickle.loads(pickle.dumps(error))
         cause = pickle.dumps(error)
-        pickle.loads(cause)
-    except Exception:  # whatever the user's class does there
-        cause = None
-    message = f"rank {rank} raised {type(error).__name__}: {error}\n\n{text}"
     draft = folder / f"report-{os.getpid()}-{threading.get_ident()}"
-    draft.write_bytes(pickle.dumps((message, rank, text, cause)))
-    with contextlib.suppress(FileExistsError):  # another rank was first
+    draft.write_bytes(pickle.dumps((f"rank {rank} raised {said}\n\n{text}", rank, text, cause)))
+    try:
         os.link(draft, folder / _REPORT)
+    except FileExistsError:
+        pass  # another rank was first
+    except OSError:  # no links there
+        os.replace(draft, folder / _REPORT)
 
 
 def _read(folder: Path) -> tuple[RankError, BaseException | None]:
@@ -114,8 +156,8 @@ def _read(folder: Path) -> tuple[RankError, BaseException | None]:
         message, rank, text, cause = pickle.loads((folder / _REPORT).read_bytes())
     except FileNotFoundError:
         return RankError(
-            "a process of a rank ended without an exception: look above for what it or the "
-            "runtime printed, and in the system's log for whether it was killed for its memory"
+            "a process of a rank ended without a report: look above for what it or the runtime "
+            "printed, and in the system's log for whether it was killed for its memory"
         ), None
     try:
         return RankError(message, rank, text), cause and pickle.loads(cause)
