@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -46,6 +47,18 @@ def run_script(tmp_path):
         )
 
     return run
+
+
+@pytest.fixture
+def common(monkeypatch):
+    """The helpers of the examples: ``common.script`` imports that module."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+    class Helpers:
+        def __getattr__(self, name):
+            return import_module(f"common.{name}")
+
+    return Helpers()
 
 
 @pytest.fixture(scope="session")

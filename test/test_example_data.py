@@ -12,16 +12,6 @@ from torchvision import transforms
 
 
 @pytest.fixture
-def common(monkeypatch):
-    """The helpers of the examples as a package."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import common.image_folders
-    import common.sharing
-
-    return common
-
-
-@pytest.fixture
 def loader(common, tmp_path):
     """``loader(rank, world_size, workers, seed)``: batches of twelve images in two classes."""
     generator = torch.Generator().manual_seed(0)

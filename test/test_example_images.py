@@ -27,21 +27,6 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def common(monkeypatch):
-    """The helpers of the examples as a package."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import common.image_folders
-    import common.memory
-    import common.networks
-    import common.progress
-    import common.sharing
-    import common.test_images
-    import common.vit
-
-    return common
-
-
-@pytest.fixture
 def too_many(common):
     """So many classes that a ResNet-18 fits into half of the memory, and its training does not."""
     return common.memory._memory_of_the_machine() // 8 // 513

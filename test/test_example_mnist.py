@@ -304,15 +304,15 @@ def test_every_held_out_image_counts_once(example):
 
 
 @pytest.mark.parametrize(
-    "script, flags",
+    "script, flags, network",
     [
-        ("train_mnist.py", ()),
-        ("train_resnet_auto_wrap.py", ()),
-        ("train_imagenet.py", ("--fake_data", "--model=resnet18")),
-        ("train_vit.py", ("--fake_data",)),
+        ("train_mnist.py", (), "MnistNetwork("),
+        ("train_resnet_auto_wrap.py", (), ""),
+        ("train_imagenet.py", ("--fake_data", "--model=resnet18"), "{'model': 'resnet18', "),
+        ("train_vit.py", ("--fake_data",), "'num_blocks': 32, "),
     ],
 )
-def test_ranks_can_be_processes_of_their_own(run_script, tmp_path, script, flags):
+def test_ranks_can_be_processes_of_their_own(run_script, tmp_path, script, flags, network):
     """As on TPU: what a rank gets must survive the way into a spawned process."""
     done = run_script(
         "import runpy, sys, multiprocessing as mp\n"
@@ -332,4 +332,5 @@ def test_ranks_can_be_processes_of_their_own(run_script, tmp_path, script, flags
         env={"XDG_CACHE_HOME": str(tmp_path / "cache")},
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^\(<function train .*batch_size=8", done.stdout, re.MULTILINE), done.stdout
+    fn_and_options = re.search(r"^\(<function train .*batch_size=8, ", done.stdout, re.MULTILINE)
+    assert fn_and_options and network in done.stdout, done.stdout

@@ -2,16 +2,6 @@
 
 import pytest
 import torch
-from example_runs import EXAMPLES
-
-
-@pytest.fixture
-def common(monkeypatch):
-    """The helpers of the examples as a package."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import common.schedules
-
-    return common
 
 
 def rates_of(make, steps):

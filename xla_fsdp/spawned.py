@@ -139,8 +139,9 @@ def _write(folder: Path, rank: int, error: BaseException) -> None:
     with contextlib.suppress(Exception):  # whatever the user's class does there
         said += f": {error}"
     with contextlib.suppress(Exception):
-        pickle.loads(pickle.dumps(error))
-        cause = pickle.dumps(error)
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        cause = data
     draft = folder / f"report-{os.getpid()}-{threading.get_ident()}"
     draft.write_bytes(pickle.dumps((f"rank {rank} raised {said}\n\n{text}", rank, text, cause)))
     try:
@@ -153,13 +154,13 @@ def _write(folder: Path, rank: int, error: BaseException) -> None:
 
 def _read(folder: Path) -> tuple[RankError, BaseException | None]:
     try:
-        message, rank, text, cause = pickle.loads((folder / _REPORT).read_bytes())
+        message, rank, text, data = pickle.loads((folder / _REPORT).read_bytes())
     except FileNotFoundError:
         return RankError(
             "a process of a rank ended without a report: look above for what it or the runtime "
             "printed, and in the system's log for whether it was killed for its memory"
         ), None
-    try:
-        return RankError(message, rank, text), cause and pickle.loads(cause)
-    except Exception:  # a class that only the rank's process knows
-        return RankError(message, rank, text), None
+    cause = None
+    with contextlib.suppress(Exception):  # a class that only the rank's process knows
+        cause = data and pickle.loads(data)
+    return RankError(message, rank, text), cause

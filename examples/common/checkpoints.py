@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import xla_fsdp
 from xla_fsdp.consolidate import CheckpointError
 
-from .script import Stop
+from .script import Stop, reason
 
 if TYPE_CHECKING:
     from xla_fsdp import LoadedCheckpoint
@@ -32,8 +32,7 @@ def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
         try:
             os.makedirs(folder, exist_ok=True)
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise Stop(f"--{flag}={folder}: {reason}: {folder}", code=2) from error
+            raise Stop(f"--{flag}={folder}: {reason(error)}: {folder}", code=2) from error
         if not os.access(folder, os.W_OK):
             raise Stop(f"--{flag}={folder}: {folder} is not writable", code=2)
     step = options.resume_epoch or None
@@ -41,9 +40,9 @@ def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
         # Asked for an older one, a damaged newest one is in nobody's way.
         found = xla_fsdp.latest(folder, step)
     except (CheckpointError, OSError, ImportError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        told = " ".join(str(error).split())
         older = "" if step or not isinstance(error, CheckpointError) else _another(folder)
-        raise Stop(f"--{flag}={folder}: {reason}{older}", code=2) from error
+        raise Stop(f"--{flag}={folder}: {told}{older}", code=2) from error
     if step and not found:
         raise Stop(f"no complete checkpoint of --resume_epoch={step} in {folder}", code=2)
     if found and not (options.resume or step):

@@ -37,7 +37,7 @@ def switch_on(options: SimpleNamespace) -> None:
     try:
         options.compilation_cache = str(enable(wish or None))
     except (OSError, ValueError, NotImplementedError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = script.reason(error)
         if wish:
             raise script.Stop(f"--compilation_cache={wish}: {reason}", code=2) from error
         print(f"no compilation cache: {reason}", file=sys.stderr)

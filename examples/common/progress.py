@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from .memory import Memory
-from .script import Stop
+from .script import Stop, reason
 
 
 class TrainingProgress:
@@ -36,8 +36,7 @@ class TrainingProgress:
             try:
                 self._writer = SummaryWriter(logdir)
             except (OSError, ValueError, ImportError) as error:
-                reason = error.strerror if isinstance(error, OSError) else str(error)
-                raise Stop(f"--logdir={logdir}: {reason}; name another folder", 2) from error
+                raise Stop(f"--logdir={logdir}: {reason(error)}; name another folder", 2) from error
 
     def start_epoch(self, number: int) -> None:
         """``number``: of the epoch, from 1."""

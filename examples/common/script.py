@@ -39,6 +39,12 @@ def require(flag: str, condition: Callable, message: str) -> None:
     flags.register_validator(flag, lambda value: value is None or condition(value), message)
 
 
+def reason(error: Exception) -> str:
+    """What went wrong, in one line; of the system's errors only its words, without the path."""
+    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(words.split())
+
+
 def list_flags(program: str) -> None:
     """Lets --help of ``program`` list the flags of the shared helpers too, but not absl's own."""
     for module, defined in flags.FLAGS.flags_by_module_dict().items():
