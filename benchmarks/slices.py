@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 
 import xla_fsdp
-from xla_fsdp.planning.slices.topology import resolve
+from xla_fsdp.tpu.topology import resolve
 
 
 def require_slices(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:

@@ -2,11 +2,9 @@
 
 Needs torch only: runs on a machine without torch_xla. Reads checkpoint folders (``format``), the
 per-rank torch files that this package wrote before, and those of torch_xla's own
-``XlaFullyShardedDataParallel``. Two ways through:
-
-- ``stream``: from any of them to files, in constant memory. The command line is this.
-- ``checkpoints``: from per-rank torch files to a state_dict in memory: ``storage`` (files),
-  ``native`` or ``intree`` (metadata to ``layout``), ``ranks`` (checks), ``assemble`` (tensors).
+``XlaFullyShardedDataParallel`` (``legacy``): each is a ``source``. ``stream`` brings it to files in
+constant memory; the command line (``cli``) and the functions that also return a state_dict
+(``checkpoints``) are its fronts.
 """
 
 from .checkpoints import consolidate_sharded_model_checkpoints, consolidate_sharded_state_dicts
@@ -34,8 +32,7 @@ from .errors import (
     WorldSizeError,
 )
 from .stream.reshard import reshard_checkpoint
-from .stream.run import Result, consolidate_checkpoint
-from .stream.verify import verify_checkpoint
+from .stream.run import Result, consolidate_checkpoint, verify_checkpoint
 
 __all__ = [
     "CheckpointError",

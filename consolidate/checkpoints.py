@@ -1,4 +1,6 @@
-"""The public functions: from rank files or state_dicts to the full state_dict."""
+"""The functions that give the full state_dict: fronts of ``stream``, with memory as the target."""
+
+from __future__ import annotations
 
 import os
 from collections import OrderedDict
@@ -6,19 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import storage
-from .assemble import assemble
 from .errors import MissingRankError, WorldSizeError
-from .native import FORMAT, VERSION
-from .ranks import (
-    Rank,
-    check_consistent,
-    complete_world,
-    rank_from_checkpoint,
-    rank_from_state_dict,
-)
-
-OUTPUT_NAME = "_consolidated.pth"
+from .legacy.files import OUTPUT_NAME
+from .legacy.ranks import rank_from_state_dict
+from .legacy.source import LegacySource, open_legacy
+from .stream.disk import Disk
+from .stream.options import PTH, Options
+from .stream.plan import make_plan
+from .stream.run import put
+from .stream.target import Target, check_target
 
 
 def consolidate_sharded_state_dicts(
@@ -26,7 +24,7 @@ def consolidate_sharded_state_dicts(
     shard_metadata: Mapping[str, Any],
     *,
     tied: Mapping[str, str] | None = None,
-) -> "OrderedDict[str, Any]":
+) -> OrderedDict[str, Any]:
     """Rebuild the full state_dict from those of all ranks.
 
     Args:
@@ -53,7 +51,7 @@ def consolidate_sharded_state_dicts(
         raise WorldSizeError(
             f"state_dict_list: has {len(ranks)} entries, shard_metadata says {world_size} ranks"
         )
-    return _consolidate(ranks, tied)
+    return LegacySource(ranks, "state_dict_list", tied).state_dict()
 
 
 def consolidate_sharded_model_checkpoints(
@@ -63,7 +61,7 @@ def consolidate_sharded_model_checkpoints(
     save_model: bool = True,
     *,
     tied: Mapping[str, str] | None = None,
-) -> "tuple[OrderedDict[str, Any], str | None]":
+) -> tuple[OrderedDict[str, Any], str | None]:
     """Rebuild the full state_dict from the rank files ``ckpt_prefix + ckpt_suffix``.
 
     Each file is ``{"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}``
@@ -85,43 +83,13 @@ def consolidate_sharded_model_checkpoints(
         CheckpointError: one of its subclasses, naming the file; nothing was written.
     """
     prefix = os.fspath(ckpt_prefix)
-    default_path = prefix + OUTPUT_NAME
-    path = os.fspath(save_path) or default_path
-    ranks = read_ranks(storage.find_files(prefix, ckpt_suffix), default_path)
-    if save_model:
-        storage.check_output(path, [rank.label for rank in ranks])
-    world = complete_world(ranks)
-    state_dict = _consolidate(world, tied)
+    source = open_legacy(prefix, ckpt_suffix, tied)
     if not save_model:
-        return state_dict, None
-    marker = {"format": FORMAT, "version": VERSION, "world_size": len(world)}
-    storage.write_file(path, state_dict, marker)
-    return state_dict, path
-
-
-def read_ranks(
-    paths: list[str], default_path: str, allow_unsafe_pickle: bool = False
-) -> list[Rank]:
-    """Open every file that is not the result of an earlier run."""
-    ranks = []
-    for path in paths:
-        content = storage.read_file(path, allow_unsafe_pickle)
-        if storage.is_consolidated(content) or _is_intree_output(content, path, default_path):
-            continue
-        ranks.append(rank_from_checkpoint(content, path))
-    if not ranks:
-        raise MissingRankError(f"{paths[0]}: is a consolidated model, and there are no rank files")
-    return ranks
-
-
-def _is_intree_output(content: Any, path: str, default_path: str) -> bool:
-    """The in-tree class marks its result by nothing but its default name."""
-    return path == default_path and isinstance(content, Mapping) and content.keys() == {"model"}
-
-
-def _consolidate(world: list[Rank], tied: Mapping[str, str] | None) -> "OrderedDict[str, Any]":
-    check_consistent(world)
-    if tied:
-        # Rank 0 alone decides under which names the result is listed.
-        world = [replace(world[0], layout=world[0].layout.tie(tied)), *world[1:]]
-    return assemble(world)
+        return source.state_dict(), None
+    target, disk = Target(os.fspath(save_path) or prefix + OUTPUT_NAME, False, PTH), Disk()
+    # Before the work is done, not after.
+    check_target(target.path, target.is_folder, source.inputs, disk)
+    state_dict = source.state_dict()
+    plan = make_plan(source, Options(PTH, tied=dict(tied or {})), target.name, state_dict)
+    put(plan, target, source.inputs, disk)
+    return state_dict, target.path

@@ -6,17 +6,16 @@ place that cannot be written; 130 interrupted.
 """
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from .checkpoints import OUTPUT_NAME
 from .errors import CheckpointError, OptionsError
-from .stream import progress
+from .legacy.files import OUTPUT_NAME
 from .stream.options import DTYPES, FORMATS, parse_size
 from .stream.reshard import reshard_checkpoint
-from .stream.run import LEGACY_SUFFIX, Result
+from .stream.run import LEGACY_SUFFIX, Result, silent, verify_checkpoint
 from .stream.run import consolidate_checkpoint as run
-from .stream.verify import verify_checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +40,7 @@ def _run(arguments: argparse.Namespace) -> str:
     common = {
         "suffix": arguments.ckpt_suffix,
         "allow_unsafe_pickle": arguments.allow_unsafe_pickle,
-        "progress": progress.bar if shown else progress.silent,
+        "progress": bar if shown else silent,
     }
     if arguments.verify:
         return verify_checkpoint(arguments.ckpt_prefix, **common)
@@ -70,6 +69,20 @@ def _run(arguments: argparse.Namespace) -> str:
             **common,
         )
     )
+
+
+@contextlib.contextmanager
+def bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr; nothing if there is nothing to do."""
+    try:
+        from tqdm import tqdm
+    except ImportError:  # a machine with torch only
+        tqdm = None
+    if not total or tqdm is None:
+        yield lambda count: None
+        return
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr) as shown:
+        yield shown.update
 
 
 def _line(result: Result) -> str:

@@ -14,14 +14,21 @@ All ranks save a checkpoint after every epoch, from which --resume goes on. At t
 joined into one model in plain torch, which examples/evaluate.py evaluates. --help lists all flags.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
+import networks
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, fitting, image_data, memory, networks, schedules, script, wrapping
-from common.planned import launch_or_plan
+from common import checkpoints, closing, evaluation, image_batches, schedules, wrapping
+from common.batches import on_device
+from common.launching import launch_or_plan
+from common.meters import Meters
+from common.script import DEFINE_number, Stop, fill_in, run
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 from torchvision import models
 
 import xla_fsdp
@@ -33,172 +40,153 @@ flags.DEFINE_integer("num_epochs", None, "default: 100", lower_bound=1)
 flags.DEFINE_integer("eval_interval", None, "epochs between evaluations; default: 10", 1)
 flags.DEFINE_integer("ckpt_interval", 1, "epochs between checkpoints", lower_bound=1)
 flags.DEFINE_enum("optimizer", None, ["sgd", "adamw"], "default: that which suits the model")
-flags.DEFINE_float("lr", None, "learning rate of the whole batch; default: of the model")
-flags.DEFINE_float("momentum", 0.9, "momentum of SGD")
-flags.DEFINE_float("weight_decay", None, "default: 1e-4 for sgd, 0.05 for adamw")
-flags.DEFINE_float("label_smoothing", 0.0, "part of the target that all classes share")
-flags.DEFINE_float("clip_grad_norm", 0.0, "largest norm of the gradient; 0: any")
+DEFINE_number("lr", None, "learning rate of the whole batch; default: of the model", "(0, inf)")
+DEFINE_number("momentum", 0.9, "momentum of SGD", "[0, 1)")
+DEFINE_number("weight_decay", None, "default: 1e-4 for sgd, 0.05 for adamw", "[0, inf)")
+DEFINE_number("label_smoothing", 0.0, "part of the target that all classes share", "[0, 1)")
+DEFINE_number("clip_grad_norm", 0.0, "largest norm of the gradient; 0: any", "[0, inf]")
 flags.DEFINE_enum("lr_scheduler_type", None, ["step", "cosine"], "default: step for sgd")
-flags.DEFINE_float("num_warmup_epochs", None, "epochs up to the full rate; default: 5", 0)
+DEFINE_number("num_warmup_epochs", None, "epochs up to the full rate; default: 5", "[0, 1000000]")
 flags.DEFINE_integer("lr_scheduler_divide_every_n_epochs", None, "default: 30", lower_bound=1)
-flags.DEFINE_float("lr_scheduler_divisor", 10, "what step divides the rate by", lower_bound=1)
-flags.DEFINE_float("target_accuracy", None, "fail if the accuracy at the end, 0 to 100, is lower")
+DEFINE_number("lr_scheduler_divisor", 10, "what step divides the rate by", "[1, inf)")
+DEFINE_number("target_accuracy", None, "fail if the accuracy at the end is lower", "[0, 100]")
 flags.DEFINE_bool("sync_batch_norm", False, "normalise over the batch of all ranks")
 flags.DEFINE_string("ckpt_dir", "runs/imagenet/ckpt", "folder of the checkpoints, shared by all")
-script.require("lr", lambda value: 0 < value < float("inf"), "must be finite, greater than 0")
-script.require("momentum", lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
-script.require(
-    "weight_decay", lambda value: 0 <= value < float("inf"), "must be finite, at least 0"
-)
-script.require("label_smoothing", lambda value: 0 <= value < 1, "must be at least 0, less than 1")
-script.require("clip_grad_norm", lambda value: value >= 0, "must be at least 0")
-script.require("num_warmup_epochs", lambda value: 0 <= value <= 1e6, "must be from 0 to 1000000")
-script.require("lr_scheduler_divisor", lambda value: 1 <= value < float("inf"), "must be finite")
-script.require("target_accuracy", lambda value: 0 <= value <= 100, "must be from 0 to 100")
 
 # Without batch norm SGD needs a low rate; transformers, and what is built like them, need AdamW.
 LOW_RATE = ("alexnet", "squeezenet", "vgg")
 ADAMW = ("convnext", "maxvit", "swin", "vit")
-BLOCKS = {
-    models.resnet.BasicBlock,
-    models.resnet.Bottleneck,
+BLOCKS = {  # of --auto_wrap_policy=type_based
+    models.convnext.CNBlock, models.densenet._DenseLayer, models.efficientnet.FusedMBConv,
+    models.efficientnet.MBConv, models.maxvit.MaxVitLayer, models.mnasnet._InvertedResidual,
+    models.mobilenetv2.InvertedResidual, models.mobilenetv3.InvertedResidual,
+    models.regnet.ResBottleneckBlock, models.resnet.BasicBlock, models.resnet.Bottleneck,
+    models.shufflenetv2.InvertedResidual, models.squeezenet.Fire,
+    models.swin_transformer.SwinTransformerBlock, models.swin_transformer.SwinTransformerBlockV2,
     models.vision_transformer.EncoderBlock,
-    models.swin_transformer.SwinTransformerBlock,
-    models.swin_transformer.SwinTransformerBlockV2,
-    models.maxvit.MaxVitLayer,
-    models.convnext.CNBlock,
-    models.densenet._DenseLayer,
-    models.efficientnet.FusedMBConv,
-    models.efficientnet.MBConv,
-    models.mnasnet._InvertedResidual,
-    models.mobilenetv2.InvertedResidual,
-    models.mobilenetv3.InvertedResidual,
-    models.regnet.ResBottleneckBlock,
-    models.shufflenetv2.InvertedResidual,
-    models.squeezenet.Fire,
-}
+}  # fmt: skip
 
 
 def main(options: SimpleNamespace) -> None:
     wrapping.settle(options)
-    set_defaults(options, digits=image_data.prepare(options))
+    set_defaults(options, digits=image_batches.prepare(options))
     network = {"model": options.model, "num_classes": options.num_classes}
     # Statistics of one image will do if there are others on other ranks.
     together = max(2, options.batch_size) if options.sync_batch_norm else options.batch_size
-    parameters = networks.try_out(**network, batch_size=together, image_size=options.image_size)
-    if not options.plan:
-        memory.require_for_training(parameters, "--model or --num_classes")
-        checkpoints.prepare_folder(options)
+    networks.try_out(options.model, options, together, "--model or --num_classes")
+    checkpoints.prepare_folder(options)
     launch_or_plan(train, (options, network), options, options.num_devices, options.model)
 
 
 def set_defaults(options: SimpleNamespace, digits: bool) -> None:
     """The published run's values, or for the digits such that a CPU trains for some minutes."""
     if digits:
-        script.fill_in(
-            options,
-            model="resnet18",
-            image_size=16,
-            batch_size=16,
-            num_epochs=6,
-            eval_interval=1,
-            num_warmup_epochs=1,
-            lr_scheduler_type="cosine",
-            lr=0.05,
-        )
-    script.fill_in(options, model="resnet50")
+        fill_in(options, model="resnet18", image_size=16, batch_size=16, num_epochs=6, lr=0.05)
+        fill_in(options, eval_interval=1, num_warmup_epochs=1, lr_scheduler_type="cosine")
+    fill_in(options, model="resnet50")
     name = options.model
-    adamw = name.startswith(ADAMW)
-    script.fill_in(options, optimizer="adamw" if adamw else "sgd")
-    sgd = options.optimizer == "sgd"
-    script.fill_in(
-        options,
-        image_size=299 if name == "inception_v3" else 224,
-        batch_size=128,
-        num_epochs=100,
-        eval_interval=10,
-        lr=(0.04 if name.startswith(LOW_RATE) else 0.4) if sgd else 1e-3,
-        weight_decay=1e-4 if sgd else 0.05,
-        lr_scheduler_type="step" if sgd else "cosine",
-        num_warmup_epochs=5,
-        lr_scheduler_divide_every_n_epochs=30,
-    )
+    fill_in(options, optimizer="adamw" if name.startswith(ADAMW) else "sgd")
+    if options.optimizer == "sgd":
+        lr = 0.04 if name.startswith(LOW_RATE) else 0.4
+        fill_in(options, lr=lr, weight_decay=1e-4, lr_scheduler_type="step")
+    fill_in(options, lr=1e-3, weight_decay=0.05, lr_scheduler_type="cosine", num_warmup_epochs=5)
+    fill_in(options, image_size=299 if name == "inception_v3" else 224, batch_size=128)
+    fill_in(options, num_epochs=100, eval_interval=10, lr_scheduler_divide_every_n_epochs=30)
 
 
 def train(index: int, options: SimpleNamespace, network: dict) -> None:
     """What each rank runs."""
-    import torch_xla
+    import torch_xla  # not at the top of the file: launch has to set up the runtime before
 
-    batches, held_out, images = image_data.batches(
-        options, options.batch_size, options.test_set_batch_size
-    )
+    sizes = (options.batch_size, options.test_set_batch_size)
+    batches, held_out = image_batches.batches(options, *sizes)
+    network = {"kind": "torchvision", **network}
+
     torch.manual_seed(options.seed)  # the same weights on every rank
-    model = networks.torchvision_model(**network)
+    model = networks.torchvision_model(options.model, options.num_classes)
     if options.sync_batch_norm:
         model = xla_fsdp.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = wrapping.shard(model, options, torch_xla.device(), BLOCKS)
+    policy = wrapping.policy(options, model, BLOCKS)
+    fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **wrapping.arguments(options))
+
+    def wrap(layer: nn.Module, **forwarded) -> nn.Module:
+        """A unit: its parameters are gathered, used, and freed before those of the next are."""
+        if options.use_gradient_checkpointing:
+            layer = xla_fsdp.checkpoint_module(layer)
+        return fsdp(layer, **forwarded)
+
+    model = model.to(torch_xla.device())
+    if options.use_nested_fsdp:
+        for name, child in list(model.named_children()):
+            if any(True for _ in child.parameters()):
+                setattr(model, name, wrap(child))
+    model = fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrap)
+
     optimizer, scheduler = optimize(model, options, len(batches))
+    evaluation.vary_by_rank(options.seed)
+    state = (model, optimizer, scheduler)
+    done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, len(batches))
+    with Meters(options, batches, held_out) as meters:
+        for epoch in range(done + 1, options.num_epochs + 1):
+            batches.sampler.set_epoch(epoch - 1)  # shuffles anew
+            meters.start_epoch(epoch)
+            with on_device(batches, options) as loader:  # which runs a step with the next batch
+                for images, labels in loader:
+                    optimizer.zero_grad()
+                    logits = model(images).float()
+                    loss = F.cross_entropy(logits, labels, label_smoothing=options.label_smoothing)
+                    loss.backward()  # gradients are averaged over the ranks when it returns
+                    if options.clip_grad_norm:
+                        model.clip_grad_norm_(options.clip_grad_norm)
+                    optimizer.step()
+                    meters.step(loss, optimizer)
+                    scheduler.step()
+            meters.end_epoch()
 
-    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        logits = model(images).float()
-        loss = F.cross_entropy(logits, labels, label_smoothing=options.label_smoothing)
-        loss.backward()  # gradients are averaged over the ranks when it returns
-        if options.clip_grad_norm:
-            model.clip_grad_norm_(options.clip_grad_norm)
-        optimizer.step()
-        scheduler.step()
-        return loss.detach()
+            evaluation.average_batch_statistics(model)
+            last, correct = epoch == options.num_epochs, None
+            if last or epoch % options.eval_interval == 0:
+                correct = count_correct(model, held_out, options)
+            meters.report(correct)
+            if last or epoch % options.ckpt_interval == 0:
+                how = {"extra": {"network": network}, "keep_last": options.keep_ckpts}
+                saved = xla_fsdp.save_checkpoint(options.ckpt_dir, *state, step=epoch, **how)
+    if done == options.num_epochs:  # the run before was ended after its last epoch
+        meters.nothing_left(saved, count_correct(model, held_out, options))
 
-    task = fitting.Task(
-        f"{options.model}, fully sharded",
-        model,
-        optimizer,
-        scheduler,
-        step,
-        batches,
-        held_out,
-        images,
-        network={"kind": "torchvision", **network},
-        description=image_data.describe(options),
-        exact=options.compute_dtype == "float32",
-    )
-    accuracy = fitting.fit(
-        task,
-        options,
-        options.ckpt_dir,
-        options.num_epochs,
-        options.eval_interval,
-        options.ckpt_interval,
-    )
-    if options.target_accuracy and accuracy < options.target_accuracy / 100:
-        raise script.Stop(f"accuracy {accuracy:.2%} is below {options.target_accuracy} %")
+    # All ranks' parts in one model, which plain torch must find as good.
+    if meters.rank == 0:
+        folder = closing.consolidate(options, saved, network, image_batches.describe(options))
+        closing.summarize(f"{options.model}, fully sharded", options, meters, saved, folder)
+    accuracy, target = 100 * meters.correct / meters.images, options.target_accuracy
+    if target and accuracy < target:
+        raise Stop(f"accuracy {accuracy:.2f}% is below {target} %")
 
 
 def optimize(model: nn.Module, options: SimpleNamespace, steps: int) -> tuple:
     """The optimizer, and the schedule of its rate; ``steps`` are those of an epoch."""
+    how = {"lr": options.lr, "weight_decay": options.weight_decay}
     if options.optimizer == "sgd":
-        optimizer = torch.optim.SGD(
-            model.parameters(),
-            lr=options.lr,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-        )
+        optimizer = torch.optim.SGD(model.parameters(), momentum=options.momentum, **how)
     else:
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=options.lr, weight_decay=options.weight_decay
-        )
+        optimizer = torch.optim.AdamW(model.parameters(), **how)
+    warmup = round(steps * options.num_warmup_epochs)
     if options.lr_scheduler_type == "cosine":
-        warmup = round(steps * options.num_warmup_epochs)
-        return optimizer, schedules.cosine_schedule(optimizer, warmup, steps * options.num_epochs)
-    return optimizer, schedules.step_schedule(
-        optimizer,
-        steps,
-        options.num_warmup_epochs,
-        options.lr_scheduler_divide_every_n_epochs,
-        options.lr_scheduler_divisor,
-    )
+        total = steps * options.num_epochs
+        factor = partial(schedules.half_cosine, warmup=warmup, total=total)
+    else:
+        every = steps * options.lr_scheduler_divide_every_n_epochs
+        divisor = options.lr_scheduler_divisor
+        factor = partial(schedules.steps_down, warmup=warmup, every=every, divisor=divisor)
+    return optimizer, LambdaLR(optimizer, factor)
+
+
+def count_correct(model: nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
+    """How many held-out images the model gets right, over all ranks."""
+    with evaluation.evaluating(model), on_device(batches, options) as loader:
+        hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
+        return evaluation.over_all_ranks(hits)
 
 
 if __name__ == "__main__":
-    script.run(main)
+    run(main)

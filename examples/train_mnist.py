@@ -19,37 +19,57 @@ batch is dropped (its batch statistics are poor): --nouse_nested_fsdp, --nodrop_
 
 import copy
 import os
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
+import digits
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, fitting, mnist_data, script, sharing, wrapping
-from common.mnist_network import MnistNetwork
-from common.planned import launch_or_plan
+from common import checkpoints, closing, evaluation, script, wrapping
+from common.batches import on_device, test_batches, training_batches
+from common.launching import launch_or_plan
+from common.meters import Meters
 from torch import nn
+from torch.utils.data import DataLoader
+
+import xla_fsdp
 
 flags.DEFINE_integer("batch_size", 16, "images a rank and step", lower_bound=1)
 flags.DEFINE_integer(
     "num_epochs", None, "default: 12 for the bundled digits, 2 for MNIST", lower_bound=1
 )
-flags.DEFINE_float(
-    "lr", None, "learning rate a rank; default: 0.02 for the bundled digits, 0.01 for MNIST"
+script.DEFINE_number(
+    "lr", None, "learning rate a rank; default: 0.02 for the digits, 0.01 for MNIST", "(0, inf)"
 )
-flags.DEFINE_float("momentum", 0.5, "momentum of SGD")
+script.DEFINE_number("momentum", 0.5, "momentum of SGD", "[0, 1)")
 flags.DEFINE_bool("drop_last", True, "leave out the last batch of an epoch if it is smaller")
-flags.DEFINE_string(
-    "ckpt_prefix",
-    "runs/mnist/ckpt",
-    "folder of the checkpoints, on a disk that all hosts share",
-)
+flags.DEFINE_string("ckpt_prefix", "runs/mnist/ckpt", "folder of the checkpoints, shared by all")
 flags.DEFINE_bool("fake_data", False, "train on random images")
 flags.DEFINE_string("datadir", None, "MNIST in torchvision's layout, downloaded if need be")
 script.require("datadir", bool, "is empty; name a folder")
 flags.FLAGS.set_default("use_gradient_checkpointing", True)
 flags.FLAGS.set_default("auto_wrap_min_num_params", 1000)
-script.require("lr", lambda value: 0 < value < float("inf"), "must be greater than 0")
-script.require("momentum", lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
+
+
+class MnistNetwork(nn.Module):
+    """Two convolutions, two linear layers; returns log-probabilities of the ten digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
+        self.bn1 = nn.BatchNorm2d(10)
+        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
+        self.bn2 = nn.BatchNorm2d(20)
+        self.fc1 = nn.Linear(320, 50)
+        self.fc2 = nn.Linear(50, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bn1(F.relu(F.max_pool2d(self.conv1(x), 2)))
+        x = self.bn2(F.relu(F.max_pool2d(self.conv2(x), 2)))
+        x = F.relu(self.fc1(x.flatten(1)))
+        return F.log_softmax(self.fc2(x), dim=1)
 
 
 def main(options: SimpleNamespace) -> None:
@@ -58,10 +78,9 @@ def main(options: SimpleNamespace) -> None:
         raise script.Stop("--fake_data excludes --datadir", code=2)
     lr, num_epochs = (0.01, 2) if options.datadir else (0.02, 12)
     script.fill_in(options, lr=lr, num_epochs=num_epochs)
-    if not options.plan:
-        checkpoints.prepare_folder(options, "ckpt_prefix")
+    checkpoints.prepare_folder(options, "ckpt_prefix")
     if options.datadir:
-        mnist_data.prepare(options.datadir)
+        digits.prepare(options.datadir)
 
     torch.manual_seed(options.seed)
     network = MnistNetwork()
@@ -74,52 +93,76 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
     import torch_xla
     import torch_xla.runtime as xr
 
+    # Every rank reads its own part of the data.
     share = (xr.global_ordinal(), xr.world_size(), options.batch_size)
-    train_data = mnist_data.load(True, options.datadir, options.fake_data)
-    test_data = mnist_data.load(False, options.datadir, options.fake_data)
-    batches = sharing.training_batches(
-        train_data,
-        *share,
-        seed=options.seed,
-        drop_last=options.drop_last,
-        max_steps=options.max_steps,
-    )
+    train_data = digits.load(True, options.datadir, options.fake_data)
+    test_data = digits.load(False, options.datadir, options.fake_data)
+    how = {"drop_last": options.drop_last, "max_steps": options.max_steps}
+    batches = training_batches(train_data, *share, seed=options.seed, **how)
+    held_out = test_batches(test_data, *share)
 
-    # Ranks may be threads that were handed the same network.
-    model = wrapping.shard(
-        copy.deepcopy(network),
-        options,
-        torch_xla.device(),
-        blocks={nn.Conv2d, nn.Linear},
-        children=("conv1", "conv2", "fc1", "fc2"),
-    )
-    # The wrapper has reduced the gradients when backward returns: call optimizer.step() directly.
+    model = copy.deepcopy(network)  # ranks may be threads that were handed the same one
+    model.to(torch_xla.device())
+    policy = wrapping.policy(options, model, {nn.Conv2d, nn.Linear})
+    fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **wrapping.arguments(options))
+
+    def wrap(layer: nn.Module, **forwarded: Any) -> nn.Module:
+        """A unit: its parameters are gathered, used, and freed before those of the next are."""
+        if options.use_gradient_checkpointing:
+            layer = xla_fsdp.checkpoint_module(layer)
+        return fsdp(layer, **forwarded)
+
+    if options.use_nested_fsdp:
+        for name in ("conv1", "conv2", "fc1", "fc2"):
+            setattr(model, name, wrap(getattr(model, name)))
+    model = fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrap)
+
+    # Of this rank's part of every parameter. The learning rate stays what it is.
     optimizer = torch.optim.SGD(
         model.parameters(), lr=options.lr * xr.world_size(), momentum=options.momentum
     )
+    evaluation.vary_by_rank(options.seed)
+    described, state = {"kind": "mnist"}, (model, optimizer, None)
+    done, saved = checkpoints.resume(options, options.ckpt_prefix, state, described, len(batches))
+    with Meters(options, batches, held_out) as meters:
+        for epoch in range(done + 1, options.num_epochs + 1):
+            batches.sampler.set_epoch(epoch - 1)  # shuffles anew
+            meters.start_epoch(epoch)
+            # A step is traced here, and runs when the loader is asked for the next batch.
+            with on_device(batches, options) as loader:
+                for images, labels in loader:
+                    optimizer.zero_grad()
+                    loss = F.nll_loss(model(images).float(), labels)
+                    loss.backward()  # gradients are averaged over the ranks when it returns:
+                    optimizer.step()  # nothing is left to reduce
+                    meters.step(loss, optimizer)
+            meters.end_epoch()
 
-    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = F.nll_loss(model(images).float(), labels)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+            evaluation.average_batch_statistics(model)
+            meters.report(count_correct(model, held_out, options))
+            saved = xla_fsdp.save_checkpoint(
+                options.ckpt_prefix,
+                *state,
+                step=epoch,
+                extra={"network": described},
+                keep_last=options.keep_ckpts,
+            )
+    if done == options.num_epochs:  # the run before was ended after its last epoch
+        meters.nothing_left(saved, count_correct(model, held_out, options))
 
-    folder = options.datadir and os.path.abspath(options.datadir)
-    task = fitting.Task(
-        "MNIST network, fully sharded",
-        model,
-        optimizer,
-        None,
-        step,
-        batches,
-        sharing.test_batches(test_data, *share),
-        len(test_data),
-        network={"kind": "mnist"},
-        description={"kind": "mnist", "datadir": folder, "fake": options.fake_data},
-        exact=options.compute_dtype == "float32",
-    )
-    fitting.fit(task, options, options.ckpt_prefix, options.num_epochs)
+    # All ranks' parts in one model, which plain torch must find as good.
+    datadir = options.datadir and os.path.abspath(options.datadir)
+    read = {"kind": "mnist", "datadir": datadir, "fake": options.fake_data}
+    if meters.rank == 0:
+        folder = closing.consolidate(options, saved, described, read)
+        closing.summarize("MNIST network, fully sharded", options, meters, saved, folder)
+
+
+def count_correct(model: nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
+    """How many held-out images the model gets right, over all ranks."""
+    with evaluation.evaluating(model), on_device(batches, options) as loader:
+        hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
+        return evaluation.over_all_ranks(hits)
 
 
 if __name__ == "__main__":

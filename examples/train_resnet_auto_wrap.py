@@ -7,67 +7,71 @@ python examples/train_resnet_auto_wrap.py --plan=v3-8 # what the same needs on a
 from functools import partial
 from types import SimpleNamespace
 
+import networks
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, fitting, image_data, memory, networks, script
-from common.planned import launch_or_plan
+from common import checkpoints, closing, evaluation, image_batches, script
+from common.batches import on_device
+from common.launching import launch_or_plan
+from common.meters import Meters
+from torch.utils.data import DataLoader
 from torchvision.models.resnet import BasicBlock
 
 import xla_fsdp
 
 flags.DEFINE_integer("batch_size", 16, "images a rank and step", lower_bound=1)
 flags.DEFINE_integer("num_epochs", 5, "passes over the images", lower_bound=1)
-flags.DEFINE_float("lr", 0.02, "learning rate")
+script.DEFINE_number("lr", 0.02, "learning rate", "(0, inf)")
 flags.DEFINE_string("ckpt_dir", "runs/resnet/ckpt", "folder of the checkpoints, shared by all")
-script.require("lr", lambda value: 0 < value < float("inf"), "must be finite, greater than 0")
 
 
 def main(options: SimpleNamespace) -> None:
-    image_data.prepare(options)
+    image_batches.prepare(options)
     script.fill_in(options, image_size=16)
-    sizes = (options.num_classes, options.batch_size, options.image_size)
-    parameters = networks.try_out("resnet18", *sizes)
-    if not options.plan:
-        memory.require_for_training(parameters, "--num_classes")
-        checkpoints.prepare_folder(options)
+    networks.try_out("resnet18", options, options.batch_size, "--num_classes")
+    checkpoints.prepare_folder(options)
     launch_or_plan(train, (options,), options, options.num_devices, "ResNet-18")
 
 
-def train(index: int, options: SimpleNamespace) -> None:
-    """What each rank runs."""
+def train(index: int, options: SimpleNamespace) -> None:  # what each rank runs
+    batches, held_out = image_batches.batches(options, options.batch_size, options.batch_size)
     network = {"kind": "torchvision", "model": "resnet18", "num_classes": options.num_classes}
-    batches, held_out, images = image_data.batches(options, options.batch_size, options.batch_size)
     torch.manual_seed(options.seed)  # the same weights on every rank
-    model = xla_fsdp.XlaFullyShardedDataParallel(
-        networks.build(**network),
-        # Every residual block becomes a unit: gathered, used, freed, one after the other.
-        auto_wrap_policy=partial(
-            xla_fsdp.transformer_auto_wrap_policy, transformer_layer_cls={BasicBlock}
-        ),
-    )
+    # Every residual block becomes a unit: gathered, used, freed, one after the other.
+    policy = partial(xla_fsdp.transformer_auto_wrap_policy, transformer_layer_cls={BasicBlock})
+    model = networks.torchvision_model("resnet18", options.num_classes)
+    model = xla_fsdp.XlaFullyShardedDataParallel(model, auto_wrap_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
+    state = (model, optimizer, None)
+    done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, len(batches))
+    with Meters(options, batches, held_out) as meters:
+        for epoch in range(done + 1, options.num_epochs + 1):
+            batches.sampler.set_epoch(epoch - 1)  # shuffles anew
+            meters.start_epoch(epoch)
+            with on_device(batches, options) as loader:  # runs a step when it has the next batch
+                for images, labels in loader:
+                    optimizer.zero_grad()
+                    loss = F.cross_entropy(model(images), labels)
+                    loss.backward()  # gradients are averaged over the ranks when it returns
+                    optimizer.step()
+                    meters.step(loss, optimizer)
+            meters.end_epoch()
+            evaluation.average_batch_statistics(model)
+            meters.report(count_correct(model, held_out, options))
+            how = {"extra": {"network": network}, "keep_last": options.keep_ckpts}
+            saved = xla_fsdp.save_checkpoint(options.ckpt_dir, *state, step=epoch, **how)
+    if done == options.num_epochs:  # the run before was ended after its last epoch
+        meters.nothing_left(saved, count_correct(model, held_out, options))
+    if meters.rank == 0:
+        folder = closing.consolidate(options, saved, network, image_batches.describe(options))
+        closing.summarize("ResNet-18, wrapped by a policy", options, meters, saved, folder)
 
-    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()  # gradients are averaged over the ranks when it returns
-        optimizer.step()
-        return loss.detach()
 
-    task = fitting.Task(
-        "ResNet-18, wrapped by a policy",
-        model,
-        optimizer,
-        None,
-        step,
-        batches,
-        held_out,
-        images,
-        network=network,
-        description=image_data.describe(options),
-    )
-    fitting.fit(task, options, options.ckpt_dir, options.num_epochs)
+def count_correct(model: torch.nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
+    with evaluation.evaluating(model), on_device(batches, options) as loader:
+        hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
+        return evaluation.over_all_ranks(hits)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
@@ -17,6 +18,11 @@ pytest_plugins = ["xla_fsdp.testing"]
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 )
+# Programs that this run has compiled are there for all its processes, and gone with it: no run
+# depends on an earlier one. Workers of pytest-xdist inherit the folder of the process they are of.
+if "XLA_FSDP_COMPILATION_CACHE_FOLDER" not in os.environ:
+    _programs = tempfile.TemporaryDirectory(prefix="programs-", ignore_cleanup_errors=True)
+    os.environ["XLA_FSDP_COMPILATION_CACHE_FOLDER"] = _programs.name
 # Small tensors: the threads of torch would mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts what it runs in the background with Ctrl-C ignored, and that is inherited: the
@@ -51,12 +57,14 @@ def run_script(tmp_path):
 
 @pytest.fixture
 def common(monkeypatch):
-    """The helpers of the examples: ``common.script`` imports that module."""
+    """The helpers of the examples: ``common.script`` imports that module, and ``common.digits`` one
+    that lies beside the scripts."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
 
     class Helpers:
         def __getattr__(self, name):
-            return import_module(f"common.{name}")
+            beside = (ROOT / "examples" / f"{name}.py").exists()
+            return import_module(name if beside else f"common.{name}")
 
     return Helpers()
 

@@ -192,7 +192,7 @@ def one_rank(rank: int, case: Case) -> dict[str, Any]:
     import torch_xla
     import torch_xla.runtime as xr
 
-    from xla_fsdp.ranks import current_rank
+    from xla_fsdp.ranks.rank import current_rank
 
     current_rank().as_on_tpu = case.as_on_tpu
     device = torch_xla.device()

@@ -100,7 +100,7 @@ def sharded(rank, kind, wrapping, steps):
 
     from xla_fsdp import SyncBatchNorm, checkpoint_module
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp.ranks import current_rank
+    from xla_fsdp.ranks.rank import current_rank
 
     current_rank().as_on_tpu = wrapping == "nested"
     model = SyncBatchNorm.convert_sync_batchnorm(plain(kind))
@@ -203,7 +203,7 @@ def evaluation(rank):
     """Running statistics, their gradients, and no collective."""
     import torch_xla
 
-    from xla_fsdp.ranks import current_rank
+    from xla_fsdp.ranks.rank import current_rank
 
     model = norm().eval()
     with torch.no_grad():

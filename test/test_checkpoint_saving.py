@@ -20,7 +20,7 @@ from xla_fsdp.consolidate.errors import (
     UnsupportedValueError,
 )
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
-from xla_fsdp.ranks import current_rank
+from xla_fsdp.ranks.rank import current_rank
 
 
 def _names(folder) -> list[str]:

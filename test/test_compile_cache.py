@@ -150,7 +150,7 @@ def multiply(rank):
 
 if __name__ == "__main__":
     xla_fsdp.enable_compilation_cache(sys.argv[1])
-    from xla_fsdp.compile_cache import in_spawned_processes
+    from xla_fsdp.compiled.cache import in_spawned_processes
     fn = in_spawned_processes(multiply)
     for _ in range(2):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -304,7 +304,7 @@ class TestRefusals:
         """The function, in a process whose runtime has not started."""
         import torch_xla
 
-        from xla_fsdp import compile_cache
+        from xla_fsdp.compiled import cache as compile_cache
 
         monkeypatch.setenv("PJRT_DEVICE", "CPU")
         for name in ("_xla_runtime_is_initialized", "_xla_computation_cache_is_initialized"):
@@ -373,7 +373,7 @@ def test_programs_of_another_kind_are_not_used(monkeypatch):
 
 
 def test_what_spawned_processes_get_survives_the_way_there(monkeypatch):
-    from xla_fsdp.compile_cache import in_spawned_processes
+    from xla_fsdp.compiled.cache import in_spawned_processes
 
     monkeypatch.setenv("XLA_FSDP_COMPILATION_CACHE", f"{os.getpid()}:/a/fol:der")
     wrapped = pickle.loads(pickle.dumps(in_spawned_processes(re.compile)))

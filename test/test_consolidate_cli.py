@@ -24,7 +24,7 @@ from xla_fsdp.consolidate import cli
 
 pytestmark = pytest.mark.filterwarnings("error")
 FOLDER = Path(xla_fsdp.consolidate.__file__).parent
-SOURCES = sorted([*FOLDER.glob("*.py"), *FOLDER.glob("stream/*.py")])
+SOURCES = sorted(p for part in (".", "legacy", "stream") for p in (FOLDER / part).glob("*.py"))
 
 
 def run(*arguments, flags=()):

@@ -22,8 +22,8 @@ from xla_fsdp.consolidate import (
     MissingRankError,
     OutputError,
     consolidate_sharded_model_checkpoints,
-    storage,
 )
+from xla_fsdp.consolidate.legacy.files import find_files
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -144,19 +144,25 @@ def test_output_has_ordinary_permissions(tmp_path):
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o640
 
 
-@pytest.mark.parametrize("failure", [OSError(28, "No space left"), RuntimeError("writer failed")])
-def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch, failure):
+@pytest.mark.parametrize("call", ["write", "pwrite", "fsync", "replace"])
+@pytest.mark.parametrize("failure", [OSError(28, "No space left"), OSError(5, "writer failed")])
+def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch, call, failure):
     prefix = write(tmp_path)
     (tmp_path / "full.pth").write_bytes(b"old")
 
-    def fail(content, file):
-        file.write(b"half a file")
+    def fail(*arguments):
+        if call == "write":
+            os.pwrite(arguments[0], b"half a file", 0)
         raise failure
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage.torch, "save", fail)
+        patch.setattr(os, call, fail)
         with pytest.raises(OutputError, match=f"full.pth: .*{failure.args[-1]}"):
             consolidate_sharded_model_checkpoints(prefix, SUFFIX, str(tmp_path / "full.pth"))
+    if call == "replace":  # what is finished is kept for the next run
+        (partial,) = tmp_path.glob(".full.pth.*.partial")
+        (partial / "full.pth").unlink()
+        partial.rmdir()
     assert len(list(tmp_path.iterdir())) == 3  # two ranks and the old file
     assert (tmp_path / "full.pth").read_bytes() == b"old"
 
@@ -165,13 +171,13 @@ def test_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
     prefix = write(tmp_path)
     before = sorted(tmp_path.iterdir())
 
-    def interrupt(content, file):
-        file.write(b"half a file")
+    def interrupt(file, data):
+        os.pwrite(file, b"half a file", 0)
         # What is there in the meantime is hidden from every pattern.
-        assert storage.find_files(str(tmp_path) + "/", "*") == [str(path) for path in before]
+        assert find_files(str(tmp_path) + "/", "*") == [str(path) for path in before]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(storage.torch, "save", interrupt)
+    monkeypatch.setattr(os, "write", interrupt)
     with pytest.raises(KeyboardInterrupt):
         consolidate_sharded_model_checkpoints(prefix, SUFFIX)
     assert sorted(tmp_path.iterdir()) == before
@@ -186,7 +192,7 @@ def test_output_is_complete_when_it_appears(tmp_path, monkeypatch):
         assert not os.path.exists(target)
         rename(source, target)
 
-    monkeypatch.setattr(storage.os, "replace", replace)
+    monkeypatch.setattr(os, "replace", replace)
     full, _ = consolidate_sharded_model_checkpoints(prefix, SUFFIX)
     assert seen == [full.keys()]
 

@@ -128,6 +128,43 @@ def test_result_does_not_share_memory_with_the_input():
     assert not stored & {t.data_ptr() for t in full.values() if t.numel()}
 
 
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64, torch.float8_e4m3fnuz])
+def test_any_dtype(tmp_path, dtype):
+    values = torch.randn(5, dtype=torch.complex128)
+    values = values.to(dtype) if dtype.is_complex else values.real.float().to(dtype)
+    kept = torch.arange(3).to(torch.complex128)
+    model = [Entry("w", "flat", [(("w",), values)]), Entry("b", "buffer", [(("b",), kept)])]
+    full, path = consolidate_sharded_model_checkpoints(save(rank_files(model, 2), tmp_path), SUFFIX)
+    written = torch.load(path, weights_only=True)["model"]
+    for found in (full, written):
+        assert list(found) == ["w", "b"] and found["w"].dtype is dtype
+        assert torch.equal(found["w"].view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(found["b"], kept)
+
+
+@pytest.mark.parametrize("kind", ["parameters", "columns", "conjugate", "sparse buffer"])
+def test_state_dicts_as_users_have_them(tmp_path, kind):
+    values = torch.randn(6, 4, dtype=torch.complex64 if kind == "conjugate" else torch.float32)
+    files = rank_files([Entry("w", "dim0", [(("w",), values)])], 2)
+    for file in files:
+        shard = file["model"]["w"]
+        if kind == "parameters":
+            file["model"]["w"] = torch.nn.Parameter(shard)
+        elif kind == "columns":
+            file["model"]["w"] = shard.t().contiguous().t()
+        elif kind == "conjugate":
+            file["model"]["w"] = shard.conj().resolve_conj().conj()
+        else:
+            file["model"]["eye"] = torch.eye(3).to_sparse()
+    state_dicts = [file["model"] for file in files]
+    full = consolidate_sharded_state_dicts(state_dicts, files[0]["shard_metadata"])
+    again, path = consolidate_sharded_model_checkpoints(save(files, tmp_path), SUFFIX)
+    for found in (full, again, torch.load(path, weights_only=True)["model"]):
+        assert torch.equal(found["w"], values) and type(found["w"]) is torch.Tensor
+        assert not found["w"].requires_grad
+        assert kind != "sparse buffer" or torch.equal(found["eye"].to_dense(), torch.eye(3))
+
+
 def test_extra_state_passes_through():
     files = rank_files(small_model(), 2)
     for rank, file in enumerate(files):

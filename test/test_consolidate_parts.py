@@ -70,7 +70,7 @@ def test_pieces_stay_right_while_they_wait(monkeypatch):
         if len(held) > 1:
             found.append(bytes(held.pop(0)))
 
-    pump(Stored("x", "I64", (5000,), read).pieces(Ring()), consume)
+    pump(Stored("x", torch.int64, (5000,), read).pieces(Ring()), consume)
     found.append(bytes(held.pop()))
     assert b"".join(found) == values.numpy().tobytes()
     assert AHEAD + 3 == len(Ring()._buffers)

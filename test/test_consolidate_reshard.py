@@ -21,7 +21,7 @@ from xla_fsdp.consolidate import (
     verify_checkpoint,
 )
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
-from xla_fsdp.shard import Layout
+from xla_fsdp.sharding.layout import Layout
 
 WORLD_SIZES = [1, 2, 3, 4, 7, 8]
 

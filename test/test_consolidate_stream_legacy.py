@@ -60,6 +60,23 @@ def test_equals_the_result_in_memory(tmp_path, seed, pieces):
     assert_same(loaded(path), expected_state_dict(model))
 
 
+def test_the_function_writes_what_the_command_writes(tmp_path):
+    files = rank_files(small_model(), 3)
+    for file in files:
+        file["model"]["q._extra_state"] = {"values": torch.arange(3), "of": (1, "two")}
+    prefix = save(files, tmp_path)
+    full, path = consolidate_sharded_model_checkpoints(prefix, SUFFIX, tied={"again": "norm.half"})
+    with open(path, "rb") as file:
+        written = file.read()
+    options = dict(suffix=SUFFIX, tied={"again": "norm.half"})
+    assert consolidate_checkpoint(prefix, **options).up_to_date
+    os.unlink(path)
+    assert consolidate_checkpoint(prefix, **options).path == path
+    with open(path, "rb") as file:
+        assert file.read() == written
+    assert list(loaded(path)) == list(full)
+
+
 def test_as_safetensors(tmp_path, pieces):
     prefix = save(rank_files(small_model(), 3), tmp_path)
     consolidate_checkpoint(prefix, tmp_path / "m.safetensors", suffix=SUFFIX)

@@ -20,15 +20,15 @@ def loader(common, tmp_path):
         place.parent.mkdir(parents=True, exist_ok=True)
         pixels = torch.randint(0, 256, (24, 20, 3), dtype=torch.uint8, generator=generator)
         Image.fromarray(pixels.numpy()).save(place)
-    data = common.image_folders.training_images(str(tmp_path))
-    vary = common.image_folders.RandomPart(16)
+    data = common.images.training_images(str(tmp_path))
+    vary = common.images.RandomPart(16)
 
     def make(rank=0, world_size=1, workers=0, seed=1, batch_size=6):
         how = {}
         if workers:
             how = {"num_workers": workers, "persistent_workers": True}
             how["multiprocessing_context"] = "forkserver"
-        return common.sharing.training_batches(
+        return common.batches.training_batches(
             data, rank, world_size, batch_size // world_size, seed=seed, vary=vary, **how
         )
 
@@ -61,7 +61,7 @@ def test_images_depend_on_seed_and_epoch_only(loader):
 def test_parts_are_chosen_as_torchvision_does(common):
     draw = random.Random(1)
     image = Image.new("RGB", (100, 60))
-    ours = common.image_folders.RandomPart(16)
+    ours = common.images.RandomPart(16)
     theirs = transforms.RandomResizedCrop(16)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -75,12 +75,12 @@ def test_parts_are_chosen_as_torchvision_does(common):
     for width, height in ((200, 10), (10, 200), (1, 1000), (1000, 1)):
         narrow = Image.new("RGB", (width, height))
         middle = transforms.RandomResizedCrop.get_params(narrow, [0.9, 1.0], [3 / 4, 4 / 3])
-        part = common.image_folders.RandomPart(16, min_crop=0.9)
+        part = common.images.RandomPart(16, min_crop=0.9)
         assert part.choose(width, height, draw) == middle
     mirrored = set()
     image = Image.fromarray(torch.arange(16, dtype=torch.uint8).expand(16, 16).numpy(), "L")
     for _ in range(20):
-        shown = common.image_folders.RandomPart(16, min_crop=0.99)(image.convert("RGB"), draw)
+        shown = common.images.RandomPart(16, min_crop=0.99)(image.convert("RGB"), draw)
         assert shown.shape == (3, 16, 16)
         mirrored.add(bool(shown[0, 0, 0] > shown[0, 0, -1]))
     assert mirrored == {True, False}
@@ -89,13 +89,13 @@ def test_parts_are_chosen_as_torchvision_does(common):
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_large_test_batch_reads_every_image_once(common, ranks):
     data = [(torch.zeros(1), label) for label in range(297)]
-    shares = [common.sharing.test_batches(data, rank, ranks, 100_000) for rank in range(ranks)]
+    shares = [common.batches.test_batches(data, rank, ranks, 100_000) for rank in range(ranks)]
     labels = [[labels for _, labels in share] for share in shares]
     assert {len(batch) for share in labels for batch in share} == {-(-297 // ranks)}
     found = torch.cat([batch for share in labels for batch in share])
     assert found[found >= 0].sort().values.tolist() == list(range(297))
     # A quick look at fake images reads no more than there would be.
-    fake = common.image_folders.FakeImages
+    fake = common.images.FakeImages
     assert [len(fake("val", 8, 10, count)) for count in (None, 100, 10**6)] == [50000, 100, 50000]
 
 
@@ -103,12 +103,12 @@ def test_cpu_ranks_share_the_cores(run_script):
     done = run_script(
         "import os, sys; sys.path.insert(0, sys.argv[1])\n"
         "from types import SimpleNamespace\n"
-        "from common import image_data\n"
+        "from common import image_batches\n"
         "import torch_xla.runtime as xr\n"
         "def workers(kind, ranks, cores, wish=None):\n"
         "    xr.device_type, xr.world_size = lambda: kind, lambda: ranks\n"
         "    os.sched_getaffinity = lambda _: range(cores)\n"
-        "    how = image_data._workers(SimpleNamespace(num_workers=wish))\n"
+        "    how = image_batches.reading(SimpleNamespace(num_workers=wish))\n"
         "    return how.get('num_workers', 0), how.get('multiprocessing_context')\n"
         "for case in (('CPU', 4, 2), ('CPU', 4, 16), ('CPU', 1, 64), ('CPU', 4, 2, 3),\n"
         "             ('TPU', 8, 96), ('TPU', 256, 96)):\n"
@@ -130,7 +130,7 @@ def test_two_first_starts_may_write_the_digits(common, tmp_path, monkeypatch):
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", second)
-    assert common.image_folders.digits(str(folder)) == str(folder)
+    assert common.digits.write(str(folder)) == str(folder)
     assert os.listdir(tmp_path) == ["digits"]
 
     def fails(source, target):
@@ -139,4 +139,4 @@ def test_two_first_starts_may_write_the_digits(common, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", fails)
     other = Path(tmp_path, "other")
     with pytest.raises(common.script.Stop, match="can not be written to .*other: Permission"):
-        common.image_folders.digits(str(other))
+        common.digits.write(str(other))

@@ -5,8 +5,10 @@ import json
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from example_runs import EXAMPLES, run_example, table
 from safetensors.torch import load_file
 
@@ -29,7 +31,7 @@ def run(tmp_path):
 @pytest.fixture
 def too_many(common):
     """So many classes that a ResNet-18 fits into half of the memory, and its training does not."""
-    return common.memory._memory_of_the_machine() // 8 // 513
+    return common.networks._memory_of_the_machine() // 8 // 513
 
 
 @pytest.fixture
@@ -116,7 +118,7 @@ class TestImageNet:
         refusal(run("train_imagenet.py", *SMALL), "--resume, or another --ckpt_dir")
 
     def test_reads_images_in_processes_and_resumes_bit_for_bit(self, run, common, tmp_path):
-        common.image_folders.digits(str(tmp_path / "images"))
+        common.digits.write(str(tmp_path / "images"))
         # With dropout.
         flags = ("--datadir=images", "--image_size=32", "--model=squeezenet1_1", "--num_devices=2")
         flags += ("--batch_size=4", "--max_steps=2")
@@ -203,7 +205,11 @@ class TestImageNet:
 
 class TestVisionTransformer:
     def test_the_published_sizes(self, common):
-        count = common.vit.count_parameters
+        def count(*sizes):
+            with torch.device("meta"):
+                model = common.networks.VisionTransformer(*sizes[:3], 1, sizes[3])
+            return sum(parameter.numel() for parameter in model.parameters())
+
         assert count(224, 14, 5120, 32) == 10_077_917_160
         block = count(224, 14, 5120, 2) - count(224, 14, 5120, 1)
         assert block == 314_639_360
@@ -219,9 +225,9 @@ class TestVisionTransformer:
         folder = "runs/vit/ckpt_consolidated"
         hint = table(first)["in plain torch"]
         assert hint == f"python examples/evaluate.py {folder} --datadir=DIR"
-        _, images = common.networks.load(str(tmp_path / folder))
-        digits = common.image_folders.digits(str(tmp_path / "digits"))
-        assert len(common.test_images.of_network(images, digits)) == 297
+        _, images = common.evaluate.load(str(tmp_path / folder))
+        digits = common.digits.write(str(tmp_path / "digits"))
+        assert len(common.evaluate.test_images(images, digits)) == 297
         second = run(
             "train_vit.py", *flags, "--num_epochs=2", "--resume_epoch=1", "--noscan_blocks"
         )
@@ -243,7 +249,7 @@ class TestVisionTransformer:
 
     @pytest.mark.parametrize("workers", [0, 1])
     def test_a_damaged_image_is_named(self, run, common, tmp_path, workers):
-        folder = common.image_folders.digits(str(tmp_path / "images"))
+        folder = common.digits.write(str(tmp_path / "images"))
         damaged = sorted(Path(folder, "train", "3").iterdir())[0]
         damaged.write_bytes(damaged.read_bytes()[:100])
         flags = [flag for flag in SMALL_VIT if flag not in ("--fake_data", "--max_steps=2")]
@@ -310,35 +316,35 @@ class TestEvaluation:
             ({"kind": "mnist", "datadir": None, "fake": True}, nowhere, f"no MNIST in .*{nowhere}"),
         ):
             with pytest.raises(common.script.Stop, match=words) as stop:
-                common.test_images.of_network(images, datadir)
+                common.evaluate.test_images(images, datadir)
             assert stop.value.code == 2 and "\n" not in stop.value.message
-        digits = Path(common.image_folders.digits(str(tmp_path / "digits")))
+        digits = Path(common.digits.write(str(tmp_path / "digits")))
         with pytest.raises(common.script.Stop, match="unexpected keyword argument 'new'"):
-            common.test_images.of_network(folders | {"new": 1}, str(digits))
+            common.evaluate.test_images(folders | {"new": 1}, str(digits))
         # Nothing is trained: images to train on need not be there.
         (digits / "train").rename(tmp_path / "elsewhere")
-        assert len(common.test_images.of_network(folders, str(digits))) == 297
+        assert len(common.evaluate.test_images(folders, str(digits))) == 297
 
 
 class TestFolders:
     def test_what_is_wrong_is_named(self, common, tmp_path):
-        folders, stop = common.image_folders, common.script.Stop
+        folders, stop = common.images, common.script.Stop
         with pytest.raises(stop, match="no folder .*train; images are expected"):
-            folders.classes(str(tmp_path))
+            folders.find_classes(str(tmp_path))
         (tmp_path / "train").mkdir()
         (tmp_path / "val/cat").mkdir(parents=True)
         with pytest.raises(stop, match="train is empty"):
-            folders.classes(str(tmp_path))
+            folders.find_classes(str(tmp_path))
         (tmp_path / "train/dog").mkdir()
         with pytest.raises(stop, match="same classes: 'cat' is in one only"):
-            folders.classes(str(tmp_path))
+            folders.find_classes(str(tmp_path))
         (tmp_path / "train/cat").mkdir()
         (tmp_path / "val/dog").mkdir()
-        assert folders.classes(str(tmp_path)) == ["cat", "dog"]
+        assert folders.find_classes(str(tmp_path)) == ["cat", "dog"]
         with pytest.raises(stop, match="Found no valid file for the classes"):
             folders.training_images(str(tmp_path))
         with pytest.raises(stop, match="have the 2 classes .* trained on: 'cat' is in one only"):
-            common.test_images.of("folders", str(tmp_path), ["cow", "dog"], image_size=16)
+            folders.test_images(str(tmp_path), ["cow", "dog"], image_size=16)
 
     def test_a_folder_that_can_not_be_read_is_named(self, common, tmp_path, monkeypatch):
         for part in ("train", "val"):
@@ -348,22 +354,22 @@ class TestFolders:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
         for name in ("scandir", "listdir"):
-            monkeypatch.setattr(common.image_folders.os, name, refuse)
+            monkeypatch.setattr(common.images.os, name, refuse)
         words = "can not be read: Permission denied; make it readable"
         with pytest.raises(common.script.Stop, match=f"train {words}") as stop:
-            common.image_folders.classes(str(tmp_path))
+            common.images.find_classes(str(tmp_path))
         assert stop.value.code == 2
         with pytest.raises(common.script.Stop, match=words):
-            common.image_folders.digits(str(tmp_path))
+            common.digits.write(str(tmp_path))
 
     def test_the_digits_are_written_once(self, common, tmp_path):
         (tmp_path / "new/digits").mkdir(parents=True)  # empty: as if there were none
-        folder = common.image_folders.digits(str(tmp_path / "new/digits"))
+        folder = common.digits.write(str(tmp_path / "new/digits"))
         assert os.listdir(tmp_path / "new") == ["digits"]
         before = (tmp_path / "new/digits").stat().st_mtime_ns
-        assert common.image_folders.digits(folder) == folder
+        assert common.digits.write(folder) == folder
         assert (tmp_path / "new/digits").stat().st_mtime_ns == before
-        images = common.image_folders.test_images(folder, 16, border=1.0)
+        images = common.images.test_images(folder, image_size=16, border=1.0)
         image, label = images[0]
         assert len(images) == 297 and image.shape == (3, 16, 16) and label == 0
 
@@ -372,7 +378,11 @@ class TestFolders:
     "logdir, words",
     [("/proc/nothing", "No such file"), ("a\0b", "null byte"), ("ftpx://a/b", "not known: ftpx")],
 )
-def test_curves_that_can_not_be_written_are_refused(common, logdir, words):
+def test_curves_that_can_not_be_written_are_refused(common, monkeypatch, logdir, words):
+    monkeypatch.setattr("torch_xla.runtime.world_size", lambda: 1)
+    monkeypatch.setattr("torch_xla.runtime.global_ordinal", lambda: 0)
+    options = SimpleNamespace(plan=None, logdir=logdir, log_steps=1)
+    batches = torch.utils.data.DataLoader(range(1))
     with pytest.raises(common.script.Stop, match=words) as stop:
-        common.progress.TrainingProgress(True, 1, 1, logdir)
+        common.meters.Meters(options, batches, batches)
     assert stop.value.code == 2 and stop.value.message.startswith(f"--logdir={logdir}: ")

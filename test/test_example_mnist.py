@@ -98,9 +98,9 @@ def test_resumes_on_another_number_of_ranks(train, example, tmp_path):
     folder = tmp_path / "runs/mnist/ckpt"
     os.truncate(folder / "step-00000002/rank-00001-of-00003.safetensors", 100)
     with pytest.raises(example.script.Stop, match="rank-00001.*; --resume_epoch=1 goes on") as stop:
-        prepare(SimpleNamespace(ckpt_dir=str(folder), resume=True, resume_epoch=0))
+        prepare(SimpleNamespace(plan=None, ckpt_dir=str(folder), resume=True, resume_epoch=0))
     assert stop.value.code == 2
-    prepare(SimpleNamespace(ckpt_dir=str(folder), resume=False, resume_epoch=1))
+    prepare(SimpleNamespace(plan=None, ckpt_dir=str(folder), resume=False, resume_epoch=1))
 
 
 def test_flat_narrow_auto_wrapped_and_with_a_smaller_last_batch(train):
@@ -124,7 +124,7 @@ def write_idx(path, array):
 def test_trains_on_files_in_the_format_of_mnist(train, tmp_path, example):
     raw = tmp_path / "data/MNIST/raw"
     for name, is_train, count in (("train", True, 160), ("t10k", False, 101)):
-        digits = example.mnist_data.load(is_train)
+        digits = example.digits.load(is_train)
         write_idx(raw / f"{name}-images-idx3-ubyte", digits.images[:count])
         write_idx(raw / f"{name}-labels-idx1-ubyte", digits.labels[:count])
     rows = table(
@@ -190,14 +190,14 @@ def test_a_wrong_number_of_ranks_in_the_environment_is_refused(example, monkeypa
 )
 @pytest.mark.parametrize("first", [0, 2], ids=["train", "t10k"])
 def test_damaged_files_of_mnist_are_refused(example, tmp_path, spoil, words, first):
-    raw, names = tmp_path / "MNIST/raw", example.mnist_data.MNIST_FILES
+    raw, names = tmp_path / "MNIST/raw", example.digits.MNIST_FILES
     for images, labels in (names[:2], names[2:]):
         write_idx(raw / images, torch.zeros(5, 28, 28))
         write_idx(raw / labels, torch.zeros(5))
-    assert len(example.mnist_data.load(not first, str(tmp_path))) == 5
+    assert len(example.digits.load(not first, str(tmp_path))) == 5
     spoil(raw, names[first:])
     with pytest.raises(example.script.Stop, match=words) as stop:
-        example.mnist_data.load(not first, str(tmp_path))
+        example.digits.load(not first, str(tmp_path))
     assert stop.value.code == 2 and "\n" not in stop.value.message
 
 
@@ -214,48 +214,49 @@ def test_a_batch_larger_than_the_data_is_refused(train):
 
 
 def test_disagreement_is_an_error(example, monkeypatch, capsys, tmp_path):
-    from common import closing, networks, script
+    from common import closing, script
 
     saved = tmp_path / "ckpt/step-00000001"
     saved.mkdir(parents=True)
     (saved / "rank-00000-of-00001.safetensors").write_bytes(b"shard")
-    monkeypatch.setattr(closing.checkpoints, "consolidate", lambda _, folder: Path(folder).mkdir())
+    ran = []
+    monkeypatch.setattr(closing, "_run", lambda command, what: ran.append(what))
     again = {"correct": 88, "images": 100, "accuracy": 0.88}
     monkeypatch.setattr(closing, "evaluate_in_plain_torch", lambda folder: again)
     monkeypatch.setattr(closing, "count_parameters", lambda saved: 10)
-    task = SimpleNamespace(
-        title="MNIST",
-        images=100,
-        network={"kind": "mnist"},
-        description={"kind": "mnist"},
-        exact=True,
+    options = SimpleNamespace(num_epochs=1, no_ckpt_consolidation=False, compilation_cache="none")
+    meters = SimpleNamespace(
+        world_size=1, loss=0.1, seconds=1.0, samples_per_second=100.0, correct=90, images=100
     )
-    options = SimpleNamespace(no_ckpt_consolidation=False, compilation_cache="none")
-    progress = SimpleNamespace(seconds=1.0, samples_per_second=100.0)
+    folder = closing.consolidate(options, str(saved), {"kind": "mnist"}, {"kind": "mnist"})
+    assert folder == str(tmp_path / "ckpt_consolidated") and ran == ["consolidation"]
+    Path(folder, "weights").mkdir()
     with pytest.raises(script.Stop, match="got 90 of 100 right") as stop:
-        closing.summarize(task, options, progress, 1, 1, 0.1, 90, str(saved))
+        closing.summarize("MNIST", options, meters, str(saved), folder)
     assert stop.value.code == 1
     assert re.search(r"│ agree +│ no", capsys.readouterr().out)
-    assert (tmp_path / "ckpt_consolidated" / networks.DESCRIPTION).exists()
+    assert (tmp_path / "ckpt_consolidated/network.json").exists()
 
 
 def test_resuming_asks_for_the_same_network(example, monkeypatch):
     checkpoints, network = example.checkpoints, {"kind": "vit", "num_heads": 4}
-    resume = partial(checkpoints.resume, "folder", (None, None, None), network, 2)
+    options = SimpleNamespace(plan=None, resume=True, resume_epoch=0, num_epochs=2)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    state = (None, optimizer, None)
+    resume = partial(checkpoints.resume, options, "folder", state, network, 10)
 
-    def found(extra, step=2):
+    def found(extra, step=1):
         loaded = SimpleNamespace(path="folder/it", step=step, extra=extra)
         monkeypatch.setattr(checkpoints.xla_fsdp, "load_checkpoint", lambda *_, **__: loaded)
-        return loaded
 
     # Of before networks were saved, or of this one.
-    for extra in (None, checkpoints.extra(dict(network))):
-        loaded = found(extra)
-        assert resume() is loaded
+    for extra in (None, {"network": dict(network)}):
+        found(extra)
+        assert resume() == (1, "folder/it")
     found({"network": network | {"num_heads": 2}})
     with pytest.raises(example.script.Stop, match="folder/it .* num_heads is 2, not 4"):
         resume()
-    found(checkpoints.extra(network), step=3)
+    found({"network": network}, step=3)
     with pytest.raises(example.script.Stop, match="nothing to train up to 2"):
         resume()
 
@@ -271,11 +272,8 @@ def test_resuming_asks_for_the_same_network(example, monkeypatch):
 def test_few_steps_see_all_classes(example):
     """Images in folders are sorted by class."""
     images = torch.zeros(1000, 28, 28, dtype=torch.uint8)
-    data = example.mnist_data.Images(images, torch.arange(1000) // 100)
-    shares = [
-        example.sharing.training_batches(data, rank, 2, 20, seed=1, max_steps=2)
-        for rank in range(2)
-    ]
+    data = example.digits.Images(images, torch.arange(1000) // 100)
+    shares = [example.training_batches(data, rank, 2, 20, seed=1, max_steps=2) for rank in range(2)]
     labels = torch.cat([labels for loader in shares for _, labels in loader])
     assert len(labels) == 80 and len(set(labels.tolist())) == 10
 
@@ -289,11 +287,11 @@ def test_help_lists_the_shared_flags_but_none_of_absl(example):
 
 
 def test_every_held_out_image_counts_once(example):
-    data = example.mnist_data.load(False)
-    data = example.mnist_data.Images(data.images[:101], data.labels[:101])
+    data = example.digits.load(False)
+    data = example.digits.Images(data.images[:101], data.labels[:101])
     counts, batches = [], set()
     for rank in range(4):
-        loader = example.sharing.test_batches(data, rank, 4, 8)
+        loader = example.test_batches(data, rank, 4, 8)
         labels = [labels for _, labels in loader]
         assert all(len(batch) == 8 for batch in labels)
         batches.add(len(labels))

@@ -1,12 +1,15 @@
 """The learning rates of the examples."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 
-def rates_of(make, steps):
+def rates_of(factor, steps):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
-    scheduler = make(optimizer)
+    scheduler = LambdaLR(optimizer, factor)
     found = []
     for _ in range(steps):
         found.append(optimizer.param_groups[0]["lr"])
@@ -16,8 +19,8 @@ def rates_of(make, steps):
 
 
 def test_steps_down_as_published(common):
-    step = common.schedules.step_schedule
-    rates, _ = rates_of(lambda optimizer: step(optimizer, 10, 5, 30, 10), 1000)
+    factor = partial(common.schedules.steps_down, warmup=5 * 10, every=30 * 10, divisor=10)
+    rates, _ = rates_of(factor, 1000)
     assert rates[0] == pytest.approx(0.4 / 50) and rates[24] == pytest.approx(0.2)
     for epoch, rate in ((5, 0.4), (29, 0.4), (30, 0.04), (60, 0.004), (99, 0.0004)):
         assert rates[epoch * 10] == pytest.approx(rate)
@@ -25,14 +28,14 @@ def test_steps_down_as_published(common):
 
 @pytest.mark.parametrize("warmup, divisor", [(1, 1e200), (1e6, 1e308)])
 def test_the_rate_is_never_nought_nor_too_small_to_compute(common, warmup, divisor):
-    step = common.schedules.step_schedule
-    rates, _ = rates_of(lambda optimizer: step(optimizer, 2, warmup, 1, divisor), 10)
+    warmup = round(2 * warmup)
+    factor = partial(common.schedules.steps_down, warmup=warmup, every=2, divisor=divisor)
+    rates, _ = rates_of(factor, 10)
     assert all(0 < rate < 1e-29 for rate in rates[2:])
 
 
 def test_half_a_cosine_to_nought(common):
-    cosine = common.schedules.cosine_schedule
-    rates, after = rates_of(lambda optimizer: cosine(optimizer, 10, 110), 110)
+    rates, after = rates_of(partial(common.schedules.half_cosine, warmup=10, total=110), 110)
     assert rates[9] == rates[10] == pytest.approx(0.4) and rates[60] == pytest.approx(0.2)
     assert min(rates) > 0 and after == pytest.approx(0, abs=1e-12)
 
@@ -41,22 +44,23 @@ def test_half_a_cosine_to_nought(common):
 def test_goes_on_by_epochs_and_as_the_flags_say_now(common, kind):
     """Epochs of 20 steps, and after the second, on half the ranks, of 40; another rate."""
 
-    def make(optimizer, steps):
+    def factor(steps):
         if kind == "step":
-            return common.schedules.step_schedule(optimizer, steps, 1, 2, 10)
-        return common.schedules.cosine_schedule(optimizer, steps, 5 * steps)
+            down = common.schedules.steps_down
+            return partial(down, warmup=steps, every=2 * steps, divisor=10)
+        return partial(common.schedules.half_cosine, warmup=steps, total=5 * steps)
 
     def optimizer(lr, momentum):
         parameter = torch.nn.Parameter(torch.zeros(1))
         return torch.optim.SGD([parameter], lr=lr, momentum=momentum)
 
     before = optimizer(0.4, 0.9)
-    schedule = make(before, 20)
+    schedule = LambdaLR(before, factor(20))
     for _ in range(2 * 20):
         before.step()
         schedule.step()
     after = optimizer(0.1, 0.8)
-    then = make(after, 40)
+    then = LambdaLR(after, factor(40))
     given = common.schedules.settings(after)
     after.load_state_dict(before.state_dict())
     then.load_state_dict(schedule.state_dict())
@@ -66,6 +70,6 @@ def test_goes_on_by_epochs_and_as_the_flags_say_now(common, kind):
         found.append(after.param_groups[0]["lr"])
         after.step()
         then.step()
-    whole, _ = rates_of(lambda optimizer: make(optimizer, 40), 5 * 40)
+    whole, _ = rates_of(factor(40), 5 * 40)
     assert found == pytest.approx([rate / 4 for rate in whole[2 * 40 :]])
     assert after.param_groups[0]["momentum"] == 0.8

@@ -34,7 +34,7 @@ def keeping():
     import torch_xla
 
     kind = torch_xla._XLAC._xla_device_kind(str(device()))
-    return mock.patch("xla_fsdp.linear.KEEPING", (kind,))
+    return mock.patch("xla_fsdp.layers.linear.KEEPING", (kind,))
 
 
 def values_and_gradients(rank, bias, keep):
@@ -128,7 +128,7 @@ class Queries(nn.Module):
 
 def saved_parameters(rank):
     """Which tensors of a forward autograd keeps, and whether as recipes."""
-    from xla_fsdp import recipe
+    from xla_fsdp.sharding import saved_parameters as recipe
 
     found, search = [], recipe.recipe_of
 

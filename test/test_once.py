@@ -9,14 +9,14 @@ from torch import nn
 
 
 def world():
-    from xla_fsdp.world import World
+    from xla_fsdp.collectives.world import World
 
     return World.current()
 
 
 def counted(world):
     """A :class:`Once`, a function to call with it, and the list of its calls."""
-    from xla_fsdp.once import Once
+    from xla_fsdp.sharding.once import Once
 
     calls = []
     constant = torch.full((2,), 3.0).to(world.device)
@@ -55,7 +55,7 @@ def test_a_function_is_traced_once_for_each_shape(elsewhere):
 
 def as_many_as_are_of_use():
     """Lengths that come once (generated text) do not stay in memory."""
-    from xla_fsdp import once as module
+    from xla_fsdp.sharding import once as module
 
     once, function, calls = counted(world())
     for length in range(2, 2 + 2 * module._KEPT):

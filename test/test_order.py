@@ -117,7 +117,7 @@ def bit_for_bit(rank):
     """Whatever a gathered parameter begins with, the next is what it was."""
     import torch_xla
 
-    from xla_fsdp.order import Order
+    from xla_fsdp.collectives.order import Order
 
     device = torch_xla.device()
     for first in (1.0, -0.0, float("inf"), -float("inf"), float("nan")):
@@ -155,9 +155,9 @@ def one_rank_that_sees_a_slice(rank):
     import torch_xla
     import torch_xla.runtime as xr
 
-    from xla_fsdp.planning.slices.topology import resolve
-    from xla_fsdp.routes import attributes_of
-    from xla_fsdp.world import World
+    from xla_fsdp.collectives.routes import attributes_of
+    from xla_fsdp.collectives.world import World
+    from xla_fsdp.tpu.topology import resolve
 
     attributes = attributes_of(resolve("v5litepod-8"))
     kept = xr.global_runtime_device_attributes, torch_xla._XLAC._xla_device_kind

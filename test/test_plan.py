@@ -88,8 +88,8 @@ def donated_bytes_are_the_difference(cache):
     from xla_fsdp.planning.compiling.cache import PlanCache
     from xla_fsdp.planning.compiling.compiler import compile_step
     from xla_fsdp.planning.compiling.progress import Progress
-    from xla_fsdp.planning.slices.topology import resolve
     from xla_fsdp.planning.tracing.step import trace_step
+    from xla_fsdp.tpu.topology import resolve
 
     def needed(program):
         memory = compile_step(
@@ -115,8 +115,8 @@ def wire_bytes_are_those_of_the_traced_program(cache):
     from xla_fsdp.planning.program.collectives import find_collectives, wire_bytes
     from xla_fsdp.planning.program.hlo import parse_module
     from xla_fsdp.planning.program.places import line_up
-    from xla_fsdp.planning.slices.topology import resolve
     from xla_fsdp.planning.tracing.step import trace_step
+    from xla_fsdp.tpu.topology import resolve
 
     for name in ("ours", "in-tree"):
         step = _step(name)

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from xla_fsdp.planning.slices.topology import resolve
+from xla_fsdp.tpu.topology import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 POD = ROOT / "examples" / "pod"

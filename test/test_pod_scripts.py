@@ -152,7 +152,9 @@ def test_setup_copies_what_is_committed(slice_of_two, tmp_path):
     assert done.returncode == 0, done.stderr
     for host in ("w0", "w1"):
         copy = tmp_path / host / "xla_fsdp"
-        assert (copy / "xla_fsdp" / "launcher.py").is_file() and not (copy / ".git").exists()
+        assert (copy / "xla_fsdp" / "ranks" / "launch.py").is_file() and not (
+            copy / ".git"
+        ).exists()
         assert (copy / "pip-was-called-with").read_text() == "install -q -e .[tpu,examples] gcsfs\n"
     assert all("--project=p1" in call and "--worker=all" in call for call in calls(tmp_path))
 

@@ -10,15 +10,12 @@ import pytest
 from reports import GIB, HOSTILE, NOTHING, given_up, make, refused
 
 from xla_fsdp.planning.records import CompilerMemory, Schedule
-from xla_fsdp.planning.reporting.blocks import by_unit, captions, numbered
-from xla_fsdp.planning.reporting.curve import hbm
-from xla_fsdp.planning.reporting.lanes import lanes
+from xla_fsdp.planning.reporting.amounts import units
 from xla_fsdp.planning.reporting.page import page as report_html
-from xla_fsdp.planning.reporting.palette import COLORS
 from xla_fsdp.planning.reporting.pictures import memory_picture, picture, timeline_picture
 from xla_fsdp.planning.reporting.report import Report
-from xla_fsdp.planning.reporting.spans import Span, merge
-from xla_fsdp.planning.reporting.units import units
+from xla_fsdp.planning.reporting.series import COLORS, hbm, lanes
+from xla_fsdp.planning.reporting.spans import Span, by_unit, captions, merge, numbered
 
 
 class Page(HTMLParser):
@@ -74,11 +71,12 @@ def test_png(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["plan.PNG"]
 
 
-def test_threads_may_draw_at_once():
+@pytest.mark.parametrize("draw", [timeline_picture, report_html])
+def test_threads_may_draw_at_once(draw):
     reports = [make(blocks=n) for n in (1, 2, 3, 4)]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(timeline_picture, reports))
-    assert together == [timeline_picture(report) for report in reports]
+        together = list(pool.map(draw, reports))
+    assert together == [draw(report) for report in reports]
 
 
 def test_png_of_every_kind_of_report():
@@ -90,6 +88,14 @@ def test_png_of_every_kind_of_report():
         for draw in (memory_picture, timeline_picture):
             assert image(draw(report)).min() < 0.5
         assert str(report) and Page(report_html(report)).tags
+
+
+def test_units_with_any_name_are_numbered():
+    """The name of what holds the blocks stands at the axis."""
+    text = make(blocks=12).to_json().replace("blocks.", json.dumps("$x^$\x01前")[1:-1] + ".")
+    report = Report.from_json(text)
+    assert image(timeline_picture(report)).min() < 0.5
+    assert r"$x^$\x01\u524d.N" in "".join(Page(report_html(report)).words)
 
 
 def test_no_timeline_without_estimates():
@@ -115,7 +121,9 @@ def test_nothing_to_draw():
 def test_html_needs_nothing_else(tmp_path):
     path = tmp_path / "plan.html"
     make().plot(path)
-    page = Page(path.read_text(encoding="utf-8"))
+    written = path.read_text(encoding="utf-8")
+    assert "href=" not in written and "url(" not in written
+    page = Page(written)
     assert page.tags.count("svg") == 2 and page.tags.count("script") == 2
     assert not page.fetched and not {"link", "img", "iframe", "object"} & set(page.tags)
     text = "".join(page.words)
@@ -123,6 +131,8 @@ def test_html_needs_nothing_else(tmp_path):
     for words in ("FITS: 1.6 of 4.0 GiB", "modelled time, ms", "HBM in use, GiB", "sent / bound"):
         assert words in text
     assert any(tip.startswith("fusion.1, blocks.0.mlp\n3.000 ms") for tip in page.tips)
+    assert {"forward", "blocks.1\nbackward"} <= set(page.tips)
+    assert len(page.tips) == 2 + 4 + 12 + 4  # phases, modules, compute, collectives
 
 
 def test_html_of_a_small_step():

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from xla_fsdp.planning.slices.topology import resolve
-from xla_fsdp.ring import Rings, rings_of
-from xla_fsdp.routes import Route, Routes
+from xla_fsdp.collectives.rings import Rings, rings_of
+from xla_fsdp.collectives.routes import Route, Routes
+from xla_fsdp.tpu.topology import resolve
 
 
 def grid(columns, rows):
@@ -107,7 +107,7 @@ BLOCKS = (((0, 1), (2, 3)), ((0, 2), (1, 3))), Rings(((0, 1), (3, 2)))
 
 def around(rank, dtype, stages, rings):
     """A reduce-scatter of both kinds, of the same values, and what both of a row too few make."""
-    from xla_fsdp.world import World
+    from xla_fsdp.collectives.world import World
 
     world = World.current()
     torch.manual_seed(rank)

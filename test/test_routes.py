@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from xla_fsdp.planning.slices.topology import names, resolve
-from xla_fsdp.routes import Routes, attributes_of, routes_for
+from xla_fsdp.collectives.routes import Routes, attributes_of, routes_for
+from xla_fsdp.tpu.topology import names, resolve
 
 MB = 10**6
 KINDS = ("reduce-scatter", "all-gather")
@@ -78,7 +78,7 @@ def collectives(rank, name):
 
     import torch_xla
 
-    from xla_fsdp.world import World
+    from xla_fsdp.collectives.world import World
 
     world = World.current()
     assert world.routes is None  # the CPU is no slice

@@ -50,7 +50,7 @@ if __name__ == "__main__":
     from concurrent.futures.process import _ExecutorManagerThread as Pool
     from torch_xla._internal import pjrt
     import xla_fsdp
-    from xla_fsdp import spawned
+    from xla_fsdp.ranks import spawned
     pjrt.plugins.using_dynamic_plugins = lambda: True
     count = 1 if sys.argv[1] == "well" else 2
     pjrt.plugins.default = lambda: SimpleNamespace(physical_chip_count=lambda: count)
@@ -131,3 +131,19 @@ def test_a_rank_may_end_itself_well(run_script, tmp_path):
     folder.mkdir()
     done = run_script(SCRIPT, "well", folder, env={"PJRT_DEVICE": "CPU"})
     assert done.returncode == 0 and done.stdout == "", done.stderr
+
+
+def test_what_a_notebook_defines_is_refused_on_a_tpu():
+    # Its main module has no file, as that of python -c has none.
+    script = "import xla_fsdp\ndef train(rank): pass\nxla_fsdp.launch(train)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PJRT_DEVICE": "TPU"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "RuntimeError: train is defined in a notebook or in an interactive session"
+    )

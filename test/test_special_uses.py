@@ -34,7 +34,7 @@ def wrapped(model: nn.Module, *children: str, **options):
 
 def trace_as_on_tpu() -> None:
     """Until the launch is over, this rank traces what a TPU would get."""
-    from xla_fsdp.ranks import current_rank
+    from xla_fsdp.ranks.rank import current_rank
 
     current_rank().as_on_tpu = True
 

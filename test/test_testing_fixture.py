@@ -90,7 +90,7 @@ def test_at_most_two_idle_workers(run_ranks):
     for n in (1, 2, 3):
         run_ranks(pid, n)
     children = [child.cmdline() for child in psutil.Process().children()]
-    assert 0 < sum("xla_fsdp._cpu.worker" in words for words in children) <= 2
+    assert 0 < sum("xla_fsdp.ranks.worker" in words for words in children) <= 2
 
 
 def test_an_abort_in_a_rank_ends_the_worker_only(run_ranks):

@@ -5,15 +5,9 @@ import math
 import pytest
 
 from xla_fsdp.planning.records import Collective, Op, Schedule
-from xla_fsdp.planning.slices.links import (
-    LAUNCH,
-    Links,
-    collective_seconds,
-    describe,
-    odd_groups,
-)
-from xla_fsdp.planning.slices.timing import time_step
-from xla_fsdp.planning.slices.topology import resolve
+from xla_fsdp.planning.timing import time_step
+from xla_fsdp.tpu.links import LAUNCH, Links, collective_seconds, describe, odd_groups
+from xla_fsdp.tpu.topology import resolve
 
 US = 1e-6
 HOP = 1 * US

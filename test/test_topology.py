@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from xla_fsdp.planning.slices.chips import CHIPS, GIB
-from xla_fsdp.planning.slices.topology import UnknownTopologyError, names, resolve
+from xla_fsdp.tpu.chips import CHIPS, GIB
+from xla_fsdp.tpu.topology import UnknownTopologyError, names, resolve
 
 
 class TestChips:
@@ -241,8 +241,6 @@ print(json.dumps(answers))
 
 
 def test_needs_neither_jax_nor_torch():
-    code = (
-        "import sys, xla_fsdp.planning.slices.topology as t; t.resolve('v3-8'); print(*sys.modules)"
-    )
+    code = "import sys, xla_fsdp.tpu.topology as t; t.resolve('v3-8'); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"jax", "torch", "torch_xla", "numpy"} & set(done.stdout.split())

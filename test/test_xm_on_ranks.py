@@ -308,7 +308,7 @@ def test_autograd_thread_knows_its_rank(run_ranks):
         import torch_xla
         import torch_xla.runtime as xr
 
-        from xla_fsdp.ranks import current_rank
+        from xla_fsdp.ranks.rank import current_rank
 
         seen = []
         x = torch.ones(2, device="xla", requires_grad=True)

@@ -5,11 +5,11 @@ runtime's environment, and ``xla_fsdp.consolidate`` runs where there is no torch
 """
 
 from importlib import import_module as _import_module
+from logging import LogRecord as _LogRecord
 from logging import getLogger as _getLogger
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
-    from .batch_norm import SyncBatchNorm
     from .checkpoint.asynchronous import AsyncCheckpointer
     from .checkpoint.dcp import to_dcp
     from .checkpoint.dcp_reading import from_dcp
@@ -18,17 +18,25 @@ if _TYPE_CHECKING:
     from .checkpoint.loading import LoadedCheckpoint, load_checkpoint
     from .checkpoint.saving import save_checkpoint
     from .checkpoint.weights import load_weights
-    from .compile_cache import CompilationCounts, compilation_counts, enable_compilation_cache
+    from .collectives.order import BackwardPrefetch
+    from .compiled.cache import CompilationCounts, compilation_counts, enable_compilation_cache
+    from .consolidate import (
+        consolidate_sharded_model_checkpoints,
+        consolidate_sharded_state_dicts,
+    )
     from .consolidate.format.reader import latest
     from .extras import MissingExtraError
-    from .launcher import CollectiveMismatchError, RankError, RankTimeoutError, launch
-    from .order import BackwardPrefetch
+    from .grad_scaler import ShardedGradScaler
+    from .layers.batch_norm import SyncBatchNorm
     from .planning.api import plan
     from .planning.compiling.compiler import CompileError
     from .planning.reporting.report import Report
-    from .planning.slices.topology import UnknownTopologyError
+    from .ranks.launch import CollectiveMismatchError, RankError, RankTimeoutError, launch
     from .remat import checkpoint_module
-    from .scan import scan_blocks
+    from .scan.blocks import scan_blocks
+    from .sharding.mixed_precision import MixedPrecision
+    from .sharding.strategy import ShardingStrategy
+    from .tpu.topology import UnknownTopologyError
     from .wrap import (
         always_wrap_policy,
         lambda_auto_wrap_policy,
@@ -36,23 +44,27 @@ if _TYPE_CHECKING:
         size_based_auto_wrap_policy,
         transformer_auto_wrap_policy,
     )
-    from .wrapper import XlaFullyShardedDataParallel
+    from .wrapper import XlaFullyShardedDataParallel, register_fsdp_forward_method
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "launch": "launcher",
-    "RankError": "launcher",
-    "RankTimeoutError": "launcher",
-    "CollectiveMismatchError": "launcher",
-    "enable_compilation_cache": "compile_cache",
-    "compilation_counts": "compile_cache",
-    "CompilationCounts": "compile_cache",
+    "launch": "ranks.launch",
+    "RankError": "ranks.launch",
+    "RankTimeoutError": "ranks.launch",
+    "CollectiveMismatchError": "ranks.launch",
+    "enable_compilation_cache": "compiled.cache",
+    "compilation_counts": "compiled.cache",
+    "CompilationCounts": "compiled.cache",
     "XlaFullyShardedDataParallel": "wrapper",
-    "BackwardPrefetch": "order",
-    "SyncBatchNorm": "batch_norm",
+    "register_fsdp_forward_method": "wrapper",
+    "ShardedGradScaler": "grad_scaler",
+    "BackwardPrefetch": "collectives.order",
+    "MixedPrecision": "sharding.mixed_precision",
+    "ShardingStrategy": "sharding.strategy",
+    "SyncBatchNorm": "layers.batch_norm",
     "checkpoint_module": "remat",
-    "scan_blocks": "scan",
+    "scan_blocks": "scan.blocks",
     "always_wrap_policy": "wrap",
     "lambda_auto_wrap_policy": "wrap",
     "recursive_wrap": "wrap",
@@ -65,7 +77,7 @@ _HOMES = {
     "latest": "consolidate.format.reader",
     "plan": "planning.api",
     "Report": "planning.reporting.report",
-    "UnknownTopologyError": "planning.slices.topology",
+    "UnknownTopologyError": "tpu.topology",
     "CompileError": "planning.compiling.compiler",
     "MissingExtraError": "extras",
     "full_state_dict": "checkpoint.full_state",
@@ -82,7 +94,7 @@ _HOMES = {
 __all__ = sorted(_HOMES)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -97,7 +109,7 @@ def __getattr__(name: str):
     return value
 
 
-def _is_not_about_the_cpu(record) -> bool:
+def _is_not_about_the_cpu(record: _LogRecord) -> bool:
     return "Defaulting to PJRT_DEVICE=CPU" not in record.getMessage()
 
 

@@ -1,79 +1,25 @@
-"""What the TPU compiler is asked to do that it does not do by itself.
+"""The compiler options by their public name: see :mod:`xla_fsdp.tpu.compiler_options`."""
 
-The same in planning and at launch. ``xla_fsdp.launch`` puts the options into ``LIBTPU_INIT_ARGS``;
-for programs started otherwise: ``export LIBTPU_INIT_ARGS="$(python -m xla_fsdp.compiler_options)"``
-"""
+from .tpu.compiler_options import (
+    FOR_LOOPS,
+    OPTIONS,
+    add_to_environment,
+    libtpu_init_args,
+    main,
+    options_for,
+    read_libtpu_init_args,
+    require_loops_compile,
+)
 
-from __future__ import annotations
-
-import os
-from collections.abc import Mapping
-from types import MappingProxyType
-
-_BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
-
-OPTIONS: Mapping[str, str] = MappingProxyType({
-    # All-gathers may run beside loops over elements, not only beside products of matrices.
-    # Workload S on v5e:2x4: 99 instead of 76 % of the bytes are sent beside compute.
-    _BESIDE_ELEMENTS: "true",
-    # Operands are prefetched whole, not in up to four slices that are under way one by one: for
-    # each the compiler sets aside two tables of 16 KiB that share memory with nothing.
-    # Workload S on v5e:2x4: 1,025 instead of 1,045 MiB of temporaries, recomputed 367 instead of
-    # 391, and 0.3 and 2 % fewer cycles. One slice would do the same, but on v5p it is refused.
-    "xla_tpu_sliced_prefetch_max_slices": "0",
-})  # fmt: skip
-
-# For programs with collectives inside a loop, such as those of ``scan_blocks``, on v5e and v6e: the
-# compiler of libtpu 0.0.21 reads memory that is not its own there when it is asked for the first
-# option, and most often crashes (docs/scan.md).
-FOR_LOOPS: Mapping[str, str] = MappingProxyType({_BESIDE_ELEMENTS: "false"})
-# v5e and v6e, as their runtimes call them.
-_CRASHING = ("TPU v5 lite", "TPU v6 lite")
-
-
-def options_for(device_kind: str, loops: bool) -> dict[str, str]:
-    """What ``xla_fsdp.plan`` asks for on such chips; ``loops``: the program has some."""
-    return {**OPTIONS, **(FOR_LOOPS if loops and device_kind in _CRASHING else {})}
-
-
-def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
-    """Adds ``options`` to ``LIBTPU_INIT_ARGS``, before ``xla_fsdp.launch``, for it and its ranks.
-
-    What is in that variable already stays as it is.
-    """
-    os.environ["LIBTPU_INIT_ARGS"] = libtpu_init_args(
-        os.environ.get("LIBTPU_INIT_ARGS", ""), options
-    )
-
-
-def require_loops_compile(device_kind: str) -> None:
-    """Refuses what would crash the compiler later, without a word that helps.
-
-    Raises:
-        RuntimeError: this process asks for the first of :data:`OPTIONS` on v5e or v6e.
-    """
-    given = read_libtpu_init_args(os.environ.get("LIBTPU_INIT_ARGS", ""))
-    if device_kind in _CRASHING and given.get(_BESIDE_ELEMENTS) == "true":
-        raise RuntimeError(
-            f"on {device_kind} the TPU compiler crashes on scanned blocks if LIBTPU_INIT_ARGS has "
-            f"--{_BESIDE_ELEMENTS}=true, which launch adds. Before launch: "
-            "from xla_fsdp.compiler_options import FOR_LOOPS, add_to_environment; "
-            f"add_to_environment(FOR_LOOPS). Or export LIBTPU_INIT_ARGS=--{_BESIDE_ELEMENTS}=false"
-        )
-
-
-def libtpu_init_args(given: str, options: Mapping[str, str] = OPTIONS) -> str:
-    """``given``, arguments of libtpu, and after them those of ``options`` that it has not."""
-    known = read_libtpu_init_args(given)
-    added = [f"--{name}={value}" for name, value in options.items() if name not in known]
-    return " ".join([given, *added]).strip()
-
-
-def read_libtpu_init_args(given: str) -> dict[str, str | None]:
-    """Names and values of ``given``, arguments of libtpu; ``None`` where there is no value."""
-    parts = (one.lstrip("-").partition("=") for one in given.split())
-    return {name: value if equals else None for name, equals, value in parts}
-
+__all__ = [
+    "FOR_LOOPS",
+    "OPTIONS",
+    "add_to_environment",
+    "libtpu_init_args",
+    "options_for",
+    "read_libtpu_init_args",
+    "require_loops_compile",
+]
 
 if __name__ == "__main__":
-    print(libtpu_init_args(os.environ.get("LIBTPU_INIT_ARGS", "")))
+    main()

@@ -13,15 +13,15 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from .gather import computing, computing_passes
-from .order import after
+from .collectives.order import after
+from .sharding.gathering import computing, computing_passes
 from .tree import map_tensors, tensors_in
 
 
@@ -77,12 +77,12 @@ class _Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, scalar, *tensors):
+    def forward(ctx: Any, scalar: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*tensors)
         return scalar.clone()
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
         raise AssertionError("the output of this node is never used")
 
 
@@ -168,6 +168,7 @@ class _Replay:
                 # the indices of an embedding come straight out of a barrier, which has several.
                 tensors[number] = torch.view_copy(tensor, tensor.shape)
         for one in self.passes:
+            one.require_shards_unchanged()
             one.unit.enter_backward(one, self.gradient)
         with torch.enable_grad():
             # Not leaves: the forward may change its input in place.

@@ -24,8 +24,8 @@ import atexit
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ._cpu.errors import CollectiveMismatchError, RankError, RankTimeoutError
-from ._cpu.worker_pool import WorkerDiedError, WorkerPool
+from .ranks.errors import CollectiveMismatchError, RankError, RankTimeoutError
+from .ranks.worker_pool import WorkerDiedError, WorkerPool
 
 __all__ = [
     "CollectiveMismatchError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def _same(new, old) -> bool:
+def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
     return all(a is b for a, b in zip(new, old, strict=True))
 
 
@@ -75,7 +75,7 @@ def _rebuilt(mapping: Mapping, items: dict) -> Mapping:
         return items
     # A shallow copy keeps whatever else a mapping class carries: a defaultdict's factory, the
     # attributes of a model-output class.
-    clone = copy.copy(mapping)
+    clone: Any = copy.copy(mapping)
     for key, item in items.items():
         clone[key] = item
     return clone

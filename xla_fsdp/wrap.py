@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from .names import is_wrapper
+
 Policy = Callable[..., bool]
 
 # Lists of modules have no forward, so there is nothing a wrapper could hook on to.
@@ -61,15 +63,14 @@ def size_based_auto_wrap_policy(
     """
     leaves, excluded = force_leaf_modules, exclude_wrap_modules
     if leaves is None:
-        leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES
+        leaves = vars(size_based_auto_wrap_policy)["FORCE_LEAF_MODULES"]
     if excluded is None:
-        excluded = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES
+        excluded = vars(size_based_auto_wrap_policy)["EXCLUDE_WRAP_MODULES"]
     barred = tuple(leaves if recurse else excluded)
     return unwrapped_params >= min_num_params and not isinstance(module, barred)
 
 
-size_based_auto_wrap_policy.FORCE_LEAF_MODULES = LEAVES
-size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = CONTAINERS
+vars(size_based_auto_wrap_policy).update(FORCE_LEAF_MODULES=LEAVES, EXCLUDE_WRAP_MODULES=CONTAINERS)
 
 
 def require_forward(module: nn.Module) -> None:
@@ -83,7 +84,7 @@ def require_forward(module: nn.Module) -> None:
         )
 
 
-def require_unwrapped(module: nn.Module, is_wrapper: Callable[[nn.Module], bool]) -> None:
+def require_unwrapped(module: nn.Module) -> None:
     """Raises ValueError if a wrapper is in ``module``, which a policy is about to wrap."""
     for name, child in module.named_modules():
         if is_wrapper(child):
@@ -118,7 +119,14 @@ def recursive_wrap(
 
 
 class _Wrapping:
-    def __init__(self, policy, wrapper, ignored_modules, ignored_params, kwargs):
+    def __init__(
+        self,
+        policy: Policy,
+        wrapper: Callable[..., nn.Module],
+        ignored_modules: set[nn.Module],
+        ignored_params: set[nn.Parameter],
+        kwargs: dict[str, Any],
+    ) -> None:
         self.policy = policy
         self.wrapper = wrapper
         self.ignored_modules = ignored_modules
@@ -139,6 +147,8 @@ class _Wrapping:
         # Not named_children(), which skips a module's second name.
         for name, child in list(module._modules.items()):
             if child is None or child in self.ignored_modules:
+                continue
+            if isinstance(module, tuple(LEAVES)):  # whatever the policy says: see LEAVES
                 continue
             seen = child in self.done
             replacement, taken = self.wrap(child)

@@ -9,19 +9,25 @@ import torch
 import torch_xla
 from torch import nn
 
-from . import metadata
-from .build import UnitBuilder
-from .gather import computing, computing_passes
-from .options import FSDPOptions
-from .order import BackwardPrefetch
-from .recipe import parameters_saved_as_recipes
-from .surface import WrapperSurface
-from .tree import cast_floats
-from .world import World
+from .collectives.order import BackwardPrefetch
+from .collectives.world import World
+from .names import is_wrapper
+from .sharding import metadata
+from .sharding.building import UnitBuilder
+from .sharding.first_step import compare_initial_weights, require_all_sharded
+from .sharding.gathering import computing, computing_passes
+from .sharding.mixed_precision import MixedPrecision
+from .sharding.optimizer_checks import watch_optimizers
+from .sharding.options import FSDPOptions
+from .sharding.saved_parameters import parameters_saved_as_recipes
+from .sharding.strategy import ShardingStrategy
+from .sharding.unit import units_in
+from .tree import cast_floats, tensors_in
 from .wrap import recursive_wrap, require_forward, require_unwrapped
+from .wrapper_methods import WrapperMethods
 
 
-class XlaFullyShardedDataParallel(WrapperSurface):
+class XlaFullyShardedDataParallel(WrapperMethods):
     """Shards a module's parameters, gradients and optimizer state over the ranks.
 
     Between its uses the module holds one shard a rank of each parameter. A forward gathers the
@@ -37,7 +43,8 @@ class XlaFullyShardedDataParallel(WrapperSurface):
 
     Args:
         module: the module to wrap. May be on CPU, on the XLA device or on the meta device. Its
-            values must be the same on every rank (same seed, or same checkpoint).
+            values must be the same on every rank (same seed, or same checkpoint), unless
+            ``sync_module_states``.
         reshard_after_forward: free the full parameters after the forward and gather them again
             for the backward (ZeRO-3). ``False``: keep them in between (ZeRO-2).
         flatten_parameters: store all parameters of this wrapper as one vector (one for each dtype,
@@ -80,6 +87,14 @@ class XlaFullyShardedDataParallel(WrapperSurface):
             ``lambda m, *a, **k: FSDP(checkpoint_module(m), *a, **k)``.
         param_init_fn: gives values to a submodule on the meta device; default
             ``reset_parameters()``, one submodule at a time.
+        sync_module_states: take parameters and buffers of the first rank (of each of
+            ``sharding_groups``, and of the first replica) on all: one collective for each.
+        sharding_strategy: torch FSDP's name for ``reshard_after_forward`` and the groups, see
+            :class:`~xla_fsdp.ShardingStrategy`. Goes on to submodules that are wrapped by policy.
+        device_mesh: the groups, as ordinals of all ranks: a list shares the parameters; of a 2-D
+            ``(replicate, shard)`` mesh each row does, and columns average their gradients.
+        mixed_precision: torch FSDP's names for the dtypes and for which inputs are cast, see
+            :class:`~xla_fsdp.MixedPrecision`.
         pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
             accepted and without effect. Layouts are never pinned (a pinned gather is an all-reduce
             of twice the bytes); every unit gathers and reduces its parameters together.
@@ -116,38 +131,50 @@ class XlaFullyShardedDataParallel(WrapperSurface):
         forward_prefetch: bool = True,
         backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
         limit_all_gathers: bool = True,
+        sync_module_states: bool = False,
+        sharding_strategy: ShardingStrategy | None = None,
+        device_mesh: Any = None,
+        mixed_precision: MixedPrecision | None = None,
     ):
         _require_wrappable(module)
         given = locals()
         options = FSDPOptions(**{name: given[name] for name in FSDPOptions.__dataclass_fields__})
         super().__init__()
         if auto_wrap_policy is not None:
-            require_unwrapped(module, _is_wrapper)
+            require_unwrapped(module)
             wrapper_cls = auto_wrapper_callable or type(self)
             kwargs = options.as_kwargs()
             recursive_wrap(module, auto_wrap_policy, wrapper_cls, only_wrap_children=True, **kwargs)
         self.fsdp_options = options
         world = World.current(
-            sharding_groups, sharding_rank, sharding_world_size, replication_groups
+            options.sharding_groups,
+            options.sharding_rank,
+            options.sharding_world_size,
+            options.replication_groups,
         )
         on_device = any(p.device.type == "xla" and not p.is_meta for p in module.parameters())
-        builder = UnitBuilder(module, self, options, world, _is_wrapper)
+        builder = UnitBuilder(module, self, options, world)
         self._unit = builder.build()
         self._fsdp_wrapped_module = module
+        watch_optimizers()
         # Unknown until the first forward: the outermost wrapper is the root.
         self._is_root: bool | None = None
         self._register_state_dict_hook(metadata.clean_state_dict_keys)
         self.register_load_state_dict_pre_hook(metadata.restore_state_dict_keys)
+        self.register_load_state_dict_post_hook(metadata.clean_reported_keys)
         if execute_sharding_on_init and on_device:
             torch_xla.sync()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.module, args, kwargs)
+
+    def _run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         unit = self._unit
-        if self.fsdp_options.compute_dtype is not None:
-            args = cast_floats(args, self.fsdp_options.compute_dtype)
-            kwargs = cast_floats(kwargs, self.fsdp_options.compute_dtype)
+        dtype = self.fsdp_options.dtype_of_inputs(root=self._is_root is not False)
+        if dtype is not None:
+            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         if unit.computing:  # a module that calls itself: its parameters are there
-            return self.module(*args, **kwargs)
+            return forward(*args, **kwargs)
         if self._is_root is None:
             self._become_root()
         self._settle(recursive=False)
@@ -155,8 +182,12 @@ class XlaFullyShardedDataParallel(WrapperSurface):
         keep = False
         try:
             with parameters_saved_as_recipes(), computing((one,)):
-                outputs = one.copied_out(self.module(*args, **kwargs))
+                outputs = one.copied_out(forward(*args, **kwargs))
+            unit.require_unchanged(one)
             keep = self._keeps_parameters()
+        except RuntimeError as error:
+            _require_on_device(self, (args, kwargs), error)
+            raise
         finally:
             unit.end(one, keep)
             if not computing_passes() and torch._C._current_graph_task_id() == -1:
@@ -175,14 +206,17 @@ class XlaFullyShardedDataParallel(WrapperSurface):
         return not self.fsdp_options.reshard_after_forward
 
     def _become_root(self) -> None:
-        for name, module in self.named_modules():
+        for unit in self._wrapped_units():
+            unit.require_not_summoned()
+        for path, module in self.named_modules():
             if isinstance(module, XlaFullyShardedDataParallel):
                 module._is_root = module is self
-                path = metadata.clean_name(name)
                 module._unit.wire.label = f"{path}." if path else ""
                 module._unit.order = self._unit.order
                 module._unit.on_backward_end = None
         self._unit.on_backward_end = self._end_backward
+        require_all_sharded(self)
+        compare_initial_weights(self._unit.world, list(units_in(self)))
 
     def _end_backward(self) -> None:
         with torch.no_grad():
@@ -196,14 +230,50 @@ class XlaFullyShardedDataParallel(WrapperSurface):
             torch_xla._XLAC._xla_step_marker(device, [], wait=False)
 
 
-def _is_wrapper(module: nn.Module) -> bool:
-    return isinstance(module, XlaFullyShardedDataParallel)
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Has ``module.method_name(...)`` compute like ``module(...)``: with its parameters gathered.
+
+    For entry points other than ``forward`` (``encode``, ``generate``). Gradients flow through them,
+    and hooks of the module do not run, as in any call of a method. No effect if ``module`` is not
+    wrapped, so that a script may say it for both.
+
+    Args:
+        module: a wrapper of this package, or any module.
+        method_name: a method of the wrapped module.
+
+    Raises:
+        AttributeError: the wrapped module has no method of that name.
+        TypeError: ``module`` is no module, or runs scanned blocks, which only have a forward.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if not isinstance(module, XlaFullyShardedDataParallel):
+        return
+    if type(module).forward is not XlaFullyShardedDataParallel.forward:
+        raise TypeError(f"{type(module).__name__} computes in its forward only; call that")
+    if not callable(getattr(module.module, method_name, None)):
+        raise AttributeError(
+            f"{type(module.module).__name__} has no method {method_name!r} to register"
+        )
+    module._forward_methods = module._forward_methods | {method_name}
+
+
+def _require_on_device(wrapper: WrapperMethods, inputs: Any, error: RuntimeError) -> None:
+    """Raises RuntimeError if ``error`` came of tensors on the CPU among ``inputs``."""
+    device = wrapper._unit.world.device
+    strangers = [t for t in tensors_in(inputs) if t.device != device]
+    if strangers and ("device" in str(error) or "XLA tensor" in str(error)):
+        raise RuntimeError(
+            f"the forward of {type(wrapper.module).__name__} was given a tensor of shape "
+            f"{tuple(strangers[0].shape)} on {strangers[0].device}, and its parameters are on "
+            f"{device}: move inputs there with .to({str(device)!r}) ({error})"
+        ) from error
 
 
 def _require_wrappable(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-    if _is_wrapper(module):
+    if is_wrapper(module):
         raise RuntimeError(
             "this module is already wrapped; to nest, wrap the inner modules first and the module "
             "around them afterwards"

@@ -28,7 +28,7 @@ def plan_peer(
         RuntimeError: the peer's step could not be lowered.
     """
     from xla_fsdp.planning.foreign import plan_partitioned
-    from xla_fsdp.planning.slices.topology import resolve
+    from xla_fsdp.tpu.topology import resolve
 
     from .child import Request, lower
     from .sizes import Sizes

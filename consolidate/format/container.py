@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import InvalidMetadataError, UnreadableFileError
 from .dtypes import DTYPES
@@ -112,7 +112,7 @@ def read_container(read: Callable[[int, int], bytes], size: int, label: str) -> 
 
 
 def _entry(name: str, value: Any, start: int, label: str) -> Entry:
-    def fail(what: str) -> None:
+    def fail(what: str) -> NoReturn:
         raise InvalidMetadataError(f"{label}: tensor {name!r:.120}: {what}")
 
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:

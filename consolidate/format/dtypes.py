@@ -36,4 +36,4 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous one-dimensional CPU tensor, not copied; little-endian."""
-    return memoryview(tensor.detach().view(torch.uint8).numpy())
+    return tensor.detach().view(torch.uint8).numpy().data

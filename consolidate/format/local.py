@@ -12,6 +12,9 @@ from typing import NoReturn
 
 from ..errors import CheckpointNotFoundError, OutputError, UnreadableFileError
 
+# The number of no file; whatever is done with it fails.
+_CLOSED = -1
+
 
 class LocalStore:
     """A file system with rename and fsync; see :class:`~.store.Store`."""
@@ -64,7 +67,7 @@ class LocalStore:
         return os.path.isdir(path)
 
     def make_folder(self, path: str) -> None:
-        made, above = [], path
+        made, above = list[str](), path
         while above and not os.path.lexists(above):
             made, above = [above, *made], os.path.dirname(above)
         try:
@@ -157,7 +160,7 @@ class LocalOutput:
         self.path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._descriptor: int | None = os.open(path, flags, 0o666)
+            self._descriptor = os.open(path, flags, 0o666)
         except OSError as error:
             unwritable(path, error)
 
@@ -184,8 +187,8 @@ class LocalOutput:
 
     def _close(self) -> None:
         # Once only: after that the number may be that of another thread's file.
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
+        descriptor, self._descriptor = self._descriptor, _CLOSED
+        if descriptor != _CLOSED:
             os.close(descriptor)
 
 

@@ -9,11 +9,11 @@ the colon up to the last brace.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CorruptFileError, InvalidMetadataError
+from ..errors import CorruptFileError
 from . import fields
 from .digests import chunk_bytes, digest
 from .rank_file import FileRecord
@@ -137,14 +137,18 @@ def dump_manifest(manifest: Manifest) -> bytes:
             "world_size": manifest.world_size,
             "parameters": [_dump_tensor(tensor) for tensor in manifest.parameters.values()],
             "buffers": [_dump_tensor(tensor) for tensor in manifest.buffers.values()],
-            "optimizer": manifest.optimizer and _dump_optimizer(manifest.optimizer),
+            "optimizer": manifest.optimizer
+            and {
+                **dump_groups(manifest.optimizer),
+                "state": {
+                    name: {"sharded": dict(state.sharded), "single": dict(state.single)}
+                    for name, state in manifest.optimizer.state.items()
+                },
+            },
             "scheduler": manifest.scheduler,
             "extra": manifest.extra,
             "extra_state": manifest.extra_state,
-            "files": [
-                {"name": f.name, "size": f.size, "chunk": f.chunk, "digests": "".join(f.digests)}
-                for f in manifest.files
-            ],
+            "files": dump_files(manifest.files),
         }
     )
     return _HEAD + digest(body).encode() + _MIDDLE + body + _TAIL
@@ -178,15 +182,9 @@ def load_manifest(data: bytes, label: str) -> Manifest:
             f"{label}: its bytes are not those that were saved (truncated, changed, or no "
             "manifest); use another checkpoint"
         )
-    described = read_json(body, label)
-    if not isinstance(described, dict):
-        raise InvalidMetadataError(f"{label}: is not a JSON object")
-    if (described.get("format"), described.get("version")) != (FORMAT, VERSION):
-        raise InvalidMetadataError(
-            f"{label}: is of format {described.get('format')!r:.40} version "
-            f"{described.get('version')!r:.40}, this reader knows {FORMAT!r} version {VERSION}"
-        )
-    return _manifest(fields.Fields(described, label))
+    described = fields.Fields(read_json(body, label), label)
+    described.require_format(FORMAT, VERSION)
+    return _manifest(described)
 
 
 def _manifest(found: fields.Fields) -> Manifest:
@@ -198,7 +196,7 @@ def _manifest(found: fields.Fields) -> Manifest:
     count = len(found.objects("parameters")) + len(found.objects("buffers"))
     if len(set(names)) != len(names) or count != len(parameters) + len(buffers):
         found.fail("a name of a parameter or buffer stands twice")
-    files = tuple(_file(each, rank, world_size) for rank, each in enumerate(found.objects("files")))
+    files = load_files(found, world_size)
     if len(files) != world_size:
         found.fail(f"lists {len(files)} files of {world_size} ranks")
     optimizer = found.optional("optimizer")
@@ -225,8 +223,21 @@ def _dump_tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def _tensor(found: fields.Fields) -> Tensor:
-    restore = found.dtype("restore") if found.has("restore") else None
+    restore = found.dtype("restore") if "restore" in found else None
     return Tensor(found.names("names"), found.dtype("dtype"), found.shape("shape"), restore)
+
+
+def dump_files(files: Iterable[FileRecord]) -> list[dict[str, Any]]:
+    """What a manifest says of the ranks' files."""
+    return [
+        {"name": f.name, "size": f.size, "chunk": f.chunk, "digests": "".join(f.digests)}
+        for f in files
+    ]
+
+
+def load_files(found: fields.Fields, world_size: int) -> tuple[FileRecord, ...]:
+    """The reverse, of the field ``files``; by rank, perhaps not of all."""
+    return tuple(_file(each, rank, world_size) for rank, each in enumerate(found.objects("files")))
 
 
 def _file(found: fields.Fields, rank: int, world_size: int) -> FileRecord:
@@ -242,17 +253,14 @@ def _file(found: fields.Fields, rank: int, world_size: int) -> FileRecord:
     return FileRecord(name, size, chunk, each)
 
 
-def _dump_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+def dump_groups(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer without its state."""
     return {
         "kind": optimizer.kind,
         "groups": [
             {"parameters": list(group.parameters), "options": dict(group.options)}
             for group in optimizer.groups
         ],
-        "state": {
-            name: {"sharded": dict(state.sharded), "single": dict(state.single)}
-            for name, state in optimizer.state.items()
-        },
     }
 
 
@@ -268,7 +276,7 @@ def _optimizer(found: fields.Fields, parameters: Mapping[str, Tensor]) -> Optimi
         for name in group.options:
             if name in NOT_OPTIONS:
                 found.fail(f"an option of a parameter group is called {name!r}")
-    state = {name: _state(each) for name, each in found.children("state").items()}
+    state = {name: _state(each) for name, each in found.child("state").children().items()}
     for name in [*grouped, *state]:
         if name not in parameters:
             found.fail(f"the optimizer speaks of {name!r:.120}, which is no parameter")
@@ -276,7 +284,8 @@ def _optimizer(found: fields.Fields, parameters: Mapping[str, Tensor]) -> Optimi
 
 
 def _state(found: fields.Fields) -> State:
-    sharded = found.children_of("sharded", lambda each, key: each.dtype(key))
+    dtypes = found.child("sharded")
+    sharded = {key: dtypes.dtype(key) for key in dtypes}
     for key in sharded:
         if "/" in key:
             found.fail(f"state {key!r:.80} has a slash in its name")

@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -17,7 +17,6 @@ from .digests import ChunkDigests, chunk_bytes, digest
 from .dtypes import DTYPES, tensor_bytes
 from .store import Store
 
-T = TypeVar("T")
 # Bytes written or copied to the host at a time.
 PIECE_BYTES = 1 << 24
 # Of chunks that were read for a part of them, kept in case the next read wants more.
@@ -43,6 +42,17 @@ class Item:
     dtype: str
     shape: tuple[int, ...]
     value: Callable[[], torch.Tensor]
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+
+class Sized(Protocol):
+    """A tensor to be written, however it is described."""
+
+    @property
+    def itemsize(self) -> int: ...
 
 
 def write_file(
@@ -71,10 +81,12 @@ def write_file(
     return write_pieces(store, path, [(i.key, i.dtype, i.shape) for i in items], metadata, feed)
 
 
+T = TypeVar("T", bound=Sized)
+
+
 def widest_first(tensors: Iterable[T]) -> list[T]:
-    """Things with a ``dtype`` in an order in which every tensor of the file begins at a multiple of
-    its own item size."""
-    return sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
+    """In an order in which every tensor of the file begins at a multiple of its own item size."""
+    return sorted(tensors, key=lambda tensor: -tensor.itemsize)
 
 
 def write_pieces(

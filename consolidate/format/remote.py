@@ -6,6 +6,7 @@ An object appears whole when its writing is closed, and cannot be renamed in one
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import fsspec
@@ -133,7 +134,7 @@ class RemoteOutput:
 
 
 @contextlib.contextmanager
-def _writing(path: str, store: RemoteStore):
+def _writing(path: str, store: RemoteStore) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # client libraries have exceptions of their own
@@ -141,7 +142,7 @@ def _writing(path: str, store: RemoteStore):
 
 
 @contextlib.contextmanager
-def _reading(path: str, store: RemoteStore):
+def _reading(path: str, store: RemoteStore) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:

@@ -75,6 +75,22 @@ def read(store: Store, path: str, begin: int, end: int) -> bytes:
     return bytes(data)
 
 
+def holds(store: Store, path: str, data: bytes) -> bool:
+    """Whether a file is ``data`` and nothing else; no more than that is read of it."""
+    return store.size(path) == len(data) and read(store, path, 0, len(data)) == data
+
+
+def write(store: Store, path: str, data: bytes) -> None:
+    """A small file, durable when this returns; nothing is left of one that fails."""
+    output = store.create(path)
+    try:
+        output.write(data)
+        output.close()
+    except BaseException:
+        output.discard()
+        raise
+
+
 def join(*parts: str) -> str:
     """A path from its parts, for any store."""
     return posixpath.join(*parts)

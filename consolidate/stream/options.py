@@ -44,13 +44,7 @@ class Options:
 
     def described(self) -> dict[str, Any]:
         """As JSON."""
-        return {
-            "format": self.format,
-            "max_shard_size": self.max_shard_size,
-            "optimizer": self.optimizer,
-            "dtype": self.dtype,
-            "tied": dict(self.tied),
-        }
+        return {**vars(self), "tied": dict(self.tied)}
 
 
 def parse_size(text: str | int) -> int:

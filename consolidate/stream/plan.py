@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,12 +12,12 @@ from ..errors import InvalidMetadataError, OptionsError, UnsupportedValueError
 from ..format import values
 from ..format.digests import digest
 from ..format.dtypes import DTYPES
-from ..format.manifest import FORMAT, VERSION, Optimizer
+from ..format.manifest import FORMAT, VERSION, Optimizer, dump_groups
 from ..format.strict import write_json
+from ..source import Source
 from .options import SAFETENSORS, Options
 from .safetensors_file import SafetensorsFile
-from .source import Source
-from .tensors import Read, Stored, all_of
+from .tensors import Stored, all_of
 from .torch_file import TorchFile
 
 RECORD = "consolidated.json"
@@ -36,12 +36,18 @@ class Plan:
     identity: str
 
     @property
-    def bytes(self) -> int:
-        return sum(file.bytes for file in self.files)
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
 
 
-def make_plan(source: Source, options: Options, name: str | None) -> Plan:
-    """``name`` of the one file of the result, None for a folder.
+def make_plan(
+    source: Source,
+    options: Options,
+    name: str | None,
+    state_dict: Mapping[str, Any] | None = None,
+) -> Plan:
+    """``name`` of the one file of the result, None for a folder. state_dict: the model, if it is in
+    memory, for a torch file.
 
     Raises:
         OptionsError: an optimizer is asked for, and there is none.
@@ -56,15 +62,26 @@ def make_plan(source: Source, options: Options, name: str | None) -> Plan:
         "options": options.described(),
     }
     identity = digest(write_json(about))
-    make = _safetensors if options.format == SAFETENSORS else _torch
-    files, texts = make(source, options, about, identity, name)
+    files: Sequence[SafetensorsFile | TorchFile]
+    texts: dict[str, bytes] = {}
+    if options.format == SAFETENSORS:
+        files, texts = _safetensors(source, options, about, name)
+    else:
+        model = _tree(source, options) if state_dict is None else state_dict
+        content = {"model": model, "consolidated": about}
+        files = [TorchFile(name or "model.pth", content, identity)]
+        if options.optimizer:
+            state = _torch_optimizer(source, _optimizer(source))
+            files = [*files, TorchFile("optimizer.pth", state, identity)]
     if name is None:
         listed = [file.name for file in files] + list(texts)
         texts[RECORD] = write_json({**about, "files": listed}) + b"\n"
     return Plan(tuple(files), texts, identity)
 
 
-def _safetensors(source: Source, options: Options, about: dict, identity: str, name: str | None):
+def _safetensors(
+    source: Source, options: Options, about: Mapping[str, Any], name: str | None
+) -> tuple[list[SafetensorsFile], dict[str, bytes]]:
     tied = {alias: first for alias, first in source.order if alias != first}
     metadata = {"format": "pt", "consolidated": write_json(about).decode()}
     if tied:
@@ -94,13 +111,13 @@ def _safetensors(source: Source, options: Options, about: dict, identity: str, n
     texts = {}
     if len(shards) > 1:
         where = {tensor.name: file.name for file in files for tensor in file.tensors}
-        total = {"total_size": sum(tensor.bytes for tensor in tensors)}
+        total = {"total_size": sum(tensor.nbytes for tensor in tensors)}
         index = {"metadata": {**total, "tied": tied} if tied else total, "weight_map": where}
         texts[INDEX] = write_json(index) + b"\n"
     if options.optimizer:
         optimizer = _optimizer(source)
         state = [
-            Stored(f"{key}/{of}", dtype, source.parameters[of].shape, _state(source, key, of))
+            _state(source, key, of, dtype)
             for of, each in optimizer.state.items()
             for key, dtype in each.sharded.items()
         ]
@@ -110,19 +127,16 @@ def _safetensors(source: Source, options: Options, about: dict, identity: str, n
     return files, texts
 
 
-def _torch(source: Source, options: Options, about: dict, identity: str, name: str | None):
+def _tree(source: Source, options: Options) -> OrderedDict[str, Any]:
+    """The state_dict, a ``Stored`` in the place of every tensor."""
     by_name = {tensor.name: tensor for tensor in _model(source, options)}
+    extra_state = source.extra_state
     model: OrderedDict[str, Any] = OrderedDict()
     for alias, first in source.order:
-        model[alias] = by_name[first] if first in by_name else source.extra_state[first]
-    for key, value in source.extra_state.items():
+        model[alias] = by_name[first] if first in by_name else extra_state[first]
+    for key, value in extra_state.items():
         model.setdefault(key, value)
-    content = {"model": model, "consolidated": about}
-    files = [TorchFile(name or "model.pth", content, identity)]
-    if options.optimizer:
-        state = _torch_optimizer(source, _optimizer(source))
-        files.append(TorchFile("optimizer.pth", state, identity))
-    return files, {}
+    return model
 
 
 def _model(source: Source, options: Options) -> Iterator[Stored]:
@@ -130,14 +144,13 @@ def _model(source: Source, options: Options) -> Iterator[Stored]:
     for name in dict.fromkeys(first for _, first in source.order):
         if name in source.parameters:
             tensor = source.parameters[name]
-            dtype = tensor.dtype
-            if options.dtype is not None and DTYPES[dtype].is_floating_point:
-                dtype = options.dtype
-            read = partial(source.read_parameter, name)
-            yield Stored(name, dtype, tensor.shape, read, origin=tensor.dtype)
+            dtype = origin = DTYPES[tensor.dtype]
+            if options.dtype is not None and origin.is_floating_point:
+                dtype = DTYPES[options.dtype]
+            yield Stored(name, dtype, tensor.shape, partial(source.read_parameter, name), origin)
         elif name in source.buffers:
             tensor = source.buffers[name]
-            dtype = tensor.restore or tensor.dtype
+            dtype = DTYPES[tensor.restore or tensor.dtype]
             yield all_of(name, dtype, tensor.shape, partial(source.read_buffer, name))
 
 
@@ -146,11 +159,11 @@ def _shards(tensors: list[Stored], limit: int | None) -> list[list[Stored]]:
     shards: list[list[Stored]] = [[]]
     size = 0
     for tensor in tensors:
-        if limit is not None and shards[-1] and size + tensor.bytes > limit:
+        if limit is not None and shards[-1] and size + tensor.nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
-        size += tensor.bytes
+        size += tensor.nbytes
     return shards
 
 
@@ -160,14 +173,14 @@ def _optimizer(source: Source) -> Optimizer:
     return source.optimizer
 
 
-def _state(source: Source, key: str, name: str) -> Read:
-    return partial(source.read_state, key, name)
+def _state(source: Source, key: str, name: str, dtype: str) -> Stored:
+    read = partial(source.read_state, key, name)
+    return Stored(f"{key}/{name}", DTYPES[dtype], source.parameters[name].shape, read)
 
 
 def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
     for name, each in optimizer.state.items():
-        shape = source.parameters[name].shape
         state[name] = {}
         for key, encoded in each.single.items():
             where = f"{source.label}: state {key!r:.80} of {name!r:.120}"
@@ -175,7 +188,7 @@ def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
                 raise InvalidMetadataError(f"{where}: is {encoded!r:.80}, expected a value")
             state[name][key] = values.decode(encoded["value"], where)
         for key, dtype in each.sharded.items():
-            state[name][key] = Stored(f"{key}/{name}", dtype, shape, _state(source, key, name))
+            state[name][key] = _state(source, key, name, dtype)
     groups = []
     for group in optimizer.groups:
         options = {k: values.decode(v, source.label) for k, v in group.options.items()}
@@ -185,12 +198,5 @@ def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
 
 def _optimizer_json(optimizer: Optimizer) -> bytes:
     """What is not a tensor of a parameter's shape, encoded as in the manifest."""
-    described = {
-        "kind": optimizer.kind,
-        "groups": [
-            {"parameters": list(group.parameters), "options": dict(group.options)}
-            for group in optimizer.groups
-        ],
-        "single": {name: dict(each.single) for name, each in optimizer.state.items()},
-    }
-    return write_json(described) + b"\n"
+    single = {name: dict(each.single) for name, each in optimizer.state.items()}
+    return write_json({**dump_groups(optimizer), "single": single}) + b"\n"

@@ -1,38 +1,37 @@
 """A checkpoint of another number of ranks, from the same source.
 
-Each parameter is cut as ``xla_fsdp.shard`` cuts one that is sharded alone: rank r of M holds
-elements ``[r * c, (r + 1) * c)`` of its n, where ``c = ceil(n / (M * 128)) * 128``. Loading does
-not depend on that; it is what most models need, so that each rank mostly reads its own file.
+Each parameter is cut as ``xla_fsdp.sharding.layout`` cuts one that is sharded alone: rank r of M
+holds elements ``[r * c, (r + 1) * c)`` of its n, where ``c = ceil(n / (M * 128)) * 128``. Loading
+does not depend on that; it is what most models need, so that each rank mostly reads its own file.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..errors import CheckpointError, InvalidMetadataError, OptionsError
+from ..errors import CheckpointError, OptionsError
 from ..format import manifest, values
 from ..format.digests import digest
 from ..format.dtypes import DTYPES
 from ..format.fields import Fields
 from ..format.manifest import Manifest, buffer_key, file_name, parameter_key, state_key
-from ..format.rank_file import CheckedFile, FileRecord
+from ..format.rank_file import CheckedFile, FileRecord, widest_first, write_pieces
 from ..format.reader import ShardedCheckpoint
-from ..format.store import read
+from ..format.store import holds, read
 from ..format.strict import read_json, write_json
+from ..source import Source
 from .disk import Disk
 from .plan import RECORD
-from .progress import Progress, silent
-from .rank_stream import write_rank_file
-from .run import Result, open_source
+from .pump import pump
+from .run import Progress, Result, open_source, silent
 from .sharded import ShardedSource
-from .source import Source
 from .stage import Stage
-from .target import check_target
-from .tensors import Stored, all_of, part
+from .target import beside
+from .tensors import Stored, all_of, part, pieces
 
 LANES = 128
 _DONE = "progress.json"
@@ -65,16 +64,17 @@ def reshard_checkpoint(
     source = open_source(path, suffix, tied=tied, allow_unsafe_pickle=allow_unsafe_pickle)
     origin = source.origin
     say(f"found {origin.world_size} ranks in {source.label}")
-    target = os.fspath(save_path).rstrip("/") or _default(os.fspath(path), world_size)
+    prefix = os.fspath(path).rstrip("/")
+    target = os.fspath(save_path).rstrip("/") or beside(prefix, f"_of_{world_size}")
     about = {"save_id": origin.save_id, "reshard": world_size, "tied": dict(tied or {})}
     identity = digest(write_json(about))
     whole = _describe(source, world_size, identity)
     stage = Stage(disk, target, identity)
-    stage.repair()
-    check_target(target, True, source.inputs, disk)
     listed = [file_name(rank, world_size) for rank in range(world_size)] + [manifest.NAME]
     record = write_json({**about, "files": listed}) + b"\n"
-    up_to_date = _is_there(target, whole, record, disk, progress)
+
+    def is_there() -> bool:
+        return _is_there(target, whole, record, disk, progress)
 
     def build() -> int:
         written, kept = _write(source, whole, stage, progress)
@@ -84,7 +84,7 @@ def reshard_checkpoint(
         stage.commit_folder()
         return kept
 
-    kept = stage.produce(up_to_date, build)
+    up_to_date, kept = stage.produce(True, source.inputs, is_there, build)
     return Result(
         path=target,
         up_to_date=up_to_date,
@@ -94,12 +94,6 @@ def reshard_checkpoint(
         bytes=sum(os.path.getsize(os.path.join(target, n)) for n in os.listdir(target)),
         resumed=kept,
     )
-
-
-def _default(prefix: str, world_size: int) -> str:
-    if "://" in prefix:
-        raise OptionsError(f"{prefix}: --save_path must say where to write, on a local disk")
-    return f"{prefix.rstrip('/')}_of_{world_size}"
 
 
 def _describe(source: Source, world_size: int, identity: str) -> Manifest:
@@ -130,14 +124,14 @@ def _tensors(
             continue
         begins[name] = begin
         take = partial(source.read_parameter, name)
-        yield part(parameter_key(name), tensor.dtype, begin, end, take)
+        yield part(parameter_key(name), DTYPES[tensor.dtype], begin, end, take)
         if name in state:
             for key, dtype in state[name].sharded.items():
                 take = partial(source.read_state, key, name)
-                yield part(state_key(key, name), dtype, begin, end, take)
+                yield part(state_key(key, name), DTYPES[dtype], begin, end, take)
     for name, tensor in whole.buffers.items():
         take = partial(source.read_buffer, name, rank)
-        yield all_of(buffer_key(name), tensor.dtype, tensor.shape, take)
+        yield all_of(buffer_key(name), DTYPES[tensor.dtype], tensor.shape, take)
 
 
 def _write(
@@ -156,9 +150,29 @@ def _write(
             tensors = list(_tensors(source, whole, rank, begins))
             metadata = {**whole.identity(rank), "begins": write_json(begins).decode()}
             with stage.writing(file_name(rank, whole.world_size)) as path:
-                records.append(write_rank_file(stage.disk, path, tensors, metadata, bar))
-            stage.write_text(_DONE, _dump(records))
+                records.append(_write_file(stage.disk, path, tensors, metadata, bar))
+            stage.write_text(_DONE, write_json({"files": manifest.dump_files(records)}))
     return replace(whole, files=tuple(records)), kept
+
+
+def _write_file(
+    disk: Disk,
+    path: str,
+    tensors: Iterable[Stored],
+    metadata: Mapping[str, str],
+    progress: Callable[[int], None],
+) -> FileRecord:
+    """The same file as ``rank_file.write_file`` writes from memory; durable when this returns."""
+    tensors = widest_first(tensors)
+
+    def feed(take: Callable[[memoryview], None]) -> None:
+        def taken(piece: memoryview) -> None:
+            take(piece)
+            progress(len(piece))
+
+        pump(pieces(tensors), taken)
+
+    return write_pieces(disk, path, [tensor.described for tensor in tensors], metadata, feed)
 
 
 def _bytes(whole: Manifest) -> int:
@@ -172,33 +186,15 @@ def _bytes(whole: Manifest) -> int:
     return size + whole.world_size * sum(buffers)
 
 
-def _dump(records: list[FileRecord]) -> bytes:
-    described = [
-        {"name": r.name, "size": r.size, "chunk": r.chunk, "digests": list(r.digests)}
-        for r in records
-    ]
-    return write_json({"files": described})
-
-
 def _kept(stage: Stage, whole: Manifest) -> list[FileRecord]:
     """The files that an earlier run finished, from rank 0 on, every byte looked at."""
-    path, records = stage.path(_DONE), []
+    path, records = stage.path(_DONE), list[FileRecord]()
     try:
         described = read_json(read(stage.disk, path, 0, stage.disk.size(path)), path)
-        if not isinstance(described, dict):
-            raise InvalidMetadataError(f"{path}: is not an object")
-        for rank, found in enumerate(Fields(described, path).objects("files")):
-            record = FileRecord(
-                found.text("name"),
-                found.whole("size"),
-                found.whole("chunk", 1),
-                found.names("digests"),
-            )
-            if record.name != file_name(rank, whole.world_size):
-                break
+        for record in manifest.load_files(Fields(described, path), whole.world_size):
             CheckedFile(stage.disk, stage.path(record.name), record).verify()
             records.append(record)
-    except (CheckpointError, IndexError):
+    except CheckpointError:
         pass  # the rest is written again
     return records
 
@@ -213,9 +209,8 @@ def _is_there(
     """Whether the target is this result already, every byte looked at."""
     if not os.path.lexists(target):
         return False
-    path = os.path.join(target, RECORD)
     try:
-        if disk.size(path) != len(record) or read(disk, path, 0, len(record)) != record:
+        if not holds(disk, os.path.join(target, RECORD), record):
             return False
         checkpoint = ShardedCheckpoint(target)
         if checkpoint.folder != target or replace(checkpoint.manifest, files=()) != whole:

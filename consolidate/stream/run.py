@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError, OptionsError
-from ..format.store import join, read
+from ..format.store import holds, join
+from ..legacy.source import open_legacy
+from ..source import Source
 from .disk import Disk
-from .legacy import LegacySource
 from .options import DTYPES, Options, parse_size
 from .plan import Plan, make_plan
-from .progress import Progress, silent
 from .sharded import ShardedSource, is_sharded
-from .source import Source
 from .stage import Stage
-from .target import Target, check_target, choose_target
+from .target import Target, choose_target
 
 LEGACY_SUFFIX = "*.pth"
+# Told how many bytes were done since the last call.
+Progress = AbstractContextManager[Callable[[int], None]]
+
+
+@contextlib.contextmanager
+def silent(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows nothing."""
+    yield lambda count: None
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ def open_source(
         if tied:
             raise OptionsError(f"{prefix}: records tied weights itself; leave --tied out")
         return ShardedSource(prefix)
-    return LegacySource(prefix, suffix or LEGACY_SUFFIX, tied, allow_unsafe_pickle)
+    return open_legacy(prefix, suffix or LEGACY_SUFFIX, tied, allow_unsafe_pickle)
 
 
 def consolidate_checkpoint(
@@ -97,7 +106,7 @@ def consolidate_checkpoint(
     """
     prefix, disk = os.fspath(path), disk or Disk()
     source = open_source(path, suffix, tied=tied, allow_unsafe_pickle=allow_unsafe_pickle)
-    say(_found(source))
+    say(f"found {source.found}")
     several = "--max_shard_size" if max_shard_size is not None else ""
     several = "--optimizer" if optimizer else several
     sharded = isinstance(source, ShardedSource)
@@ -112,20 +121,7 @@ def consolidate_checkpoint(
         tied=dict(tied or {}),
     )
     plan = make_plan(source, options, target.name)
-    stage = Stage(disk, target.path, plan.identity)
-    stage.repair()
-    check_target(target.path, target.is_folder, source.inputs, disk)
-
-    def build() -> int:
-        kept = _write(plan, stage, progress)
-        if target.is_folder:
-            stage.commit_folder()
-        else:
-            stage.commit_file(plan.files[0].name)
-        return kept
-
-    up_to_date = _is_there(plan, target, disk, progress)
-    kept = stage.produce(up_to_date, build)
+    up_to_date, kept = put(plan, target, source.inputs, disk, progress)
     count = len(source.parameters)
     say(f"assembled {count} parameters")
     names = [file.name for file in plan.files] + list(plan.texts)
@@ -141,18 +137,62 @@ def consolidate_checkpoint(
     )
 
 
-def _found(source: Source) -> str:
-    if isinstance(source, LegacySource):
-        return f"found {source.origin.world_size} rank files matching {source.label}"
-    origin = source.origin
-    return f"found step {origin.step} of {origin.world_size} ranks in {source.label}"
+def put(
+    plan: Plan,
+    target: Target,
+    inputs: list[str],
+    disk: Disk,
+    progress: Callable[[str, int], Progress] = silent,
+) -> tuple[bool, int]:
+    """Puts a result in its place. Returns whether it was there already, and else how many of its
+    files an earlier run had finished.
+
+    Raises:
+        OutputError: it cannot be written there.
+    """
+    stage = Stage(disk, target.path, plan.identity)
+
+    def build() -> int:
+        kept = _write(plan, stage, progress)
+        if target.is_folder:
+            stage.commit_folder()
+        else:
+            stage.commit_file(plan.files[0].name)
+        return kept
+
+    def is_there() -> bool:
+        return _is_there(plan, target, disk, progress)
+
+    return stage.produce(target.is_folder, inputs, is_there, build)
+
+
+def verify_checkpoint(
+    path: Any,
+    *,
+    suffix: str | None = None,
+    allow_unsafe_pickle: bool = False,
+    progress: Callable[[str, int], Progress] = silent,
+) -> str:
+    """Checks that a checkpoint is complete and consistent, and every byte of it; writes nothing.
+
+    Of a checkpoint folder the digests; of per-rank torch files the CRCs of the zip files, which
+    find a flipped bit, but not files of two steps. Returns a line that says what was checked.
+
+    Raises:
+        CheckpointError: one of its subclasses, naming the file.
+    """
+    source = open_source(path, suffix, allow_unsafe_pickle=allow_unsafe_pickle)
+    with progress("verify", source.size) as bar:
+        what = source.verify(bar)
+    counted = f"{len(source.parameters)} parameters, {source.size} bytes"
+    return f"verified {source.label}: {what}, {counted}"
 
 
 def _write(plan: Plan, stage: Stage, progress: Callable[[str, int], Progress]) -> int:
     """All files of the plan into the stage; returns how many were there already."""
     stage.keep_only(file.name for file in plan.files)
     present = set(stage.disk.list(stage.folder))
-    with progress("check", sum(f.bytes for f in plan.files if f.name in present)) as bar:
+    with progress("check", sum(f.nbytes for f in plan.files if f.name in present)) as bar:
         for file in plan.files:
             if file.name in present and file.finished(stage.disk, stage.path(file.name), bar):
                 stage.finished.add(file.name)
@@ -160,8 +200,8 @@ def _write(plan: Plan, stage: Stage, progress: Callable[[str, int], Progress]) -
     kept = len(stage.finished)
     for file in missing:
         stage.disk.remove(stage.path(file.name))
-    stage.require_space(sum(file.bytes for file in missing))
-    with progress("write", sum(file.bytes for file in missing)) as bar:
+    stage.require_space(sum(file.nbytes for file in missing))
+    with progress("write", sum(file.nbytes for file in missing)) as bar:
         for file in missing:
             with stage.writing(file.name) as path:
                 file.write(stage.disk, path, bar)
@@ -177,17 +217,16 @@ def _is_there(
     if not os.path.lexists(target.path):
         return False
     if not target.is_folder:
-        with progress("check", plan.bytes) as bar:
+        with progress("check", plan.nbytes) as bar:
             return plan.files[0].finished(disk, target.path, bar)
     names = {file.name for file in plan.files} | plan.texts.keys()
     if set(disk.list(target.path)) != names:
         return False
     try:
         for name, data in plan.texts.items():
-            path = join(target.path, name)
-            if disk.size(path) != len(data) or read(disk, path, 0, len(data)) != data:
+            if not holds(disk, join(target.path, name), data):
                 return False
     except CheckpointError:
         return False
-    with progress("check", plan.bytes) as bar:
+    with progress("check", plan.nbytes) as bar:
         return all(file.finished(disk, join(target.path, file.name), bar) for file in plan.files)

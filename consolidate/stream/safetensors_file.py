@@ -6,17 +6,17 @@ The header is written last, so that a file that was not finished has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import xxhash
 
 from ..errors import CheckpointError
 from ..format.container import layout
-from ..format.dtypes import DTYPES
+from ..format.rank_file import widest_first
 from .disk import Disk
 from .pump import pump
-from .tensors import PIECE_BYTES, Ring, Stored
+from .tensors import PIECE_BYTES, Stored, pieces
 
 _UNKNOWN = "0" * 16
 
@@ -30,8 +30,8 @@ class SafetensorsFile:
     metadata: Mapping[str, str]
 
     @property
-    def bytes(self) -> int:
-        return sum(tensor.bytes for tensor in self.tensors)
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def write(self, disk: Disk, path: str, progress: Callable[[int], None]) -> None:
         """Durable when this returns. Raises OutputError, and whatever reading raises."""
@@ -45,7 +45,7 @@ class SafetensorsFile:
 
         try:
             output.write(bytes(len(self._header(_UNKNOWN))))
-            pump(self._pieces(), take)
+            pump(pieces(widest_first(self.tensors)), take)
             output.write_at(0, self._header(digest.hexdigest()))
             output.close()
         except BaseException:
@@ -58,7 +58,7 @@ class SafetensorsFile:
         digest = xxhash.xxh3_64()
         try:
             size = disk.size(path)
-            if size != expected + self.bytes:
+            if size != expected + self.nbytes:
                 return False
             header = bytearray(expected)
             disk.read_into(path, 0, memoryview(header))
@@ -72,15 +72,6 @@ class SafetensorsFile:
             return False
         return bytes(header) == self._header(digest.hexdigest())
 
-    def _in_order(self) -> list[Stored]:
-        # Wide types first, so that every tensor begins at a multiple of its own item size.
-        return sorted(self.tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
-
     def _header(self, digest: str) -> bytes:
-        described = [(t.name, t.dtype, t.shape) for t in self._in_order()]
+        described = [tensor.described for tensor in widest_first(self.tensors)]
         return layout(described, {**self.metadata, "digest": digest})[1]
-
-    def _pieces(self) -> Iterator[memoryview]:
-        ring = Ring()
-        for tensor in self._in_order():
-            yield from tensor.pieces(ring)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ..format import folders, manifest, values
 from ..format.reader import ShardedCheckpoint
 from ..format.store import join, open_store
-from .source import Origin
+from ..source import Origin
 
 
 def is_sharded(path: str) -> bool:
@@ -23,7 +23,7 @@ def is_sharded(path: str) -> bool:
 
 
 class ShardedSource:
-    """See :class:`~.source.Source`. Every byte that is read is compared with its digest.
+    """See :class:`~..source.Source`. Every byte that is read is compared with its digest.
 
     Raises:
         CheckpointError: the checkpoint is not whole; see ``ShardedCheckpoint``.
@@ -34,10 +34,12 @@ class ShardedSource:
         found = self.manifest = self.checkpoint.manifest
         self.origin = Origin(found.save_id, found.step, found.world_size)
         self.label = self.checkpoint.folder
+        self.found = f"step {found.step} of {found.world_size} ranks in {self.label}"
         self.inputs = [join(self.label, record.name) for record in found.files]
         self.inputs += [self.label, join(self.label, manifest.NAME)]
         self.parameters, self.buffers = found.parameters, found.buffers
         self.optimizer = found.optimizer
+        self.size = sum(record.size for record in found.files)
         for name in found.parameters:
             self.checkpoint.pieces(name)  # complete, before anything is written
             break
@@ -63,3 +65,8 @@ class ShardedSource:
         ):
             rank = 0
         return self.checkpoint.read_buffer(name, rank)
+
+    def verify(self, progress: Callable[[int], None]) -> str:
+        """The digests of all files."""
+        self.checkpoint.verify(progress)
+        return f"step {self.origin.step}, {self.origin.world_size} ranks, digests"

@@ -12,10 +12,12 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
 
 from ..errors import CheckpointError, OutputError
 from ..format.store import join
 from .disk import Disk
+from .target import check_target
 
 
 class Stage:
@@ -62,7 +64,12 @@ class Stage:
         self._lock = self.disk.lock(self.folder)
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             if error is not None and not self.finished:
                 with contextlib.suppress(CheckpointError):
@@ -72,15 +79,24 @@ class Stage:
                 os.close(self._lock)
                 self._lock = None
 
-    def produce(self, up_to_date: bool, build: Callable[[], int]) -> int:
-        """What ``build`` returns, called within the context unless the result is there already."""
-        if up_to_date:
+    def produce(
+        self,
+        is_folder: bool,
+        inputs: list[str],
+        is_there: Callable[[], bool],
+        build: Callable[[], int],
+    ) -> tuple[bool, int]:
+        """Whether the result is in its place already, else what ``build``, called within the
+        context, returns."""
+        self.repair()
+        check_target(self.target, is_folder, inputs, self.disk)
+        if is_there():
             with contextlib.suppress(OutputError):  # it is none of the result
                 self.sweep()
-            return 0
+            return True, 0
         with self:
             self.sweep()
-            return build()
+            return False, build()
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:

@@ -42,9 +42,7 @@ def choose_target(
     extension = _EXTENSIONS.get(os.path.splitext(path)[1].lower())
     chosen = format or extension or (SAFETENSORS if sharded else PTH)
     if not path:
-        if "://" in prefix:
-            raise OptionsError(f"{prefix}: --save_path must say where to write, on a local disk")
-        path = (prefix.rstrip("/") if sharded else prefix) + "_consolidated"
+        path = beside(prefix.rstrip("/") if sharded else prefix, "_consolidated")
         return Target(path if several else f"{path}.{chosen}", bool(several), chosen)
     if extension is not None:
         if extension != chosen:
@@ -59,6 +57,17 @@ def choose_target(
     # Per-rank files were always joined into one torch file, whatever its name.
     is_file = not (sharded or several) and chosen == PTH
     return Target(path, not is_file, chosen)
+
+
+def beside(prefix: str, ending: str) -> str:
+    """Where the result goes if nothing else is said.
+
+    Raises:
+        OptionsError: the checkpoint is on no local disk.
+    """
+    if "://" in prefix:
+        raise OptionsError(f"{prefix}: --save_path must say where to write, on a local disk")
+    return prefix + ending
 
 
 def check_target(path: str, is_folder: bool, inputs: list[str], disk: Disk) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from ..format.dtypes import DTYPES, tensor_bytes
+from ..format.dtypes import dtype_name, tensor_bytes
 from .pump import AHEAD
 
 # Bytes read, handed over and written at a time.
@@ -47,31 +47,47 @@ class Stored:
     """One tensor of a file. origin: its dtype in the source, None if that is the same."""
 
     name: str
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     read: Read
-    origin: str | None = None
+    origin: torch.dtype | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     @property
-    def bytes(self) -> int:
-        return self.numel * DTYPES[self.dtype].itemsize
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def described(self) -> tuple[str, str, tuple[int, ...]]:
+        """For the header of a safetensors file."""
+        return self.name, dtype_name(self.dtype, repr(self.name)), self.shape
 
     def pieces(self, ring: Ring) -> Iterator[memoryview]:
         """Its bytes in order, each valid until the ring comes round."""
-        dtype, origin = DTYPES[self.dtype], DTYPES[self.origin or self.dtype]
-        step = PIECE_BYTES // max(dtype.itemsize, origin.itemsize)
+        origin = self.origin or self.dtype
+        step = PIECE_BYTES // max(self.itemsize, origin.itemsize)
         for begin in range(0, self.numel, step):
             end = min(begin + step, self.numel)
-            out = ring.take(dtype, end - begin)
-            if origin is dtype:
+            out = ring.take(self.dtype, end - begin)
+            if origin is self.dtype:
                 out = self.read(begin, end, out)
             else:
                 cast(self.read(begin, end, ring.scratch(origin, end - begin)), out)
             yield tensor_bytes(out.detach().reshape(-1))
+
+
+def pieces(tensors: Iterable[Stored]) -> Iterator[memoryview]:
+    """Their bytes, one after the other."""
+    ring = Ring()
+    for tensor in tensors:
+        yield from tensor.pieces(ring)
 
 
 def cast(values: torch.Tensor, out: torch.Tensor) -> None:
@@ -82,14 +98,9 @@ def cast(values: torch.Tensor, out: torch.Tensor) -> None:
         out[begin : begin + _SERIAL].copy_(values[begin : begin + _SERIAL])
 
 
-def copy(values: torch.Tensor, out: torch.Tensor) -> None:
-    """Fills ``out`` with ``values``, both flat and of one dtype, in this thread as well."""
-    out.view(torch.uint8).numpy()[:] = values.contiguous().view(torch.uint8).numpy()
-
-
 def all_of(
     name: str,
-    dtype: str,
+    dtype: torch.dtype,
     shape: tuple[int, ...],
     read: Callable[[], torch.Tensor],
 ) -> Stored:
@@ -108,7 +119,7 @@ def all_of(
     return Stored(name, dtype, shape, some)
 
 
-def part(name: str, dtype: str, begin: int, end: int, read: Read) -> Stored:
+def part(name: str, dtype: torch.dtype, begin: int, end: int, read: Read) -> Stored:
     """Elements ``begin .. end`` of a larger tensor, as one of one dimension."""
 
     def some(low: int, high: int, out: torch.Tensor) -> torch.Tensor:

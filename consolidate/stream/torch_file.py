@@ -12,12 +12,11 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from ..errors import CheckpointError
-from ..format.dtypes import DTYPES, dtype_name
+from ..errors import CheckpointError, UnsupportedValueError
 from .disk import Disk, DiskOutput
 from .pump import pump
 from .tensors import PIECE_BYTES, Ring, Stored
@@ -42,27 +41,23 @@ class TorchFile:
     identity: str
 
     @property
-    def bytes(self) -> int:
-        return sum(storage.bytes for storage in self._pickled()[1])
+    def nbytes(self) -> int:
+        return sum(storage.nbytes for storage in self._pickled()[1])
 
     def write(self, disk: Disk, path: str, progress: Callable[[int], None]) -> None:
         """Durable when this returns. Raises OutputError, and whatever reading raises."""
         pickled, storages = self._pickled()
         output = disk.create(path)
         try:
-            with zipfile.ZipFile(_Seekable(output), "w", zipfile.ZIP_STORED) as archive:
+            file = _Seekable(output)
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
                 for record, data in self._small(pickled).items():
-                    with _open(archive, record, len(data)) as entry:
+                    with _open(archive, file, record, len(data)) as entry:
                         entry.write(data)
                 ring = Ring()
                 for number, storage in enumerate(storages):
-                    with _open(archive, _storage_name(number), storage.bytes) as entry:
-
-                        def take(piece: memoryview, entry=entry) -> None:
-                            entry.write(piece)
-                            progress(len(piece))
-
-                        _pump(storage, ring, take)
+                    with _open(archive, file, _storage_name(number), storage.nbytes) as entry:
+                        _pump(storage, ring, entry, progress)
             output.close()
         except BaseException:
             output.discard()
@@ -73,7 +68,7 @@ class TorchFile:
         pickled, storages = self._pickled()
         small = self._small(pickled)
         sizes = {record: len(data) for record, data in small.items()}
-        sizes |= {_storage_name(n): storage.bytes for n, storage in enumerate(storages)}
+        sizes |= {_storage_name(n): storage.nbytes for n, storage in enumerate(storages)}
         try:
             disk.size(path)
             with zipfile.ZipFile(path) as archive:
@@ -124,27 +119,22 @@ class _Pickler(pickle.Pickler):
         return ("storage", value.kind, value.key, "cpu", value.count)
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):  # in what get_extra_state returned, or 'step'
-            value = constant("", value)
+        # 'step', extra state, or a model in memory; what is sparse is made of such.
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            value = constant(value)
         if not isinstance(value, Stored):
             return NotImplemented
-        dtype, key = DTYPES[value.dtype], str(len(self.storages))
+        dtype, key = value.dtype, str(len(self.storages))
         self.storages.append(value)
         stride = torch.empty(value.shape, device="meta").stride()
+        hooks: OrderedDict[str, Any] = OrderedDict()
         if dtype in torch.storage._new_dtypes():
-            storage = _Storage(torch.UntypedStorage, key, value.bytes)
-            arguments = (storage, 0, value.shape, stride, False, OrderedDict(), dtype)
-            return torch._utils._rebuild_tensor_v3, arguments
+            storage = _Storage(torch.UntypedStorage, key, value.nbytes)
+            arguments = (storage, 0, value.shape, stride, False, hooks)
+            return torch._utils._rebuild_tensor_v3, (*arguments, dtype)
         kind = getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
         storage = _Storage(kind, key, value.numel)
-        return torch._utils._rebuild_tensor_v2, (
-            storage,
-            0,
-            value.shape,
-            stride,
-            False,
-            OrderedDict(),
-        )
+        return torch._utils._rebuild_tensor_v2, (storage, 0, value.shape, stride, False, hooks)
 
 
 @dataclass(frozen=True)
@@ -156,32 +146,38 @@ class _Storage:
     count: int
 
 
-def constant(name: str, tensor: torch.Tensor) -> Stored:
-    """A small tensor that is in memory."""
-    values = tensor.detach().cpu().contiguous().reshape(-1)
-    dtype = dtype_name(tensor.dtype, name or "a tensor")
-    return Stored(name, dtype, tuple(tensor.shape), lambda begin, end, out: values[begin:end])
+def constant(tensor: torch.Tensor) -> Stored:
+    """A tensor that is in memory."""
+    if tensor.is_quantized:
+        raise UnsupportedValueError("a quantized tensor cannot be written; dequantize it")
+    values = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
+    shape = tuple(tensor.shape)
+    return Stored("", tensor.dtype, shape, lambda begin, end, out: values[begin:end])
 
 
 def _storage_name(number: int) -> str:
     return f"{_FOLDER}/data/{number}"
 
 
-def _open(archive: zipfile.ZipFile, record: str, size: int):
+def _open(archive: zipfile.ZipFile, file: _Seekable, record: str, size: int) -> IO[bytes]:
     """A record of the archive, to be written, padded so that its data begins aligned."""
     entry = zipfile.ZipInfo(record)
     entry.file_size = size
     wide = size >= _ZIP64_BYTES
     # The header: 30 bytes, the name, the padding (4 bytes and zeros), sizes with 64 bits (20).
     header = 30 + len(record.encode()) + 4 + (20 if wide else 0)
-    padding = -(archive.fp.tell() + header) % _ALIGNMENT
+    padding = -(file.tell() + header) % _ALIGNMENT
     entry.extra = b"FB" + padding.to_bytes(2, "little") + bytes(padding)
     return archive.open(entry, "w", force_zip64=wide)
 
 
-def _pump(storage: Stored, ring: Ring, take: Callable[[memoryview], None]) -> None:
-    """A thread for a few bytes costs more than it saves."""
-    if storage.bytes > PIECE_BYTES:
+def _pump(storage: Stored, ring: Ring, entry: IO[bytes], progress: Callable[[int], None]) -> None:
+    def take(piece: memoryview) -> None:
+        entry.write(piece)
+        progress(len(piece))
+
+    # A thread for a few bytes costs more than it saves.
+    if storage.nbytes > PIECE_BYTES:
         pump(storage.pieces(ring), take)
     else:
         for piece in storage.pieces(ring):
@@ -216,3 +212,6 @@ class _Seekable:
 
     def flush(self) -> None:
         """Nothing is held back."""
+
+    def close(self) -> None:
+        """Left to whoever opened the output."""

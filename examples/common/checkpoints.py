@@ -1,71 +1,71 @@
-"""Checkpoints of an example: saved while it trains, resumed from, and joined into one file."""
-
-from __future__ import annotations
+"""The checkpoints of a run: where they go, and which one it goes on from."""
 
 import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from absl import flags
 
 import xla_fsdp
 from xla_fsdp.consolidate import CheckpointError
 
-from .script import Stop, reason
+from . import schedules
+from .script import Stop, in_a_line
 
-if TYPE_CHECKING:
-    from xla_fsdp import LoadedCheckpoint
-
-
-def is_remote(folder: str) -> bool:
-    """Whether ``folder`` is for fsspec to open, such as ``gs://bucket/run``."""
-    return "://" in folder
+flags.DEFINE_bool("resume", False, "go on from the latest checkpoint, if there is one")
+flags.DEFINE_integer("resume_epoch", 0, "go on from this epoch's checkpoint, not the latest", 0)
+flags.register_multi_flags_validator(
+    ["resume", "resume_epoch"],
+    lambda given: not (given["resume"] and given["resume_epoch"]),
+    "choose one: --resume takes the latest checkpoint, --resume_epoch that of an epoch",
+)
+flags.DEFINE_integer("keep_ckpts", 2, "checkpoints kept, the latest ones", lower_bound=1)
 
 
 def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
-    """Makes the folder of the checkpoints, before hours of training rather than after."""
-    folder = getattr(options, flag)
+    """Makes the folder of the checkpoints, before hours of training; a plan needs none."""
+    folder, step = getattr(options, flag), options.resume_epoch or None
+    if options.plan:
+        return
     if not folder:
         raise Stop(f"--{flag} is empty; name a folder", code=2)
-    if not is_remote(folder):
+    if "://" not in folder:  # else it is for fsspec to open
         try:
             os.makedirs(folder, exist_ok=True)
         except (OSError, ValueError) as error:
-            raise Stop(f"--{flag}={folder}: {reason(error)}: {folder}", code=2) from error
+            raise Stop(f"--{flag}={folder}: {in_a_line(error)}: {folder}", code=2) from error
         if not os.access(folder, os.W_OK):
             raise Stop(f"--{flag}={folder}: {folder} is not writable", code=2)
-    step = options.resume_epoch or None
     try:
         # Asked for an older one, a damaged newest one is in nobody's way.
         found = xla_fsdp.latest(folder, step)
     except (CheckpointError, OSError, ImportError, ValueError) as error:
-        told = " ".join(str(error).split())
         older = "" if step or not isinstance(error, CheckpointError) else _another(folder)
-        raise Stop(f"--{flag}={folder}: {told}{older}", code=2) from error
+        raise Stop(f"--{flag}={folder}: {in_a_line(error, None)}{older}", 2) from error
     if step and not found:
         raise Stop(f"no complete checkpoint of --resume_epoch={step} in {folder}", code=2)
     if found and not (options.resume or step):
-        raise Stop(f"{found} is there from an earlier run: --resume, or another --{flag}", 2)
+        raise Stop(f"{found} is there from an earlier run: --resume, or another --{flag}", code=2)
 
 
 def resume(
+    options: SimpleNamespace,
     folder: str,
     state: tuple[Any, Any, Any],
     network: dict[str, Any],
     steps: int,
-    step: int = 0,
-) -> LoadedCheckpoint | None:
-    """Loads the checkpoint of ``step``, or, for 0, the latest, ``None`` if there is none.
+) -> tuple[int, str]:
+    """Loads what the flags ask for into ``state``: model, optimizer and scheduler.
 
-    Args:
-        state: model, optimizer and scheduler.
-        network: what :func:`extra` was given when it was saved.
-        steps: those of the whole run.
-
-    Raises:
-        Stop: with code 2: it is damaged, of another network, or beyond ``steps``.
+    ``network`` must be what was saved as ``extra={"network": ...}``: some differ in no shape, as in
+    their heads. Returns how many epochs are done, and the checkpoint. From here on, rate and
+    schedule are as the flags say now, with so many ``steps`` an epoch.
     """
+    step = options.resume_epoch
+    if options.plan or not (options.resume or step):
+        return 0, ""
+    given = schedules.settings(state[1])
     try:
         found = xla_fsdp.load_checkpoint(folder, *state, missing_ok=not step, step=step or None)
     except CheckpointError as error:
@@ -73,29 +73,18 @@ def resume(
         told = re.sub(r"^rank \d+ could not [^:]*: \w+: ", "", str(error))
         raise Stop(told, code=2) from error
     if found is None:
-        return None
-    _require_same(network, found)
-    if found.step > steps:
-        raise Stop(f"{found.path} is at {found.step} already: nothing to train up to {steps}", 2)
-    return found
-
-
-def extra(network: dict[str, Any]) -> dict[str, Any]:
-    """What is saved beside the tensors: some networks differ in no shape, as in their heads."""
-    return {"network": network}
-
-
-def _require_same(network: dict[str, Any], found: LoadedCheckpoint) -> None:
+        return 0, ""
     saved = found.extra.get("network") if isinstance(found.extra, dict) else None
-    if not isinstance(saved, dict):
-        return  # saved before networks were
-    for name in sorted(saved.keys() | network.keys()):
+    for name in sorted(saved.keys() | network.keys()) if isinstance(saved, dict) else ():
         if saved.get(name) != network.get(name):
-            raise Stop(
-                f"{found.path} is of another network: its {name} is {saved.get(name)}, not "
-                f"{network.get(name)}; give it the same, or begin in another folder",
-                code=2,
-            )
+            other = f"another network: its {name} is {saved.get(name)}, not {network.get(name)}"
+            same = "give it the same, or begin in another folder"
+            raise Stop(f"{found.path} is of {other}; {same}", code=2)
+    if found.step > options.num_epochs:
+        done = f"{found.path} is at {found.step} already"
+        raise Stop(f"{done}: nothing to train up to {options.num_epochs}", code=2)
+    schedules.go_on(*state[1:], given, found.step * steps)
+    return found.step, found.path
 
 
 def _another(folder: str) -> str:
@@ -109,17 +98,3 @@ def _another(folder: str) -> str:
         except CheckpointError:
             pass
     return ""
-
-
-def consolidate(checkpoint: str, folder: str) -> None:
-    """Joins a checkpoint into safetensors files in ``folder`` with the command line tool."""
-    command = [sys.executable, "-m", "xla_fsdp.consolidate", "--ckpt_prefix", checkpoint]
-    run_command([*command, "--save_path", folder, "--format", "safetensors"], "consolidation")
-
-
-def run_command(command: list[str], what: str) -> str:
-    """Runs ``command`` and returns what it printed; a failure ends the script."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise Stop(f"{what} failed (exit code {done.returncode}): {done.stderr.strip()}")
-    return done.stdout

@@ -1,97 +1,105 @@
 """The end of a run: one model of all ranks' parts, what plain torch says of it, and a table."""
 
-from __future__ import annotations
-
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import Any
 
-from . import checkpoints, compiled, networks, test_images
-from .progress import TrainingProgress, print_table
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+import xla_fsdp
+
+from .meters import Meters
 from .script import Stop
 
-if TYPE_CHECKING:
-    from .fitting import Task
+flags.DEFINE_bool("no_ckpt_consolidation", False, "leave it at the files of the ranks")
 
 # Images times parameters that one core evaluates in a minute or so.
 EVALUATED = 10**11
 
 
-def summarize(
-    task: Task,
-    options: SimpleNamespace,
-    progress: TrainingProgress,
-    epochs: int,
-    world_size: int,
-    loss: float | None,
-    correct: int,
-    saved: str,
-) -> None:
-    """Prints the closing table, with the accuracy that plain torch gets from the saved model.
+def consolidate(
+    options: SimpleNamespace, saved: str, network: dict[str, Any], images: dict[str, Any]
+) -> str | None:
+    """Joins a checkpoint into one model with the command line tool; returns the model's folder.
 
-    Args:
-        loss: the mean of the last epoch; ``None`` if this run had none to train.
-        correct: of ``task.images``, by the sharded model.
-        saved: the last checkpoint.
-
-    Raises:
-        Stop: plain torch gets another accuracy; or consolidation or that evaluation failed.
+    ``network`` and ``images`` say there what evaluate.py needs. ``None`` if the checkpoint is not
+    on this machine, or the flags say so.
     """
-    parameters = count_parameters(saved)
-    remote = checkpoints.is_remote(saved)
-    rows = [
-        ("epochs", f"{epochs}"),
-        ("parameters", f"{parameters:,}"),
-        ("ranks", f"{world_size}"),
-        *(() if loss is None else [("training time", f"{progress.seconds:.1f} s")]),
-        ("programs", compiled.summary(options)),
-        *(() if loss is None else _of_the_last_epoch(progress, loss)),
-        ("checkpoint", saved),
-        *([] if remote else [("size, each rank", _sizes(saved))]),
-        ("accuracy, sharded", f"{correct / task.images:.2%} ({correct} of {task.images})"),
-    ]
+    if "://" in saved or options.no_ckpt_consolidation:
+        return None
+    folder = f"{os.path.dirname(saved)}_consolidated"
+    os.makedirs(folder, exist_ok=True)
+    described = json.dumps({"network": network, "images": images}, indent=1)
+    Path(folder, "network.json").write_text(described)
+    command = [sys.executable, "-m", "xla_fsdp.consolidate", "--ckpt_prefix", saved]
+    command += ["--save_path", os.path.join(folder, "weights"), "--format", "safetensors"]
+    _run(command, "consolidation")
+    return folder
+
+
+def evaluate_in_plain_torch(folder: str) -> dict[str, Any]:
+    """Runs evaluate.py, a process without torch_xla, on a consolidated model."""
+    script = Path(__file__).resolve().parent.parent / "evaluate.py"
+    return json.loads(_run([sys.executable, str(script), folder], "evaluation in plain torch"))
+
+
+def summarize(
+    title: str, options: SimpleNamespace, meters: Meters, saved: str, folder: str | None
+) -> None:
+    """Has plain torch evaluate the model that was consolidated in ``folder``, and prints a table.
+
+    Plain torch must get as many images right as the sharded model did, but for one in 2000 that is
+    on the border, or one in 50 where that computed in a narrow dtype.
+    """
+    correct, images, parameters = meters.correct, meters.images, count_parameters(saved)
+    rows = {"epochs": str(options.num_epochs), "parameters": f"{parameters:,}"}
+    rows |= {"ranks": str(meters.world_size), "programs": _programs(options.compilation_cache)}
+    if meters.loss is not None:  # this run trained
+        rows["training time"] = f"{meters.seconds:.1f} s"
+        rows["samples/s, last epoch"] = f"{meters.samples_per_second:,.0f}"
+        rows["final training loss"] = f"{meters.loss:.4f}"
+    rows["checkpoint"] = saved
+    if "://" in saved:
+        command = "python -m xla_fsdp.consolidate --ckpt_prefix"
+        rows["to consolidate"] = f"{command} {saved} --save_path model"
+    else:
+        rows["size, each rank"] = _sizes(saved)
+    rows["accuracy, sharded"] = f"{correct / images:.2%} ({correct} of {images})"
     agree, again = True, {}
-    if remote:
-        command = f"python -m xla_fsdp.consolidate --ckpt_prefix {saved} --save_path model"
-        rows.append(("to consolidate", command))
-    elif not options.no_ckpt_consolidation:
-        folder = f"{os.path.dirname(saved)}_consolidated"
-        networks.describe(folder, task.network, task.description)
-        weights = os.path.join(folder, networks.WEIGHTS)
-        checkpoints.consolidate(saved, weights)
-        size = sum(entry.stat().st_size for entry in os.scandir(weights))
-        rows.append(("consolidated", f"{folder} ({size / 1024:,.0f} KiB)"))
-        known = test_images.are_known(task.description)
-        if known and parameters * task.images <= EVALUATED:
+    if folder:
+        size = sum(file.stat().st_size for file in Path(folder, "weights").iterdir())
+        rows["consolidated"] = f"{folder} ({size / 1024:,.0f} KiB)"
+        read = json.loads(Path(folder, "network.json").read_text())["images"]
+        # Fake images are in no folder.
+        known = read["kind"] == "mnist" or read["datadir"] is not None
+        rows["in plain torch"] = f"python examples/evaluate.py {folder}"
+        if not known:
+            rows["in plain torch"] += " --datadir=DIR"
+        elif parameters * images <= EVALUATED:
             again = evaluate_in_plain_torch(folder)
             # XLA and torch sum in other orders: an image on the border may fall on either side.
-            allowed = max(1, task.images // (2000 if task.exact else 50))
-            agree = abs(again["correct"] - correct) <= allowed
-            rows += [
-                (
-                    "accuracy, plain torch",
-                    f"{again['accuracy']:.2%} ({again['correct']} of {task.images})",
-                ),
-                ("agree", "yes" if agree else "no"),
-            ]
-        else:
-            command = f"python examples/evaluate.py {folder}" + ("" if known else " --datadir=DIR")
-            rows.append(("in plain torch", command))
-    print_table(task.title, rows)
+            exact = getattr(options, "compute_dtype", "float32") == "float32"
+            agree = abs(again["correct"] - correct) <= max(1, images // (2000 if exact else 50))
+            del rows["in plain torch"]
+            same = f"{again['accuracy']:.2%} ({again['correct']} of {images})"
+            rows |= {"accuracy, plain torch": same, "agree": "yes" if agree else "no"}
+    table = Table(title=title, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows.items():
+        table.add_row(*row)
+    width = None if sys.stdout.isatty() else 100
+    Console(file=sys.stdout, width=width).print(table, highlight=False)
     if not agree:
-        raise Stop(
-            f"the sharded model got {correct} of {task.images} right, the consolidated one "
-            f"{again['correct']}: the checkpoint is not the model that was trained"
-        )
-
-
-def _of_the_last_epoch(progress: TrainingProgress, loss: float) -> list[tuple[str, str]]:
-    return [
-        ("samples/s, last epoch", f"{progress.samples_per_second:,.0f}"),
-        ("final training loss", f"{loss:.4f}"),
-    ]
+        two = f"the sharded model got {correct} of {images} right, the consolidated one"
+        wrong = "the checkpoint is not the model that was trained"
+        raise Stop(f"{two} {again['correct']}: {wrong}")
 
 
 def count_parameters(saved: str) -> int:
@@ -101,17 +109,24 @@ def count_parameters(saved: str) -> int:
     return sum(one.numel for one in ShardedCheckpoint(saved).manifest.parameters.values())
 
 
-def evaluate_in_plain_torch(folder: str) -> dict:
-    """Runs evaluate.py, a process without torch_xla, on a consolidated model."""
-    examples = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    command = [sys.executable, os.path.join(examples, "evaluate.py"), folder]
-    return json.loads(checkpoints.run_command(command, "evaluation in plain torch"))
+def _programs(cache: str) -> str:
+    """Where this process's programs came from."""
+    compiled, cached = xla_fsdp.compilation_counts()
+    home = os.path.expanduser("~") + os.sep
+    cache = os.path.join("~", cache[len(home) :]) if cache.startswith(home) else cache
+    return f"{compiled} compiled" + (f", {cached} from the cache in {cache}" * (cache != "none"))
 
 
 def _sizes(saved: str) -> str:
-    """How large the files of the ranks are, one by one unless they are many."""
-    files = sorted(name for name in os.listdir(saved) if name.startswith("rank-"))
-    sizes = [os.path.getsize(os.path.join(saved, name)) / 1024 for name in files]
+    """Of the ranks' files, one by one unless they are many."""
+    sizes = [file.stat().st_size / 1024 for file in sorted(Path(saved).glob("rank-*"))]
     if len(sizes) > 8:
         return f"{min(sizes):,.0f} to {max(sizes):,.0f} KiB, {len(sizes)} files"
     return ", ".join(f"{size:,.0f} KiB" for size in sizes)
+
+
+def _run(command: list[str], what: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise Stop(f"{what} failed (exit code {done.returncode}): {done.stderr.strip()}")
+    return done.stdout

@@ -3,10 +3,11 @@
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 
 from absl import app, flags
+
+flags.disclaim_key_flags()  # what DEFINE_number defines is its caller's
 
 
 class Stop(Exception):
@@ -17,14 +18,43 @@ class Stop(Exception):
         self.message, self.code = message, code
 
 
-def run(main: Callable[[SimpleNamespace], None], *, arguments: bool = False) -> None:
-    """Parses the command line and calls ``main(options)``.
+def run(main: Callable[[SimpleNamespace], None]) -> None:
+    """Parses the command line and calls ``main(options)``, with an attribute for each flag.
 
-    ``options`` is a plain object with an attribute for each flag: it can be handed to the ranks,
-    which on TPU are processes of their own where flags were never parsed. With ``arguments`` the
-    command line may have more than flags, ``options.arguments``.
+    A plain object can be handed to ranks, which on TPU are processes where no flag was parsed.
     """
-    app.run(lambda argv: _call(main, argv), flags_parser=partial(_parse, arguments))
+    app.define_help_flags()
+    list_flags(sys.argv[0])
+    try:
+        rest = flags.FLAGS(sys.argv)
+        if len(rest) > 1:
+            raise flags.Error(f"unexpected argument {rest[1]!r}")
+    except SystemExit:
+        sys.exit(0)  # --help, after which absl ends with 1
+    except flags.Error as error:
+        end(f"{in_a_line(error, None)} (--help lists the flags)", 2)
+    try:
+        main(SimpleNamespace(**flags.FLAGS.flag_values_dict()))
+    except KeyboardInterrupt:
+        end("interrupted", 130)
+    except Exception as error:
+        # What a rank raised arrives as the cause of a RankError, from CPU ranks.
+        stop = error if isinstance(error, Stop) else error.__cause__
+        if not isinstance(stop, Stop):
+            raise
+        end(stop.message, stop.code)
+
+
+def end(message: str, code: int) -> None:
+    """Ends the process with one line."""
+    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def in_a_line(error: BaseException, most: int | None = 300) -> str:
+    """What went wrong, in one line; of the system's errors only its words, without the path."""
+    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(words.split())[:most]
 
 
 def fill_in(options: SimpleNamespace, **defaults: object) -> None:
@@ -39,10 +69,23 @@ def require(flag: str, condition: Callable, message: str) -> None:
     flags.register_validator(flag, lambda value: value is None or condition(value), message)
 
 
-def reason(error: Exception) -> str:
-    """What went wrong, in one line; of the system's errors only its words, without the path."""
-    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(words.split())
+def DEFINE_number(name: str, default: float | None, help: str, interval: str) -> None:
+    """A flag for a number in ``interval``, such as "[0, 1)" or, for finite ones, "(0, inf)"."""
+    low, high = map(float, interval[1:-1].split(","))
+    first, last = interval[0] == "[", interval[-1] == "]"
+    above, below = "at least" if first else "greater than", "at most" if last else "less than"
+    words = f"{above} {low:.9g} and {below} {high:.9g}"
+    if high == float("inf"):
+        words = f"{above} {low:.9g}" if last else f"finite, {above} {low:.9g}"
+    elif first and last:
+        words = f"from {low:.9g} to {high:.9g}"
+    flags.DEFINE_float(name, default, help)
+    for condition in (
+        lambda value: low <= value <= high,
+        lambda value: first or value > low,
+        lambda value: last or value < high,
+    ):
+        require(name, condition, f"must be {words}")
 
 
 def list_flags(program: str) -> None:
@@ -51,34 +94,3 @@ def list_flags(program: str) -> None:
         if module.partition(".")[0] == "common":
             for flag in defined:
                 flags.FLAGS.register_key_flag_for_module(program, flag)
-
-
-def _parse(arguments: bool, argv: list[str]) -> list[str]:
-    list_flags(argv[0])
-    try:
-        rest = flags.FLAGS(argv)
-        if len(rest) > 1 and not arguments:
-            raise flags.Error(f"unexpected argument {rest[1]!r}")
-    except SystemExit:
-        sys.exit(0)  # --help, after which absl ends with 1
-    except flags.Error as error:
-        _end(argv, f"{' '.join(str(error).split())} (--help lists the flags)", 2)
-    return rest
-
-
-def _call(main: Callable[[SimpleNamespace], None], argv: list[str]) -> None:
-    try:
-        main(SimpleNamespace(**flags.FLAGS.flag_values_dict(), arguments=argv[1:]))
-    except KeyboardInterrupt:
-        _end(argv, "interrupted", 130)
-    except Exception as error:
-        # What a rank raised arrives as the cause of a RankError, from CPU ranks.
-        stop = error if isinstance(error, Stop) else error.__cause__
-        if not isinstance(stop, Stop):
-            raise
-        _end(argv, stop.message, stop.code)
-
-
-def _end(argv: list[str], message: str, code: int) -> None:
-    print(f"{os.path.basename(argv[0])}: {message}", file=sys.stderr, flush=True)
-    sys.exit(code)

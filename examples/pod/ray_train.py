@@ -30,7 +30,7 @@ from typing import Protocol
 
 from ray_host import LOST, Polled
 
-from xla_fsdp.planning.slices.topology import resolve
+from xla_fsdp.tpu.topology import resolve
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import sys
 from math import prod
 
-from xla_fsdp.planning.slices.topology import UnknownTopologyError, resolve
+from xla_fsdp.tpu.topology import UnknownTopologyError, resolve
 
 
 def slice_hosts(name: str) -> tuple[int, int, int]:

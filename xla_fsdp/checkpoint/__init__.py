@@ -1,10 +1,11 @@
 """Checkpoints from and into a sharded model. The format itself is ``xla_fsdp.consolidate.format``.
 
-The data passes through, when saving: ``inventory`` and ``optimizers`` (what this rank holds of the
-unsharded model), ``contents`` (as tensors of a file), ``saving``; when loading: ``matching`` (what
-of the checkpoint this rank needs), ``reading``, ``loading``. ``meeting`` is how ranks agree.
+What all ways share: ``inventory`` and ``optimizers`` (what this rank holds of the unsharded model),
+``meeting`` (how ranks agree), and to load: ``stored`` (a tensor that lies somewhere, read in part),
+``matching`` and ``optimizer_matching`` (which of them fills what: all the rules), ``filling``.
 
-Full state: ``parts`` (gathers), ``stored`` (what can be read in part), ``filling``, ``full_state``,
-``full_optimizer``; weights from files: ``weight_files``, ``weights``; torch.distributed.checkpoint:
-``boxes``, ``dcp*``.
+Checkpoints: ``contents`` (as tensors of a file), ``draft``, ``saving``, ``asynchronous``;
+``reading``, ``loading``. Full state: ``parts`` (gathers), ``full_state``, ``full_optimizer``,
+``optimizer_names``. Weights from files: ``weight_files``, ``weights``. Directories of
+torch.distributed.checkpoint: ``boxes``, ``dcp*``.
 """

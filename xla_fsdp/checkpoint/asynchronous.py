@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from ..consolidate.errors import CheckpointError, OtherRankError, SharedStorageError
 from ..consolidate.format.rank_file import FileRecord
-from ..consolidate.format.store import join, read
+from ..consolidate.format.store import Store, join, read, write
 from ..consolidate.format.strict import read_json, write_json
 from .draft import Draft, begin
 from .meeting import Meeting, describe
@@ -69,20 +68,17 @@ class AsyncCheckpointer:
             CheckpointError: the save before this one failed (this one is not begun), or this one
                 cannot begin; see :func:`save_checkpoint`.
         """
-        copies: list[Any] = []
         with at_rest() as seed:
             self.wait()
             meeting = Meeting()
             request = meeting_request(meeting, self.path, step, self.keep_last)
             draft = begin(meeting, request, model, optimizer, scheduler, extra, seed)
             try:
-                meeting.together(
-                    "copy to the host", lambda: copies.append(draft.contents.on_host())
-                )
+                contents = meeting.each("copy to the host", draft.contents.on_host)
             except Exception:
                 draft.give_up(meeting)
                 raise
-        self._running = _Running(replace(draft, contents=copies[0]), meeting)
+        self._running = _Running(replace(draft, contents=contents), meeting)
 
     def wait(self) -> str | None:
         """Returns the path of the last checkpoint once it is complete, ``None`` if there was none.
@@ -211,7 +207,7 @@ class _Running:
                 if rank in found or name not in names:
                     continue
                 path = join(folder, name)
-                said = _read_when_whole(lambda p=path: read(store, p, 0, store.size(p)))
+                said = _read_when_whole(store, path)
                 if kind == "failed":
                     raise OtherRankError(f"rank {rank} could not write its file: {said}")
                 found[rank] = said
@@ -219,15 +215,8 @@ class _Running:
     def _announce(self, kind: str, value: Any) -> None:
         if self.draft.rank == 0 or self.meeting.size == 1:
             return
-        store = self.draft.store
         path = join(self.draft.partial, _announcement(self.draft.rank, kind))
-        output = store.create(path)
-        try:
-            output.write(write_json([value]))
-            output.close()
-        except BaseException:
-            output.discard()
-            raise
+        write(self.draft.store, path, write_json([value]))
 
     def _remove_announcements(self) -> None:
         store = self.draft.store
@@ -239,10 +228,10 @@ def _announcement(rank: int, kind: str) -> str:
     return f"rank-{rank:05d}.{kind}"
 
 
-def _read_when_whole(read_bytes: Callable[[], bytes]) -> Any:
+def _read_when_whole(store: Store, path: str) -> Any:
     """What an announcement says; its name may be there before its content."""
     for _ in range(100):
-        data = read_bytes()
+        data = read(store, path, 0, store.size(path))
         if data.endswith(b"]"):
             try:
                 return read_json(data, "announcement")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..consolidate.format.digests import digest
 from ..consolidate.format.dtypes import dtype_name
 from ..consolidate.format.manifest import (
     Manifest,
+    Optimizer,
     Tensor,
     buffer_key,
     dump_manifest,
@@ -72,7 +74,8 @@ def take_contents(
     """
     inventory = take_inventory(model)
     first = inventory.rank == 0
-    described, states = None, []
+    described: Optimizer | None = None
+    states: list[HeldState] = []
     if optimizer is not None:
         described, states = describe_optimizer(optimizer, inventory)
     manifest = Manifest(
@@ -108,7 +111,7 @@ def _scheduler_state(scheduler: Any) -> Any:
 
 
 def _described(buffer: HeldBuffer) -> Tensor:
-    restore = buffer.restore and dtype_name(buffer.restore, buffer.name)
+    restore = None if buffer.restore is None else dtype_name(buffer.restore, buffer.name)
     return Tensor(buffer.names, dtype_name(buffer.tensor.dtype, buffer.name), buffer.shape, restore)
 
 
@@ -131,15 +134,15 @@ class _HostCopies:
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """All elements in one dimension."""
         if tensor is not self._tensor:
-            self._copy = None  # freed before the next one is made
+            self._tensor, self._copy = tensor, None  # freed before the next one is made
+        if self._copy is None:
             self._copy = tensor.detach().cpu().reshape(-1)
-            self._tensor = tensor
         return self._copy
 
 
 def _items(inventory: Inventory, states: Iterable[HeldState], seed: int) -> Iterable[Item]:
     host = _HostCopies()
-    for held in sorted(inventory.parameters, key=_by_holder(inventory)):
+    for held in chain.from_iterable(inventory.by_holder().values()):
         if held.writes and held.length:
             yield _piece(parameter_key(held.name), held.holder, held, host)
     for state in states:
@@ -149,15 +152,10 @@ def _items(inventory: Inventory, states: Iterable[HeldState], seed: int) -> Iter
     for buffer in inventory.buffers:
         name = dtype_name(buffer.tensor.dtype, buffer.name)
         yield Item(buffer_key(buffer.name), name, buffer.shape, _buffer_value(buffer, host))
-    state = torch.get_rng_state()
-    yield Item(RNG_TORCH, "U8", tuple(state.shape), lambda: state)
+    drawn = torch.get_rng_state()
+    yield Item(RNG_TORCH, "U8", tuple(drawn.shape), lambda: drawn)
     eight = torch.tensor(list(seed.to_bytes(8, "little")), dtype=torch.uint8)
     yield Item(RNG_XLA, "U8", (8,), lambda: eight)
-
-
-def _by_holder(inventory: Inventory) -> Callable[[Held], int]:
-    order = {holder: number for number, holder in enumerate(inventory.by_holder())}
-    return lambda held: order[held.holder]
 
 
 def _piece(key: str, tensor: torch.Tensor, held: Held, host: _HostCopies) -> Item:

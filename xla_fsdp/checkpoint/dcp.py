@@ -12,6 +12,7 @@ import copy
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..consolidate.errors import OutputError, SharedStorageError
 from .dcp_writing import Contents, write_part
-from .draft import _eventually
+from .draft import eventually
 from .full_optimizer import state_kinds
 from .inventory import Inventory
 from .meeting import Meeting
-from .optimizer_names import members_of_groups, options
+from .optimizers import members_of_groups, options
 from .parts import agreed_inventory
 from .saving import at_rest
 
@@ -86,19 +87,17 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
 def _add_model(contents: Contents, inventory: Inventory) -> None:
     for held in inventory.parameters:
         contents.add_run(("model", held.name), held, held.holder)
-        own = [contents.key("model", name) for name in held.names]
-        contents.aliases[own[0]] = own[1:]
+        contents.alias("model", held.names)
     for buffer in inventory.buffers:
-        value = buffer.tensor.detach().cpu()
-        value = value if buffer.row is None else value[buffer.row]
-        contents.add(("model", buffer.name), value.to(buffer.restore or value.dtype))
-        own = [contents.key("model", name) for name in buffer.names]
-        contents.aliases[own[0]] = own[1:]
+        contents.add(("model", buffer.name), buffer.value())
+        contents.alias("model", buffer.names)
     for name, module in inventory.extra_state.items():
         contents.add(("model", name), module.get_extra_state())
 
 
-def _add_optimizer(contents: Contents, inventory: Inventory, optimizer) -> None:
+def _add_optimizer(
+    contents: Contents, inventory: Inventory, optimizer: torch.optim.Optimizer
+) -> None:
     for held in inventory.parameters:
         for key, value in optimizer.state.get(held.holder, {}).items():
             path = ("optim", "state", held.name, key)
@@ -134,7 +133,7 @@ def _make(folder: str) -> None:
 
 
 def _require_seen(folder: str) -> None:
-    if not _eventually(lambda: os.path.isdir(folder)):
+    if not eventually(lambda: os.path.isdir(folder)):
         raise SharedStorageError(
             f"{folder}: was made by rank 0, but is not here; all ranks must write to one file "
             "system"
@@ -146,7 +145,7 @@ def _finish(folder: str, contents: Contents, results: list[list[Any]]) -> None:
     found: list[WriteResult] = []
     for key, box, size, place in (one for each in results for one in each):
         path = os.path.join(folder, place[0])
-        if not _eventually(lambda path=path: os.path.isfile(path)):
+        if not eventually(partial(os.path.isfile, path)):
             raise SharedStorageError(
                 f"{path}: was written by another rank, but is not here; all ranks must write to "
                 "one file system"

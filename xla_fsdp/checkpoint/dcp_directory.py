@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -68,11 +69,7 @@ class Directory:
             for k in keys
         ]
         found: dict[str, Any] = {}
-
-        def keep(item: ReadItem, data: io.BytesIO) -> None:
-            found[item.dest_index.fqn] = torch.load(data, map_location="cpu", weights_only=False)
-
-        self._guarded(f"{len(keys)} objects", lambda: self._read(items, _Planner([], keep)))
+        self._guarded(f"{len(keys)} objects", lambda: self._read(items, _Planner([], found)))
         return found
 
     def nested(self, top: str, keys: list[str]) -> Any:
@@ -80,8 +77,7 @@ class Directory:
         values = self.objects_at(key for key in keys if key not in self.tensors)
         for key in keys:
             if key in self.tensors:
-                stored = self.tensors[key]
-                values[key] = stored.read(0, stored.numel).reshape(stored.shape)
+                values[key] = self.tensors[key].whole()
         if top in values:
             return values[top]
         paths = self.metadata.planner_data or {}
@@ -108,7 +104,7 @@ class Directory:
                 raise CoverageError(
                     f"{self.path}: has {found} of the elements {begin} to {end} of {key!r}"
                 )
-            self._guarded(repr(key), lambda: self._read(items, _Planner(views)))
+            self._guarded(repr(key), lambda: self._read(items, _Planner(views, {})))
             return whole
 
         return Stored(shape, dtype, read)
@@ -145,18 +141,22 @@ def _with_lists(value: Any) -> Any:
     return {key: _with_lists(each) for key, each in value.items()}
 
 
-class _Planner(LoadPlanner):
-    """Tells torch's reader where to put what it reads."""
+class _Planner(DefaultLoadPlanner):
+    """Tells torch's reader where to put what it reads: a tensor's boxes, or objects by key."""
 
-    def __init__(self, targets: list[torch.Tensor], keep: Callable | None = None):
+    def __init__(self, targets: list[torch.Tensor], objects: dict[str, Any]):
+        super().__init__()
         self.targets = targets
-        self.keep = keep
+        self.objects = objects
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.keep(read_item, value)
+        loaded = torch.load(value, map_location="cpu", weights_only=False)
+        self.objects[read_item.dest_index.fqn] = loaded
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target = self.targets[read_item.dest_index.index]
+        number = read_item.dest_index.index
+        assert number is not None  # that of the box, as all of these are made
+        target = self.targets[number]
         for dim, (offset, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
         ):

@@ -12,14 +12,15 @@ from torch import nn
 
 from ..consolidate.errors import ModelMismatchError, UnsafeFileError
 from .dcp_directory import Directory
-from .filling import LoadedKeys, fill_model, listed, match_model
+from .filling import fill_model, fill_optimizer
 from .inventory import Inventory
+from .matching import LoadedKeys, Match, listed, match_model
 from .meeting import Meeting
-from .optimizer_filling import fill_optimizer, match_optimizer
-from .optimizer_names import members_of_groups, named
+from .optimizer_matching import OptimizerMatch, match_optimizer
+from .optimizer_names import named
+from .optimizers import members_of_groups
 from .parts import agreed_inventory
 from .saving import at_rest
-from .stored import Stored
 
 # What people call things at the top of what they save; torch's tutorials put all under "app".
 _MODEL = ("model.", "app.model.", "state_dict.", "module.", "")
@@ -63,9 +64,8 @@ def from_dcp(
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
-    matched = []
 
-    def match() -> None:
+    def match() -> tuple[Match, OptimizerMatch | None]:
         if not allow_pickle:
             raise UnsafeFileError(
                 f"{path}: its metadata is a pickle, and reading one executes what its author "
@@ -73,31 +73,28 @@ def from_dcp(
                 "safetensors where it was written, for load_weights. Nothing was read"
             )
         directory = Directory(os.fspath(path))
-        tensors, others = _model_in(directory, inventory)
-        matched.append(match_model(inventory, tensors, others, directory.path, strict))
-        if optimizer is not None:
-            groups = members_of_groups(inventory, optimizer)
-            saved = named(
-                _optimizer_in(directory, inventory), inventory, groups, f"{directory.path}: optim"
-            )
-            matched.append(
-                match_optimizer(inventory, optimizer, groups, saved, f"{directory.path}: optim")
-            )
+        offered = _model_in(directory, inventory)
+        matched = match_model(inventory, offered, directory.path, strict)
+        if optimizer is None:
+            return matched, None
+        label = f"{directory.path}: optim"
+        groups = members_of_groups(inventory, optimizer)
+        saved = named(_optimizer_in(directory), inventory, groups, label)
+        return matched, match_optimizer(inventory, optimizer, groups, saved, label)
 
     def fill() -> None:
-        fill_model(inventory, matched[0])
-        if optimizer is not None:
-            fill_optimizer(matched[1])
+        fill_model(inventory, matched)
+        if state is not None:
+            fill_optimizer(state)
 
-    meeting.together("open the checkpoint", match)
+    matched, state = meeting.each("open the checkpoint", match)
     meeting.together("load the checkpoint", fill)
-    return matched[0].keys
+    return matched.keys
 
 
-def _model_in(
-    directory: Directory, inventory: Inventory
-) -> tuple[dict[str, Stored], dict[str, Any]]:
-    names = [held.names for held in (*inventory.parameters, *inventory.buffers)]
+def _model_in(directory: Directory, inventory: Inventory) -> dict[str, Any]:
+    names = [held.names for held in inventory.parameters]
+    names += [buffer.names for buffer in inventory.buffers]
 
     def fitting(prefix: str) -> int:
         return sum(any(prefix + name in directory.tensors for name in own) for own in names)
@@ -116,7 +113,7 @@ def _model_in(
 
     tensors = {key: directory.tensors[key] for key in below(directory.tensors)}
     objects = set(below(directory.objects))
-    extra = {}
+    extra: dict[str, Any] = {}
     for name in inventory.extra_state:
         own = [key for key in (*tensors, *objects) if f"{key}.".startswith(f"{prefix}{name}.")]
         if own:
@@ -125,10 +122,10 @@ def _model_in(
             objects -= set(own)
     if prefix:  # what is unknown is not read, only reported
         extra |= {key[len(prefix) :]: None for key in sorted(objects)}
-    return {key[len(prefix) :]: stored for key, stored in tensors.items()}, extra
+    return {key[len(prefix) :]: stored for key, stored in tensors.items()} | extra
 
 
-def _optimizer_in(directory: Directory, inventory: Inventory) -> dict[str, Any]:
+def _optimizer_in(directory: Directory) -> dict[str, Any]:
     """The optimizer's state dict, by name or by number, whichever of torch's ways it was saved."""
     keys = [*directory.tensors, *directory.objects]
     prefix = next(

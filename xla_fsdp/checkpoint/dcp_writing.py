@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -16,7 +17,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -58,6 +58,11 @@ class Contents:
         self.paths[key] = path
         return key
 
+    def alias(self, top: str, names: Sequence[str]) -> None:
+        """The tensor under the first of ``names`` is there under all of them."""
+        first, *more = [self.key(top, name) for name in names]
+        self.aliases[first] = more
+
     def add(self, path: Path, value: Any) -> None:
         """One tensor or object, the same on every rank."""
         if _is_taken_apart(value):
@@ -88,12 +93,13 @@ def _is_taken_apart(value: Any) -> bool:
     )
 
 
-class _Planner(SavePlanner):
+class _Planner(DefaultSavePlanner):
     """Gives torch's writer what it is to write, when it is."""
 
     def __init__(self, contents: Contents):
+        super().__init__()
         self.contents = contents
-        self._last: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def items(self, inventory: Inventory) -> Iterator[WriteItem]:
         contents = self.contents
@@ -119,8 +125,9 @@ class _Planner(SavePlanner):
             return contents.whole[key].detach().cpu()
         held, value = contents.runs[key]
         # Parts follow each other: one copy from the device serves all of a shard.
-        if self._last[0] is not value:
+        if self._last is None or self._last[0] is not value:
             self._last = value, value.detach().cpu().reshape(-1)
+        assert write_item.tensor_data is not None  # none of BYTE_IO only
         chunk = write_item.tensor_data.chunk
         first = held.at + _first_element(held.shape, chunk.offsets) - held.begin
         if not chunk.sizes.numel():
@@ -135,18 +142,6 @@ class _Planner(SavePlanner):
             torch.Size(shape),
         )
         return WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=data)
-
-    # The rest of torch's protocol is for its own save(), which is not called here.
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def create_local_plan(self) -> SavePlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, all_plans: Any) -> Any:
-        raise NotImplementedError
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        raise NotImplementedError
 
 
 def _all(shape: tuple[int, ...]) -> Box:

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..consolidate.errors import (
 )
 from ..consolidate.format import folders, manifest
 from ..consolidate.format.rank_file import FileRecord, write_file
-from ..consolidate.format.store import Store, join, open_store
+from ..consolidate.format.store import Store, join, open_store, write
 from .contents import Contents, take_contents
 from .meeting import Meeting
 
@@ -95,13 +95,7 @@ class Draft:
         for rank, record in enumerate(records):
             self._await_file(rank, record)
         whole = replace(self.contents.manifest, files=tuple(records))
-        output = self.store.create(join(self.data, manifest.NAME))
-        try:
-            output.write(manifest.dump_manifest(whole))
-            output.close()
-        except BaseException:
-            output.discard()
-            raise
+        write(self.store, join(self.data, manifest.NAME), manifest.dump_manifest(whole))
         self.store.sync_folder(self.data)
         if self.store.renames:
             self.store.rename(self.partial, self.folder)
@@ -131,7 +125,7 @@ class Draft:
             except CheckpointNotFoundError:
                 return False
 
-        if not _eventually(there):
+        if not eventually(there):
             raise SharedStorageError(
                 f"{path}: rank {rank} has written {record.size} bytes there, which rank 0 does not "
                 "see; save to a file system or object store that all hosts share"
@@ -246,13 +240,7 @@ def _prepare(store: Store, root: str, step: int) -> list:
     partial = join(root, place.partial_name(save_id))
     store.make_folder(partial)
     if not store.renames:  # where there are no folders, only files are seen
-        output = store.create(join(partial, _BEGUN))
-        try:
-            output.write(save_id.encode())
-            output.close()
-        except BaseException:
-            output.discard()
-            raise
+        write(store, join(partial, _BEGUN), save_id.encode())
     return [save_id, place.version]
 
 
@@ -262,7 +250,7 @@ def _require_shared(draft: Draft) -> None:
             return draft.store.is_folder(draft.partial)
         return _BEGUN in draft.store.list(draft.partial)
 
-    if not _eventually(seen):
+    if not eventually(seen):
         raise SharedStorageError(
             f"{draft.root}: this rank does not see what rank 0 has written there; save to a file "
             "system or object store that all hosts share, or gather the model on rank 0 with "
@@ -270,7 +258,7 @@ def _require_shared(draft: Draft) -> None:
         )
 
 
-def _eventually(condition) -> bool:
+def eventually(condition: Callable[[], bool]) -> bool:
     """Whether ``condition()`` comes true soon; file systems over a network take their time."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     wait = 0.01

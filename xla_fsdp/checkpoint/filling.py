@@ -1,168 +1,153 @@
-"""Unsharded tensors, wherever they lie, into a model: every rank takes its own part."""
+"""Matched tensors into a model and its optimizer: every rank takes its own part."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch_xla.core.xla_model as xm
 from torch import nn
 
-from ..consolidate.errors import ModelMismatchError
+from ..sharding.freeing import fill_
 from .inventory import Held, HeldBuffer, Inventory
+from .matching import Match
+from .optimizer_matching import Elements, Number, OptimizerMatch
 from .stored import Stored
 
 
-class LoadedKeys(NamedTuple):
-    """What loading left out, as of ``nn.Module.load_state_dict``; both empty if ``strict``."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-
-
-@dataclass(frozen=True)
-class Match:
-    """What goes where, all of it checked."""
-
-    parameters: dict[Held, Stored]
-    buffers: list[tuple[HeldBuffer, Stored]]
-    extra_state: dict[nn.Module, Any]
-    keys: LoadedKeys
-
-
-def match_model(
-    inventory: Inventory,
-    tensors: Mapping[str, Stored],
-    others: Mapping[str, Any],
-    label: str,
-    strict: bool = True,
-    cast: bool = True,
-) -> Match:
-    """Finds a tensor for every parameter and buffer of the model.
-
-    Args:
-        tensors, others: what there is by name; ``others`` are no tensors (extra state).
-        label: where that is, for messages.
-        strict: every name of the model must be there, and no other. Of the names of a tied
-            parameter one is enough.
-        cast: floating-point tensors may have another floating-point dtype than the parameter.
-
-    Raises:
-        ModelMismatchError: names, shapes or dtypes do not fit, or names of one tied parameter have
-            different values.
-    """
-    missing, used = [], set()
-
-    def find(held: Held | HeldBuffer, dtype: torch.dtype) -> Stored | None:
-        found = [name for name in held.names if name in tensors]
-        used.update(found)
-        for name in found:
-            _require_fit(name, tensors[name], held.shape, dtype, label, cast)
-        for name in found[1:]:
-            _require_same(tensors, found[0], name, held, label)
-        if not found:
-            missing.append(held.name)
-        return tensors[found[0]] if found else None
-
-    parameters = {held: find(held, held.dtype) for held in inventory.parameters}
-    buffers = [(b, find(b, b.restore or b.tensor.dtype)) for b in inventory.buffers]
-    extra = {}
-    for name, module in inventory.extra_state.items():
-        if name in others:
-            extra[module] = others[name]
-        elif name in tensors:  # a state may well be a tensor
-            used.add(name)
-            stored = tensors[name]
-            extra[module] = stored.read(0, stored.numel).reshape(stored.shape)
-        else:
-            missing.append(name)
-    unexpected = [name for name in tensors if name not in used]
-    unexpected += [name for name in others if name not in inventory.extra_state]
-    if strict and (missing or unexpected):
-        said = [f"lacks {listed(missing)}"] if missing else []
-        said += [f"has {listed(unexpected)}, unknown to the model"] if unexpected else []
-        raise ModelMismatchError(f"{label}: {' and '.join(said)}; strict=False takes what fits")
-    return Match(
-        {held: stored for held, stored in parameters.items() if stored is not None},
-        [(buffer, stored) for buffer, stored in buffers if stored is not None],
-        extra,
-        LoadedKeys(missing, unexpected),
-    )
-
-
 def fill_model(inventory: Inventory, match: Match) -> None:
-    """Puts the values in, one parameter after the other; parameters stay the same objects."""
+    """Puts the values in, one tensor after the other; parameters stay the same objects."""
+    for pair in new_values(inventory, match):
+        assign([pair])
+    set_extra_state(match.extra_state)
+
+
+def fill_optimizer(match: OptimizerMatch) -> None:
+    """Puts state and options in, one tensor after the other."""
+    optimizer = match.optimizer
+    devices = {
+        key: value.device
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.dim() == 0
+    }
+    for group, new in zip(optimizer.param_groups, match.groups, strict=True):
+        for name, value in new.items():
+            current = group.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
+                value = value.to(current.device)
+            group[name] = copy.deepcopy(value)
+        beside = bool(group.get("capturable") or group.get("fused"))
+        for holder in group["params"]:
+            if holder not in match.state:
+                optimizer.state.pop(holder, None)
+                continue
+            optimizer.state[holder] = {
+                key: _read(value).to(holder.device)
+                if isinstance(value, Elements)
+                else _placed(value, holder, devices.get(key), beside)
+                for key, value in match.state[holder].items()
+            }
+
+
+def read_ahead(match: OptimizerMatch) -> OptimizerMatch:
+    """The same with all values on the host, so that filling can no longer fail to read."""
+    state = {
+        holder: {
+            key: replace(value, ready=_read(value)) if isinstance(value, Elements) else value
+            for key, value in own.items()
+        }
+        for holder, own in match.state.items()
+    }
+    return replace(match, state=state)
+
+
+def new_values(inventory: Inventory, match: Match) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What changes, and to what; each is read when it is asked for."""
     for holder, members in inventory.by_holder().items():
         found = {held: match.parameters.get(held) for held in members}
-        if any(stored is not None for stored in found.values()):
+        if any(found.values()):
             start = None if all(found.values()) else holder
-            with torch.no_grad():
-                holder.copy_(part_of(holder, found, holder.dtype, start))
-    for buffer, stored in match.buffers:
-        value = stored.read(0, stored.numel).reshape(stored.shape)
-        with torch.no_grad():
-            if buffer.row is not None:
-                stack = buffer.tensor.cpu()
-                stack[buffer.row] = value
-                value = stack
-            buffer.tensor.copy_(value)
-    for module, state in match.extra_state.items():
+            yield holder, part_of(holder.shape, holder.dtype, found, start)
+    rows: dict[torch.Tensor, list[tuple[HeldBuffer, Stored]]] = {}
+    for buffer, stored in match.buffers.items():
+        rows.setdefault(buffer.tensor, []).append((buffer, stored))
+    for tensor, each in rows.items():
+        value = None
+        for buffer, stored in each:
+            if buffer.row is None:
+                value = stored.whole().to(tensor.dtype)
+            else:
+                value = tensor.detach().cpu().clone() if value is None else value
+                value[buffer.row] = stored.whole()
+        if value is not None:
+            yield tensor, value
+
+
+def assign(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Gives tensors new values of the same shape; on the XLA device without a program.
+
+    All are on the device before the first is changed.
+    """
+    moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    on_device = [pair for pair in pairs if pair[0].device.type == "xla"]
+    for device in {tensor.device for tensor, _ in on_device}:
+        here = [pair for pair in on_device if pair[0].device == device]
+        arrived: Any = xm.send_cpu_data_to_device([value for _, value in here], device)
+        moved += [(tensor, value) for (tensor, _), value in zip(here, arrived, strict=True)]
+    fill_([tensor for tensor, _ in moved], [value for _, value in moved])
+    for tensor, _ in moved:
+        if not tensor.is_inference():  # for autograd it is another one now
+            torch.autograd.graph.increment_version(tensor)
+    with torch.no_grad():
+        for tensor, value in pairs:
+            if tensor.device.type != "xla":
+                tensor.copy_(value)
+
+
+def set_extra_state(states: Mapping[nn.Module, Any]) -> None:
+    """Gives modules what their ``get_extra_state`` once returned."""
+    for module, state in states.items():
         module.set_extra_state(state)
 
 
 def part_of(
-    holder: torch.Tensor,
-    members: Mapping[Held, Stored | None],
+    shape: torch.Size,
     dtype: torch.dtype,
+    members: Mapping[Held, Stored | None],
     start: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This rank's part of ``members``, on the CPU, in the shape of their ``holder``.
+    """This rank's part of ``members``, on the CPU, in the ``shape`` of their holder.
 
     ``start``: what is there where a member is ``None``; else, and in padding, it is zero.
     """
-    if start is None:
-        whole = torch.zeros(holder.shape, dtype=dtype)
+    if start is not None:
+        flat = start.detach().cpu().reshape(-1).clone()
     else:
-        whole = start.detach().cpu().clone()
-    flat = whole.view(-1)
+        covered = sum(held.length for held, stored in members.items() if stored is not None)
+        make = torch.empty if covered == shape.numel() else torch.zeros
+        flat = make(shape.numel(), dtype=dtype)
     for held, stored in members.items():
         if stored is not None and (held.length or stored.collective):
-            flat[held.at : held.at + held.length] = stored.read(held.begin, held.end)
-    return whole
+            stored.read_to(flat[held.at : held.at + held.length], held.begin)
+    return flat.view(shape)
 
 
-def listed(names: Iterable[str]) -> str:
-    """The first of some names, for messages."""
-    names = list(names)
-    text = ", ".join(repr(name) for name in names[:6])
-    return f"{text} and {len(names) - 6} more" if len(names) > 6 else text
+def _read(state: Elements) -> torch.Tensor:
+    ready = state.ready
+    return part_of(state.shape, state.dtype, state.members) if ready is None else ready
 
 
-def _require_fit(name, stored: Stored, shape, dtype: torch.dtype, label: str, cast: bool) -> None:
-    if tuple(stored.shape) != tuple(shape):
-        raise ModelMismatchError(
-            f"{label}: {name!r} has shape {list(stored.shape)}, the model's has {list(shape)}"
-        )
-    floats = dtype.is_floating_point and stored.dtype.is_floating_point
-    if stored.dtype is not dtype and not (cast and floats):
-        raise ModelMismatchError(
-            f"{label}: {name!r} is {stored.dtype}, the model's is {dtype}"
-            + ("; cast=True converts it" if floats else "")
-        )
-
-
-def _require_same(tensors, first: str, other: str, held: Held | HeldBuffer, label: str) -> None:
-    """Two names of one tied tensor must have the same bits; of a file, a rank looks at its part."""
-    one, two = tensors[first], tensors[other]
-    if one is two or one.collective:  # rank 0 has looked
-        return
-    begin, end = 0, one.numel
-    if isinstance(held, Held) and not one.here:
-        begin, end = held.begin, held.end
-    a, b = one.read(begin, end), two.read(begin, end)
-    if a.dtype is not b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-        raise ModelMismatchError(
-            f"{label}: {first!r} and {other!r} have different values, but are one parameter in "
-            "the model"
-        )
+def _placed(
+    number: Number, holder: nn.Parameter, present: torch.device | None, beside: bool
+) -> Any:
+    """A number where it was; if that is not known, where it is, or where the optimizer wants it."""
+    if not isinstance(number.value, torch.Tensor):
+        return copy.deepcopy(number.value)
+    if number.on_device is not None:
+        present, beside = None, number.on_device
+    device = present or (holder.device if beside else torch.device("cpu"))
+    return number.value.detach().to(device, copy=True)

@@ -10,17 +10,16 @@ import torch
 import torch_xla
 from torch import nn
 
-from ..consolidate.errors import MetadataMismatchError
-from ..consolidate.format.values import decode, encode
-from ..world import World
-from .full_state import only_first_has
+from .filling import fill_optimizer
+from .full_state import match_given
 from .inventory import Held, Inventory
 from .meeting import Meeting
-from .optimizer_filling import fill_optimizer, match_optimizer
-from .optimizer_names import Groups, OptimizerState, members_of_groups, named, options
+from .optimizer_matching import OptimizerMatch, OptimizerState, match_optimizer
+from .optimizer_names import named
+from .optimizers import Groups, members_of_groups, options
 from .parts import CPU, Part, agreed_inventory, gather_members, parts_of
 from .saving import at_rest
-from .stored import describe, sent_by_first_rank
+from .stored import Stored
 
 _PLAIN = (type(None), bool, int, float, complex, str)
 
@@ -57,20 +56,20 @@ def full_optim_state_dict(
     wanted = meeting.rank == 0 or not rank0_only
     to = (CPU if offload_to_cpu else torch_xla.device()) if wanted else None
     found: dict[str, dict[str, Any]] = {}
-    for holder, own in _by_holder(parts_of(inventory)):
-        for key, value in optimizer.state.get(holder, {}).items():
-            for part in own:
-                whole = _gathered(part, value, to)
-                for held, each in zip(part.members, whole or (), strict=whole is not None):
-                    found.setdefault(held.name, {})[key] = each
-    described = []
+    for part in parts_of(inventory):
+        for key, value in optimizer.state.get(part.holder, {}).items():
+            whole = _gathered(part, value, to)
+            for held, each in zip(part.members, whole or (), strict=whole is not None):
+                found.setdefault(held.name, {})[key] = each
 
-    def describe_groups() -> None:
-        for group, members in zip(optimizer.param_groups, groups, strict=True):
-            own = {key: _detached(value) for key, value in options(group).items()}
-            described.append({**own, "params": [held.name for held in members]})
+    def describe_groups() -> list[dict[str, Any]]:
+        return [
+            {key: _detached(value) for key, value in options(group).items()}
+            | {"params": [held.name for held in members]}
+            for group, members in zip(optimizer.param_groups, groups, strict=True)
+        ]
 
-    meeting.together("gather the state of the optimizer", describe_groups)
+    described = meeting.each("gather the state of the optimizer", describe_groups)
     if not wanted:
         return {}
     order = [held.name for held in inventory.parameters if held.name in found]
@@ -106,34 +105,28 @@ def load_full_optim_state_dict(
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
     label = "optim_state_dict"
-    first_only = only_first_has(meeting, optim_state_dict, label)
-    if first_only and meeting.rank:
-        optim_state_dict = None
-    groups: Groups = []
-    matched = []
 
-    def match() -> Any:
-        groups.extend(members_of_groups(inventory, optimizer))
-        if optim_state_dict is None:
-            return None
-        state = named(optim_state_dict, inventory, groups, label)
-        matched.append(match_optimizer(inventory, optimizer, groups, state, label))
-        return _description(state, label) if first_only else None
+    def look(given: Any) -> dict[str, Any]:
+        saved = named(given, inventory, members_of_groups(inventory, optimizer), label)
+        state = {name: _with_stored(own) for name, own in saved.state.items()}
+        return {"state": state, "groups": saved.groups}
 
-    described = meeting.together("load the full optimizer state", match)[0]
-    if first_only:
-        matched = []
+    def match(found: dict[str, Any]) -> OptimizerMatch:
+        groups, saved = members_of_groups(inventory, optimizer), OptimizerState(**found)
+        return match_optimizer(inventory, optimizer, groups, saved, label)
 
-        def match_sent() -> None:
-            own = named(optim_state_dict, inventory, groups, label) if meeting.rank == 0 else None
-            state = _received(described, own, label)
-            matched.append(match_optimizer(inventory, optimizer, groups, state, label))
-
-        meeting.together("match the full optimizer state", match_sent)
-    meeting.together("load the full optimizer state", lambda: fill_optimizer(matched[0]))
+    matched = match_given(meeting, label, optim_state_dict, look, match)
+    meeting.together(f"load {label}", lambda: fill_optimizer(matched))
 
 
-def state_kinds(meeting: Meeting, inventory: Inventory, optimizer) -> Groups:
+def _with_stored(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: Stored.of(value) if isinstance(value, torch.Tensor) and value.dim() else value
+        for key, value in state.items()
+    }
+
+
+def state_kinds(meeting: Meeting, inventory: Inventory, optimizer: torch.optim.Optimizer) -> Groups:
     """Sees to it that all state can be unsharded, and is alike on every rank.
 
     Returns the parameters in each of the optimizer's groups; raises what
@@ -150,13 +143,12 @@ def state_kinds(meeting: Meeting, inventory: Inventory, optimizer) -> Groups:
             if (state := optimizer.state.get(held.holder)) is not None
         ]
 
-    looks = meeting.together("look at the optimizer", look)
-    other = next((rank for rank, found in enumerate(looks) if found != looks[0]), None)
-    if other is not None:
-        raise MetadataMismatchError(
-            f"the optimizer of rank {other} has state for other parameters, or other keys or "
-            "dtypes, than that of rank 0"
-        )
+    meeting.alike(
+        "look at the optimizer",
+        look,
+        "the optimizer of rank {rank} has state for other parameters, or other keys or dtypes, "
+        "than that of rank 0",
+    )
     return groups
 
 
@@ -189,46 +181,3 @@ def _gathered(part: Part, value: Any, to: torch.device | None) -> list[Any] | No
 def _detached(value: Any) -> Any:
     """A copy, of a tensor on the CPU."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-
-def _by_holder(parts: list[Part]) -> list[tuple[nn.Parameter, list[Part]]]:
-    found: dict[nn.Parameter, list[Part]] = {}
-    for part in parts:
-        found.setdefault(part.holder, []).append(part)
-    return list(found.items())
-
-
-def _description(state: OptimizerState, label: str) -> dict[str, Any]:
-    def told(value: Any, where: str) -> list[Any]:
-        if isinstance(value, torch.Tensor) and value.dim():
-            return ["tensor", describe(value, where)]
-        return ["value", encode(value, where)]
-
-    return {
-        "state": {
-            name: {key: told(value, f"{label}: {key!r} of {name!r}") for key, value in own.items()}
-            for name, own in state.state.items()
-        },
-        "groups": [
-            [encode(group, f"{label}: param_groups"), names] for group, names in state.groups
-        ],
-    }
-
-
-def _received(described: Any, own: OptimizerState | None, label: str) -> OptimizerState:
-    world = World.current()
-
-    def told(name: str, key: str, kind: str, value: Any) -> Any:
-        if kind == "tensor":
-            return sent_by_first_rank(
-                world, value, own.state[name][key] if own is not None else None
-            )
-        return decode(value, label)
-
-    return OptimizerState(
-        {
-            name: {key: told(name, key, *value) for key, value in state.items()}
-            for name, state in described["state"].items()
-        },
-        [(decode(group, label), names) for group, names in described["groups"]],
-    )

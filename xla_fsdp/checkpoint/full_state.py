@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch_xla
 from torch import nn
 
+from ..collectives.world import World
 from ..consolidate.errors import ModelMismatchError
-from ..consolidate.format.values import decode, encode
 from ..names import dotted
-from ..world import World
-from .filling import LoadedKeys, fill_model, match_model
-from .inventory import HeldBuffer
+from .filling import fill_model
+from .matching import LoadedKeys, Match, match_model
 from .meeting import Meeting
 from .parts import CPU, agreed_inventory, gather_members, parts_of
 from .saving import at_rest
 from .stored import Stored, describe, is_dense, sent_by_first_rank
+
+T = TypeVar("T")
 
 
 @at_rest()
@@ -56,9 +57,13 @@ def full_state_dict(
         del whole
 
     def add_rest() -> None:
-        for buffer in inventory.buffers if wanted else ():
-            found.update(dict.fromkeys(buffer.names, _buffer(buffer, to)))
-        for name, module in inventory.extra_state.items() if wanted else ():
+        if to is None:
+            return
+        for buffer in inventory.buffers:
+            value = buffer.value()
+            value = value.clone() if to == CPU else value.to(to)
+            found.update(dict.fromkeys(buffer.names, value))
+        for name, module in inventory.extra_state.items():
             found[name] = module.get_extra_state()
 
     meeting.together("gather the state of the model", add_rest)
@@ -94,53 +99,56 @@ def load_full_state_dict(
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
     label = "state_dict"
-    first_only = only_first_has(meeting, state_dict, label)
-    if first_only and meeting.rank:
-        state_dict = None
-    matched = []
 
-    def match() -> Any:
-        if state_dict is None:
-            return None
-        tensors, others = _sorted_out(state_dict)
-        matched.append(match_model(inventory, tensors, others, label, strict))
-        return _description(state_dict) if first_only else None
+    def match(offered: dict[str, Any]) -> Match:
+        return match_model(inventory, offered, label, strict)
 
-    described = meeting.together("load the full state dict", match)[0]
-    if first_only:
-        world = World.current()
-        tensors = {
-            name: sent_by_first_rank(world, about, None if state_dict is None else state_dict[name])
-            for name, about in described["tensors"].items()
-        }
-        others = {name: decode(value, label) for name, value in described["others"].items()}
-        matched = []
-
-        def match_sent() -> None:
-            matched.append(match_model(inventory, tensors, others, label, strict))
-
-        meeting.together("match the full state dict", match_sent)
-    meeting.together("load the full state dict", lambda: fill_model(inventory, matched[0]))
-    return matched[0].keys
+    matched = match_given(meeting, label, state_dict, _offered, match)
+    meeting.together(f"load {label}", lambda: fill_model(inventory, matched))
+    return matched.keys
 
 
-def only_first_has(meeting: Meeting, value: Any, label: str) -> bool:
-    """Whether ``value`` is there on rank 0, but not on every rank.
+def match_given(
+    meeting: Meeting,
+    label: str,
+    given: Any,
+    look: Callable[[Any], dict[str, Any]],
+    match: Callable[[dict[str, Any]], T],
+) -> T:
+    """Matches what is given on every rank, or else what rank 0 sends of it.
+
+    ``look`` makes of it what ``match`` takes, with tensors as :class:`~.stored.Stored`; ``label``
+    is what it is, for messages.
 
     Raises:
         ValueError: rank 0 has none.
+        Exception: what the functions raise; :class:`OtherRankError` on the other ranks.
     """
-    having = meeting.gather(f"who has {label}", value is not None)
+    having = meeting.gather(f"who has {label}", given is not None)
     if not having[0]:
         raise ValueError(f"{label} is None on rank 0; give it on rank 0 or on every rank")
-    return not all(having)
+    looked: dict[str, Any] = {}
+    matched: list[T] = []
+
+    def match_own() -> Any:
+        if meeting.rank and not all(having):
+            return None
+        looked.update(look(given))
+        matched.append(match(looked))
+        return None if all(having) else describe(looked, label)
+
+    def match_sent() -> T:
+        return match(sent_by_first_rank(World.current(), described, looked or None, label))
+
+    described = meeting.together(f"match {label}", match_own)[0]
+    return matched[0] if all(having) else meeting.each(f"match rank 0's {label}", match_sent)
 
 
-def _sorted_out(state_dict: Mapping[str, Any]) -> tuple[dict[str, Stored], dict[str, Any]]:
+def _offered(state_dict: Any) -> dict[str, Any]:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
     seen: dict[int, Stored] = {}
-    tensors, others = {}, {}
+    offered: dict[str, Any] = {}
     for name, value in state_dict.items():
         if not isinstance(name, str):
             raise ModelMismatchError(f"state_dict: has the key {name!r:.80}, expected names")
@@ -150,29 +158,9 @@ def _sorted_out(state_dict: Mapping[str, Any]) -> tuple[dict[str, Stored], dict[
                     f"state_dict: {name!r:.120} is no dense tensor with values"
                 )
             # Tied parameters are one object; what is not need be compared.
-            tensors[name] = seen.setdefault(id(value), Stored.of(value))
-        else:
-            others[name] = value
-    return tensors, others
-
-
-def _description(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    tensors, others = {}, {}
-    for name, value in state_dict.items():
-        if isinstance(value, torch.Tensor):
-            tensors[name] = describe(value, f"state_dict[{name!r}]")
-        else:
-            others[name] = encode(value, f"state_dict[{name!r}]")
-    return {"tensors": tensors, "others": others}
-
-
-def _buffer(buffer: HeldBuffer, to: torch.device) -> torch.Tensor:
-    # To the CPU first: on the device every row would be a program of its own.
-    value = buffer.tensor.detach().cpu()
-    if buffer.row is not None:
-        value = value[buffer.row]
-    value = value.to(buffer.restore or value.dtype)
-    return value.clone() if to == CPU else value.to(to)
+            value = seen.setdefault(id(value), Stored.of(value))
+        offered[name] = value
+    return offered
 
 
 def _names(model: nn.Module, path: str = "") -> Iterator[str]:
@@ -183,10 +171,11 @@ def _names(model: nn.Module, path: str = "") -> Iterator[str]:
             yield from _names(unit.template, dotted(path, str(number)))
         return
     if unit is not None:
-        yield from _names(model.module, path)
+        for module in model.children():  # the wrapped one
+            yield from _names(module, path)
         return
     for name in [*model._parameters, *model._buffers, "_extra_state"]:
         yield dotted(path, name)
-    for name, module in model._modules.items():
-        if module is not None:
-            yield from _names(module, dotted(path, name))
+    for name, child in model._modules.items():
+        if child is not None:
+            yield from _names(child, dotted(path, name))

@@ -13,10 +13,11 @@ import torch
 import torch_xla.runtime as xr
 from torch import nn
 
-from ..metadata import _wrappers, clean_name, sharded_names
-from ..names import dotted
-from ..shard import Layout
-from ..world import World
+from ..collectives.world import World
+from ..names import dotted, is_wrapper
+from ..sharding.layout import Layout
+from ..sharding.metadata import Units, sharded_names
+from ..sharding.unit import Unit, units_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +86,13 @@ class HeldBuffer:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape if self.row is None else self.tensor.shape[1:])
 
+    def value(self) -> torch.Tensor:
+        """On the CPU, in the dtype that it had before wrapping."""
+        # To the CPU first: on the device every row would be a program of its own.
+        value = self.tensor.detach().cpu()
+        value = value if self.row is None else value[self.row]
+        return value.to(self.restore or value.dtype)
+
 
 @dataclass(frozen=True)
 class Inventory:
@@ -112,13 +120,14 @@ def take_inventory(model: nn.Module) -> Inventory:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    for _, wrapper in _wrappers(model):
-        wrapper._settle(recursive=False)  # what an exception in a forward left behind
+    units = list(units_in(model))
+    for _, unit in units:
+        unit.settle()  # what an exception in a forward left behind
     rank, size = xr.global_ordinal(), xr.world_size()
-    sharded = list(_sharded(model, rank, size))
+    sharded = list(_sharded(units, rank, size))
     holders = {held.holder for held in sharded}
     # Names and parameters in the order of the unsharded model, whatever the wrapping.
-    order = {name: i for i, name in enumerate(dict.fromkeys(map(clean_name, _all_names(model))))}
+    order = {name: i for i, name in enumerate(dict.fromkeys(_all_names(model)))}
     parameters = []
     for held in [*sharded, *_whole(model, holders, rank, size)]:
         if held.holder.is_meta:
@@ -127,15 +136,18 @@ def take_inventory(model: nn.Module) -> Inventory:
         parameters.append(replace(held, names=tuple(names)))
     parameters.sort(key=lambda held: order.get(held.name, len(order)))
     return Inventory(
-        tuple(parameters), tuple(_buffers(model)), _with_extra_state(model), rank, size
+        tuple(parameters),
+        tuple(_buffers(model, units)),
+        _with_extra_state(model, units),
+        rank,
+        size,
     )
 
 
-def _sharded(model: nn.Module, rank: int, size: int) -> Iterator[Held]:
-    names = sharded_names(model)
+def _sharded(units: Units, rank: int, size: int) -> Iterator[Held]:
+    names = sharded_names(units)
     seen = set()
-    for _, module in _wrappers(model):
-        unit = module._unit
+    for _, unit in units:
         for tensor, holder, first in unit.holders():
             if tensor in seen:  # shared by two units, or by two names of one
                 continue
@@ -176,7 +188,7 @@ def _whole(model: nn.Module, holders: set, rank: int, size: int) -> Iterator[Hel
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in holders:
-                names.setdefault(parameter, []).append(dotted(clean_name(path), name))
+                names.setdefault(parameter, []).append(dotted(path, name))
     for number, (parameter, own) in enumerate(names.items()):
         length = parameter.numel()
         yield Held(
@@ -191,31 +203,31 @@ def _whole(model: nn.Module, holders: set, rank: int, size: int) -> Iterator[Hel
         )
 
 
-def _buffers(model: nn.Module) -> Iterator[HeldBuffer]:
+def _buffers(model: nn.Module, units: Units) -> Iterator[HeldBuffer]:
     casts = {
         dotted(path, name): dtype
-        for path, wrapper in _wrappers(model)
-        for name, dtype in wrapper._unit.buffer_dtypes.items()
+        for path, unit in units
+        for name, dtype in unit.buffer_dtypes.items()
     }
     stacks = {}
-    for path, wrapper in _wrappers(model):
-        for stack in getattr(wrapper._unit, "buffers", ()):
-            stacks[id(stack.value)] = path, wrapper, stack
+    for path, unit in units:
+        for stack in getattr(unit, "buffers", ()):  # scanned blocks
+            stacks[id(stack.value)] = path, _depth(unit), stack
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 own = found.setdefault(id(buffer), (buffer, []))[1]
-                own.append(dotted(clean_name(path), name))
+                own.append(dotted(path, name))
     for identity, (buffer, own) in found.items():
         if identity not in stacks:
             names = tuple(dict.fromkeys(own))
             yield HeldBuffer(names, buffer, casts.get(names[0]))
             continue
-        path, wrapper, stack = stacks[identity]
+        path, depth, stack = stacks[identity]
         blocks = [
             tuple(dotted(path, dotted(str(number), name)) for name in stack.names)
-            for number in range(len(wrapper))
+            for number in range(depth)
         ]
         if stack.shared:
             names = tuple(name for each in blocks for name in each)
@@ -225,18 +237,23 @@ def _buffers(model: nn.Module) -> Iterator[HeldBuffer]:
                 yield HeldBuffer(names, buffer, casts.get(names[0]), row)
 
 
-def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+def _depth(unit: Unit) -> int:
+    """How many equal blocks it has; more than one only in scans, whose units are a wing above."""
+    return getattr(unit, "depth", 1)
+
+
+def _with_extra_state(model: nn.Module, units: Units) -> dict[str, nn.Module]:
     found, scanned = {}, set()
-    for path, wrapper in _wrappers(model):
-        template = getattr(wrapper._unit, "template", None)  # one for all blocks of a scan
+    for path, unit in units:
+        template = getattr(unit, "template", None)  # one for all blocks of a scan
         if template is not None:
             scanned.update(template.modules())
-            for block in range(wrapper._unit.depth):
+            for block in range(_depth(unit)):
                 for inside, module in template.named_modules(remove_duplicate=False):
                     found[dotted(path, dotted(str(block), inside))] = module
     for path, module in model.named_modules(remove_duplicate=False):
         if module not in scanned:
-            found[clean_name(path)] = module
+            found[path] = module
     return {
         dotted(path, "_extra_state"): module
         for path, module in found.items()
@@ -247,7 +264,7 @@ def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 def _all_names(model: nn.Module) -> Iterator[str]:
     """Names of parameters, in the order of ``named_parameters()`` of the unsharded model."""
     for path, module in model.named_modules(remove_duplicate=False):
-        unit = module.__dict__.get("_unit")
+        unit = module._unit if is_wrapper(module) else None
         if unit is not None and hasattr(unit, "template"):  # scanned: no modules of their own
             for place in unit.places:
                 for inside in place.paths:

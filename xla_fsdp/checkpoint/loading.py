@@ -58,23 +58,22 @@ def load_checkpoint(
     if found is None:
         set_device_seed(seed)
         return None
-    prepared: list[Prepared] = []
 
-    def read() -> None:
+    def read() -> Prepared:
         reader = Reader(ShardedCheckpoint(found[0]), meeting)
         if reader.checkpoint.manifest.save_id != found[1]:
             raise MixedSaveError(
                 f"{found[0]}: was another save when rank 0 looked; load again once nobody writes"
             )
-        prepared.append(prepare(reader, model, optimizer, scheduler, strict, restore_rng))
+        return prepare(reader, model, optimizer, scheduler, strict, restore_rng)
 
-    meeting.together("read the checkpoint", read)
+    prepared = meeting.each("read the checkpoint", read)
     # First what may refuse for reasons of its own.
-    meeting.together("load the scheduler", lambda: prepared[0].apply_scheduler())
+    meeting.together("load the scheduler", prepared.apply_scheduler)
     # Nobody trains on before all have loaded.
-    meeting.together("load the checkpoint", lambda: prepared[0].apply())
-    prepared[0].restore_rng(seed)  # last: every meeting moves XLA's on
-    return prepared[0].result
+    meeting.together("load the checkpoint", prepared.apply)
+    prepared.restore_rng(seed)  # last: every meeting moves XLA's on
+    return prepared.result
 
 
 def _find(path: str | os.PathLike, missing_ok: bool, step: int | None) -> list[str] | None:

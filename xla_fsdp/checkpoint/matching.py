@@ -1,168 +1,169 @@
-"""Which tensor of a checkpoint belongs to which of a model: by name, all checked beforehand."""
+"""Which tensor, wherever it lies, fills which of a model: by name, all checked beforehand."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
-from ..consolidate.format.dtypes import DTYPES, dtype_name
-from ..consolidate.format.manifest import Group, Manifest, Optimizer, State, Tensor
 from .inventory import Held, HeldBuffer, Inventory
-from .optimizers import require_parameters
+from .stored import Stored, same_bits
+
+
+class LoadedKeys(NamedTuple):
+    """What loading left out, as of ``nn.Module.load_state_dict``; both empty if ``strict``."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 @dataclass(frozen=True)
 class Match:
-    """What to load: names in the checkpoint by what this rank holds."""
+    """What goes where, all of it checked."""
 
-    parameters: Mapping[Held, str]
-    buffers: Mapping[HeldBuffer, str]
+    parameters: dict[Held, Stored]
+    buffers: dict[HeldBuffer, Stored]
+    extra_state: dict[nn.Module, Any]
+    keys: LoadedKeys
 
 
-def match_model(manifest: Manifest, inventory: Inventory, strict: bool, label: str) -> Match:
-    """Raises :class:`ModelMismatchError` for names that only one side has (unless not ``strict``),
-    and for shapes, dtypes or ties that differ."""
+def match_model(
+    inventory: Inventory,
+    offered: Mapping[str, Any],
+    label: str,
+    strict: bool = True,
+    cast: bool = True,
+    same_run: bool = False,
+) -> Match:
+    """Finds a tensor for every parameter and buffer of the model.
+
+    Args:
+        offered: what there is by name: tensors as :class:`Stored`, the same one for the names of a
+            tied tensor; and what is none (extra state).
+        label: where that is, for messages.
+        strict: every name of the model must be there, and no other. Of the names of a tied
+            parameter one is enough.
+        cast: floating-point tensors may have another floating-point dtype than the parameter.
+        same_run: it was saved from a sharded model to go on with. Parameters must have the dtype
+            in which the model stores them, while buffers may have been saved as they were cast for
+            computing; and what is one tied parameter here must have been one there. Elsewhere
+            (files of weights cannot say what is tied) equal values are enough.
+
+    Raises:
+        ModelMismatchError: names, kinds, shapes or dtypes do not fit, or names of one tied
+            parameter have different values; it tells of all, the first few in full.
+    """
     problems: list[str] = []
-    parameters = _by_name(manifest.parameters, inventory.parameters, problems)
-    buffers = _by_name(manifest.buffers, inventory.buffers, problems)
-    if strict:
-        for kind, saved, found in (
-            ("parameter", manifest.parameters, parameters),
-            ("buffer", manifest.buffers, buffers),
-        ):
-            used = set(found.values())
-            problems += [
-                f"{kind} {name!r} is in the checkpoint only" for name in saved if name not in used
-            ]
-        wanted = [*inventory.parameters, *inventory.buffers]
-        problems += [
-            f"{each.name!r} is in the model only"
-            for each in wanted
-            if each not in parameters and each not in buffers
+    missing: list[str] = []
+    used: set[str] = set()
+    tensors = {name: each for name, each in offered.items() if isinstance(each, Stored)}
+    remedy = "consolidate it, and load_weights converts it" if same_run else "cast=True converts it"
+
+    def find(
+        held: Held | HeldBuffer,
+        kind: str,
+        dtype: torch.dtype,
+        cast: bool,
+    ) -> Stored | None:
+        found: dict[Stored, str] = {}
+        for name in held.names:
+            if name not in tensors:
+                continue
+            if tensors[name].kind in (None, kind):
+                found.setdefault(tensors[name], name)
+                used.add(name)
+            elif strict:
+                used.add(name)
+                problems.append(f"{name!r} was a {tensors[name].kind}, the model's is a {kind}")
+                return None
+        misfits = [
+            _misfit(name, each, held.shape, dtype, cast, remedy) for each, name in found.items()
         ]
-    for held, name in parameters.items():
-        problems += _differences(held.name, held.shape, held.dtype, manifest.parameters[name])
-    for buffer, name in buffers.items():
-        saved = manifest.buffers[name]
-        dtype = buffer.tensor.dtype
-        if dtype.is_floating_point and DTYPES[saved.dtype].is_floating_point:
-            dtype = DTYPES[saved.dtype]  # they may be cast for computing
-        problems += _differences(buffer.name, buffer.shape, dtype, saved)
+        problems.extend(filter(None, misfits))
+        if not any(misfits):
+            problems.extend(_untied(found, held, same_run))
+        if not found:
+            missing.append(held.name)
+        return next(iter(found), None)
+
+    parameters = {
+        held: find(held, "parameter", held.dtype, cast and not same_run)
+        for held in inventory.parameters
+    }
+    buffers = {
+        buffer: find(buffer, "buffer", buffer.restore or buffer.tensor.dtype, cast)
+        for buffer in inventory.buffers
+    }
+    extra: dict[nn.Module, Any] = {}
+    for name, module in inventory.extra_state.items():
+        if name not in offered:
+            missing.append(name)
+            continue
+        used.add(name)  # a state may well be a tensor
+        extra[module] = tensors[name].whole() if name in tensors else offered[name]
+    unexpected = [name for name in offered if name not in used]
+    if strict:
+        odd = [f"lacks {listed(missing)}"] if missing else []
+        odd += [f"has {listed(unexpected)}, unknown to the model"] if unexpected else []
+        if odd and not problems:
+            odd[-1] += "; strict=False takes what fits"
+        problems += odd
     raise_if_any(problems, label)
-    return Match(parameters, buffers)
+    return Match(
+        {held: stored for held, stored in parameters.items() if stored is not None},
+        {buffer: stored for buffer, stored in buffers.items() if stored is not None},
+        extra,
+        LoadedKeys(missing, unexpected),
+    )
 
 
 def raise_if_any(problems: Sequence[str], label: str) -> None:
-    """One error for all of them, the first few in full."""
+    """One :class:`ModelMismatchError` for all of them, the first few in full."""
     if problems:
-        more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ModelMismatchError(
-            f"{label}: does not fit this model: {'; '.join(problems[:5])}{more}"
-        )
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ModelMismatchError(f"{label}: {'; '.join(problems[:5])}{more}")
 
 
-def _by_name(saved: Mapping[str, Tensor], wanted: Iterable[Any], problems: list[str]) -> dict:
-    canonical = {name: tensor.name for tensor in saved.values() for name in tensor.names}
-    found = {}
-    for each in wanted:
-        matches = list(dict.fromkeys(canonical[n] for n in each.names if n in canonical))
-        if len(matches) > 1:
-            problems.append(
-                f"{' and '.join(map(repr, matches))} are one in the model, two in the checkpoint"
-            )
-        elif matches:
-            found[each] = matches[0]
-    return found
+def listed(names: Iterable[Any]) -> str:
+    """The first of some names, for messages."""
+    names = list(names)
+    text = ", ".join(repr(name) for name in names[:6])
+    return f"{text} and {len(names) - 6} more" if len(names) > 6 else text
 
 
-def _differences(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, saved: Tensor
-) -> Iterable[str]:
-    mine, theirs = (dtype_name(dtype, name), list(shape)), (saved.dtype, list(saved.shape))
-    if mine != theirs:
-        yield (
-            f"{name!r} is {mine[0]} {mine[1]} in the model, {theirs[0]} {theirs[1]} in the "
-            "checkpoint"
-        )
-
-
-@dataclass(frozen=True)
-class OptimizerMatch:
-    """``groups``: the saved group of each of the optimizer's; ``states``: of every tensor that it
-    optimizes, the saved names of the parameters in it and their state, ``None`` for none."""
-
-    groups: Sequence[Group]
-    states: Mapping[nn.Parameter, tuple[Sequence[tuple[Held, str]], State | None]]
-
-
-def match_optimizer(
-    saved: Optimizer,
-    optimizer: torch.optim.Optimizer,
-    inventory: Inventory,
-    match: Match,
-    label: str,
-) -> OptimizerMatch:
-    """Raises :class:`ModelMismatchError` if classes, groups or the parameters in them differ, or if
-    parameters that are one vector here had different single values (``step``)."""
-    if type(optimizer).__name__ != saved.kind:
-        raise ModelMismatchError(
-            f"{label}: is of optimizer {saved.kind}, this one is {type(optimizer).__name__}"
-        )
-    owners = inventory.by_holder()
-    require_parameters(optimizer, owners)
-    problems: list[str] = []
-    groups = []
-    by_names: dict[frozenset[str], list[Group]] = {}
-    loaded = set(match.parameters.values())  # with strict=False perhaps not all
-    for group in saved.groups:
-        by_names.setdefault(frozenset(group.parameters) & loaded, []).append(group)
-    for number, group in enumerate(optimizer.param_groups):
-        names = frozenset(
-            match.parameters[held]
-            for parameter in group["params"]
-            for held in owners[parameter]
-            if held in match.parameters
-        )
-        if by_names.get(names):
-            groups.append(by_names[names].pop(0))
-        else:
-            some = ", ".join(sorted(names)[:4])
-            problems.append(
-                f"parameter group {number} of the optimizer ({len(names)} parameters: {some}, ...) "
-                "is no group of the checkpoint"
-            )
-    if any(left for names, left in by_names.items() if names):
-        problems.append("the checkpoint has parameter groups that the optimizer lacks")
-    states = {}
-    for parameter, helds in owners.items():
-        named = [(held, match.parameters[held]) for held in helds if held in match.parameters]
-        states[parameter] = (named, _common_state(saved, named, problems))
-    raise_if_any(problems, label)
-    return OptimizerMatch(groups, states)
-
-
-def _common_state(
-    saved: Optimizer, named: Sequence[tuple[Held, str]], problems: list[str]
-) -> State | None:
-    """The state of parameters that are in one tensor here.
-
-    One that never had a gradient has none. As an element of a vector it would have had one, with
-    zeros for it: that is what it gets here.
-    """
-    known = {held: saved.state[name] for held, name in named if name in saved.state}
-    if not known:
+def _misfit(
+    name: str,
+    stored: Stored,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    cast: bool,
+    remedy: str,
+) -> str | None:
+    if tuple(stored.shape) != tuple(shape):
+        return f"{name!r} has shape {list(stored.shape)}, the model's has {list(shape)}"
+    floats = dtype.is_floating_point and stored.dtype.is_floating_point
+    if stored.dtype is dtype or (cast and floats):
         return None
-    first, state = next(iter(known.items()))
-    for held, other in known.items():
-        if other != state:
-            problems.append(
-                f"{held.name!r} and {first.name!r} are in one vector here, but their optimizer "
-                "states differ in more than their elements (in step, perhaps)"
-            )
-            return None
-    return state
+    more = f"; {remedy}" if floats else ""
+    return f"{name!r} is {stored.dtype}, the model's is {dtype}{more}"
+
+
+def _untied(found: Mapping[Stored, str], held: Held | HeldBuffer, same_run: bool) -> Iterable[str]:
+    """Several tensors for one must have the same bits; of a file, a rank looks at its part."""
+    if not found:
+        return
+    first, *rest = found
+    for other in rest:
+        names = f"{found[first]!r} and {found[other]!r}"
+        if same_run:
+            yield f"{names} were two parameters, but are one in the model"
+        elif not first.collective:  # else rank 0 has looked
+            begin, end = 0, first.numel
+            if isinstance(held, Held) and not first.here:
+                begin, end = held.begin, held.end
+            if not same_bits(first.read(begin, end), other.read(begin, end)):
+                yield f"{names} have different values, but are one parameter in the model"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
-from ..consolidate.errors import OtherRankError
+from ..consolidate.errors import MetadataMismatchError, OtherRankError
+
+T = TypeVar("T")
 
 
 class Meeting:
@@ -50,6 +52,23 @@ class Meeting:
             if failure is not None:
                 raise OtherRankError(f"rank {rank} could not {what}: {failure}")
         return [value for value, _ in outcomes]
+
+    def each(self, what: str, work: Callable[[], T]) -> T:
+        """What ``work`` returned on this rank; errors as in :meth:`together`."""
+        own: list[T] = []
+        self.together(what, lambda: own.append(work()))
+        return own[0]
+
+    def alike(self, what: str, work: Callable[[], Any], differ: str) -> None:
+        """Sees to it that ``work`` returns the same on every rank; errors as in :meth:`together`.
+
+        Raises:
+            MetadataMismatchError: it does not; ``differ`` with the first such rank for ``{rank}``.
+        """
+        values = self.together(what, work)
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise MetadataMismatchError(differ.format(rank=rank))
 
     def first(self, what: str, work: Callable[[], Any]) -> Any:
         """What ``work`` returns on rank 0, which alone does it; errors as in :meth:`together`."""

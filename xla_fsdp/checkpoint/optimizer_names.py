@@ -1,54 +1,15 @@
-"""Which parameters of the unsharded model an optimizer has, and which a saved state is about."""
+"""Which parameters of the unsharded model a state dict of an optimizer is about."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ..consolidate.errors import ModelMismatchError
-from .filling import listed
 from .inventory import Held, Inventory
-from .optimizers import options
-
-Groups = list[list[Held]]
-
-
-@dataclass(frozen=True)
-class OptimizerState:
-    """State of an unsharded optimizer.
-
-    Attributes:
-        state: by name and key: a tensor, a :class:`~.stored.Stored` one, or a plain value.
-        groups: options of every parameter group, and the names of its parameters.
-    """
-
-    state: Mapping[str, Mapping[str, Any]]
-    groups: list[tuple[dict[str, Any], list[str]]]
-
-
-def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Groups:
-    """The parameters of the unsharded model in each of the optimizer's groups.
-
-    Raises:
-        TypeError: ``optimizer`` is none.
-        ModelMismatchError: the optimizer has a parameter that the model has not.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer)}")
-    by_holder = inventory.by_holder()
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        strangers = sum(holder not in by_holder for holder in group["params"])
-        if strangers:
-            raise ModelMismatchError(
-                f"optimizer: {strangers} parameters of group {number} are not the model's; create "
-                "the optimizer after wrapping the model"
-            )
-        groups.append([held for holder in group["params"] for held in by_holder[holder]])
-    return groups
+from .matching import listed
+from .optimizer_matching import OptimizerState
+from .optimizers import Groups, options
 
 
 def named(saved: Any, inventory: Inventory, groups: Groups, label: str) -> OptimizerState:
@@ -89,7 +50,9 @@ def named(saved: Any, inventory: Inventory, groups: Groups, label: str) -> Optim
     )
 
 
-def _names_of_numbers(saved_groups, inventory, groups: Groups, label: str) -> dict[int, str]:
+def _names_of_numbers(
+    saved_groups: Sequence[Mapping[str, Any]], inventory: Inventory, groups: Groups, label: str
+) -> dict[int, str]:
     if all("param_names" in group for group in saved_groups):  # made from named_parameters()
         return {
             number: name

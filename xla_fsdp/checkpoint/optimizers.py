@@ -6,18 +6,23 @@ parameter. All else (``step``) is the same for the whole parameter, and on every
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..consolidate.errors import ModelMismatchError, UnsupportedValueError
 from ..consolidate.format import values
 from ..consolidate.format.dtypes import dtype_name
 from ..consolidate.format.manifest import NOT_OPTIONS, Group, Optimizer, State
 from .inventory import Held, Inventory
+
+# Of each of the optimizer's groups, the parameters of the unsharded model.
+Groups = list[list[Held]]
+
+# State that is one number for a parameter in all of torch's optimizers.
+_NUMBERS = {"step", "mu", "eta", "mu_product"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,36 +45,36 @@ def describe_optimizer(
         UnsupportedValueError: it keeps something else than tensors of the parameter's shape and
             plain values.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
-    owners = inventory.by_holder()
-    require_parameters(optimizer, owners)
-    elementwise = _elementwise_keys(optimizer)
+    members = members_of_groups(inventory, optimizer)
+    elementwise = elementwise_keys(
+        (key, value, parameter.shape)
+        for parameter, own in optimizer.state.items()
+        for key, value in own.items()
+    )
     groups = tuple(
         Group(
-            tuple(held.name for parameter in group["params"] for held in owners[parameter]),
+            tuple(held.name for held in own),
             {
                 name: values.encode(value, f"option {name!r} of parameter group {number}")
                 for name, value in options(group).items()
             },
         )
-        for number, group in enumerate(optimizer.param_groups)
+        for number, (group, own) in enumerate(zip(optimizer.param_groups, members, strict=True))
     )
     state: dict[str, State] = {}
     tensors: list[HeldState] = []
-    for parameter, helds in owners.items():
+    for parameter, helds in inventory.by_holder().items():
         sharded: dict[str, str] = {}
         single: dict[str, Any] = {}
         for key, value in optimizer.state.get(parameter, {}).items():
             where = f"optimizer state {key!r} of {helds[0].name!r}"
             if not isinstance(key, str) or not key or "/" in key:
                 raise UnsupportedValueError(f"{where}: keys must be names without a slash")
-            if is_elementwise(value, key, parameter, elementwise):
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and value.shape == parameter.shape and key in elementwise:
                 sharded[key] = dtype_name(value.dtype, where)
                 tensors.append(HeldState(key, value, helds))
-            elif isinstance(value, torch.Tensor) and value.numel() != 1:
+            elif is_tensor and value.numel() != 1:
                 raise UnsupportedValueError(
                     f"{where} has shape {list(value.shape)}, its parameter's shard "
                     f"{list(parameter.shape)}: state must be of the parameter's shape, or one "
@@ -89,36 +94,50 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in NOT_OPTIONS}
 
 
-def require_parameters(optimizer: torch.optim.Optimizer, owners: dict[nn.Parameter, Any]) -> None:
-    """Raises ModelMismatchError unless the optimizer's parameters are keys of ``owners``."""
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter not in owners:
-                raise ModelMismatchError(
-                    f"parameter group {number} of the optimizer has a parameter of shape "
-                    f"{list(parameter.shape)} that is not the model's; create the optimizer after "
-                    "wrapping, from model.parameters()"
-                )
+def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Groups:
+    """The parameters of the unsharded model in each of the optimizer's groups.
 
-
-def _elementwise_keys(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Keys of tensors that have their parameter's shape where that is not a single number."""
-    return {
-        key
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if parameter.dim() and isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    }
-
-
-def is_elementwise(value: Any, key: str, parameter: nn.Parameter, elementwise: set[str]) -> bool:
-    """Whether a state value has an element for every one of the parameter's.
-
-    Of a parameter that is a single number shapes do not tell; other parameters' do.
+    Raises:
+        TypeError: ``optimizer`` is none.
+        ModelMismatchError: the optimizer has a parameter that the model has not.
     """
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-        return False
-    return bool(parameter.dim()) or key in elementwise
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    by_holder = inventory.by_holder()
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = [holder for holder in group["params"] if holder not in by_holder]
+        if strangers:
+            raise ModelMismatchError(
+                f"optimizer: {len(strangers)} parameters of group {number} are not the model's, "
+                f"the first of shape {list(strangers[0].shape)}; create the optimizer after "
+                "wrapping, from model.parameters()"
+            )
+        groups.append([held for holder in group["params"] for held in by_holder[holder]])
+    return groups
+
+
+def elementwise_keys(seen: Iterable[tuple[str, Any, Sequence[int]]]) -> set[str]:
+    """Keys of state that has an element for every one of the parameter's.
+
+    Of a parameter that is a single number shapes do not tell, but others have the same keys. Where
+    there are no others, all is elementwise but what torch's optimizers count with.
+
+    Args:
+        seen: keys, their values (tensors by their ``shape``), and the shapes of their parameters.
+    """
+    elementwise: set[str] = set()
+    single: set[str] = set()
+    unsure: set[str] = set()
+    for key, value, shape in seen:
+        own = getattr(value, "shape", None)
+        if own is not None and tuple(own) == tuple(shape):
+            (elementwise if shape else unsure).add(key)
+        elif value is not None:
+            single.add(key)
+    return elementwise | (unsure - single - _NUMBERS)
 
 
 def _refuse_tensors_in(value: Any, where: str) -> None:
@@ -139,23 +158,3 @@ def _encode_single(value: Any, where: str) -> dict[str, Any]:
     if isinstance(value, torch.Tensor):
         encoded["on"] = "host" if value.device.type == "cpu" else "device"
     return encoded
-
-
-def decode_single(encoded: Any, device: torch.device, label: str) -> Any:
-    """The reverse; ``device`` is the parameter's."""
-    if not isinstance(encoded, dict) or "value" not in encoded:
-        raise ModelMismatchError(f"{label}: an optimizer value without a value")
-    value = values.decode(encoded["value"], label)
-    if isinstance(value, torch.Tensor) and encoded.get("on") == "device":
-        return value.to(device)
-    return value
-
-
-def set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Gives every parameter group its options; tensors stay on the device they are on."""
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
-        for name, value in options.items():
-            current = group.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
-                value = value.to(current.device)
-            group[name] = value

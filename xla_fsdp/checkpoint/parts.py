@@ -9,9 +9,8 @@ import torch
 import torch_xla
 from torch import nn
 
-from ..consolidate.errors import MetadataMismatchError
-from ..shard import Layout
-from ..world import World
+from ..collectives.world import World
+from ..sharding.layout import Layout
 from .inventory import Held, Inventory, take_inventory
 from .meeting import Meeting
 
@@ -49,21 +48,22 @@ def agreed_inventory(meeting: Meeting, model: nn.Module) -> Inventory:
         TypeError, ValueError: see :func:`take_inventory`.
         MetadataMismatchError: the models of two ranks differ.
     """
-    taken = []
+    taken: list[Inventory] = []
 
     def take() -> str:
         taken.append(take_inventory(model))
-        told = [(h.names, h.shape, str(h.dtype), h.layout, h.first) for h in taken[0].parameters]
+        told: list[tuple] = [
+            (h.names, h.shape, str(h.dtype), h.layout, h.first) for h in taken[0].parameters
+        ]
         told += [(b.names, b.shape, str(b.tensor.dtype), b.row) for b in taken[0].buffers]
         return hashlib.sha256(repr([told, list(taken[0].extra_state)]).encode()).hexdigest()
 
-    digests = meeting.together("look at its model", take)
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
-        raise MetadataMismatchError(
-            f"rank {other} has another model than rank 0: names, shapes, dtypes and wrapping of "
-            "all parameters and buffers must be equal on every rank"
-        )
+    meeting.alike(
+        "look at its model",
+        take,
+        "rank {rank} has another model than rank 0: names, shapes, dtypes and wrapping of all "
+        "parameters and buffers must be equal on every rank",
+    )
     return taken[0]
 
 
@@ -98,6 +98,7 @@ def gather_members(
 
 def _gather(part: Part, value: torch.Tensor) -> torch.Tensor:
     layout, world = part.layout, part.world
+    assert layout is not None and world is not None  # it is sharded
     count = torch.Size(layout.shard_shape).numel()
     shard = value.to(world.device)
     if count == 0:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 from torch import nn
 
 from ..consolidate.errors import InvalidMetadataError, ModelMismatchError
 from ..consolidate.format import values
 from ..consolidate.format.dtypes import DTYPES
-from ..consolidate.format.manifest import NAME, State, parameter_key, state_key
+from ..consolidate.format.manifest import NAME, Optimizer, Tensor, parameter_key, state_key
 from ..consolidate.format.reader import ShardedCheckpoint
 from ..consolidate.format.store import join
-from ..swap import fill_
 from .contents import RNG_TORCH, RNG_XLA, set_device_seed
-from .inventory import Held, HeldBuffer, Inventory, take_inventory
-from .matching import Match, match_model, match_optimizer
+from .filling import assign, fill_optimizer, new_values, read_ahead, set_extra_state
+from .inventory import Held, take_inventory
+from .matching import match_model
 from .meeting import Meeting
-from .optimizers import decode_single, set_groups
+from .optimizer_matching import Number, OptimizerMatch, OptimizerState, match_optimizer
+from .optimizers import members_of_groups
+from .stored import Stored
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class LoadedCheckpoint:
 
 @dataclass
 class Reader:
-    """Reads what this rank needs; out of its own file wherever it saved the same."""
+    """A checkpoint as this rank reads it; out of its own file wherever it saved the same."""
 
     checkpoint: ShardedCheckpoint
     meeting: Meeting
@@ -48,36 +49,49 @@ class Reader:
         return self.checkpoint.folder
 
     @property
+    def source(self) -> str:
+        """The file with all that is no tensor."""
+        return join(self.label, NAME)
+
+    @property
     def same_world(self) -> bool:
         return self.checkpoint.manifest.world_size == self.meeting.size
 
-    def piece(self, out: torch.Tensor, held: Held, name: str, state: str | None = None) -> None:
-        """Fills the place of a parameter, or of its optimizer state, in a flat holder."""
-        if not held.length:
-            return
-        place = out[held.at : held.at + held.length]
-        if self.same_world:
-            own = self.checkpoint.file(self.meeting.rank)
-            key = parameter_key(name) if state is None else state_key(state, name)
-            mine = own.begins.get(name, 0), own.length(name)
-            if mine == (held.begin, held.length) and key in own.container.entries:
-                own.read_to(place, key, 0)
-                return
-        self.checkpoint.read_to(place, state, name, held.begin)
+    def tensors(self) -> dict[Stored, Tensor]:
+        """All parameters and buffers, and what the manifest says of them."""
+        manifest = self.checkpoint.manifest
+        found = {self.stored(each): each for each in manifest.parameters.values()}
+        return found | {self._buffer(each): each for each in manifest.buffers.values()}
 
-    def flat(
-        self,
-        holder: torch.Tensor,
-        named: Sequence[tuple[Held, str]],
-        state: str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """A holder's new values, in its shape; zero in the padding."""
-        whole = sum(held.length for held, _ in named) == holder.numel()
-        flat = (torch.empty if whole else torch.zeros)(holder.numel(), dtype=dtype or holder.dtype)
-        for held, name in named:
-            self.piece(flat, held, name, state)
-        return flat.view(holder.shape)
+    def stored(self, tensor: Tensor, state: str | None = None, dtype: str = "") -> Stored:
+        """A parameter, or its optimizer's ``state`` of the given dtype."""
+        key = parameter_key(tensor.name) if state is None else state_key(state, tensor.name)
+        own_dtype = DTYPES[dtype or tensor.dtype]
+
+        def fill(out: torch.Tensor, begin: int) -> None:
+            if self.same_world:
+                own = self.checkpoint.file(self.meeting.rank)
+                mine = own.begins.get(tensor.name, 0), own.length(tensor.name)
+                if mine == (begin, out.numel()) and key in own.container.entries:
+                    own.read_to(out, key, 0)
+                    return
+            self.checkpoint.read_to(out, state, tensor.name, begin)
+
+        def read(begin: int, end: int) -> torch.Tensor:
+            out = torch.empty(end - begin, dtype=own_dtype)
+            fill(out, begin)
+            return out
+
+        return Stored(tensor.shape, own_dtype, read, kind="parameter", fill=fill)
+
+    def _buffer(self, tensor: Tensor) -> Stored:
+        # What ranks keep of their own (batch statistics) they get back; new ranks get rank 0's.
+        rank = self.meeting.rank if self.same_world else 0
+
+        def read(begin: int, end: int) -> torch.Tensor:
+            return self.checkpoint.read_buffer(tensor.name, rank).reshape(-1)[begin:end]
+
+        return Stored(tensor.shape, DTYPES[tensor.dtype], read, kind="buffer")
 
 
 @dataclass
@@ -85,32 +99,19 @@ class Prepared:
     """All new values, on the host."""
 
     result: LoadedCheckpoint
-    holders: list[tuple[nn.Parameter, torch.Tensor]]
-    buffers: list[tuple[torch.Tensor, torch.Tensor]]
-    extra_state: list[tuple[nn.Module, Any]]
-    optimizer: torch.optim.Optimizer | None
-    groups: list[dict[str, Any]]
-    states: list[tuple[nn.Parameter, dict[str, Any] | None]]
+    tensors: list[tuple[torch.Tensor, torch.Tensor]]
+    extra_state: dict[nn.Module, Any]
+    optimizer: OptimizerMatch | None
     scheduler: Any
     scheduler_state: Any
     rng: tuple[torch.Tensor, int] | None
 
     def apply(self) -> None:
         """Moves them to where they belong."""
-        with torch.no_grad():
-            _assign(self.holders)
-            _assign(self.buffers)
-        for module, state in self.extra_state:
-            module.set_extra_state(state)
+        assign(self.tensors)
+        set_extra_state(self.extra_state)
         if self.optimizer is not None:
-            set_groups(self.optimizer, self.groups)
-            for parameter, state in self.states:
-                if state is None:
-                    self.optimizer.state.pop(parameter, None)
-                else:
-                    self.optimizer.state[parameter] = {
-                        key: value() if callable(value) else value for key, value in state.items()
-                    }
+            fill_optimizer(self.optimizer)
         torch_xla.sync()
 
     def apply_scheduler(self) -> None:
@@ -124,18 +125,6 @@ class Prepared:
         set_device_seed(present if self.rng is None else self.rng[1])
 
 
-def _assign(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Gives tensors new values of the same shape; on the XLA device without a program."""
-    on_device = [(tensor, value) for tensor, value in pairs if tensor.device.type == "xla"]
-    for device in {tensor.device for tensor, _ in on_device}:
-        here = [(tensor, value) for tensor, value in on_device if tensor.device == device]
-        moved = xm.send_cpu_data_to_device([value for _, value in here], device)
-        fill_([tensor for tensor, _ in here], moved)
-    for tensor, value in pairs:
-        if tensor.device.type != "xla":
-            tensor.copy_(value)
-
-
 def prepare(
     reader: Reader,
     model: nn.Module,
@@ -145,8 +134,7 @@ def prepare(
     restore_rng: bool,
 ) -> Prepared:
     """Matches and reads everything, changes nothing; arguments, errors: ``load_checkpoint``."""
-    manifest, label = reader.checkpoint.manifest, reader.label
-    source = join(label, NAME)
+    manifest, label, source = reader.checkpoint.manifest, reader.label, reader.source
     for what, value, saved in (
         ("an optimizer", optimizer, manifest.optimizer),
         ("a scheduler", scheduler, manifest.scheduler),
@@ -154,24 +142,25 @@ def prepare(
         if value is not None and saved is None:
             raise ModelMismatchError(f"{label}: was saved without {what}; pass none to load it")
     inventory = take_inventory(model)
-    match = match_model(manifest, inventory, strict, label)
-    groups, states = [], []
-    if optimizer is not None:
-        matched = match_optimizer(manifest.optimizer, optimizer, inventory, match, label)
+    described = reader.tensors()
+    offered: dict[str, Any] = {
+        name: values.decode(value, source) if name in inventory.extra_state else None
+        for name, value in (manifest.extra_state or {}).items()
+    }
+    offered |= {name: stored for stored, about in described.items() for name in about.names}
+    match = match_model(inventory, offered, label, strict, same_run=True)
+    state = None
+    if optimizer is not None and manifest.optimizer is not None:
+        owners: dict[str, list[Held]] = {}
+        for held, stored in match.parameters.items():
+            owners.setdefault(described[stored].name, []).append(held)
+        # With strict=False perhaps not all that the model has, nor all of the checkpoint.
         groups = [
-            {name: values.decode(value, source) for name, value in group.options.items()}
-            for group in matched.groups
+            [held for held in own if held in match.parameters]
+            for own in members_of_groups(inventory, optimizer)
         ]
-        known = manifest.optimizer.state
-        states = [
-            (
-                parameter,
-                None
-                if state is None
-                else _state(reader, parameter, [pair for pair in named if pair[1] in known], state),
-            )
-            for parameter, (named, state) in matched.states.items()
-        ]
+        saved = _optimizer_state(reader, manifest.optimizer, owners)
+        state = read_ahead(match_optimizer(inventory, optimizer, groups, saved, label))
     scheduler_state = values.decode(manifest.scheduler, source)
     if scheduler is not None and not isinstance(scheduler_state, dict):
         raise InvalidMetadataError(f"{source}: the scheduler's state is no dict")
@@ -180,16 +169,42 @@ def prepare(
     extra = values.decode(manifest.extra, source)
     return Prepared(
         result=LoadedCheckpoint(label, manifest.step, extra, manifest.world_size),
-        holders=_holders(reader, inventory, match),
-        buffers=_buffers(reader, match.buffers),
-        extra_state=_extra_state(manifest.extra_state or {}, inventory, strict, label),
-        optimizer=optimizer,
-        groups=groups,
-        states=states,
+        tensors=list(new_values(inventory, match)),
+        extra_state=match.extra_state,
+        optimizer=state,
         scheduler=scheduler,
         scheduler_state=scheduler_state,
         rng=_rng(reader) if restore_rng and reader.same_world else None,
     )
+
+
+def _optimizer_state(
+    reader: Reader, saved: Optimizer, owners: Mapping[str, Sequence[Held]]
+) -> OptimizerState:
+    """The optimizer's state by the model's names; ``owners``: what saved parameters go into."""
+    parameters, source = reader.checkpoint.manifest.parameters, reader.source
+    state: dict[str, dict[str, Any]] = {}
+    for name, own in saved.state.items():
+        for held in owners.get(name, ()):
+            each: dict[str, Stored | Number] = {}
+            each |= {key: _number(encoded, source) for key, encoded in own.single.items()}
+            for key, dtype in own.sharded.items():
+                each[key] = reader.stored(parameters[name], key, dtype)
+            state[held.name] = each
+    groups = [
+        (
+            {name: values.decode(value, source) for name, value in group.options.items()},
+            [held.name for name in group.parameters for held in owners.get(name, ())],
+        )
+        for group in saved.groups
+    ]
+    return OptimizerState(state, groups, saved.kind)
+
+
+def _number(encoded: Any, source: str) -> Number:
+    if not isinstance(encoded, dict) or "value" not in encoded:
+        raise ModelMismatchError(f"{source}: an optimizer value without a value")
+    return Number(values.decode(encoded["value"], source), encoded.get("on") == "device")
 
 
 def _require_alike(scheduler: Any, saved: Any, label: str) -> None:
@@ -207,70 +222,6 @@ def _require_alike(scheduler: Any, saved: Any, label: str) -> None:
                 f"{label}: is of another scheduler than {type(scheduler).__name__}: it has "
                 f"{less[0]!r} and lacks {more[0]!r}"
             )
-
-
-def _holders(
-    reader: Reader, inventory: Inventory, match: Match
-) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    found = []
-    for holder, helds in inventory.by_holder().items():
-        named = [(held, match.parameters[held]) for held in helds if held in match.parameters]
-        if len(named) == len(helds):
-            found.append((holder, reader.flat(holder, named)))
-        elif named:  # the rest of the vector stays as it is
-            flat = holder.detach().cpu().reshape(-1).clone()
-            for held, name in named:
-                reader.piece(flat, held, name)
-            found.append((holder, flat.view(holder.shape)))
-    return found
-
-
-def _buffers(
-    reader: Reader, matched: Mapping[HeldBuffer, str]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    # What ranks keep of their own (batch statistics) they get back; new ranks get rank 0's.
-    rank = reader.meeting.rank if reader.same_world else 0
-    whole: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for buffer, name in matched.items():
-        value = reader.checkpoint.read_buffer(name, rank).to(buffer.tensor.dtype)
-        if buffer.row is None:
-            whole[id(buffer.tensor)] = buffer.tensor, value
-        else:
-            stack = whole.setdefault(
-                id(buffer.tensor), (buffer.tensor, buffer.tensor.detach().cpu().clone())
-            )[1]
-            stack[buffer.row] = value
-    return list(whole.values())
-
-
-def _state(
-    reader: Reader, parameter: nn.Parameter, named: Sequence[tuple[Held, str]], state: State
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, encoded in state.single.items():
-        found[key] = decode_single(encoded, parameter.device, join(reader.label, NAME))
-    for key, dtype in state.sharded.items():
-        found[key] = _later(reader.flat(parameter, named, key, DTYPES[dtype]), parameter.device)
-    return found
-
-
-def _later(value: torch.Tensor, device: torch.device) -> Callable[[], torch.Tensor]:
-    return lambda: value.to(device)
-
-
-def _extra_state(
-    saved: Mapping[str, Any], inventory: Inventory, strict: bool, label: str
-) -> list[tuple[nn.Module, Any]]:
-    if strict and saved.keys() != inventory.extra_state.keys():
-        odd = sorted(saved.keys() ^ inventory.extra_state.keys())[0]
-        raise ModelMismatchError(
-            f"{label}: {odd!r} is only in the checkpoint, or only in the model"
-        )
-    return [
-        (module, values.decode(saved[key], join(label, NAME)))
-        for key, module in inventory.extra_state.items()
-        if key in saved
-    ]
 
 
 def _rng(reader: Reader) -> tuple[torch.Tensor, int] | None:

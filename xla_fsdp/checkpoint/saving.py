@@ -86,12 +86,9 @@ def meeting_request(
     meeting: Meeting, path: str | os.PathLike, step: int, keep_last: int | None
 ) -> Request:
     """The request, checked on all ranks."""
-    made: list[Request] = []
-    meeting.together(
-        "save with these arguments",
-        lambda: made.append(Request(os.fsdecode(path), step, keep_last)),
+    return meeting.each(
+        "save with these arguments", lambda: Request(os.fsdecode(path), step, keep_last)
     )
-    return made[0]
 
 
 def records(written: list[dict[str, Any]]) -> list[FileRecord]:

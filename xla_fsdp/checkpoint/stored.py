@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch_xla
 
+from ..collectives.world import World
 from ..consolidate.format.dtypes import DTYPES, dtype_name, tensor_bytes
-from ..world import World
+from ..consolidate.format.values import decode, encode
 
 # How much rank 0 sends at a time. Sizes are powers of two, so that few programs serve all tensors.
 _MOST_WORDS = 1 << 22
@@ -27,6 +28,9 @@ class Stored:
         read: gives elements ``begin .. end`` of the flattened tensor, one-dimensional, on the CPU.
         collective: every rank must call ``read``, in the same order, even if it needs nothing.
         here: all of it is in this rank's memory.
+        kind: what it was in the model that was saved, where that is known.
+        fill: where it spares a copy: puts the elements from a given one on into a contiguous,
+            one-dimensional CPU tensor of this dtype.
     """
 
     shape: tuple[int, ...]
@@ -34,10 +38,23 @@ class Stored:
     read: Callable[[int, int], torch.Tensor]
     collective: bool = False
     here: bool = False
+    kind: Literal["parameter", "buffer"] | None = None
+    fill: Callable[[torch.Tensor, int], None] | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def whole(self) -> torch.Tensor:
+        """All of it, on the CPU."""
+        return self.read(0, self.numel).reshape(self.shape)
+
+    def read_to(self, out: torch.Tensor, begin: int) -> None:
+        """Fills ``out``, one-dimensional and on the CPU, with the elements from ``begin`` on."""
+        if self.fill is not None and out.dtype is self.dtype:
+            self.fill(out, begin)
+        else:
+            out.copy_(self.read(begin, begin + out.numel()))
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Stored:
@@ -56,25 +73,60 @@ def is_dense(value: Any) -> bool:
     return value.layout is torch.strided and not value.is_quantized
 
 
-def describe(tensor: torch.Tensor, where: str) -> list[Any]:
-    """Shape and dtype for other ranks; :class:`UnsupportedValueError` for unusual dtypes."""
-    return [list(tensor.shape), dtype_name(tensor.dtype, where)]
+def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors are equal, NaN and the sign of zero included."""
+    if one.dtype is not two.dtype or one.shape != two.shape:
+        return False
+    a, b = (each.detach().cpu().reshape(-1).view(torch.uint8) for each in (one, two))
+    return torch.equal(a, b)
 
 
-def sent_by_first_rank(world: World, described: list[Any], tensor: torch.Tensor | None) -> Stored:
-    """A tensor that only rank 0 has; the others give its description and ``None``.
+def describe(value: Any, where: str) -> Any:
+    """What other ranks must know of what rank 0 has, to have it sent; JSON.
 
-    ``world``: all ranks.
+    Args:
+        value: a :class:`Stored`, a dict by name with such in it, or what is sent at once.
+        where: it stands, for messages.
+
+    Raises:
+        UnsupportedValueError: a tensor of an unusual dtype, or something that cannot be sent.
     """
-    shape, dtype = tuple(described[0]), DTYPES[described[1]]
+    if isinstance(value, Stored):
+        return {"shape": list(value.shape), "dtype": dtype_name(value.dtype, where)}
+    if _has_stored(value):
+        return {"each": {name: describe(one, f"{where}[{name!r}]") for name, one in value.items()}}
+    return {"value": encode(value, where)}
+
+
+def sent_by_first_rank(world: World, described: Any, here: Any, where: str) -> Any:
+    """What rank 0 has; ``world``: all ranks.
+
+    Args:
+        described: by rank 0, with :func:`describe`.
+        here: on rank 0 what it is; ``None`` elsewhere.
+    """
+    if "value" in described:
+        return decode(described["value"], where)
+    if "each" in described:
+        return {
+            name: sent_by_first_rank(world, one, here and here[name], where)
+            for name, one in described["each"].items()
+        }
+    shape, dtype = tuple(described["shape"]), DTYPES[described["dtype"]]
 
     def read(begin: int, end: int) -> torch.Tensor:
         size = dtype.itemsize
-        own = None if tensor is None else tensor.detach().cpu().contiguous().reshape(-1)
+        own = None if here is None else here.read(0, here.numel)
         data = _send(world, own, math.prod(shape) * size, begin * size, end * size)
         return data.view(dtype)
 
     return Stored(shape, dtype, read, collective=True)
+
+
+def _has_stored(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_stored, value.values()))
+    return isinstance(value, Stored)
 
 
 def _send(world: World, own: torch.Tensor | None, size: int, begin: int, end: int) -> torch.Tensor:

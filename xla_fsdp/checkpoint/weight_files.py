@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-import warnings
-import zipfile
 from collections.abc import Mapping
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -17,7 +14,6 @@ from ..consolidate.errors import (
     CheckpointNotFoundError,
     ForeignFileError,
     InvalidMetadataError,
-    UnreadableFileError,
     UnsafeFileError,
 )
 from ..consolidate.format.container import Entry, read_container
@@ -25,6 +21,7 @@ from ..consolidate.format.dtypes import DTYPES
 from ..consolidate.format.local import LocalStore
 from ..consolidate.format.store import Store, join, open_store, read
 from ..consolidate.format.strict import read_json
+from ..consolidate.legacy.files import read_file
 from .stored import Stored, is_dense
 
 # What a folder is looked through for, the best first.
@@ -40,6 +37,7 @@ _SAFETENSORS, _INDEX = ".safetensors", ".index.json"
 _PLAIN_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+")
 # Under which scripts save the weights beside other things.
 _KEYS = ("model", "state_dict", "module")
+_REMEDY = "load it yourself, if you trust it, and give the dict to load_full_state_dict"
 
 
 def open_weights(path: Any) -> dict[str, Stored]:
@@ -120,7 +118,7 @@ def _open_safetensors(store: Store, place: str) -> dict[str, Stored]:
             data = torch.empty((end - begin) * entry.itemsize, dtype=torch.uint8)
             at = entry.begin + begin * entry.itemsize
             if data.numel():
-                store.read_into(place, at, memoryview(data.numpy()))
+                store.read_into(place, at, data.numpy().data)
             return data.view(dtype)
 
         return Stored(entry.shape, dtype, part)
@@ -136,9 +134,7 @@ def _open_torch(store: Store, place: str) -> dict[str, Stored]:
         )
     if not os.path.exists(place):
         raise CheckpointNotFoundError(f"{place}: does not exist")
-    if not os.path.isfile(place):
-        raise UnreadableFileError(f"{place}: is not a regular file")
-    content = _load(place)
+    content = read_file(place, remedy=_REMEDY)
     for key in _KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             if "shard_metadata" in content:
@@ -164,27 +160,6 @@ def _open_torch(store: Store, place: str) -> dict[str, Stored]:
 def _is_extra(name: Any) -> bool:
     # Extra state of modules is no weight, though it may be a tensor.
     return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
-
-
-def _load(place: str) -> Any:
-    is_zip = zipfile.is_zipfile(place)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of old formats; what matters is raised
-            return torch.load(place, map_location="cpu", weights_only=True, mmap=is_zip)
-    except MemoryError:
-        raise
-    except UnpicklingError as error:
-        needs = re.search(r"unsupported global:? (?:GLOBAL )?([\w.]+)", str(error), re.IGNORECASE)
-        if needs:
-            raise UnsafeFileError(
-                f"{place}: needs {needs[1]}, which is not safe to load; nothing was executed. "
-                "Load it yourself, if you trust it, and give the dict to load_full_state_dict"
-            ) from error
-        raise UnreadableFileError(f"{place}: truncated, corrupt or not a torch file") from error
-    except Exception as error:  # damaged input can fail anywhere in the reader
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UnreadableFileError(f"{place}: cannot be read: {reason:.160}") from error
 
 
 def _resolved(store: Store, place: str) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
-from .filling import LoadedKeys, fill_model, match_model
+from .filling import fill_model
+from .matching import LoadedKeys, Match, match_model
 from .meeting import Meeting
 from .parts import agreed_inventory
 from .saving import at_rest
@@ -60,16 +61,15 @@ def load_weights(
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
-    matched = []
 
-    def match() -> None:
+    def match() -> Match:
         tensors = _renamed(open_weights(path), prefix, rename, path)
         own = replace(inventory, extra_state={})
-        matched.append(match_model(own, tensors, {}, str(path), strict, cast))
+        return match_model(own, tensors, str(path), strict, cast)
 
-    meeting.together("open the weights", match)
-    meeting.together("load the weights", lambda: fill_model(inventory, matched[0]))
-    return matched[0].keys
+    matched = meeting.each("open the weights", match)
+    meeting.together("load the weights", lambda: fill_model(inventory, matched))
+    return matched.keys
 
 
 def _renamed(

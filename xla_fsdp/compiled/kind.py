@@ -7,13 +7,14 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from ..compiler_options import libtpu_init_args
+from ..tpu.compiler_options import libtpu_init_args
 
 # Raised when what is kept changes.
 _FORMAT = "1"
 # They say where programs are kept, not what they are.
 _NOT_OF_THE_KIND = (
     "XLA_FSDP_COMPILATION_CACHE",
+    "XLA_FSDP_COMPILATION_CACHE_FOLDER",
     "XLA_PERSISTENT_CACHE_PATH",
     "XLA_PERSISTENT_CACHE_READ_ONLY",
 )

@@ -22,6 +22,7 @@ import struct
 import sys
 from collections.abc import Iterable
 from importlib.metadata import version
+from typing import NoReturn
 
 import numpy as np
 
@@ -62,7 +63,9 @@ def repair(platform_name: str) -> None:
     symbols = _symbols(_XLAC.__file__, names)
     # Where the library lies in memory.
     entry_point = getattr(ctypes.CDLL(_XLAC.__file__), _ENTRY_POINT)
-    base = ctypes.cast(entry_point, ctypes.c_void_p).value - symbols[_ENTRY_POINT][0]
+    entry = ctypes.cast(entry_point, ctypes.c_void_p).value
+    assert entry is not None  # a function that was found is somewhere
+    base = entry - symbols[_ENTRY_POINT][0]
 
     address, size = symbols[table_name]
     table = (ctypes.c_uint64 * (size // 8)).from_address(base + address)
@@ -78,7 +81,7 @@ def repair(platform_name: str) -> None:
     _write(base + address, size, table, {places[0][0]: deserialize, places[1][0]: load})
 
 
-def _refuse(reason: str) -> None:
+def _refuse(reason: str) -> NoReturn:
     raise NotImplementedError(
         f"compiled programs can not be kept on disk: {reason}. Train without the compilation cache"
     )

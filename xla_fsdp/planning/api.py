@@ -6,18 +6,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..compiler_options import options_for
-from .compiling.cache import CompiledStep, PlanCache
-from .compiling.compiler import compile_step, require_extra, versions
+from ..tpu.compiler_options import options_for
+from ..tpu.topology import Slice, resolve
+from .compiling.cache import PlanCache
+from .compiling.compiler import compile_step, require_extra
 from .compiling.progress import Progress
-from .program.assignment import read_assignment
-from .program.schedule import read_schedule
-from .records import CompilerMemory, Schedule
-from .reporting import advice
+from .make_report import make_report
 from .reporting.report import Report
-from .slices.links import describe, odd_groups
-from .slices.timing import time_step
-from .slices.topology import Slice, resolve
 from .tracing.step import TracedStep, trace_step
 
 
@@ -126,69 +121,3 @@ def _ranks(ranks: Iterable[int] | None, where: Slice) -> tuple[int, ...]:
 def _trace(step: Callable[[], Any], rank: int, where: Slice, progress: Progress) -> TracedStep:
     with progress.while_doing(f"tracing rank {rank} of {where.devices}"):
         return trace_step(step, rank, where.devices, where)
-
-
-def make_report(
-    where: Slice,
-    compiled: CompiledStep,
-    step: TracedStep,
-    ranks: tuple[int, ...],
-    executables: int,
-    title: str,
-) -> Report:
-    schedule, memory = _laid_out(compiled, step)
-    chip = where.chip
-    timing = time_step(schedule, where, compiled.model_flops)
-    notes = list(odd_groups(schedule.collectives, where))
-    if compiled.refusal and compiled.scheduled:
-        notes.append(
-            "The compiler laid the program out, found that it does not fit, and stopped: it gave "
-            "no cycle estimates and no size of code. What it counts against its limit (see its "
-            "message) are temporaries and what it reserves for itself; required here counts "
-            "arguments and outputs as well."
-        )
-    capacity = chip.device_usable_hbm_bytes
-    return Report(
-        topology=where.name,
-        chip=chip.family,
-        devices=where.devices,
-        hbm_capacity=capacity,
-        hbm_source=chip.sources["usable_hbm_bytes"],
-        memory=memory,
-        schedule=schedule,
-        timing=timing,
-        bound_wire_bytes=step.bound.wire_bytes if step.bound else None,
-        bound_label=step.bound.label if step.bound else "",
-        link_model=describe(where),
-        compile_seconds=compiled.seconds,
-        program_bytes=memory.code,
-        ranks_traced=ranks,
-        executables=executables,
-        from_cache=compiled.from_cache,
-        title=title,
-        versions=versions(),
-        warnings=tuple(
-            advice.warnings(schedule, step, executables, ranks, 1 - memory.required / capacity)
-        ),
-        notes=tuple(notes),
-        refusal=compiled.refusal,
-    )
-
-
-def _laid_out(compiled: CompiledStep, step: TracedStep) -> tuple[Schedule, CompilerMemory]:
-    """The schedule and the memory it needs, as far as the compiler got with them."""
-    if not compiled.scheduled:
-        nothing = Schedule(0, (), (), (), (), 0, {})
-        return nothing, CompilerMemory(0, 0, 0, 0, 0, 0)
-    assignment = read_assignment(compiled.assignment)
-    schedule = read_schedule(compiled.scheduled, assignment, step.program.arguments)
-    if compiled.memory is not None:
-        return schedule, compiled.memory
-    return schedule, CompilerMemory(
-        arguments=assignment.arguments(),
-        outputs=assignment.outputs(),  # those that take no argument's buffer
-        aliased=0,
-        temporaries=assignment.temporaries(),
-        code=0,
-        peak=max(schedule.curve),
-    )

@@ -1,6 +1,6 @@
 """What a plan knows about one compiled step, as plain data.
 
-Read off the scheduled program by ``program/``, timed by ``slices/``, printed and drawn by
+Read off the scheduled program by ``program/``, timed by ``timing``, printed and drawn by
 ``reporting/``, stored as JSON. All bytes are bytes of one device (one rank), all
 places are positions in the schedule of the entry computation, with the bodies of loops in line.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..planning.slices.topology import Slice, UnknownTopologyError, resolve
+from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from . import states
 from .checks import Check, failed, ok, skipped, warning
 from .node import Node

@@ -4,6 +4,7 @@ Standard library only, any Python from 3.6; fsspec only for a path with "://". O
 comes back, with the request's token, so that it is found among whatever else a login prints.
 """
 
+import contextlib
 import glob
 import json
 import os
@@ -27,7 +28,7 @@ LOCK = "/tmp/libtpu_lockfile"
 PATIENCE_SECONDS = 5.0  # a network file system may show another machine's file late
 
 
-def main(text):
+def main(text: str) -> None:
     request = json.loads(text)
     # If the connection is cut this ends all the same, unless a dead mount holds it.
     signal.alarm(int(request["seconds"]) + 1)
@@ -41,12 +42,12 @@ def main(text):
     sys.stdout.flush()
 
 
-def described(error):
+def described(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def look(request):
+def look(request: dict) -> dict:
     """What is on this machine."""
     chips = sorted(
         path for pattern in request["chip_files"] for path in glob.glob(os.path.expanduser(pattern))
@@ -67,7 +68,7 @@ def look(request):
     }
 
 
-def version(name):
+def version(name: str) -> "str | None":
     """Of an installed package; None if there is none."""
     try:
         import importlib.metadata
@@ -77,7 +78,7 @@ def version(name):
         return None
 
 
-def libtpu_wanted():
+def libtpu_wanted() -> "str | None":
     """The libtpu that this torch_xla was made for, by its own metadata."""
     try:
         import importlib.metadata
@@ -90,7 +91,7 @@ def libtpu_wanted():
     return None
 
 
-def users_of(chips):
+def users_of(chips: list) -> list:
     """Processes that hold a chip, as far as this user may see."""
     wanted = {os.path.realpath(path) for path in chips}
     found = set()
@@ -103,7 +104,7 @@ def users_of(chips):
     return sorted(f"{pid} ({command_of(pid)})" for pid in found)[:8]
 
 
-def command_of(pid):
+def command_of(pid: str) -> str:
     try:
         with open(f"/proc/{pid}/comm") as file:
             return file.read().strip()
@@ -111,7 +112,7 @@ def command_of(pid):
         return "ended"
 
 
-def memory():
+def memory() -> "list | None":
     """Bytes of memory: total and available; None where there is no Linux."""
     sizes = {}
     try:
@@ -124,7 +125,7 @@ def memory():
         return None
 
 
-def free_bytes(path):
+def free_bytes(path: str) -> int:
     """Of the file system that ``path`` is in, or would be in once it is made."""
     path = os.path.abspath(os.path.expanduser(path))
     while not os.path.exists(path) and os.path.dirname(path) != path:
@@ -135,10 +136,10 @@ def free_bytes(path):
 class LocalFolder:
     """A folder of a local or mounted file system."""
 
-    def __init__(self, path):
+    def __init__(self, path: str) -> None:
         self.path = os.path.abspath(os.path.expanduser(path))
 
-    def make(self):
+    def make(self) -> list:
         """The folders above it that had to be made for it, innermost first."""
         made, path = [], os.path.dirname(self.path)
         while not os.path.isdir(path) and os.path.dirname(path) != path:
@@ -147,69 +148,69 @@ class LocalFolder:
         os.makedirs(self.path, exist_ok=True)
         return made
 
-    def put(self, name, data):
+    def put(self, name: str, data: bytes) -> None:
         with open(os.path.join(self.path, name), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
 
-    def get(self, name):
+    def get(self, name: str) -> bytes:
         with open(os.path.join(self.path, name), "rb") as file:
             return file.read()
 
-    def drop(self, name):
+    def drop(self, name: str) -> None:
         os.remove(os.path.join(self.path, name))
 
-    def unmake(self):
+    def unmake(self) -> None:
         os.rmdir(self.path)
 
-    def free(self):
+    def free(self) -> int:
         return free_bytes(self.path)
 
 
 class RemoteFolder:
     """A folder of whatever fsspec opens."""
 
-    def __init__(self, url):
+    def __init__(self, url: str) -> None:
         import fsspec
 
         self.files, self.path = fsspec.core.url_to_fs(url, use_listings_cache=False)
 
-    def make(self):
+    def make(self) -> list:
         self.files.makedirs(self.path, exist_ok=True)
         return []
 
-    def put(self, name, data):
+    def put(self, name: str, data: bytes) -> None:
         self.files.pipe_file(self.path + "/" + name, data)
 
-    def get(self, name):
+    def get(self, name: str) -> bytes:
         self.files.invalidate_cache()
         return self.files.cat_file(self.path + "/" + name)
 
-    def drop(self, name):
+    def drop(self, name: str) -> None:
         self.files.rm_file(self.path + "/" + name)
 
-    def unmake(self):
+    def unmake(self) -> None:
         self.files.rmdir(self.path)
 
-    def free(self):
+    def free(self) -> None:
         return None
 
 
-def folder_of(request):
+def folder_of(request: dict) -> "LocalFolder | RemoteFolder":
     """The probe's own folder inside of the one that is looked at."""
     path = request["path"].rstrip("/") + "/.preflight-" + request["token"]
     return RemoteFolder(path) if "://" in path else LocalFolder(path)
 
 
-def content_of(request, worker):
+def content_of(request: dict, worker: int) -> bytes:
     return f"{request['token']} {worker}\n".encode("ascii")
 
 
-def write(request):
+def write(request: dict) -> dict:
     """Leaves this worker's file."""
     folder = folder_of(request)
-    answer = {"made": folder.make()}
+    answer: dict = {"made": folder.make()}
     try:
         folder.put(str(request["worker"]), content_of(request, request["worker"]))
         answer["free"] = folder.free()
@@ -218,7 +219,7 @@ def write(request):
     return answer
 
 
-def read(request):
+def read(request: dict) -> dict:
     """Whose files are not seen here, and whose hold something else."""
     folder = folder_of(request)
     end = time.time() + min(PATIENCE_SECONDS, request["seconds"] / 2)
@@ -237,7 +238,7 @@ def read(request):
         time.sleep(0.2)
 
 
-def clean(request):
+def clean(request: dict) -> dict:
     """Removes this worker's file, and the folder if it was the last."""
     folder = folder_of(request)
     try:
@@ -251,8 +252,9 @@ def clean(request):
     return {}
 
 
-def prune(request):
+def prune(request: dict) -> dict:
     """Removes the folders that ``make`` made, if nothing is in them."""
     for path in request["made"]:
-        os.rmdir(path)
+        with contextlib.suppress(FileNotFoundError):  # by another worker that made part of it
+            os.rmdir(path)
     return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
 from .api import DISCOVERY_URL, TpuApi, wait_until_usable
 from .checks import Check, failed, skipped
@@ -13,7 +14,6 @@ from .node import Node
 from .node_checks import Expected, check_node, slice_of
 from .shared_path import check_shared_path
 from .template import Template
-from .urls import require_url
 from .versions import check_versions
 from .where import Where, find_where
 from .worker_checks import check_answers, check_looks
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Che
     template = _template(options)
     discovery_url = _discovery_url(options)
     if options.api_endpoint:
-        require_url("--api_endpoint", options.api_endpoint)
+        _require_url("--api_endpoint", options.api_endpoint)
     where = find_where(options.tpu, options.zone, options.project)
     api = TpuApi(
         where,
@@ -54,8 +54,8 @@ def _discovery_url(options: argparse.Namespace) -> str:
     # cloud_tpu_client's own variable.
     variable = "TPU_API_DISCOVERY_URL"
     if options.discovery_url:
-        return require_url("--discovery_url", options.discovery_url)
-    return require_url(f"${variable}", os.environ.get(variable) or DISCOVERY_URL)
+        return _require_url("--discovery_url", options.discovery_url)
+    return _require_url(f"${variable}", os.environ.get(variable) or DISCOVERY_URL)
 
 
 def _template(options: argparse.Namespace) -> Template | None:
@@ -98,3 +98,35 @@ def _check_workers(
     yield from check_looks(answered, slice_of(node.accelerator))
     if options.ckpt_dir is not None:
         yield from check_shared_path(workers, answered, options.ckpt_dir)
+
+
+def _require_url(name: str, url: str) -> str:
+    """``url``, which ``name``, a flag or variable, has.
+
+    Raises:
+        UsageError: no request could be made to it, now or later.
+    """
+    try:
+        parts = urlsplit(url)
+        # What a lookup of the host and a connection do first.
+        (parts.hostname or "").encode("idna")
+        reason = _wrong(url, parts.scheme, parts.netloc, parts.hostname, parts.port)
+    except ValueError as error:  # a UnicodeError too
+        reason = str(error)
+    if reason:
+        raise UsageError(
+            f"{name} {url!r}: {reason}; give http://HOST[:PORT]/PATH or https://HOST[:PORT]/PATH"
+        )
+    return url
+
+
+def _wrong(url: str, scheme: str, netloc: str, host: str | None, port: int | None) -> str:
+    if scheme not in ("http", "https"):
+        return "neither http:// nor https://"
+    if not host or "@" in netloc:
+        return "a user is named" if host else "no host"
+    if port == 0:
+        return "nothing listens on port 0"
+    if any(char.isspace() or not char.isprintable() for char in url):
+        return "it has spaces or characters that can not be printed"
+    return ""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from io import BufferedReader
 
 _KEPT = 1 << 20  # bytes of what a command says; the rest is read and dropped
 _POLL_SECONDS = 0.05
@@ -85,8 +85,8 @@ class _Running:
         until = time.monotonic() + _LAST_WORDS_SECONDS
         for reader in self._readers:
             reader.join(max(0.0, until - time.monotonic()))
-        texts = [bytes(said).decode("utf-8", "replace") for said in (self._out, self._err)]
-        return Outcome(*texts, code, self._started, ended)
+        out, err = (bytes(said).decode("utf-8", "replace") for said in (self._out, self._err))
+        return Outcome(out, err, code, self._started, ended)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -95,7 +95,7 @@ class _Running:
             self._process.wait(_LAST_WORDS_SECONDS)
 
 
-def _keep(stream: IO[bytes], said: bytearray) -> None:
+def _keep(stream: BufferedReader, said: bytearray) -> None:
     with stream:
         for chunk in iter(lambda: stream.read1(1 << 16), b""):
             said += chunk[: _KEPT - len(said)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..planning.slices.topology import Slice
+from ..tpu.topology import Slice
 from .checks import Check, by_worker, failed, ok, warning
 from .workers import Answer
 

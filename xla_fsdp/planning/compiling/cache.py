@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import tempfile
+import uuid
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -95,9 +95,10 @@ class PlanCache:
     def _store(self, name: str, record: Any) -> None:
         if self._folder is None:
             return
+        content = gzip.compress(json.dumps(record).encode(), compresslevel=4)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self._folder, suffix=".tmp")
+            write_whole(self._folder / name, content)
         except OSError as error:
             # What was compiled for minutes is worth more than keeping it.
             warnings.warn(
@@ -105,15 +106,17 @@ class PlanCache:
                 "cache=FOLDER or cache=False",
                 stacklevel=2,
             )
-            return
-        os.close(handle)
-        try:
-            with gzip.open(temporary, "wt", encoding="utf-8", compresslevel=4) as file:
-                json.dump(record, file)
-            os.replace(temporary, self._folder / name)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+
+
+def write_whole(place: Path, content: bytes) -> None:
+    """Writes a file whole or not at all."""
+    partial = place.with_name(f".{place.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with open(partial, "xb") as stream:
+            stream.write(content)
+        os.replace(partial, place)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _name(key: str, ranks: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 def program_file(request: dict) -> str:
@@ -55,7 +56,7 @@ def compile_step(folder: Path, request: dict) -> dict:
     slice_ = topologies.get_topology_desc(
         topology_name=request["libtpu_name"], platform="tpu", **request["topology_options"]
     )
-    devices = sorted(slice_.devices, key=lambda device: device.id)
+    devices: list[Any] = sorted(slice_.devices, key=lambda device: device.id)
     if len(devices) != request["devices"]:
         raise ValueError(f"expected {request['devices']} devices, libtpu has {len(devices)}")
     partitioned = request.get("partitioned")
@@ -102,7 +103,7 @@ def compile_step(folder: Path, request: dict) -> dict:
     }
 
 
-def _donate(ir, module, donated: set[int]) -> None:
+def _donate(ir: Any, module: Any, donated: set[int]) -> None:
     """States which arguments' buffers outputs may take over; the compiler pairs them."""
     main = ir.SymbolTable(module.operation)["main"]
     given = list(main.attributes["arg_attrs"]) if "arg_attrs" in main.attributes else []

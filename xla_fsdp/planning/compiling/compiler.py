@@ -13,22 +13,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ... import extras
+from ...tpu.topology import Slice
 from ..program.flops import model_flops
 from ..records import CompilerMemory
-from ..slices.topology import Slice
 from ..tracing.fingerprint import names
-from ..tracing.traced import TracedProgram
+from ..tracing.traced import PartitionedProgram, TracedProgram
 from . import compile_child
 from .cache import CompiledStep, PlanCache
 from .progress import Progress
-
-if TYPE_CHECKING:
-    from ..foreign import PartitionedProgram
 
 _NEEDED = ("jax", "jaxlib", "libtpu", "matplotlib")
 _POLL_SECONDS = 0.1
@@ -50,7 +47,7 @@ def versions() -> dict[str, str]:
 
 
 def compile_step(
-    program: TracedProgram,
+    program: TracedProgram | PartitionedProgram,
     where: Slice,
     options: Mapping[str, str],
     cache: PlanCache,
@@ -61,65 +58,34 @@ def compile_step(
     Raises:
         CompileError: the compiler refused the program, or ended without a word.
     """
-    request = {**_request(where, options), "donated": sorted(program.donated)}
-    key = _key([program.fingerprint, names(program.hlo)], request)
-    return _compiled(key, program.hlo, request, where, cache, progress, model_flops)
-
-
-def compile_partitioned(
-    program: PartitionedProgram,
-    where: Slice,
-    options: Mapping[str, str],
-    cache: PlanCache,
-    progress: Progress,
-) -> CompiledStep:
-    """As :func:`compile_step`, for one program that the compiler partitions over all devices."""
-    request = {
-        **_request(where, options),
-        "donated": sorted(program.donated),
-        "partitioned": {"shardy": program.shardy},
-        "model_flops": program.model_flops,
-    }
-    key = _key([program.fingerprint], request)
-    return _compiled(
-        key, program.stablehlo, request, where, cache, progress, lambda _: program.model_flops
-    )
-
-
-def _request(where: Slice, options: Mapping[str, str]) -> dict:
-    return {
+    request: dict[str, Any] = {
         "libtpu_name": where.libtpu_name,
         "topology_options": dict(where.options),
         "devices": where.devices,
         "compiler_options": dict(options),
+        "donated": sorted(program.donated),
         "format": _FORMAT,
     }
-
-
-def _key(program: Sequence[object], request: dict) -> str:
-    parts = [*program, request, versions()]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _compiled(
-    key: str,
-    code: bytes,
-    request: dict,
-    where: Slice,
-    cache: PlanCache,
-    progress: Progress,
-    flops: Callable[[str], float],
-) -> CompiledStep:
-    known = cache.read(key)
-    if known is not None:
-        return known
+    known: list[Any] = [program.fingerprint]
+    if isinstance(program, PartitionedProgram):
+        code = program.stablehlo
+        request["partitioned"] = {"shardy": program.shardy}
+        request["model_flops"] = program.model_flops
+    else:
+        code = program.hlo
+        known.append(names(code))
+    parts = json.dumps([*known, request, versions()], sort_keys=True)
+    key = hashlib.sha256(parts.encode()).hexdigest()
+    kept = cache.read(key)
+    if kept is not None:
+        return kept
     _give_back_memory()
     with tempfile.TemporaryDirectory(prefix="xla_fsdp_plan_") as name:
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request))
         (folder / compile_child.program_file(request)).write_bytes(code)
         _run(folder, f"compiling for {where.name} ({where.devices} devices)", progress)
-        compiled = _collect(folder, key, flops)
+        compiled = _collect(folder, key, request.get("model_flops"))
     cache.write(compiled)
     return compiled
 
@@ -173,7 +139,8 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _collect(folder: Path, key: str, flops: Callable[[str], float]) -> CompiledStep:
+def _collect(folder: Path, key: str, flops: float | None) -> CompiledStep:
+    """``flops``: those of the model, or None to count them in the program."""
     result = json.loads((folder / "result.json").read_text())
     if result.get("error") and result["kind"] != "memory":
         raise CompileError(f"the TPU compiler refused the program: {result['error']}")
@@ -195,7 +162,7 @@ def _collect(folder: Path, key: str, flops: Callable[[str], float]) -> CompiledS
         refusal=result.get("error", ""),
         seconds=result["seconds"],
         from_cache=False,
-        model_flops=flops(traced),
+        model_flops=model_flops(traced) if flops is None else flops,
     )
 
 

@@ -50,17 +50,9 @@ class Assignment:
     allocations: tuple[Allocation, ...]
     sequence: tuple[str, ...]  # names of instructions
 
-    def arguments(self) -> int:
-        """Bytes of all arguments, donated or not."""
-        return sum(a.bytes for a in self.allocations if a.category == "argument")
-
-    def temporaries(self) -> int:
-        """Bytes of the temporaries, with what lies idle between them."""
-        return sum(a.bytes for a in self.allocations if a.category == "temporary")
-
-    def outputs(self) -> int:
-        """Bytes of outputs that have memory of their own."""
-        return sum(a.bytes for a in self.allocations if a.category == "output")
+    def held(self, category: str) -> int:
+        """Bytes of all allocations of a category, with what lies idle in them."""
+        return sum(a.bytes for a in self.allocations if a.category == category)
 
 
 def read_assignment(text: str) -> Assignment:

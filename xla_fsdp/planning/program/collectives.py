@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ...tpu.links import wire_bytes
 from ..records import KINDS, Collective
 from .groups import read_groups
 from .hlo import Computation, Instruction, Module
@@ -165,8 +166,8 @@ class _Search:
             for operand in self._line.operands(place):
                 width = len(leaves(self._shapes[operand]))
                 carried += self._carried.get(operand, [None] * width)
-        for out, operand, within in instruction.aliases:
-            name = (place.scope, instruction.operands[operand])
+        for out, number, within in instruction.aliases:
+            name = (place.scope, instruction.operands[number])
             if name in self._carried:
                 start, stop = span(self._shapes[name], within)
                 first, _ = span(instruction.shape, out)
@@ -242,16 +243,6 @@ def _record(module: Module, one: _Open, last: int) -> Collective:
         phase=labels[0][0],
         source=core.source or instruction.source,
     )
-
-
-def wire_bytes(kind: str, number_of_bytes: int, group_size: int) -> int:
-    """Bytes a device sends in one collective of ``number_of_bytes``, the larger of its ends."""
-    if kind == "collective-permute":
-        return number_of_bytes
-    if group_size <= 1:
-        return 0
-    factor = 2 if kind == "all-reduce" else 1
-    return factor * number_of_bytes * (group_size - 1) // group_size
 
 
 def _bytes(shapes: tuple[Shape, ...]) -> int:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 
 from .hlo import Computation, Instruction, Module, parse_module
-from .shapes import Shape
+from .shapes import Shape, numbers
 from .trips import trip_count
 
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -71,7 +71,7 @@ def _flops(computation: Computation, instruction: Instruction) -> float:
     if instruction.opcode == "dot":
         left = _dims(computation, instruction, 0)
         contracting = _CONTRACTING.search(instruction.attributes)
-        axes = [int(axis) for axis in contracting[1].split(",") if axis] if contracting else []
+        axes = numbers(contracting[1]) if contracting else ()
         return 2.0 * _elements(instruction) * math.prod(left[axis] for axis in axes)
     if instruction.opcode == "convolution":
         kernel = _dims(computation, instruction, 1)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from .hlo import Instruction
+from .shapes import numbers
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -34,26 +35,22 @@ def parse_groups(text: str) -> Groups:
     iota = _IOTA.fullmatch(text)
     if iota:
         rows, width = _split(iota[1])
-        dims = _numbers(iota[2])
-        order = _numbers(iota[3]) if iota[3] else tuple(range(len(dims)))
+        dims = numbers(iota[2])
+        order = numbers(iota[3]) if iota[3] else tuple(range(len(dims)))
         if sorted(order) != list(range(len(dims))) or math.prod(dims) != rows * width:
             raise ValueError(f"replica groups {text!r} do not fit together")
         flat = _transposed(dims, order)
         return tuple(tuple(flat[r * width : (r + 1) * width]) for r in range(rows))
     if text and not re.fullmatch(r"\{(\s*\{[\d,\s]*\}\s*,?)*\s*\}", text):
         raise ValueError(f"replica groups in an unknown notation: {text[:120]!r}")
-    groups = (_numbers(g) for g in _GROUP.findall(text[1:-1]))
+    groups = (numbers(g) for g in _GROUP.findall(text[1:-1]))
     return tuple(g for g in groups if g)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.replace(",", " ").split())
 
 
 def _split(text: str) -> tuple[int, int]:
     """Number of groups and their size; one number alone is one group."""
-    numbers = _numbers(text)
-    return (1, numbers[0]) if len(numbers) == 1 else (math.prod(numbers[:-1]), numbers[-1])
+    *most, last = numbers(text)
+    return math.prod(most), last
 
 
 def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:

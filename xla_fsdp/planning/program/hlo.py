@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from .shapes import Shape, ShapeReader, Tuple
+from .shapes import Shape, ShapeReader, Tuple, numbers
 
 # An array's shape, then the opcode. A tuple's shape ends at the first ")" that is followed by an
 # opcode: inside, ")" is followed by a comma, a brace or another ")".
@@ -149,7 +149,7 @@ class Module:
 
     def named(self, name: str | None, user: Instruction) -> Computation:
         """The computation of a name that ``user`` gives; ValueError if there is none."""
-        if name not in self.computations:
+        if name is None or name not in self.computations:
             raise ValueError(f"{user.opcode} {user.name} calls {name!r}, which is not defined")
         return self.computations[name]
 
@@ -240,19 +240,15 @@ def _closing(text: str, start: int) -> int:
     stop = text.find(")", start)
     if stop >= 0 and "(" not in (inside := text[start:stop]) and '"' not in inside:
         return stop
-    depth = 1
-    for token in _NESTING.finditer(text, start):
-        if token[0] in "({[":
-            depth += 1
-        elif token[0] in ")}]":
-            depth -= 1
-            if depth == 0:
-                return token.start()
-    raise ValueError(f"a bracket is not closed: {text.strip()[:120]!r}")
+    stop = _end_of_item(text, start, ends="")
+    if stop == len(text):
+        raise ValueError(f"a bracket is not closed: {text.strip()[:120]!r}")
+    return stop
 
 
-def _end_of_item(text: str, start: int) -> int:
-    """Where the item of a comma-separated list ends that begins at ``start``."""
+def _end_of_item(text: str, start: int, ends: str = ",") -> int:
+    """Where the item of a list in ``text`` ends that begins at ``start``: at ``ends``, or where
+    the list does."""
     depth = 0
     for token in _NESTING.finditer(text, start):
         if token[0] in "({[":
@@ -261,7 +257,7 @@ def _end_of_item(text: str, start: int) -> int:
             depth -= 1
             if depth < 0:
                 return token.start()
-        elif token[0] == "," and depth == 0:
+        elif token[0] == ends and depth == 0:
             return token.start()
     return len(text)
 
@@ -279,12 +275,8 @@ def _split(text: str) -> list[str]:
 
 def _aliases(text: str) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
     return tuple(
-        (_numbers(out), int(number), _numbers(place)) for out, number, place in _ALIAS.findall(text)
+        (numbers(out), int(number), numbers(place)) for out, number, place in _ALIAS.findall(text)
     )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.replace(",", " ").split())
 
 
 def _unescape(text: str) -> str:

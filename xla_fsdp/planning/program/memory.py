@@ -60,8 +60,8 @@ class Memory:
                 yield self._buffer(value.name, value.bytes, value, "temporary", value.shape)
         elif one.values:
             value = one.values[0]
-            known = one.parameter is not None and one.parameter < len(self._arguments)
-            name = self._arguments[one.parameter] if known else ""
+            number = len(self._arguments) if one.parameter is None else one.parameter
+            name = self._arguments[number] if number < len(self._arguments) else ""
             yield self._buffer(name or value.name, one.bytes, value, one.category, value.shape)
 
     def _buffer(self, name: str, size: int, value: Value, category: str, shape: str) -> Buffer:

@@ -92,7 +92,7 @@ def padded_bytes(shape: Shape | Tuple) -> int:
 class ShapeReader:
     """Turns text into shapes. Programs repeat few shapes often, so it remembers them."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._known: dict[str, Shape | Tuple] = {}
 
     def read(self, text: str) -> Shape | Tuple:
@@ -117,6 +117,11 @@ class ShapeReader:
         return stack[0][0]
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a list such as ``2,0,1``."""
+    return tuple(int(n) for n in text.replace(",", " ").split())
+
+
 def _array(text: str) -> Shape:
     found = _ARRAY.fullmatch(text)
     if found is None:
@@ -131,7 +136,7 @@ def _array(text: str) -> Shape:
     return Shape(
         dtype=dtype,
         dims=dims,
-        minor_to_major=tuple(int(d) for d in order.split(",") if d.strip()),
+        minor_to_major=numbers(order),
         tiles=tuple(_tile(t) for t in _TILE.findall(tiles[1])) if tiles else (),
         space=int(space[1]) if space else HBM,
         bits=int(bits[1]) if bits else _bits(dtype),

@@ -7,9 +7,11 @@ the integers that the condition asks for are computed, iteration by iteration.
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from .hlo import Computation, Instruction, Module
 from .shapes import Shape
@@ -19,21 +21,24 @@ _LIMIT = 100_000
 
 _SAME = frozenset("copy bitcast reshape broadcast optimization-barrier opt-barrier".split())
 _WRAPPED = frozenset("convert bitcast-convert".split())
-_ARITHMETIC: tuple[tuple[str, Callable[[int, int], int]], ...] = (
-    ("add", lambda a, b: a + b),
-    ("subtract", lambda a, b: a - b),
-    ("multiply", lambda a, b: a * b),
-    ("minimum", min),
-    ("maximum", max),
-    ("xor", lambda a, b: a ^ b),
-)
-_COMPARE: tuple[tuple[str, Callable[[int, int], bool]], ...] = (
-    ("LT", lambda a, b: a < b),
-    ("LE", lambda a, b: a <= b),
-    ("GT", lambda a, b: a > b),
-    ("GE", lambda a, b: a >= b),
-    ("EQ", lambda a, b: a == b),
-    ("NE", lambda a, b: a != b),
+# Operations on two numbers by opcode, comparisons by their direction.
+_BINARY: Mapping[str, Callable[[int, int], int]] = MappingProxyType(
+    {
+        "add": operator.add,
+        "subtract": operator.sub,
+        "multiply": operator.mul,
+        "minimum": min,
+        "maximum": max,
+        "and": operator.and_,
+        "or": operator.or_,
+        "xor": operator.xor,
+        "LT": operator.lt,
+        "LE": operator.le,
+        "GT": operator.gt,
+        "GE": operator.ge,
+        "EQ": operator.eq,
+        "NE": operator.ne,
+    }
 )
 
 
@@ -73,10 +78,10 @@ def _run(
     initial: str,
     needed: set[int],
 ) -> int | None:
-    state = {place: outside.element(initial, place) for place in needed}
+    state: dict[int, int | None] = {place: outside.element(initial, place) for place in needed}
     for trips in range(_LIMIT):
 
-        def read(_: int, place: int | None, state=state) -> int | None:
+        def read(_: int, place: int | None, state: Mapping[int, int | None] = state) -> int | None:
             if place is not None and place not in state:
                 raise _Needed(place)
             return None if place is None else state[place]
@@ -136,7 +141,7 @@ class _Frame:
         if opcode in ("fusion", "call"):
             inner = self._inner(instruction)
             return inner.value(inner.computation.root.name)
-        found = self._computed(instruction)
+        found = self._computed(instruction, shape.dtype)
         return None if found is None else _wrapped(found, shape.dtype)
 
     def _inner(self, instruction: Instruction) -> _Frame:
@@ -146,7 +151,7 @@ class _Frame:
 
         return _Frame(self.module, self.module.called_by(instruction), given)
 
-    def _computed(self, instruction: Instruction) -> int | None:
+    def _computed(self, instruction: Instruction, dtype: str) -> int | None:
         opcode, operands = instruction.opcode, instruction.operands
         if opcode in _SAME or opcode in _WRAPPED:
             return self.value(operands[0])
@@ -156,22 +161,16 @@ class _Frame:
         if opcode == "not":
             value = self.value(operands[0])
             return None if value is None else ~value
-        if opcode in ("and", "or"):
-            values = [self.value(o) for o in operands]
-            deciding = 0 if opcode == "and" else 1
-            if instruction.shape.dtype == "pred" and deciding in values:
-                return deciding
-            if None in values:
-                return None
-            return values[0] & values[1] if opcode == "and" else values[0] | values[1]
-        if opcode == "compare":
-            how = dict(_COMPARE).get(instruction.attribute("direction") or "")
-        else:
-            how = dict(_ARITHMETIC).get(opcode)
+        how = _BINARY.get(
+            instruction.attribute("direction") or "" if opcode == "compare" else opcode
+        )
         if how is None:
             return None
-        values = [self.value(o) for o in operands]
-        return None if None in values else int(how(*values))
+        left, right = (self.value(o) for o in operands)
+        decides = {"and": 0, "or": 1}.get(opcode)
+        if dtype == "pred" and decides is not None and decides in (left, right):
+            return decides  # whatever the other one is
+        return None if left is None or right is None else int(how(left, right))
 
 
 def _literal(text: str) -> int | None:

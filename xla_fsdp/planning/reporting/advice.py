@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from ..records import Collective, Schedule
 from ..tracing.step import TracedStep
+from .amounts import units
 from .tables import TINY, count, wire
-from .units import units
 
 _LITTLE_HEADROOM = 0.05
 _MANY = 20

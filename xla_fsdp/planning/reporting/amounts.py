@@ -1,6 +1,8 @@
-"""How reports write figures and long names."""
+"""How reports write figures, and name the parts of a model."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 GIB, MIB, MB = 2**30, 2**20, 10**6
 MB_MEANS = "10^6 bytes"  # as bandwidths are rated; MiB and GiB are binary
@@ -33,3 +35,24 @@ def short(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     return text[: most // 2 - 1] + "…" + text[len(text) - (most - most // 2) :]
+
+
+def units(modules: Iterable[str]) -> dict[str, str]:
+    """The top-level unit of every module, by which reports group what they show: its first path
+    components, such that what repeats is kept apart.
+
+    ``blocks.3.attn.qkv`` and ``blocks.3.norm`` belong to ``blocks.3``, ``embed.proj`` to ``embed``,
+    and next to ``model.layers.0.mlp``, ``model.norm`` is ``model.norm`` and not ``model``.
+    """
+    paths = {m: [c for c in m.split(".") if c and not c.startswith("_")] for m in set(modules)}
+    holders: set[tuple[str, ...]] = set()
+    for path in paths.values():
+        number = next((i for i, part in enumerate(path) if part.isdigit()), 0)
+        holders.update(tuple(path[: i + 1]) for i in range(number))
+    found = {}
+    for module, path in paths.items():
+        depth = 1
+        while depth < len(path) and tuple(path[:depth]) in holders:
+            depth += 1
+        found[module] = ".".join(path[:depth])
+    return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .amounts import GIB, MB, MB_MEANS, MIB, figure, share
-from .report import Report
-from .tables import TINY, count, wire
+from .findings import Findings
+from .tables import TINY, aligned, count, wire
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,10 @@ class Comparison:
         raise KeyError(f"{name!r}: allowed are {', '.join(f.name for f in self.figures)}")
 
     def __str__(self) -> str:
-        table = self._table()
-        widths = [max(len(row[i]) for row in table) for i in range(4)]
         most = max(map(len, self.names))
         lines = [f"{n:{most}}  {v}" for n, v in zip(self.names, self.verdicts, strict=True)]
         lines += [self.remark, ""] if self.remark else [""]
-        for row in table:
-            cells = [
-                row[0].ljust(widths[0]),
-                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
-            ]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        return "\n".join([*lines, *aligned(self._table(), [False, True, True, True])])
 
     def markdown(self) -> str:
         """The table in Markdown, verdicts included."""
@@ -78,14 +70,14 @@ class Comparison:
         return rows
 
 
-def compare(left: Report, right: Report) -> Comparison:
+def compare(left: Findings, right: Findings) -> Comparison:
     """All main figures of two reports.
 
     Raises:
         TypeError: one of them is no report.
     """
     for report in (left, right):
-        if not isinstance(report, Report):
+        if not isinstance(report, Findings):
             message = f"cannot compare {type(report).__name__}: allowed is Report; plan or load it"
             raise TypeError(message)
     one, two = _figures(left), _figures(right)
@@ -105,7 +97,7 @@ def compare(left: Report, right: Report) -> Comparison:
     return Comparison(names, (left.verdict, right.verdict), figures, remark)
 
 
-def _figures(report: Report) -> list[tuple[str, str, float | None]]:
+def _figures(report: Findings) -> list[tuple[str, str, float | None]]:
     memory, timing, collectives = report.memory, report.timing, report.schedule.collectives
     ready = [c for c in collectives if c.asynchronous]
     tiny = [c for c in collectives if c.bytes < TINY]

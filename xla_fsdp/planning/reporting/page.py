@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from .amounts import GIB, MB, figure, milliseconds, percent
-from .curve import Curve, explained, hbm
-from .lanes import duration
-from .svg import LEFT, RIGHT, memory_svg, timeline_svg
+from .findings import Findings
+from .series import Curve, duration, explained, hbm
 from .tables import Section, count, sections
 from .text import missing, reason, remarks, subtitle
-
-if TYPE_CHECKING:
-    from .report import Report
 
 _STYLE = """
 :root { color-scheme: light }
@@ -24,7 +19,7 @@ body { font: 15px/1.45 system-ui, "DejaVu Sans", sans-serif; margin: 2em auto; m
 h1 { font-size: 1.6em; margin: 0 }  h1.fits { color: #00694f }  h1.not { color: #b03a00 }
 h2 { font-size: 1.1em; margin: 2em 0 .4em }  p { margin: .2em 0 1em; color: #444 }
 svg { width: 100%; height: auto; display: block }
-svg text { font-family: system-ui, "DejaVu Sans", sans-serif }
+svg text { font-family: "DejaVu Sans", Verdana, system-ui, sans-serif; pointer-events: none }
 .tiles { display: flex; flex-wrap: wrap; gap: .5em; margin: 1em 0 }
 .tiles div { background: #f3f5f7; border-radius: 6px; padding: .5em .8em }
 .tables { display: flex; flex-wrap: wrap; gap: 0 3.5em; align-items: flex-start }
@@ -43,12 +38,12 @@ td, th { padding: .22em .9em .22em 0; text-align: left; border-bottom: 1px solid
 _SCRIPT = """
 const tip = document.getElementById("tip");
 const curve = JSON.parse(document.getElementById("curve").textContent);
-function readout(x, svg) {
-  const axis = curve[svg.dataset.axis], at = (x - curve.left) / (curve.right - curve.left);
+function readout(part, kind) {
+  const axis = curve[kind], at = (part - curve.left) / (curve.right - curve.left);
   let low = 0, high = axis.length - 1;
   while (low < high) {
     const middle = (low + high + 1) >> 1;
-    if (axis[middle] <= at * curve[svg.dataset.axis + "End"]) low = middle; else high = middle - 1;
+    if (axis[middle] <= at * curve[kind + "End"]) low = middle; else high = middle - 1;
   }
   let text = curve.total[low].toFixed(3) + " GiB in use at place " + curve.places[low] +
     (curve.ms ? " (" + curve.ms[low].toFixed(3) + " ms)" : "");
@@ -56,25 +51,25 @@ function readout(x, svg) {
     if (values[low] > 0) text += "\\n  " + values[low].toFixed(3) + " GiB " + name;
   return text;
 }
-for (const svg of document.querySelectorAll("svg[data-axis]")) {
-  svg.addEventListener("mousemove", event => {
-    const spot = event.target, data = spot.dataset || {};
-    const scale = 1200 / svg.getBoundingClientRect().width;
-    const x = (event.clientX - svg.getBoundingClientRect().left) * scale;
-    const text = data.t || (spot.classList.contains("area") ? readout(x, svg) : "");
-    tip.textContent = text;
-    tip.style.display = text ? "block" : "none";
+for (const picture of document.querySelectorAll("[data-axis]")) {
+  picture.addEventListener("mousemove", event => {
+    const spot = event.target.closest("[data-t], .area"), box = picture.getBoundingClientRect();
+    const part = (event.clientX - box.left) / box.width;
+    tip.textContent = spot ? spot.dataset.t || readout(part, picture.dataset.axis) : "";
+    tip.style.display = spot ? "block" : "none";
     const room = window.innerWidth - tip.offsetWidth - 8;
     tip.style.left = Math.max(0, Math.min(event.clientX + 14, room)) + "px";
     tip.style.top = (event.clientY + 16) + "px";
   });
-  svg.addEventListener("mouseleave", () => { tip.style.display = "none"; });
+  picture.addEventListener("mouseleave", () => { tip.style.display = "none"; });
 }
 """
 
 
-def page(report: Report) -> str:
+def page(report: Findings) -> str:
     """The whole page. Every text of the report is escaped."""
+    from .pictures import SIDES, memory_svg, timeline_svg  # with matplotlib
+
     curve = hbm(report) if report.schedule.curve else None
     verdict = f'<h1 class="{"fits" if report.fits else "not"}">{escape(report.verdict)}</h1>'
     parts = [verdict, *_paragraph(reason(report)), *_paragraph(subtitle(report)), _tiles(report)]
@@ -83,16 +78,16 @@ def page(report: Report) -> str:
     )
     if curve is not None:
         parts += ["<h2>HBM in use over the schedule</h2>", *_paragraph(explained(report))]
-        parts += [memory_svg(report, curve)]
+        parts += [f'<div data-axis="places">{memory_svg(report)}</div>']
     if curve is not None and not missing(report):
         parts += ["<h2>Timeline of one step: modelled, not measured</h2>"]
-        parts += [timeline_svg(report, curve)]
+        parts += [f'<div data-axis="ms">{timeline_svg(report)}</div>']
     parts += _paragraph(missing(report))
     tables = "".join(_table(section) for section in sections(report))
     parts += [f'<div class="tables">{tables}</div>']
     notes = remarks(report)
     parts += ["<h2>Notes</h2>", _list(notes)] if notes else []
-    data = json.dumps(_readout(report, curve)).replace("<", "\\u003c")
+    data = json.dumps(_readout(report, curve, SIDES)).replace("<", "\\u003c")
     parts += ['<div id="tip"></div>', f'<script type="application/json" id="curve">{data}</script>']
     title = escape(f"{report.title or 'xla_fsdp plan'}: {report.topology}")
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
@@ -103,7 +98,7 @@ def page(report: Report) -> str:
     )
 
 
-def _tiles(report: Report) -> str:
+def _tiles(report: Findings) -> str:
     collectives = report.schedule.collectives
     waiting = count([c for c in collectives if not c.asynchronous])
     step, mfu = (report.timing.step, report.timing.mfu) if report.timed else (None, None)
@@ -158,7 +153,9 @@ def _table(section: Section) -> str:
     return f'<div class="scroll"><h2>{escape(section.title)}</h2>{table}</div>'
 
 
-def _readout(report: Report, curve: Curve | None) -> dict[str, object]:
+def _readout(
+    report: Findings, curve: Curve | None, sides: tuple[float, float]
+) -> dict[str, object]:
     """What the pointer reads off the pictures."""
     if curve is None:
         return {}
@@ -168,8 +165,8 @@ def _readout(report: Report, curve: Curve | None) -> dict[str, object]:
         "msEnd": 1e3 * duration(report),
     }
     return {
-        "left": LEFT,
-        "right": RIGHT,
+        "left": sides[0],
+        "right": sides[1],
         "places": [int(p) for p in curve.places],
         "placesEnd": report.schedule.length,
         "total": [round(float(v) / GIB, 3) for v in curve.total],

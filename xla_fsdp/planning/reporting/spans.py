@@ -1,12 +1,15 @@
-"""Stretches of an axis, of time or of places, thinned out to what can be drawn."""
+"""Stretches of an axis, of time or of places, as few and as wide as a picture can show."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 DETAIL = 1500  # pieces a picture, about one a pixel
-_BINS = 300  # for spans more than can be drawn
+_SHARES = 300  # bins of an axis for spans more than can be drawn
+_WINNERS = 750  # bins in each of which what is busiest counts
+_LEGIBLE = 1.3 / 190  # of the axis: room for a number
 
 
 @dataclass(frozen=True)
@@ -29,51 +32,132 @@ def merge(spans: Iterable[Span], least: float) -> list[Span]:
     """
     merged: list[Span] = []
     for span in sorted(spans, key=lambda s: s.begin):
-        last = merged[-1] if merged else None
-        close = last is not None and span.begin - last.end < least / 2
-        speck = close and last.end - last.begin < least
-        if close and (speck or (last.kind, last.label) == (span.kind, span.label)):
-            main = last if last.busy >= span.busy else span
-            merged[-1] = Span(
-                last.begin,
-                max(last.end, span.end),
-                main.kind,
-                main.label,
-                last.busy + span.busy,
-                last.count + span.count,
-            )
-        else:
+        if not merged or not _joins(merged[-1], span, least):
             merged.append(span)
+            continue
+        last = merged[-1]
+        merged[-1] = replace(
+            last if last.busy >= span.busy else span,
+            begin=last.begin,
+            end=max(last.end, span.end),
+            busy=last.busy + span.busy,
+            count=last.count + span.count,
+        )
     return merged
+
+
+def _joins(last: Span, span: Span, least: float) -> bool:
+    if span.begin - last.end >= least / 2:
+        return False
+    return last.end - last.begin < least or (last.kind, last.label) == (span.kind, span.label)
 
 
 def thinned(spans: list[Span], total: float) -> list[Span]:
     """The spans of one kind, each to be seen; or which share of the time they take, if too many."""
-    if _crowded(spans, total):
-        return _binned(spans, total)
-    return merge(spans, total / DETAIL)
-
-
-def _crowded(spans: list[Span], total: float) -> bool:
-    """Whether the spans are too many and too short for what they are: each is drawn at least a
-    pixel wide, and hundreds would look like a lane that is always busy.
-    """
+    # Each is drawn at least a pixel wide: hundreds would look like a lane that is always busy.
     drawn = sum(max(s.end - s.begin, total / DETAIL) for s in spans)
-    return drawn > 0.2 * total and drawn > 3 * sum(s.busy for s in spans)
-
-
-def _binned(spans: list[Span], total: float) -> list[Span]:
-    """Which share of the time the spans take, bin by bin, as the height of what is drawn."""
-    width = total / _BINS
-    busy, number = [0.0] * (_BINS + 1), [0] * (_BINS + 1)
+    if drawn <= 0.2 * total or drawn <= 3 * sum(s.busy for s in spans):
+        return merge(spans, total / DETAIL)
+    width = total / _SHARES
+    busy, number = [0.0] * _SHARES, [0] * _SHARES
     for span in spans:
-        first = int(span.begin / width)
-        number[first] += 1
-        for i in range(first, min(int(span.end / width), _BINS) + 1):
-            busy[i] += max(min(span.end, (i + 1) * width) - max(span.begin, i * width), 0.0)
-    kind, bins = spans[0].kind, []
-    for i in (i for i in range(_BINS) if busy[i]):
+        number[min(int(span.begin / width), _SHARES - 1)] += 1
+        for i, inside in _parts(span, width, _SHARES):
+            busy[i] += inside
+    bins = []
+    for i in (i for i in range(_SHARES) if busy[i]):
         part = min(busy[i] / width, 1.0)
         label = f"{number[i]} start here, {part:.0%} of the time"
-        bins.append(Span(i * width, (i + 1) * width, kind, label, busy[i], 1, max(part, 0.04)))
+        edges = i * width, (i + 1) * width
+        bins.append(Span(*edges, spans[0].kind, label, busy[i], 1, max(part, 0.04)))
     return bins
+
+
+def blocks(spans: list[Span], total: float, speck: float = _LEGIBLE) -> list[Span]:
+    """What is busiest, stretch by stretch: the odd operation of another unit does not show.
+
+    Gaps between neighbours of one unit (collectives) are bridged. What is busy for less than
+    ``speck`` of ``total`` is left out.
+    """
+    runs = _joined(_winners(spans, total))
+    return _joined(r for r in runs if r.busy >= speck * total)
+
+
+def by_unit(spans: list[Span], total: float) -> list[Span]:
+    """Blocks of spans labelled by unit; by what holds the units (``blocks`` for ``blocks.300``) if
+    most of the time is in units too narrow for a number.
+    """
+    found = blocks(spans, total)
+    if 2 * sum(s.busy for s in found) >= sum(s.busy for s in spans):
+        return found
+    return blocks([replace(s, label=_holder(s.label) or s.label) for s in spans], total)
+
+
+def captions(spans: list[Span], room: float) -> list[tuple[Span, str]]:
+    """Names for a row of spans, ``room`` characters in a unit of their axis.
+
+    A name wider than its span is cut to its last component. A number may stick out by half, as
+    long as it keeps away from the one before; else there is no name.
+    """
+    found, last = [], -1.0
+    for span in spans:
+        width, middle = (span.end - span.begin) * room, (span.begin + span.end) / 2 * room
+        tail = span.label.rpartition(".")[2]
+        text = span.label if len(span.label) <= width else tail
+        fits = len(text) <= (1.6 * width if text.isdigit() else width)
+        if fits and middle - len(text) / 2 >= last + 0.9:
+            last = middle + len(text) / 2
+        else:
+            text = ""
+        found.append((span, text))
+    return found
+
+
+def numbered(spans: list[Span], room: float) -> str:
+    """What holds the units that ``captions`` cuts to their number; "" if it cuts less than half."""
+    named = [(span.label, text) for span, text in captions(spans, room) if text]
+    cut = Counter(_holder(label) for label, text in named if text.isdigit() and text != label)
+    (inside, _), *_ = cut.most_common(1) or [("", 0)]
+    return inside if 2 * cut.total() > len(named) else ""
+
+
+def _holder(unit: str) -> str:
+    """``blocks`` of ``blocks.3``; "" of a unit at the top."""
+    return unit.rpartition(".")[0]
+
+
+def _winners(spans: Iterable[Span], total: float) -> list[Span]:
+    """The busiest label of every bin that has one."""
+    width = total / _WINNERS or 1.0
+    busy: list[dict[tuple[str, str], float]] = [{} for _ in range(_WINNERS)]
+    for span in spans:
+        key, length = (span.kind, span.label), span.end - span.begin
+        for i, inside in _parts(span, width, _WINNERS):
+            part = inside / length if length else 1.0
+            busy[i][key] = busy[i].get(key, 0.0) + part * span.busy
+    found = []
+    for i, shares in enumerate(busy):
+        if shares:
+            kind, label = max(shares, key=lambda key: shares[key])
+            found.append(Span(i * width, (i + 1) * width, kind, label, shares[kind, label]))
+    return found
+
+
+def _parts(span: Span, width: float, bins: int) -> Iterator[tuple[int, float]]:
+    """The bins of a width that a span touches, each with how much of it lies in there."""
+    for i in range(
+        min(int(span.begin / width), bins - 1), min(int(span.end / width), bins - 1) + 1
+    ):
+        yield i, max(min(span.end, (i + 1) * width) - max(span.begin, i * width), 0.0)
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """Neighbours of one label as one, whatever gap is between them."""
+    runs: list[Span] = []
+    for span in spans:
+        if runs and (runs[-1].kind, runs[-1].label) == (span.kind, span.label):
+            last = runs[-1]
+            runs[-1] = replace(last, end=span.end, busy=last.busy + span.busy)
+        else:
+            runs.append(span)
+    return runs

@@ -1,4 +1,4 @@
-"""Reports as JSON, and files that appear whole or not at all."""
+"""Reports as JSON, and where they are kept."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import json
 import os
 import types
 import typing
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy
 
-if TYPE_CHECKING:
-    from .report import Report
+from .findings import Findings
+
+_Kind = TypeVar("_Kind", bound=Findings)
 
 _FORMAT, _VERSION = "xla_fsdp plan", 1
 
 
-def encode(report: Report) -> str:
+def encode(report: Findings) -> str:
     """The report as JSON, in full."""
     data = {"format": _FORMAT, "version": _VERSION, "report": report}
     return json.dumps(data, default=_plain)
 
 
-def decode(kind: type[Report], text: str, source: str) -> Report:
+def decode(kind: type[_Kind], text: str, source: str) -> _Kind:
     """The report that ``encode`` wrote; sequences come back as tuples.
 
     Raises:
@@ -75,17 +75,6 @@ def target(path: str | os.PathLike[str]) -> Path:
     return place
 
 
-def write(place: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    partial = place.with_name(f".{place.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with open(partial, "xb") as stream:
-            stream.write(content)
-        os.replace(partial, place)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def _plain(value: Any) -> Any:
     """A record, a mapping or a number of numpy in terms of JSON."""
     if is_dataclass(value):
@@ -100,7 +89,7 @@ def _plain(value: Any) -> Any:
 def _reader(kind: Any) -> Callable[[Any], Any]:
     """What turns a value as JSON has it into the type that an annotation asks for."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         readers = {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}
         return lambda value: kind(**{name: readers[name](item) for name, item in value.items()})
     if origin is types.UnionType:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ..records import KINDS, Buffer, Collective
-from .amounts import GIB, MB, MIB, UNKNOWN, figure, milliseconds, percent, share, short
-from .curve import holds
-from .units import units
-
-if TYPE_CHECKING:
-    from .report import Report
+from ..records import KINDS, Collective
+from .amounts import GIB, MB, MIB, UNKNOWN, figure, milliseconds, percent, share, short, units
+from .findings import Findings
 
 TINY = 64 * 1024  # bytes: a collective smaller than this costs its latency
 SENT = "MB sent"
@@ -35,12 +30,23 @@ class Section:
         return [all(_is_number(cell) for cell in column) for column in zip(*self.rows, strict=True)]
 
 
-def sections(report: Report) -> list[Section]:
+def sections(report: Findings) -> list[Section]:
     """The tables that have something to show."""
     tables = [_memory(report), _largest(report), _collectives(report), _by_unit(report)]
     if report.placed:
         tables += [_traffic(report), _time(report)]
     return [t for t in (*tables, _program(report)) if t.rows]
+
+
+def aligned(table: Sequence[Sequence[str]], numeric: Sequence[bool]) -> list[str]:
+    """Rows as lines: figures to the right, words to the left."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = zip(row, widths, numeric, strict=True)
+        padded = [cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells]
+        lines.append("  ".join(padded).rstrip())
+    return lines
 
 
 def of_kinds(collectives: Sequence[Collective]) -> dict[str, list[Collective]]:
@@ -63,7 +69,7 @@ def wire(collectives: Sequence[Collective]) -> int:
     return sum(c.wire_bytes * c.times for c in collectives)
 
 
-def _memory(report: Report) -> Section:
+def _memory(report: Findings) -> Section:
     m, summed = report.memory, max(report.schedule.curve, default=0)
     by = "the compiler's buffer assignment" if report.refusal else "the compiler's statement"
     donated, code = (None if report.refusal and not size else size for size in (m.aliased, m.code))
@@ -91,21 +97,19 @@ def _memory(report: Report) -> Section:
     return Section("HBM of a device", (unit, "how obtained"), tuple(lines))
 
 
-def _largest(report: Report) -> Section:
+def _largest(report: Findings) -> Section:
     live = report.schedule.live_at_peak()
-    rows = [
-        (short(b.shape, 30), f"{b.bytes / MIB:,.1f}", b.opcode, short(holds(b), 40), _role(b))
-        for b in live[:10]
-    ]
+    rows = []
+    for b in live[:10]:
+        owner = b.name if b.category == "argument" else b.module
+        role = f"{b.category}, {b.phase}" if b.phase else b.category
+        size = f"{b.bytes / MIB:,.1f}"
+        rows.append((short(b.shape, 30), size, b.opcode, short(owner, 40), role))
     title = f"Largest at the peak ({min(len(live), 10)} of {len(live)})"
     return Section(title, ("MiB", "op", "module or name", "role"), tuple(rows), "MiB")
 
 
-def _role(buffer: Buffer) -> str:
-    return f"{buffer.category}, {buffer.phase}" if buffer.phase else buffer.category
-
-
-def _collectives(report: Report) -> Section:
+def _collectives(report: Findings) -> Section:
     collectives = report.schedule.collectives
     kinds = of_kinds(collectives)
     if len(kinds) > 1:
@@ -121,7 +125,7 @@ def _counts(some: Sequence[Collective]) -> tuple[str, ...]:
     return *map(str, numbers), figure(wire(some) / MB, 1)
 
 
-def _by_unit(report: Report, most: int = 5) -> Section:
+def _by_unit(report: Findings, most: int = 5) -> Section:
     """Bytes by top-level unit, the busiest first."""
     collectives = report.schedule.collectives
     unit = units(c.module for c in collectives)
@@ -138,7 +142,7 @@ def _by_unit(report: Report, most: int = 5) -> Section:
     return Section("Collectives by module", _COUNTED, tuple(rows), SENT)
 
 
-def _traffic(report: Report) -> Section:
+def _traffic(report: Findings) -> Section:
     collectives, timing = report.schedule.collectives, report.timing
     ready = [c for c in collectives if c.asynchronous]
     inside = [c for c in ready if c.overlap_cycles]
@@ -161,7 +165,7 @@ def _traffic(report: Report) -> Section:
     return Section("Traffic of a device", ("", "how obtained"), tuple(rows))
 
 
-def _time(report: Report) -> Section:
+def _time(report: Findings) -> Section:
     t, known = report.timing, report.timed
     flops = f"{t.model_flops / 1e12:,.2f} TFLOP a device, of its peak"
     waits = "the rest: the device waits (none of this was measured)"
@@ -181,7 +185,7 @@ def _time(report: Report) -> Section:
     return Section("Time of a step: MODEL", ("", "how obtained"), tuple(rows))
 
 
-def _program(report: Report) -> Section:
+def _program(report: Findings) -> Section:
     ranks, code = report.ranks_traced, report.program_bytes
     cached = "from the cache; it took this when compiled" if report.from_cache else "measured here"
     listed = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")

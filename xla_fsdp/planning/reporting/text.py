@@ -5,43 +5,40 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from .amounts import MB_MEANS, short
-from .tables import Section, sections
-
-if TYPE_CHECKING:
-    from .report import Report
+from .findings import Findings
+from .tables import Section, aligned, sections
 
 _COLUMN = 66  # characters of the last column in a line
 _PREFIX = re.compile(r"^[A-Z_]+: (XLA:TPU compile permanent error\. )?")
 
 
-def text(report: Report) -> str:
+def text(report: Findings) -> str:
     """The whole report, in lines of about 100 characters."""
     lines = [report.verdict]
     lines += textwrap.wrap(reason(report), 100)
     lines += [subtitle(report)]
     for section in sections(report):
-        lines += ["", *_aligned(section)]
+        lines += ["", *_lines(section)]
     for heading, texts in (("Notes", remarks(report)), ("Warnings", report.warnings)):
         lines += ["", heading, *_listed(texts)] if texts else []
     return "\n".join(lines)
 
 
-def subtitle(report: Report) -> str:
+def subtitle(report: Findings) -> str:
     """What was planned, and for what."""
     what = f"{report.title}: " if report.title else ""
     return f"{what}{report.topology}, {report.devices} devices ({report.chip})"
 
 
-def reason(report: Report) -> str:
+def reason(report: Findings) -> str:
     """Why the compiler refused the step, in its own words but not at its own length; "" if not."""
     first = report.refusal.strip().partition("\n\n")[0]
     return short(" ".join(_PREFIX.sub("", first).split()), 300)
 
 
-def missing(report: Report) -> str:
+def missing(report: Findings) -> str:
     """Why there is no timeline, or nothing at all to draw; "" if there is."""
     if not report.schedule.curve:
         refused = "the compiler gave up before it laid anything out" if report.refusal else ""
@@ -53,7 +50,7 @@ def missing(report: Report) -> str:
     return ""
 
 
-def remarks(report: Report) -> list[str]:
+def remarks(report: Findings) -> list[str]:
     """All notes: what was assumed, and what a reader should know of the figures."""
     notes = [*report.notes, *report.schedule.notes]
     if report.schedule.collectives:
@@ -62,24 +59,19 @@ def remarks(report: Report) -> list[str]:
     return notes
 
 
-def _aligned(section: Section) -> list[str]:
-    """The table as lines: numbers to the right, words to the left."""
+def _lines(section: Section) -> list[str]:
+    """The table as lines; what its last column says is wrapped."""
     table = [(section.title, *section.columns)]
     for row in section.rows:
         first, *more = textwrap.wrap(row[-1], _COLUMN) or [""]
         table.append((f"  {row[0]}", *row[1:-1], first))
         table += [("",) * (len(row) - 1) + (line,) for line in more]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        cells = [row[0].ljust(widths[0])]
-        for cell, width, number in zip(row[1:], widths[1:], section.numeric()[1:], strict=True):
-            cells.append(cell.rjust(width) if number else cell.ljust(width))
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    return aligned(table, [False, *section.numeric()[1:]])
 
 
 def _listed(texts: Sequence[str]) -> list[str]:
     """Sentences as a list, in lines of at most 100 characters."""
-    indents = {"initial_indent": "  * ", "subsequent_indent": "    "}
-    return [line for one in texts for line in textwrap.wrap(one, 100, **indents)]
+    wrapped = [
+        textwrap.wrap(one, 100, initial_indent="  * ", subsequent_indent="    ") for one in texts
+    ]
+    return [line for lines in wrapped for line in lines]

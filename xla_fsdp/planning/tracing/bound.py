@@ -9,13 +9,14 @@ send B(n-1)/n.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...wrapper import XlaFullyShardedDataParallel
+from ...names import is_wrapper
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class ZeroBound:
 
     wire_bytes: int
     parameters: int  # elements, each parameter once
-    label: str
+    label: str = "two all-gathers and one reduce-scatter of every parameter (ZeRO-3)"
 
 
 def zero_bound(roots: Iterable[nn.Module]) -> ZeroBound | None:
@@ -41,16 +42,12 @@ def zero_bound(roots: Iterable[nn.Module]) -> ZeroBound | None:
                     seen.add(key)
                     elements += numel
                     sent += (2 + trainable) * numel * itemsize * (ranks - 1) / ranks
-    if not seen:
-        return None
-    return ZeroBound(
-        round(sent), elements, "two all-gathers and one reduce-scatter of every parameter (ZeRO-3)"
-    )
+    return ZeroBound(round(sent), elements) if seen else None
 
 
-def _sharded(module: nn.Module):
+def _sharded(module: Any) -> Iterator[tuple[int, int, int, int, bool]]:
     """Identity, elements, bytes an element, ranks and whether trainable, of each shard."""
-    if isinstance(module, XlaFullyShardedDataParallel):
+    if is_wrapper(module):
         unit = module._unit
         for tensor in unit.tensors:
             dtype = unit.options.compute_dtype or tensor.shard.dtype

@@ -63,16 +63,17 @@ class LiveTensors:
         # type() instead of isinstance(), which asks objects for their __class__: slow, and some
         # objects do things when asked.
         kinds = _tensor_types()
-        return [t for t in gc.get_objects() if type(t) in kinds and _is_xla(t)]
+        return [t for t in gc.get_objects() if type(t) in kinds and is_xla(t)]
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    grads = [t.grad for t in tensors if t.is_leaf and t.grad is not None and _is_xla(t.grad)]
+    grads = [t.grad for t in tensors if t.is_leaf and t.grad is not None and is_xla(t.grad)]
     return list({id(t): t for t in [*tensors, *grads]}.values())
 
 
 def _tensor_types() -> set[type]:
-    kinds, new = set(), [torch.Tensor]
+    kinds: set[type] = set()
+    new: list[type] = [torch.Tensor]
     while new:
         kind = new.pop()
         if kind not in kinds:
@@ -119,8 +120,9 @@ def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
             torch_xla._XLAC._replace_xla_tensor(tensor, data)
 
 
-def _is_xla(tensor: torch.Tensor) -> bool:
+def is_xla(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is on the XLA device."""
     try:
-        return tensor.is_xla
+        return tensor.device.type == "xla"
     except Exception:  # a subclass in the middle of its construction
         return False

@@ -38,7 +38,7 @@ class Naming:
         roots: modules that were called by the step itself, not by another module, in order.
     """
 
-    def __init__(self, on_root_call: Callable[[], None]) -> None:
+    def __init__(self, on_root_call: Callable[[], object]) -> None:
         self.roots: list[nn.Module] = []
         self._on_root_call = on_root_call
         self._names: dict[nn.Module, str] = {}
@@ -77,11 +77,11 @@ class Naming:
 
         class Close(torch.autograd.Function):
             @staticmethod
-            def forward(ctx, value):
+            def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
                 return value * 1
 
             @staticmethod
-            def backward(ctx, grad):
+            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
                 self._close_here()
                 return grad
 

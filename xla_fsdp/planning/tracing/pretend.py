@@ -1,7 +1,7 @@
 """One process that traces as any rank of a slice that is not there.
 
 Inside :class:`Pretence` torch_xla believes what it is told: ``xr.world_size()``,
-``xr.global_ordinal()`` and with them :class:`~xla_fsdp.world.World` are those of the pretended
+``xr.global_ordinal()`` and with them ``World`` (collectives/world.py) are those of the pretended
 slice, for this project's wrapper, the in-tree class and any other code alike. Nothing runs:
 collectives would have nobody to meet. Where a step would be cut and run, what was traced is
 handed to ``on_cut``, and the tensors it would have computed become placeholders.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch_xla
@@ -19,11 +20,12 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch.overrides import TorchFunctionMode
 
-from ..._cpu import where
-from ..._cpu.mode import READS, reads_to_host, xla_tensors
-from ..._cpu.patches import Patches
-from ...routes import attributes_of
-from ..slices.topology import Slice
+from ...collectives.routes import attributes_of
+from ...ranks.cpu import call_site
+from ...ranks.cpu.mode import READS, reads_to_host, xla_tensors
+from ...ranks.cpu.patches import Patches
+from ...ranks.rank import pretending
+from ...tpu.topology import Slice
 from .live import assign, is_pending
 
 # Values of tensors this large are not drawn: nothing will ever look at them.
@@ -63,6 +65,7 @@ class Pretence:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Pretence:
+        self._stack.enter_context(pretending())
         patches = Patches()
         self._stack.callback(patches.undo)
         # torch_xla keeps both for the process once it knows them.
@@ -84,12 +87,12 @@ class Pretence:
         self._stack.enter_context(_NothingIsRead(self))
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def read(self, tensors: list[torch.Tensor], value: float | None = None) -> None:
         """Pending ``tensors`` are about to be read: they get values, zeros as a rule."""
-        self.reads.append(where.here())
+        self.reads.append(call_site.here())
         self.on_read()
         for tensor in tensors:
             told = getattr(tensor, _TOLD, 0) if value is None else value
@@ -102,7 +105,8 @@ def settle(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
         if is_pending(tensor):
             filled = torch.full(tensor.shape, value, dtype=tensor.dtype)
             # Not .to(), which makes a constant of a single element.
-            (placeholder,) = xm.send_cpu_data_to_device([filled], tensor.device)
+            sent: Any = xm.send_cpu_data_to_device([filled], tensor.device)
+            (placeholder,) = sent
             assign(tensor, placeholder)
             if is_pending(tensor):  # a view stays a computation on what it is a view of
                 torch_xla._XLAC._replace_xla_tensor(tensor, placeholder)
@@ -115,7 +119,9 @@ class _NothingIsRead(TorchFunctionMode):
         super().__init__()
         self.pretence = pretence
 
-    def __torch_function__(self, func, _, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, _: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _TELLS or func in _CARRIES or func in _TURNS:
             return _with_truth(func, args, kwargs)

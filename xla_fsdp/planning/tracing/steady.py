@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from ...tree import tensors_in
-from .live import Kept
+from .live import Kept, is_xla
 from .naming import Naming
 from .pretend import settle
 
@@ -86,8 +86,8 @@ class SteadyOptimizers:
 
     def _warm_up(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        before = [Kept(p) for p in parameters if p.is_xla]
-        before += [Kept(p.grad) for p in parameters if p.grad is not None and p.grad.is_xla]
+        before = [Kept(p) for p in parameters if is_xla(p)]
+        before += [Kept(p.grad) for p in parameters if p.grad is not None and is_xla(p.grad)]
         self.warming_up = True
         try:
             optimizer.step(*args[1:], **kwargs)
@@ -110,7 +110,7 @@ class _Saved:
         self.settings = [
             {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
         ]
-        on_host = [t for t in tensors_in([self.state, self.settings]) if not t.is_xla]
+        on_host = [t for t in tensors_in([self.state, self.settings]) if not is_xla(t)]
         self.values = [(tensor, tensor.clone()) for tensor in on_host]
 
     def restore(self) -> None:
@@ -125,7 +125,7 @@ class _Saved:
 
 def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """The XLA tensors in an optimizer's state."""
-    return [t for t in tensors_in(list(optimizer.state.values())) if t.is_xla]
+    return [t for t in tensors_in(list(optimizer.state.values())) if is_xla(t)]
 
 
 def named_state(optimizer: Optimizer, names: dict[torch.Tensor, str]) -> Iterator[tuple[str, Any]]:
@@ -134,5 +134,5 @@ def named_state(optimizer: Optimizer, names: dict[torch.Tensor, str]) -> Iterato
         owner = names.get(parameter, "a parameter")
         for key, value in state.items() if isinstance(state, dict) else ():
             for tensor in tensors_in(value):
-                if tensor.is_xla:
+                if is_xla(tensor):
                     yield f"{key} of {owner}", tensor

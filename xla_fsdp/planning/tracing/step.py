@@ -11,11 +11,11 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 
-from ..._cpu.runtime import ONE_AT_A_TIME
-from ...ranks import current_rank
-from ..slices.topology import Slice
+from ...ranks.cpu.runtime import ONE_AT_A_TIME
+from ...ranks.rank import current_rank
+from ...tpu.topology import Slice
 from .bound import ZeroBound, zero_bound
-from .live import LiveTensors, held
+from .live import LiveTensors, held, is_xla
 from .naming import Naming, plain
 from .pretend import Pretence, StepTraced, settle
 from .steady import SteadyOptimizers, named_state, state_tensors
@@ -111,16 +111,15 @@ class _Run:
         self.steps_read: int | None = None
         self.over = False
 
-    def begin(self) -> None:
+    def begin(self) -> StepBoundary:
         """The first module is called, or the first optimizer steps: the step begins."""
-        if self.boundary is None:
-            self._settle()
+        return self.boundary or self._settle()
 
     def state_made(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has its state, and its parameters have been put back."""
-        self.begin()
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.is_xla]
-        self.boundary.note([held(t) for t in [*parameters, *state_tensors(optimizer)]])
+        boundary = self.begin()
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if is_xla(p)]
+        boundary.note([held(t) for t in [*parameters, *state_tensors(optimizer)]])
 
     def cut(self) -> None:
         """Here a real run would compile and execute all that was traced."""
@@ -180,13 +179,15 @@ class _Run:
         self.optimizers.all.clear()
         self.optimizers.stepped.clear()
 
-    def _settle(self) -> None:
+    def _settle(self) -> StepBoundary:
         tensors = self.live.all()
         settle(tensors)
         self.boundary = StepBoundary(tensors)
+        return self.boundary
 
     def _lower(self) -> None:
-        program = self.boundary.lower(self.live.all(), self._names())
+        assert self.boundary is not None, "nothing has begun"
+        program = self.boundary.lower(self.live.all(), self._names(self.boundary))
         if program is None:
             return
         self.programs += 1
@@ -199,7 +200,7 @@ class _Run:
         trained = {plain(n) for root in self.naming.roots for n, _ in root.named_parameters()}
         return any(program.arguments[number] in trained for number in program.donated)
 
-    def _names(self) -> dict[int, str]:
+    def _names(self, boundary: StepBoundary) -> dict[int, str]:
         """What the device buffers are called."""
         owners: dict[torch.Tensor, str] = {}
         for root in self.naming.roots:
@@ -211,7 +212,7 @@ class _Run:
         # In-place updates leave a tensor pending; its buffer is the one noted when the step began.
         names: dict[int, str] = {}
         for name, tensor in named:
-            handle = self.boundary.handle_of(tensor) if tensor.is_xla else None
+            handle = boundary.handle_of(tensor) if is_xla(tensor) else None
             if handle is not None:
                 names.setdefault(handle, name)
         return names

@@ -1,4 +1,4 @@
-"""The program of one step, lowered from what was traced, with the state it may overwrite."""
+"""The program of one step as it goes to the compiler, with the state it may overwrite."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 import torch_xla
 
+from .bound import ZeroBound
 from .fingerprint import fingerprint
 from .live import Held, held
 
@@ -37,6 +38,39 @@ class TracedProgram:
         """Whether some of it runs several times, as scanned blocks do."""
         # The opcode of an instruction: field 2 of its message, five characters.
         return b"\x12\x05while" in self.hlo
+
+
+@dataclass(frozen=True)
+class PartitionedProgram:
+    """One training step on all devices together, which somebody else lowered.
+
+    Attributes:
+        stablehlo: the module, as text or bytecode; its arguments carry shardings over ``devices``.
+        fingerprint: the same for programs that differ in nothing but files and lines.
+        shardy: shardings are of the ``sdy`` dialect, not ``mhlo.sharding``.
+        devices: how many it is sharded over.
+        arguments: what each argument is; state of the optimizer is called ``exp_avg of NAME``.
+        donated: argument number to the number of the output that may take its buffer.
+        elements: of all trained parameters.
+        itemsize: bytes of an element in the dtype that parameters are computed in.
+        model_flops: of a step on one device, by the convention of ``program/flops.py``.
+    """
+
+    stablehlo: bytes
+    fingerprint: str
+    shardy: bool
+    devices: int
+    arguments: tuple[str, ...]
+    donated: Mapping[int, int]
+    elements: int
+    itemsize: int
+    model_flops: float
+
+    @property
+    def bound(self) -> ZeroBound:
+        """What ZeRO-3 training of the same parameters must send, as ``bound.py`` has it."""
+        sent = 3 * self.elements * self.itemsize * (self.devices - 1) / self.devices
+        return ZeroBound(round(sent), self.elements)
 
 
 class StepBoundary:

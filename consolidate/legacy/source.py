@@ -1,0 +1,230 @@
+"""Per-rank state_dicts (of this package, or of torch_xla's in-tree class), as a source."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..errors import ShardMismatchError
+from ..format.dtypes import dtype_name
+from ..format.manifest import Optimizer, Tensor
+from ..source import Origin
+from .files import can_forget, forget, read_ranks, save_id, verify_files
+from .layout import Member
+from .optimizer import MatchedState, match_optimizer
+from .ranks import Rank, check_consistent, complete_world
+
+# Of tied weights that are stored twice, at a time.
+_COMPARED_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter is: by the key of the tensor it is in, from element ``member.offset``."""
+
+    key: str
+    member: Member
+
+
+def open_legacy(
+    prefix: str,
+    suffix: str,
+    tied: Mapping[str, str] | None = None,
+    allow_unsafe_pickle: bool = False,
+) -> LegacySource:
+    """The torch files of all ranks. They are mapped; what was read of them is let go of.
+
+    There are no digests: flipped bits in values pass unnoticed (but see ``--verify``).
+
+    Raises:
+        CheckpointError: the files are not one complete, consistent set.
+    """
+    ranks = read_ranks(prefix, suffix, allow_unsafe_pickle)
+    return LegacySource(ranks, f"{prefix}{suffix}", tied, files=True)
+
+
+class LegacySource:
+    """See :class:`~..source.Source`. files: the ranks are called by the paths that they are mapped
+    from; else they are in memory, and nothing but :meth:`state_dict` is of use.
+
+    Raises:
+        CheckpointError: the ranks are not one complete, consistent set.
+    """
+
+    def __init__(
+        self,
+        ranks: Iterable[Rank],
+        label: str,
+        tied: Mapping[str, str] | None = None,
+        files: bool = False,
+    ):
+        self.ranks = complete_world(ranks)
+        check_consistent(self.ranks)
+        first = self.ranks[0]
+        if tied:
+            # Rank 0 alone decides under which names the result is listed.
+            first = self.ranks[0] = replace(first, layout=first.layout.tie(tied))
+        self.label = label
+        self.inputs = [rank.label for rank in self.ranks] if files else []
+        self.origin = Origin(save_id(self.inputs), None, len(self.ranks))
+        self.found = f"{len(self.ranks)} rank files matching {label}"
+        self._mapped = files and all(map(can_forget, self.inputs))
+        self._places = {
+            member.names[0]: _Place(key, member)
+            for key, parameter in first.layout.parameters.items()
+            for member in parameter.members
+        }
+        self._buffer_keys = {buffer.name: key for key, buffer in first.layout.buffers.items()}
+        self.order = list(self._in_order())
+        self._check_aliases()
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {
+            name: Tensor(place.member.names, self._dtype(place.key), place.member.shape)
+            for name, place in self._places.items()
+        }
+
+    @cached_property
+    def buffers(self) -> Mapping[str, Tensor]:
+        first, found = self.ranks[0], {}
+        for name, key in self._buffer_keys.items():
+            value, restore = first.state_dict[key], first.layout.buffers[key].dtype
+            if isinstance(value, torch.Tensor):
+                cast = None if restore is None else dtype_name(restore, f"{first.label}: {key!r}")
+                found[name] = Tensor((name,), self._dtype(key), tuple(value.shape), cast)
+        return found
+
+    @property
+    def extra_state(self) -> Mapping[str, Any]:
+        found = {n: self.ranks[0].state_dict[key] for n, key in self._buffer_keys.items()}
+        return {n: value for n, value in found.items() if not isinstance(value, torch.Tensor)}
+
+    def _dtype(self, key: str) -> str:
+        first = self.ranks[0]
+        return dtype_name(first.state_dict[key].dtype, f"{first.label}: {key!r}")
+
+    def _in_order(self) -> Iterator[tuple[str, str]]:
+        """As rank 0 lists them, the members of a flat parameter in its place."""
+        layout, seen = self.ranks[0].layout, set()
+        for key in self.ranks[0].state_dict:
+            if key in layout.buffers:
+                name = layout.buffers[key].name
+                yield name, name
+                continue
+            owner = layout.aliases.get(key, key)
+            for member in layout.parameters[owner].members:
+                for name in member.names:
+                    # A tied name that rank 0 lists itself is left for its own place in the order.
+                    own = name == key or (key == owner and name not in layout.aliases)
+                    if own and name not in seen:
+                        seen.add(name)
+                        yield name, member.names[0]
+
+    def _check_aliases(self) -> None:
+        """Tied weights stored under both names must agree, or one of them would be lost."""
+        for alias, key in self.ranks[0].layout.aliases.items():
+            for rank in self.ranks:
+                if not self._same(rank.state_dict[alias], rank.state_dict[key]):
+                    raise ShardMismatchError(
+                        f"{rank.label}: {alias!r} is tied to {key!r} but differs"
+                    )
+
+    def _same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Bit for bit, since NaN is not equal to itself."""
+        if one is other or (one.is_cpu and other.is_cpu and one.data_ptr() == other.data_ptr()):
+            return True
+        step = _COMPARED_BYTES // one.itemsize
+        for begin in range(0, one.numel(), step):
+            end = min(begin + step, one.numel())
+            pair = [torch.empty(end - begin, dtype=one.dtype) for _ in range(2)]
+            for tensor, out in zip((one, other), pair, strict=True):
+                self._copy(tensor, begin, end, out)
+            if not torch.equal(*(out.view(torch.uint8) for out in pair)):
+                return False
+        return True
+
+    @cached_property
+    def _matched(self) -> MatchedState | None:
+        return match_optimizer(self.ranks)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return None if self._matched is None else self._matched.optimizer
+
+    def read_parameter(self, name: str, begin: int, end: int, out: torch.Tensor) -> torch.Tensor:
+        shards = [rank.state_dict[self._places[name].key] for rank in self.ranks]
+        return self._read(shards, self._places[name].member, begin, end, out)
+
+    def read_state(
+        self, key: str, name: str, begin: int, end: int, out: torch.Tensor
+    ) -> torch.Tensor:
+        matched, place = self._matched, self._places[name]
+        if matched is None:
+            raise ValueError(f"{self.label}: holds no optimizer, hence no state {key!r}")
+        return self._read(matched.shards(place.key, key), place.member, begin, end, out)
+
+    def read_buffer(self, name: str, rank: int = 0) -> torch.Tensor:
+        rank = rank if rank < len(self.ranks) else 0
+        return self.ranks[rank].state_dict[self._buffer_keys[name]].detach()
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """The whole model in memory of its own; the names of a tied weight share one tensor."""
+        whole = {name: self._whole(name) for name in dict.fromkeys(n for _, n in self.order)}
+        return OrderedDict((name, whole[first]) for name, first in self.order)
+
+    def _whole(self, name: str) -> Any:
+        first = self.ranks[0]
+        if name in self._places:
+            place = self._places[name]
+            shard = first.state_dict[place.key]
+            out = torch.empty(place.member.shape, dtype=shard.dtype, device=shard.device)
+            self.read_parameter(name, 0, out.numel(), out.view(-1))
+            return out
+        key = self._buffer_keys[name]
+        value, dtype = first.state_dict[key], first.layout.buffers[key].dtype
+        if not isinstance(value, torch.Tensor):
+            return value
+        # A copy even when the dtype is right: the result must not keep the rank's file mapped.
+        return value.detach().to(dtype or value.dtype, copy=True)
+
+    @property
+    def size(self) -> int:
+        return sum(map(os.path.getsize, self.inputs))
+
+    def verify(self, progress: Callable[[int], None]) -> str:
+        """The CRCs of the zip files, which find a flipped bit, but not files of two steps."""
+        verify_files(self.inputs, progress)
+        return f"{len(self.inputs)} rank files, CRCs"
+
+    def _read(
+        self, shards: list[torch.Tensor], member: Member, begin: int, end: int, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Elements of the shards put together, in order of rank, flattened: rank r has ``[r * c,
+        (r + 1) * c)`` of them, whether it stores a vector or rows."""
+        count = shards[0].numel()
+        at, low, high = 0, member.offset + begin, member.offset + end
+        while low < high:
+            rank, first = divmod(low, count)
+            length = min(high - low, count - first)
+            self._copy(shards[rank], first, first + length, out[at : at + length])
+            at, low = at + length, low + length
+        return out
+
+    def _copy(self, tensor: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
+        part = tensor.detach().reshape(-1)[begin:end]
+        if part.is_cpu and out.is_cpu:
+            # In this thread: torch's others would wait for each other, spinning, on the cores that
+            # read and write.
+            plain = part.contiguous().resolve_conj().resolve_neg()
+            out.view(torch.uint8).numpy()[:] = plain.view(torch.uint8).numpy()
+        else:
+            out.copy_(part)
+        if self._mapped and tensor.is_contiguous():
+            forget(part)

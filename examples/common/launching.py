@@ -1,0 +1,107 @@
+"""Ranks are started, or with ``--plan`` planned; compiled programs are kept for the next start."""
+
+import os
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from absl import flags
+
+import xla_fsdp
+from xla_fsdp.compiler_options import read_libtpu_init_args
+
+from .script import Stop, in_a_line, require
+
+PLAN = "plan this very run for a TPU slice, e.g. v3-8, v4-128 or v5e:2x4, instead of running it; "
+PLAN += "needs no TPU. Exit code 0 if it fits, 3 if it does not"
+CACHE = "keep compiled programs in this folder, so that the next start need not compile; default: "
+CACHE += "~/.cache/xla_fsdp/compiled; none: keep nothing"
+flags.DEFINE_integer("num_devices", None, "ranks; default: 4 on CPU, all on TPU", 1, 8)
+flags.DEFINE_string("plan", None, PLAN)
+flags.DEFINE_multi_string("plan_report", [], "write the plan there: .json, .png, .html; repeatable")
+flags.DEFINE_string("compilation_cache", "", CACHE)
+require("plan", bool, "must name a slice, such as v3-8")
+require(
+    "plan_report",
+    lambda paths: all(path.endswith((".json", ".png", ".html")) for path in paths),
+    "must end in .json, .png or .html",
+)
+require("compilation_cache", lambda x: not x or x.strip(), "is blank; name a folder, or none")
+flags.register_multi_flags_validator(
+    ["plan", "plan_report"],
+    lambda given: given["plan"] or not given["plan_report"],
+    "--plan_report needs --plan",
+)
+
+
+def launch_or_plan(
+    train: Callable, args: tuple, options: SimpleNamespace, num_devices: int | None, title: str
+) -> None:
+    """Runs ``train(rank, *args)`` on every rank; with ``--plan``, plans its training step.
+
+    A plan that does not fit ends the script with code 3.
+    """
+    if options.plan:
+        return _plan(train, args, options, title)
+    device = os.environ.get("PJRT_DEVICE")
+    # None: launch takes a TPU if there is one, else the CPU. CUDA and NEURON come with plugins.
+    if device is not None and device.split("_")[0] not in ("CPU", "TPU", "CUDA", "NEURON"):
+        ranks = "ranks run on TPU and CPU; set it to one of these, or unset it"
+        raise Stop(f"PJRT_DEVICE={device}: {ranks}", code=2)
+    _keep_programs(options)
+    try:
+        xla_fsdp.launch(train, args, num_devices)
+    except ValueError as error:
+        # Under torchrun this process is the rank, and the error may be its own.
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise
+        raise Stop(str(error), code=2) from error
+
+
+def _plan(train: Callable, args: tuple, options: SimpleNamespace, title: str) -> None:
+    for path in options.plan_report:
+        parent = os.path.dirname(path) or "."
+        there = os.path.isdir(parent) and os.access(parent, os.W_OK)
+        if not there or os.path.isdir(path) or "\0" in path:
+            wrong = f"{parent} is no folder to write a file of that name in"
+            raise Stop(f"--plan_report={path}: {wrong}", code=2)
+
+    def step() -> None:
+        import torch_xla.runtime as xr
+
+        train(xr.global_ordinal(), *args)
+
+    # What the run itself would tell the compiler through its environment.
+    given = read_libtpu_init_args(os.environ.get("LIBTPU_INIT_ARGS", ""))
+    asked = {k: v for k, v in given.items() if v is not None and k.startswith("xla_")}
+    try:
+        report = xla_fsdp.plan(step, topology=options.plan, compiler_options=asked, title=title)
+    except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError) as error:
+        raise Stop(f"--plan: {error}", code=2) from error
+    except xla_fsdp.CompileError as error:
+        message = str(error).splitlines()[0]
+        raise Stop(f"--plan: {message} (options go into LIBTPU_INIT_ARGS)") from error
+    print(report)
+    try:
+        for path in options.plan_report:
+            (report.save if path.endswith(".json") else report.plot)(path)
+    except (OSError, ImportError) as error:
+        raise Stop(f"--plan_report: {error}", code=2) from error
+    if not report.fits:
+        raise Stop(report.verdict, code=3)
+
+
+def _keep_programs(options: SimpleNamespace) -> None:
+    """``options.compilation_cache`` becomes the folder, or "none"."""
+    wish, options.compilation_cache = options.compilation_cache, "none"
+    enable = xla_fsdp.enable_compilation_cache  # imports torch_xla, which settles on a device
+    if wish == "none":
+        return
+    try:
+        options.compilation_cache = str(enable(wish or None))
+    except (OSError, ValueError, NotImplementedError) as error:
+        reason = in_a_line(error)
+        if wish:
+            raise Stop(f"--compilation_cache={wish}: {reason}", code=2) from error
+        # Without the default folder the script just compiles.
+        print(f"no compilation cache: {reason}", file=sys.stderr)

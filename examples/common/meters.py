@@ -1,0 +1,147 @@
+"""What rank 0 shows: a bar while an epoch runs, a line when it ends, TensorBoard curves."""
+
+import math
+import resource
+import time
+from types import SimpleNamespace
+
+import torch
+from absl import flags
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from .script import Stop, in_a_line
+
+flags.DEFINE_string("logdir", None, "write TensorBoard curves there")
+flags.DEFINE_integer("log_steps", 5, "steps between updates of the progress bar", lower_bound=1)
+
+
+class Meters:
+    """Loss, accuracy, speed and memory of a training run, of all ranks together.
+
+    The bar is drawn on a terminal only; a log file gets one line an epoch. ``loss`` is the mean of
+    the latest epoch, and ``correct`` of the ``images`` held out were right after it.
+    """
+
+    def __init__(self, options: SimpleNamespace, batches: DataLoader, held_out: DataLoader) -> None:
+        import torch_xla.runtime as xr
+
+        self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
+        self.log_steps = options.log_steps
+        self.steps, self.images = len(batches), len(held_out.dataset)
+        share = min(len(batches.sampler), self.steps * batches.batch_size)  # a rank and epoch
+        self.samples_per_step = share * self.world_size / self.steps
+        self.loss = self.correct = self._bar = self._writer = None
+        self.seconds = self.samples_per_second = 0.0
+        show = self.rank == 0 and not options.plan
+        self._console = Console(stderr=True, quiet=not show)
+        if options.logdir and show:
+            from torch.utils.tensorboard import SummaryWriter
+
+            try:
+                self._writer = SummaryWriter(options.logdir)
+            except (OSError, ValueError, ImportError) as error:
+                wrong = f"{in_a_line(error)}; name another folder"
+                raise Stop(f"--logdir={options.logdir}: {wrong}", code=2) from error
+
+    def start_epoch(self, number: int) -> None:
+        import torch_xla
+
+        self.epoch, self._step, self._start = number, 0, time.perf_counter()
+        self._total = torch.zeros((), device=torch_xla.device())
+        if self._console.is_terminal and not self._console.quiet:
+            texts = [TextColumn("{task.description}"), TextColumn("{task.fields[status]}")]
+            columns = (texts[0], BarColumn(), MofNCompleteColumn(), texts[1])
+            how = {"console": self._console, "auto_refresh": False, "transient": True}
+            self._bar = Progress(*columns, **how)
+            status = "compiling" if self.loss is None else ""
+            self._bar.add_task(f"epoch {number}", total=self.steps, status=status)
+            self._bar.start()
+
+    def step(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
+        """A step was traced, at the rate that the optimizer still has."""
+        import torch_xla.core.xla_model as xm
+
+        self._step += 1
+        self._total += loss.detach()
+        if self._step % self.log_steps == 0:
+            rate = optimizer.param_groups[0]["lr"]
+            # Called once the step has run: loss.item() here would cut the step in two.
+            xm.add_step_closure(self._show, (self._step, loss.detach(), rate))
+
+    def _show(self, step: int, loss: torch.Tensor, rate: float) -> None:
+        speed = step * self.samples_per_step / (time.perf_counter() - self._start)
+        used, memory = memory_in_use()
+        if self._bar is not None:
+            status = f"loss {loss.item():.4f}, {speed:,.0f} samples/s, {memory}"
+            self._bar.update(self._bar.task_ids[0], completed=step, refresh=True, status=status)
+        curves = {"train/loss": loss.item(), "train/samples_per_second": speed}
+        curves |= {"train/learning_rate": rate, "memory/bytes": used}
+        self._write(curves, (self.epoch - 1) * self.steps + step)
+
+    def end_epoch(self) -> None:
+        """Every training step of the epoch is done. Stops if the loss is not finite any more."""
+        import torch_xla.core.xla_model as xm
+
+        total = xm.mesh_reduce("loss", self._total.item(), sum)
+        self.loss = total / self._step / self.world_size
+        seconds = time.perf_counter() - self._start
+        self.seconds += seconds
+        self.samples_per_second = self.steps * self.samples_per_step / seconds
+        self._close_bar()
+        if not math.isfinite(self.loss):
+            raise Stop(f"the loss is {self.loss} in epoch {self.epoch}: choose a lower --lr")
+
+    def report(self, correct: int | None) -> None:
+        """The epoch is over, and so many images are right, if it was evaluated."""
+        self.correct, curves, evaluated = correct, {"train/epoch_loss": self.loss}, ""
+        if correct is not None:
+            curves["test/accuracy"] = correct / self.images
+            evaluated = f"accuracy {correct / self.images:.2%}, "
+        shown = f"{evaluated}{self.samples_per_second:,.0f} samples/s, {memory_in_use()[1]}"
+        line = f"epoch {self.epoch}: loss {self.loss:.4f}, {shown}"
+        self._console.print(line, highlight=False, soft_wrap=True)
+        self._write(curves, self.epoch * self.steps)
+        if self._writer is not None:
+            self._writer.flush()
+
+    def nothing_left(self, saved: str, correct: int) -> None:
+        """The run before ended after its last epoch, which is only evaluated."""
+        self.correct = correct
+        if self.rank == 0:
+            print(f"{saved} is the last epoch's: nothing is left to train", flush=True)
+
+    def _write(self, curves: dict[str, float], step: int) -> None:
+        if self._writer is not None:
+            for name, value in curves.items():
+                self._writer.add_scalar(name, value, step)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> "Meters":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close_bar()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def memory_in_use() -> tuple[int, str]:
+    """Bytes in use on this rank's device now, and as text; on CPU ranks, of their process."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    try:
+        found = xm.get_memory_info(str(torch_xla.device()))
+    except RuntimeError:  # XLA's CPU client does not count
+        with open("/proc/self/statm", encoding="ascii") as file:
+            used = int(file.read().split()[1]) * resource.getpagesize()
+        return used, f"host {used / 2**30:.1f} GiB"
+    used, limit = found["bytes_used"], found["bytes_limit"]
+    return used, f"HBM {used / 2**30:.1f}{f' of {limit / 2**30:.1f}' if limit else ''} GiB"

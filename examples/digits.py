@@ -1,0 +1,142 @@
+"""Handwritten digits in plain torch: scikit-learn's bundled set, and MNIST.
+
+:func:`load` has them in memory, 28 by 28 pixels; :func:`write` writes scikit-learn's as PNG files.
+"""
+
+import contextlib
+import io
+import os
+import tempfile
+
+import torch
+import torch.nn.functional as F
+from common.script import Stop, in_a_line
+from images import unreadable
+from torch.utils.data import Dataset
+
+MEAN, STD = 0.1307, 0.3081
+HELD_OUT = 297
+FAKE_IMAGES = {True: 1500, False: HELD_OUT}
+MNIST_FILES = [
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+]
+
+
+class Images(Dataset):
+    """Images as bytes, which become normalised floats one by one."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        self.images = images  # uint8, (N, 28, 28)
+        self.labels = labels  # int64, (N,)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image = self.images[index].unsqueeze(0).float() / 255
+        return (image - MEAN) / STD, int(self.labels[index])
+
+
+def prepare(datadir: str) -> None:
+    """Downloads MNIST into ``datadir``, in torchvision's layout, unless it is there."""
+    from torchvision.datasets import MNIST
+
+    chatter = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(chatter), contextlib.redirect_stderr(chatter):
+            MNIST(datadir, download=True)
+    except Exception as error:
+        place = os.path.join(datadir, "MNIST", "raw")
+        raise Stop(
+            f"no MNIST in --datadir={datadir} and it cannot be downloaded; expected "
+            f"{', '.join(MNIST_FILES)} in {place} ({_reason(error)})",
+            code=2,
+        ) from error
+
+
+def load(train: bool, datadir: str | None = None, fake: bool = False) -> Images:
+    """The training images, or the held-out ones: the same in every process."""
+    if fake:
+        generator = torch.Generator().manual_seed(int(train))
+        count = FAKE_IMAGES[train]
+        images = torch.randint(0, 256, (count, 28, 28), dtype=torch.uint8, generator=generator)
+        return Images(images, torch.randint(0, 10, (count,), generator=generator))
+    if datadir:
+        from torchvision.datasets import MNIST
+
+        try:
+            mnist = MNIST(datadir, train=train)
+            _check(mnist.data, mnist.targets)
+        except Exception as error:  # torchvision raises many kinds
+            raise Stop(f"no MNIST in --datadir={datadir}: {_reason(error)}", code=2) from error
+        return Images(mnist.data, mnist.targets)
+    _, images, labels = bundled_digits("train" if train else "val", 28)
+    return Images((images.squeeze(1) * 255).round().to(torch.uint8), labels)
+
+
+def bundled_digits(part: str, edge: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """scikit-learn's: places in its list, images (N, 1, edge, edge) from 0 to 1, and labels."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    found = load_digits()
+    how = {"test_size": HELD_OUT, "stratify": found.target, "random_state": 0}
+    chosen = train_test_split(range(len(found.images)), **how)[0 if part == "train" else 1]
+    small = torch.tensor(found.images[chosen], dtype=torch.float32).unsqueeze(1) / 16  # 8 x 8
+    shown = F.interpolate(small, size=(edge, edge), mode="bilinear")
+    return chosen, shown, torch.tensor(found.target[chosen])
+
+
+def write(folder: str) -> str:
+    """Writes scikit-learn's digits there unless something is there already; returns ``folder``.
+
+    1,500 to train and 297 to test, 32 x 32 pixels.
+    """
+    from torchvision.utils import save_image
+
+    if _is_filled(folder):
+        return folder
+    parent = os.path.dirname(os.path.abspath(folder))
+    try:
+        os.makedirs(parent, exist_ok=True)
+        # Whoever finds the folder finds it complete.
+        with tempfile.TemporaryDirectory(dir=parent) as draft:
+            for part in ("train", "val"):
+                for index, image, label in zip(*bundled_digits(part, 32), strict=True):
+                    place = os.path.join(draft, "digits", part, str(int(label)))
+                    os.makedirs(place, exist_ok=True)
+                    save_image(image, os.path.join(place, f"{index:04}.png"))
+            try:
+                os.rename(os.path.join(draft, "digits"), folder)
+            except OSError:
+                # Another start may have been there first.
+                if not _is_filled(folder):
+                    raise
+    except OSError as error:
+        raise Stop(f"the digits can not be written to {folder}: {error.strerror}", 2) from error
+    return folder
+
+
+def _check(images: torch.Tensor, labels: torch.Tensor) -> None:
+    if images.shape != (len(labels), 28, 28):
+        shape = " x ".join(map(str, images.shape))
+        raise ValueError(f"{shape} images and {len(labels)} labels; expected N x 28 x 28 and N")
+    if not len(labels) or labels.max() > 9:
+        raise ValueError("expected labels from 0 to 9")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, (AssertionError, KeyError)):  # they have no words of their own
+        return "a file is not in the format of MNIST"
+    # A download that failed says so in several lines.
+    return in_a_line(error, 200)
+
+
+def _is_filled(folder: str) -> bool:
+    try:
+        return os.path.isdir(folder) and bool(os.listdir(folder))
+    except OSError as error:
+        raise unreadable(folder, error) from error

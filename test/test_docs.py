@@ -1,0 +1,25 @@
+"""What the documents point to is there, and the README stays one page."""
+
+import re
+
+import pytest
+from conftest import ROOT
+
+DOCUMENTS = sorted(
+    path
+    for folder in (".", "docs", "consolidate", "examples/pod")
+    for path in (ROOT / folder).glob("*.md")
+)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    text = path.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
+    assert [one for one in targets if not (path.parent / one).exists()] == []
+    modules = re.findall(r"python -m (benchmarks\.\w+)", text)
+    assert [one for one in modules if not (ROOT / f"{one.replace('.', '/')}.py").exists()] == []
+
+
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -1,0 +1,192 @@
+"""mixed_precision: what is computed, kept, cast and sent in which dtype."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_special_uses import WIDTH, gradients, inputs
+from torch import nn
+
+NARROW = torch.bfloat16
+
+
+class Probe(nn.Module):
+    """A linear layer that notes the dtypes that it meets, and copes with any."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((), 0.5))
+        self.met: list[torch.dtype] = []
+
+    def forward(self, x):
+        weight = self.layer.weight
+        self.met = [x.dtype, weight.dtype, self.scale.dtype]
+        return (self.layer(x.to(weight.dtype)) * self.scale).to(weight.dtype)
+
+
+class Wide(nn.Module):
+    """Hands on float32, whatever it computes in."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(8)
+        self.first, self.second = Probe(), Probe()
+
+    def forward(self, x):
+        return self.second(self.first(x).float())
+
+
+def built(inner: dict[str, Any], outer: dict[str, Any]):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model = Wide()
+    model.second = FSDP(model.second, **inner)
+    return FSDP(model, **outer)
+
+
+def ran(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    import torch_xla
+
+    model(inputs(rank).to("xla")).float().square().mean().backward()
+    torch_xla.sync()
+    return gradients(model)
+
+
+def policies(rank):
+    import torch_xla.runtime as xr
+
+    from xla_fsdp import MixedPrecision
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    plain = Wide()
+    every = torch.cat([inputs(r) for r in range(xr.world_size())])
+    plain(every).square().mean().backward()
+    theirs = {name: value.grad for name, value in plain.named_parameters()}
+
+    def check(policy, first, second, bound=0.05, inner=None):
+        policy = MixedPrecision(**policy)
+        inner = policy if inner is None else MixedPrecision(**inner)
+        model = built({"mixed_precision": inner}, {"mixed_precision": policy})
+        ours = ran(model, rank)
+        assert model.first.met == first and model.second.met == second
+        for name, own in ours.items():
+            assert own.dtype is torch.float32
+            assert (own - theirs[name]).norm() <= bound * theirs[name].norm(), name
+        with FSDP.summon_full_params(model, writeback=False):  # in the dtype of storage
+            for own, value in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(own.detach().cpu(), value.detach(), rtol=0, atol=0)
+        return ours
+
+    wide = torch.float32
+    narrow = {"param_dtype": NARROW}
+    # torch's defaults: inputs are cast at the root, buffers not at all.
+    same = check(narrow, [NARROW, NARROW, wide], [wide, NARROW, wide])
+    check(narrow | {"cast_forward_inputs": True}, [NARROW, NARROW, wide], [NARROW, NARROW, wide])
+    uncast = narrow | {"cast_root_forward_inputs": False}
+    check(uncast, [wide, NARROW, wide], [wide, NARROW, wide])
+    check(uncast | {"cast_forward_inputs": True}, [NARROW, NARROW, wide], [NARROW, NARROW, wide])
+    check(narrow | {"buffer_dtype": NARROW}, [NARROW] * 3, [wide, NARROW, NARROW])
+    check({}, [wide] * 3, [wide] * 3, bound=1e-5)
+    check({"param_dtype": wide, "reduce_dtype": wide}, [wide] * 3, [wide] * 3, bound=1e-5)
+    own = {"param_dtype": wide, "cast_forward_inputs": True}  # a part in float32
+    check(narrow, [NARROW, NARROW, wide], [wide] * 3, inner=own)
+    # Bit by bit what the options of this project give.
+    exact = check(narrow | {"reduce_dtype": wide}, [NARROW, NARROW, wide], [wide, NARROW, wide])
+    for found, widened in ((same, False), (exact, True)):
+        options = {"compute_dtype": NARROW, "buffer_dtype": wide, "fp32_reduce_scatter": widened}
+        expected = ran(built(options, options), rank)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+    assert any((same[name] != exact[name]).any() for name in same)
+    # By policy too, and with what it stands for given as well.
+    model = FSDP(
+        Wide(),
+        auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, Probe),
+        mixed_precision=MixedPrecision(**narrow),
+        compute_dtype=NARROW,
+    )
+    ran(model, rank)
+    assert model.first.met == [NARROW, NARROW, wide] and model.second.met == [wide, NARROW, wide]
+    assert all(w.compute_dtype is NARROW for w in FSDP.fsdp_modules(model))
+
+
+class Scanned(nn.Module):
+    def __init__(self, **options: Any):
+        super().__init__()
+        from xla_fsdp import scan_blocks
+
+        torch.manual_seed(9)
+        blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.blocks = scan_blocks(blocks, **options)
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def scanned(rank):
+    import torch_xla
+
+    from xla_fsdp import MixedPrecision
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    found = []
+    for options in (
+        {"compute_dtype": NARROW, "fp32_reduce_scatter": True},
+        {"mixed_precision": MixedPrecision(param_dtype=NARROW, reduce_dtype=torch.float32)},
+    ):
+        model = FSDP(Scanned(**options), **options)
+        loss = model(inputs(rank).to("xla"))
+        assert loss.dtype is NARROW
+        loss.float().square().mean().backward()
+        torch_xla.sync()
+        found.append([parameter.grad.cpu() for parameter in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_scanned_blocks(run_ranks):
+    run_ranks(scanned, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_policy(run_ranks, ranks):
+    run_ranks(policies, ranks, timeout=500)
+
+
+def refusals(rank):
+    from torch.distributed.fsdp import MixedPrecision as Theirs
+
+    from xla_fsdp import MixedPrecision
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def refused(*parts, **fields):
+        with pytest.raises(ValueError) as caught:
+            MixedPrecision(**fields)
+        for part in parts:
+            assert part in str(caught.value)
+
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        refused(f"MixedPrecision.{name} must be one of torch.float32", "torch.int8",
+                **{name: torch.int8})  # fmt: skip
+        refused(f"MixedPrecision.{name} must be", "'bf16'", **{name: "bf16"})
+    refused("reduce_dtype=torch.bfloat16 with param_dtype=None", reduce_dtype=NARROW)
+    refused("reduce_dtype=torch.float16", reduce_dtype=torch.float16, param_dtype=NARROW)
+    refused("keep_low_precision_grads=True is not possible", keep_low_precision_grads=True)
+    refused("cast_forward_inputs must be True or False, got 1", cast_forward_inputs=1)
+    policy = MixedPrecision(param_dtype=NARROW)
+    for match, options in (
+        ("must be an xla_fsdp.MixedPrecision", {"mixed_precision": Theirs()}),
+        ("must be an xla_fsdp.MixedPrecision", {"mixed_precision": NARROW}),
+        ("compute_dtype=torch.float16 contradicts mixed_precision", {
+            "mixed_precision": policy, "compute_dtype": torch.float16}),
+        ("fp32_reduce_scatter=True contradicts", {
+            "mixed_precision": policy, "fp32_reduce_scatter": True}),
+        ("buffer_dtype=torch.bfloat16 contradicts", {
+            "mixed_precision": policy, "buffer_dtype": NARROW}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            FSDP(nn.Linear(2, 2), **options)
+
+
+def test_what_cannot_be_done_is_refused(run_ranks):
+    run_ranks(refusals, 2)

@@ -1,0 +1,537 @@
+"""Optimizers of ``xla_fsdp.optim`` on shards, against what they are in plain torch."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from test_special_uses import whole
+from torch import nn
+
+STEPS = 3
+SIZES = (1, 2, 4)
+
+
+class Unused(nn.Module):
+    """Gradients are put where a backward would leave them."""
+
+    def forward(self, x):
+        return x
+
+
+class Block(Unused):
+    """Parameters that are hard to shard: odd sizes, a vector, a number, a frozen one, a shared."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.up = nn.Linear(width, 13)
+        self.square = nn.Linear(width, width, bias=False)
+        self.again = nn.Linear(width, width, bias=False)
+        self.again.weight = self.square.weight
+        self.frozen = nn.Linear(width, 3).requires_grad_(False)
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.zero = nn.Parameter(torch.zeros(5))
+        self.cube = nn.Parameter(torch.randn(2, 3, 7))
+
+
+class Matrices(Unused):
+    """All trained parameters are matrices: two of one shape, and a large one."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.left = nn.Parameter(torch.randn(width, width))
+        self.right = nn.Parameter(torch.randn(width, width))
+        self.tall = nn.Parameter(torch.randn(29, width))
+
+
+class Model(Unused):
+    def __init__(self, block=Block, around=nn.ModuleList):
+        super().__init__()
+        self.first = nn.Linear(5, 16, bias=block is Block)
+        self.blocks = around([block(9) for _ in range(3)])
+
+
+def plain(block=Block) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(block)
+
+
+def wrapped(kind: str, block=Block) -> nn.Module:
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import scan_blocks
+
+    options = {"flat": {"flatten_parameters": True}, "dim0": {"shard_param_on_dim_0": True}}
+    fsdp = functools.partial(FSDP, **options.get(kind.removesuffix("scan"), {}))
+
+    def around(blocks):
+        if kind.endswith("scan"):
+            return scan_blocks(blocks, **options.get(kind.removesuffix("scan"), {}))
+        return nn.ModuleList(map(fsdp, blocks))
+
+    torch.manual_seed(0)
+    return fsdp(Model(block, around))
+
+
+KINDS = ("nested", "flat", "dim0", "scan", "dim0scan")
+
+
+def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+    """Of the unsharded model, other ones in each step; one parameter has none but zeros."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        name: torch.randn(p.shape, generator=generator) * (0.0 if "1.gain" in name else 1.0)
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def put_gradients(model: nn.Module, grads: dict[str, torch.Tensor]) -> None:
+    from xla_fsdp.sharding.metadata import sharded_names
+    from xla_fsdp.sharding.unit import units_in
+
+    units = list(units_in(model))
+    names = sharded_names(units)
+    for _, unit in units:
+        pieces: dict[nn.Parameter, list[torch.Tensor]] = {}
+        for tensor, holder, _ in unit.holders():
+            if holder.requires_grad:
+                full = [grads[known[0]] for known in names[tensor]]
+                pieces.setdefault(holder, []).append(tensor.layout.cut(full, unit.world.rank))
+        for holder, cut in pieces.items():
+            grad = cut[0] if len(cut) == 1 and cut[0].shape == holder.shape else torch.stack(cut)
+            holder.grad = grad.to(holder.device)
+
+
+def reference(step, block=Block, trained=None) -> dict[str, torch.Tensor]:
+    """Weights after training plain parameters with ``step(name, parameter, grad, state, t)``."""
+    model = plain(block)
+    states: dict[str, dict] = {}
+    for t in range(1, STEPS + 1):
+        for name, grad in gradients(model, t).items():
+            parameter = model.get_parameter(name)
+            if trained is None or trained(parameter):
+                with torch.no_grad():
+                    step(parameter, grad, states.setdefault(name, {}), t)
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def with_plain(make, block=Block) -> dict[str, torch.Tensor]:
+    """The same with an optimizer on plain parameters of the CPU."""
+    model = plain(block)
+    optimizer = make(model.parameters())
+    for t in range(1, STEPS + 1):
+        for name, grad in gradients(model, t).items():
+            model.get_parameter(name).grad = grad
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_weights(found, expected, rtol=1e-5, atol=1e-6):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+# -- the papers' formulas ---------------------------------------------------------------------
+
+
+def lamb_step(w, g, state, t, lr=0.02, betas=(0.8, 0.99), eps=1e-6, decay=0.03):
+    m = state["m"] = betas[0] * state.get("m", 0) + (1 - betas[0]) * g
+    v = state["v"] = betas[1] * state.get("v", 0) + (1 - betas[1]) * g * g
+    r = (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
+    u = r + decay * w
+    both = w.norm() > 0 and u.norm() > 0
+    w -= lr * (w.norm() / u.norm() if both else 1.0) * u
+
+
+def lars_step(w, g, state, t, lr=0.5, momentum=0.8, decay=0.03, trust=0.02):
+    both = w.norm() > 0 and g.norm() > 0
+    local = trust * w.norm() / (g.norm() + decay * w.norm()) if both else 1.0
+    state["v"] = momentum * state.get("v", 0) + lr * local * (g + decay * w)
+    w -= state["v"]
+
+
+def make_lamb(parameters):
+    from xla_fsdp.optim import LAMB
+
+    return LAMB(parameters, lr=0.02, betas=(0.8, 0.99), weight_decay=0.03)
+
+
+def make_lars(parameters):
+    from xla_fsdp.optim import LARS
+
+    return LARS(parameters, 0.5, momentum=0.8, weight_decay=0.03, trust_coefficient=0.02)
+
+
+def make_muon(parameters, dtype=torch.float32, **options):
+    from xla_fsdp.optim import Muon, split_matrices
+
+    matrices, _ = split_matrices(p for p in parameters if p.requires_grad)
+    return Muon(matrices, lr=0.05, compute_dtype=dtype, **options)
+
+
+def muon_step(w, g, state, t, lr=0.05, momentum=0.95, decay=0.1):
+    b = state["b"] = momentum * state.get("b", 0) + (1 - momentum) * g
+    x = (1 - momentum) * g + momentum * b
+    x = x / x.norm()
+    for _ in range(5):
+        x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+    w *= 1 - lr * decay
+    w -= lr * max(1, w.shape[0] / w.shape[1]) ** 0.5 * x
+
+
+def make_adafactor(parameters):
+    from xla_fsdp.optim import Adafactor
+
+    return Adafactor(parameters, lr=0.65, weight_decay=0.1)
+
+
+def is_matrix(parameter) -> bool:
+    return parameter.dim() == 2
+
+
+# -- on ranks ---------------------------------------------------------------------------------
+
+EVERY = {"lamb": (make_lamb, Block), "lars": (make_lars, Block)}
+EVERY |= {"adafactor": (make_adafactor, Block)}
+EVERY |= {"muon": (make_muon, Matrices), "muon beside others": (make_muon, Block)}
+
+
+def trained_on_ranks(rank, kinds, expected):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    for kind in kinds:
+        models = {}
+        for name, (make, block) in EVERY.items():
+            if name == "muon beside others" and kind == "flat":
+                continue
+            model = wrapped(kind, block)
+            models[name] = model, make(model.parameters()), block
+        for t in range(1, STEPS + 1):
+            for model, optimizer, block in models.values():
+                put_gradients(model, gradients(plain(block), t))
+                optimizer.step()
+            torch_xla.sync()
+        for name, (model, _, _) in models.items():
+            if xr.world_size() == 1:
+                xm.wait_device_ops()
+            found = whole(model, model.state_dict())
+            try:
+                assert_weights(found, expected[name], rtol=2e-4, atol=2e-5)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {kind}: {error}") from error
+            for key, value in model.state_dict().items():
+                assert torch.isfinite(value).all(), (name, kind, key)
+
+
+@functools.cache
+def expected_weights():
+    return {
+        "lamb": reference(lamb_step),
+        "lars": reference(lars_step),
+        "adafactor": with_plain(
+            lambda parameters: torch.optim.Adafactor(parameters, lr=0.65, weight_decay=0.1)
+        ),
+        "muon": reference(muon_step, Matrices),
+        "muon beside others": reference(muon_step, trained=is_matrix),
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_shards_are_trained_as_the_unsharded_model(run_ranks, size):
+    kinds = KINDS if size == 2 else ("flat", "dim0scan", "scan")
+    run_ranks(trained_on_ranks, size, kinds, expected_weights(), timeout=500)
+
+
+def test_on_plain_parameters_they_are_the_reference():
+    for name, (make, block) in EVERY.items():
+        assert_weights(with_plain(make, block), expected_weights()[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_that_of_torch(nesterov):
+    options = {"nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
+    ours = with_plain(lambda parameters: make_muon(parameters, torch.bfloat16, **options), Matrices)
+    theirs = with_plain(
+        lambda parameters: torch.optim.Muon(parameters, lr=0.05, **options), Matrices
+    )
+    # Both iterate in bfloat16, of 8 bits, and round after other operators; the elements of three
+    # updates are 3 * 0.05 * 0.2 * sqrt(29) at most, and the formulas are compared in float32 above.
+    assert_weights(ours, theirs, rtol=0, atol=0.16 * 2**-6)
+
+
+# -- a step goes on after a load --------------------------------------------------------------
+
+
+def train(model, optimizer, block, steps):
+    import torch_xla
+
+    for t in steps:
+        put_gradients(model, gradients(plain(block), t))
+        optimizer.step()
+    torch_xla.sync()
+
+
+def saved(rank, folder):
+    from xla_fsdp import save_checkpoint
+
+    for name, (make, block) in EVERY.items():
+        if name in ("lamb", "lars", "muon"):
+            model = wrapped("nested", block)
+            optimizer = make(model.parameters())
+            train(model, optimizer, block, (1, 2))
+            save_checkpoint(f"{folder}/{name}", model, optimizer, step=2)
+
+
+def loaded(rank, folder, kind, expected):
+    from xla_fsdp import load_checkpoint
+
+    for name, (make, block) in EVERY.items():
+        if name in ("lamb", "lars", "muon"):
+            model = wrapped(kind, block)
+            optimizer = make(model.parameters())
+            load_checkpoint(f"{folder}/{name}", model, optimizer)
+            train(model, optimizer, block, (3,))
+            found = whole(model, model.state_dict())
+            assert_weights(found, expected[name], rtol=2e-4, atol=2e-5)
+
+
+def test_their_state_is_saved_and_loads_on_other_ranks_and_wrappings(run_ranks, tmp_path):
+    run_ranks(saved, 4, str(tmp_path))
+    for kind in ("flat", "dim0scan"):
+        run_ranks(loaded, 2, str(tmp_path), kind, expected_weights())
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars", "adafactor", "muon", "8bit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_dicts_load_as_those_of_torch(name, dtype):
+    from xla_fsdp.optim import AdamW8bit
+
+    eight = functools.partial(AdamW8bit, min_8bit_size=0), Matrices
+    make, block = {**EVERY, "8bit": eight}[name]
+    one, other = (plain(block).to(dtype) for _ in range(2))
+    optimizers = [make(model.parameters()) for model in (one, other)]
+    for t in (1, 2, 3):
+        for model, optimizer in zip((one, other), optimizers, strict=True):
+            for key, grad in gradients(one, t).items():
+                model.get_parameter(key).grad = grad.to(dtype)
+            if model is other and t == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.step()
+    # torch's load_state_dict rounds state to the parameter's dtype.
+    precision = 0 if dtype is torch.float32 else 0.02
+    expected = one.state_dict()
+    assert_weights(other.state_dict(), expected, precision, precision)
+    assert all(torch.isfinite(value).all() for value in expected.values())
+
+
+def replicated(rank, expected):
+    """Two copies of two shards, beside parameters that nobody has sharded."""
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    groups = {"sharding_groups": [[0, 1], [2, 3]], "replication_groups": [[0, 2], [1, 3]]}
+    groups |= {"sharding_rank": rank % 2, "sharding_world_size": 2}
+    for name in ("lamb", "muon", "adafactor"):
+        make, block = EVERY[name]
+        torch.manual_seed(0)
+        model = Model(block, lambda blocks: nn.ModuleList(FSDP(b, **groups) for b in blocks))
+        torch_xla.sync()
+        model.first.to("xla")
+        optimizer = make(model.parameters())
+        for t in range(1, STEPS + 1):
+            grads = gradients(plain(block), t)
+            put_gradients(model, grads)
+            for key, parameter in model.first.named_parameters():
+                parameter.grad = grads[f"first.{key}"].to("xla")
+            optimizer.step()
+            torch_xla.sync()
+        for key, value in model.state_dict().items():
+            full = expected[name][key]
+            if not key.startswith("first"):
+                flat = torch.zeros(2 * value.numel())
+                flat[: full.numel()] = full.reshape(-1)
+                full = flat.view(2, -1)[rank % 2]
+            torch.testing.assert_close(value.cpu(), full, rtol=2e-4, atol=2e-5)
+
+
+def test_replicas_and_parameters_that_are_not_sharded(run_ranks):
+    run_ranks(replicated, 4, expected_weights())
+
+
+# -- what is refused, and what is warned of ---------------------------------------------------
+
+
+class Lars(torch.optim.SGD):
+    """Somebody else's."""
+
+
+def warned(rank):
+    import warnings
+
+    for make in (torch.optim.LBFGS, torch.optim.Adafactor, Lars, torch.optim.Muon):
+        model = wrapped("dim0", Matrices)
+        optimizer = make(model.parameters())
+        put_gradients(model, gradients(plain(Matrices), 1))
+        step = functools.partial(optimizer.step, *[lambda: 0.0] * (make is torch.optim.LBFGS))
+        with pytest.warns(UserWarning, match="matrices or norms; on shards, .*xla_fsdp.optim"):
+            step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step()  # said once
+            make_lamb(model.parameters()).step()
+            torch.optim.AdamW(model.parameters()).step()
+
+
+def test_others_of_their_kind_are_warned_of(run_ranks):
+    run_ranks(warned, 2)
+
+
+def refused(rank, folder):
+    from xla_fsdp import save_checkpoint
+    from xla_fsdp.consolidate.errors import UnsupportedValueError
+    from xla_fsdp.optim import Muon, split_matrices
+
+    model = wrapped("flat")
+    with pytest.raises(ValueError, match="'flat_param_0' .* shape .*flatten_parameters"):
+        Muon(model.parameters())
+    matrices, others = split_matrices(wrapped("nested").parameters())
+    with pytest.raises(ValueError, match="a parameter of shape"):
+        Muon(others)
+    assert len(matrices) == 1 + 3 * 3  # frozen ones too
+    model = wrapped("nested", Matrices)
+    optimizer = make_adafactor(model.parameters())
+    train(model, optimizer, Matrices, (1,))
+    with pytest.raises(UnsupportedValueError, match="'row_and_col_var' of .* has shape"):
+        save_checkpoint(folder, model, optimizer, step=1)
+
+
+def test_what_they_cannot_do_is_refused(run_ranks, tmp_path):
+    run_ranks(refused, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name, options, match",
+    [
+        ("LAMB", {"lr": -1.0}, "lr must be >= 0, got -1.0"),
+        ("LAMB", {"betas": (0.9, 1.0)}, r"betas\[1\] must be >= 0 and < 1, got 1.0"),
+        ("LAMB", {"eps": 0}, "eps must be > 0, got 0"),
+        ("LARS", {"momentum": 1}, "momentum must be >= 0 and < 1"),
+        ("LARS", {"trust_coefficient": 0.0}, "trust_coefficient must be > 0"),
+        ("Adafactor", {"d": 0.5}, "d must be >= 1, got 0.5"),
+        ("Adafactor", {"eps": (0.0, 1e-3)}, r"eps\[0\] must be > 0, got 0.0"),
+        ("Adafactor", {"beta2_decay": 0.8}, "-beta2_decay must be >= 0, got -0.8"),
+        ("Muon", {"ns_steps": 0}, "ns_steps must be >= 1 and < 100"),
+        ("Muon", {"ns_coefficients": (1, 2)}, "ns_coefficients must be three numbers"),
+        ("Muon", {"adjust_lr_fn": "other"}, "adjust_lr_fn must be None, 'original' or"),
+        ("Muon", {"compute_dtype": torch.int8}, "compute_dtype must be a floating-point dtype"),
+    ],
+)
+def test_options_are_checked(name, options, match):
+    import xla_fsdp.optim
+
+    with pytest.raises(ValueError, match=match):
+        getattr(xla_fsdp.optim, name)([nn.Parameter(torch.zeros(2, 2))], **options)
+
+
+def test_gradients_that_they_do_not_know_are_refused():
+    parameter = nn.Parameter(torch.zeros(3, 2))
+    parameter.grad = torch.zeros(3, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="LAMB takes real, dense gradients; .* a sparse one"):
+        make_lamb([parameter]).step()
+
+
+# -- what they send, as the plan of a step counts it ------------------------------------------
+
+
+def planned(cache):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import plan
+    from xla_fsdp.optim import LAMB, Adafactor, AdamW8bit, Muon, split_matrices
+
+    width, blocks = 128, 8
+
+    def steps(*optimizers):
+        def step():
+            fsdp = functools.partial(FSDP, compute_dtype=torch.bfloat16)
+            model = fsdp(nn.Sequential(*(fsdp(nn.Linear(width, width)) for _ in range(blocks))))
+            both = split_matrices(model.parameters())
+            x = torch.randn(8, width).to("xla")
+            model(x).square().mean().backward()
+            for optimizer, parameters in zip(optimizers, both, strict=True):
+                optimizer(parameters).step()
+
+        report = plan(step, "v3-8", cache=cache, progress=False)
+        assert report.executables == 1  # though ranks hold, and compute, other parts
+        return [c for c in report.schedule.collectives if c.phase == "optimizer"]
+
+    sent = steps(Muon, LAMB)
+    norms = [c for c in sent if c.kind == "all-reduce"]
+    # Two float32 numbers of each bias, and torch_xla's token: one all-reduce for all.
+    assert [c.bytes for c in norms] == [4 * (2 * blocks + 1)]
+    assert norms[0].module == "norms of parameters and updates"
+    gathered = sum(c.wire_bytes * c.times for c in sent if c.kind == "all-gather")
+    # Momenta in bfloat16, and the matrices made of them.
+    assert gathered == 2 * 2 * blocks * width**2 * 7 // 8
+    assert {c.kind for c in sent} == {"all-reduce", "all-gather"}
+
+    sent = steps(Adafactor, functools.partial(AdamW8bit, min_8bit_size=0))
+    assert {c.kind for c in sent} == {"all-reduce"}
+    # Rows, columns and a norm of each matrix, then the norm of its update.
+    numbers = [blocks * (2 * width + 1), blocks]
+    assert [c.bytes for c in sent] == [4 * (number + 1) for number in numbers]
+
+
+def test_what_a_step_sends_is_in_its_plan(elsewhere, tmp_path):
+    elsewhere(planned, str(tmp_path))
+
+
+def compiled_anew(rank):
+    import torch_xla
+    import torch_xla.debug.metrics as met
+
+    from xla_fsdp.optim import AdamW8bit
+
+    every = [EVERY[name] for name in ("lamb", "lars", "adafactor", "muon")]
+    every.append((functools.partial(AdamW8bit, min_8bit_size=0), Block))
+    for make, block in every:
+        model = wrapped("flat" if make is not make_muon else "dim0", block)
+        optimizer = make(model.parameters())
+        counts = []
+        for t in range(1, 6):
+            put_gradients(model, gradients(plain(block), t))
+            optimizer.param_groups[0]["lr"] = 0.01 / t  # a schedule
+            optimizer.step()
+            torch_xla.sync()
+            counts.append((met.metric_data("CompileTime") or (0,))[0])
+        # The first program makes the state.
+        assert counts[1] == counts[4], (make, counts)
+    # Nothing is computed by torch on the host either.
+    assert not [name for name in met.counter_names() if name.startswith("aten::")]
+
+
+def copied(rank):
+    """A copy of a model knows its shards too, those of scanned blocks included."""
+    import copy
+
+    for kind in ("flat", "scan"):
+        model = wrapped(kind)
+        twin = copy.deepcopy(model)
+        for one in (model, twin):
+            train(one, make_lamb(one.parameters()), Block, (1, 2))
+        expected = {name: value.cpu() for name, value in model.state_dict().items()}
+        assert_weights({n: v.cpu() for n, v in twin.state_dict().items()}, expected, 0, 0)
+
+
+def test_a_copied_model_is_trained_alike(run_ranks):
+    run_ranks(copied, 2)
+
+
+def test_every_step_is_one_program(run_ranks):
+    run_ranks(compiled_anew, 1)

@@ -1,0 +1,148 @@
+"""AdamW with moments of a byte each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_optim import KINDS, STEPS, Block, gradients, plain, put_gradients, wrapped
+from test_special_uses import whole
+from torch import nn
+
+from xla_fsdp.optim import AdamW8bit, blockwise
+
+OPTIONS = {"lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 0.1}
+STEPS = 2 * STEPS
+
+
+def published_values(signed: bool) -> torch.Tensor:
+    """By the papers: in each decade the means between evenly spaced limits; 0 and 1."""
+    found = [0.0, 1.0]
+    for decade in range(7):
+        limits = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
+        means = (limits[1:] + limits[:-1]) / 2 * 10.0 ** (decade - 6)
+        found += means.tolist() + (-means).tolist() * signed
+    return torch.tensor(sorted(found), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_values_are_the_published_ones(signed):
+    expected = published_values(signed)
+    assert len(expected) == 256
+    torch.testing.assert_close(blockwise.values(signed).double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_an_element_becomes_the_nearest_value(signed):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5000, generator=generator) * 10 ** (-8 * torch.rand(5000, generator=generator))
+    x = x if signed else x.abs()
+    x[2048:4096] *= 1e-3  # a block of another scale
+    numbers, scales = blockwise.encode(x, signed)
+    assert numbers.dtype is torch.uint8 and numbers.shape == x.shape and scales.shape == (3,)
+    found = blockwise.decode(numbers, scales, signed)
+    for number, block in enumerate(x.split(2048)):
+        known = published_values(signed) * block.abs().max().double()
+        least = (block.double()[:, None] - known).abs().amin(1)
+        error = (found[2048 * number :][: len(block)].double() - block.double()).abs()
+        torch.testing.assert_close(error, least, rtol=1e-5, atol=1e-7 * block.abs().max().item())
+    zeros = blockwise.decode(*blockwise.encode(torch.zeros(3, 5), signed), signed)
+    assert torch.equal(zeros, torch.zeros(3, 5))
+
+
+def nearest(x, signed):
+    """What is left of ``x`` after encoding, by looking up."""
+    known = published_values(signed)
+    blocks = [
+        known[(b[:, None] / b.abs().max().clamp(min=1e-45) - known).abs().argmin(1)] * b.abs().max()
+        for b in x.double().reshape(-1).split(blockwise.BLOCK)
+    ]
+    return torch.cat(blocks).view(x.shape).float()
+
+
+def reference(encoded: bool) -> dict[str, torch.Tensor]:
+    """AdamW; with ``encoded``, the moments as 8 bits leave them."""
+    model, states = plain(), {}
+    (beta1, beta2), lr = OPTIONS["betas"], OPTIONS["lr"]
+    for t in range(1, STEPS + 1):
+        for name, g in gradients(model, t).items():
+            w, (m, v) = model.get_parameter(name), states.get(name, (0, 0))
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+            states[name] = (nearest(m, True), nearest(v, False)) if encoded else (m, v)
+            update = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + 1e-8)
+            with torch.no_grad():
+                w.mul_(1 - lr * OPTIONS["weight_decay"]).sub_(lr * update)
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train(model, optimizer) -> None:
+    for t in range(1, STEPS + 1):
+        for name, grad in gradients(model, t).items():
+            model.get_parameter(name).grad = grad
+        optimizer.step()
+
+
+def test_on_plain_parameters():
+    for size, encoded in ((0, True), (4096, False)):
+        model = plain()
+        train(model, AdamW8bit(model.parameters(), min_8bit_size=size, **OPTIONS))
+        for name, value in reference(encoded).items():
+            torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-4)
+    model = plain()
+    train(model, torch.optim.AdamW(model.parameters(), **OPTIONS))
+    for name, value in reference(False).items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def on_ranks(rank, kinds, start, exact, encoded):
+    import torch_xla
+
+    from xla_fsdp import save_checkpoint
+    from xla_fsdp.consolidate.errors import UnsupportedValueError
+
+    for kind in kinds:
+        small, large = (wrapped(kind, Block) for _ in range(2))
+        optimizers = [
+            AdamW8bit(small.parameters(), min_8bit_size=0, **OPTIONS),
+            AdamW8bit(large.parameters(), **OPTIONS),
+        ]
+        for t in range(1, STEPS + 1):
+            for model, optimizer in zip((small, large), optimizers, strict=True):
+                put_gradients(model, gradients(plain(), t))
+                optimizer.step()
+            torch_xla.sync()
+        found = whole(large, large.state_dict())
+        for name, value in exact.items():  # all are small: no error at all
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        found = whole(small, small.state_dict())
+        moved = torch.cat([(exact[name] - start[name]).reshape(-1) for name in exact])
+        ours = torch.cat([(found[name] - exact[name]).reshape(-1) for name in exact])
+        theirs = torch.cat([(encoded[name] - exact[name]).reshape(-1) for name in exact])
+        # Blocks hold other elements than unsharded: another error, of the same size.
+        assert 0 < ours.norm() < 2 * theirs.norm() and ours.norm() < 0.05 * moved.norm(), (
+            kind, ours.norm() / moved.norm(), theirs.norm() / moved.norm()
+        )  # fmt: skip
+        parameter = next(p for p in small.parameters() if p in optimizers[0].state)
+        state = optimizers[0].state[parameter]
+        assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.uint8
+        assert state["exp_avg"].shape == parameter.shape
+    with pytest.raises(UnsupportedValueError, match="'scales' of .* has shape"):
+        save_checkpoint("/nowhere", small, optimizers[0], step=1)
+
+
+@pytest.mark.parametrize("size, kinds", [(1, KINDS[3:]), (2, KINDS[:2]), (4, KINDS[2:4])])
+def test_on_shards(run_ranks, size, kinds):
+    start = {name: value.detach() for name, value in plain().state_dict().items()}
+    run_ranks(on_ranks, size, kinds, start, reference(False), reference(True), timeout=500)
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"eps": 0.0}, "eps must be > 0, got 0.0"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\] must be >= 0 and < 1, got 1.0"),
+        ({"min_8bit_size": -1}, "min_8bit_size must be >= 0, got -1"),
+    ],
+)
+def test_options_are_checked(options, match):
+    with pytest.raises(ValueError, match=match):
+        AdamW8bit([nn.Parameter(torch.zeros(2))], **options)

@@ -1,0 +1,569 @@
+"""Uses that were wrong without a word: each equals plain torch, or names parameter and remedy."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_special_uses import WIDTH, assert_same_gradients, inputs, mlp, run, wrapped
+from torch import nn
+
+
+def here(rank: int, step: int = 0) -> torch.Tensor:
+    import torch_xla
+
+    return inputs(rank, step).to(torch_xla.device())
+
+
+# -- parameters that a forward changes --------------------------------------------------------
+
+
+class Changes(nn.Module):
+    """A linear layer that changes its own weight in its forward, in one of several ways."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.way = way
+
+    def forward(self, x):
+        weight = self.layer.weight
+        if self.way == "data":
+            weight.data = weight.detach() * 0.5
+        elif self.way == "data in place":
+            weight.data.mul_(0.5)
+        elif self.way == "in place":
+            with torch.no_grad():
+                weight.clamp_(-0.1, 0.1)
+        elif self.way == "after its use":
+            y = self.layer(x)
+            with torch.no_grad():
+                weight.clamp_(-0.1, 0.1)
+            return y
+        elif self.way == "another":
+            self.layer.weight = nn.Parameter(weight.detach() * 0.5)
+        elif self.way == "a copy":
+            return F.linear(x, weight.clamp(-0.1, 0.1), self.layer.bias)
+        return self.layer(x)
+
+
+WAYS = ("data", "data in place", "in place", "after its use", "another")
+
+
+def changing_forwards(rank):
+    import torch_xla
+
+    for way in WAYS:
+        for grad in (True, False):
+            model = wrapped(Changes(way))
+            with torch.set_grad_enabled(grad):
+                with pytest.raises(RuntimeError, match="forward .* its parameter 'layer.weight'"):
+                    model(here(rank))
+    # The remedy that the message names.
+    plain, model = Changes("a copy"), wrapped(Changes("a copy"))
+    model(here(rank)).square().mean().backward()
+    plain(torch.cat([inputs(r) for r in range(2)])).square().mean().backward()
+    torch_xla.sync()
+    assert_same_gradients(model, plain)
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        with pytest.raises(ValueError, match="Embedding.* '0' has max_norm=0.1"):
+            wrapped(nn.Sequential(kind(4, 4, max_norm=0.1)))
+
+
+def test_a_forward_that_changes_its_parameters_is_refused(run_ranks):
+    run(run_ranks, changing_forwards)
+
+
+def changed_before_the_backward(rank, reshard):
+    for way in ("step", "in place", "data", "load"):
+        model = wrapped(mlp(), "1", reshard_after_forward=reshard)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        saved = copy.deepcopy(model.state_dict())
+        loss = model(here(rank)).square().mean()
+        loss.backward(retain_graph=True)
+        if way == "step":
+            optimizer.step()
+        for parameter in model.parameters():
+            with torch.no_grad():
+                if way == "in place":
+                    parameter.mul_(2)
+                if way == "data":
+                    parameter.data = parameter * 2
+        if way == "load":
+            model.load_state_dict(saved)
+        with pytest.raises(RuntimeError, match=r"parameter '[\w.]*weight' was changed after the"):
+            loss.backward()
+        model.zero_grad()
+        model(here(rank)).square().mean().backward()  # the remedy
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_weights_changed_between_forward_and_backward_are_refused(run_ranks, reshard):
+    run(run_ranks, changed_before_the_backward, reshard)
+    plain = mlp()
+    loss = plain(inputs(0)).square().mean()
+    loss.backward(retain_graph=True)
+    torch.optim.AdamW(plain.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class FrozenTable(nn.Module):
+    """Its first unit needs no weight in its backward: plain torch lets it change."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = nn.Embedding(8, WIDTH)
+
+    def forward(self, i):
+        return self.table(i)
+
+
+def changed_and_not_needed(rank):
+    import torch_xla
+
+    plain, model = FrozenTable(), wrapped(FrozenTable())
+    for one, device in ((plain, "cpu"), (model, torch_xla.device())):
+        out = one(torch.tensor([1, 2, 2]).to(device)).square().sum()
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(2)
+        out.backward()
+    torch_xla.sync()
+    assert_same_gradients(model, plain)
+
+
+def test_changes_that_the_backward_does_not_see_are_as_in_plain_torch(run_ranks):
+    run(run_ranks, changed_and_not_needed)
+
+
+# -- gradients --------------------------------------------------------------------------------
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+
+    def forward(self, x):
+        y = x.to(torch.complex64) @ self.weight
+        return y.real * y.imag + y.imag
+
+
+def complex_norms(rank):
+    import torch_xla
+
+    for norm_type in (1.0, 2.0, 3.0, float("inf")):
+        plain, model = Complex(), wrapped(Complex())
+        model(here(rank)).sum().backward()
+        norm = model.clip_grad_norm_(0.5, norm_type)
+        plain(torch.cat([inputs(r) for r in range(2)])).sum().div(2).backward()
+        # torch_xla replaces torch's function by one that fails for complex gradients.
+        grad = plain.weight.grad.clone()
+        expected = torch.linalg.vector_norm(grad, norm_type)
+        plain.weight.grad = grad * (0.5 / (expected + 1e-6)).clamp(max=1.0)
+        torch_xla.sync()
+        torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-5)
+        assert_same_gradients(model, plain)
+
+
+def test_norms_of_complex_gradients(run_ranks):
+    run(run_ranks, complex_norms)
+
+
+class ThroughTheHost(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return (x.cpu() @ self.layer.weight.cpu().t()).to(x.device)
+
+
+def weight_on_the_host(rank):
+    import torch_xla
+
+    plain, model = ThroughTheHost(), wrapped(ThroughTheHost())
+    model(here(rank).requires_grad_()).square().mean().backward()
+    plain(torch.cat([inputs(r) for r in range(2)])).square().mean().backward()
+    torch_xla.sync()
+    assert_same_gradients(model, plain)
+
+
+def test_a_weight_used_on_the_host(run_ranks):
+    run(run_ranks, weight_on_the_host)
+
+
+def scaled_steps(rank):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    import xla_fsdp
+
+    def values(model):
+        torch_xla.sync()
+        return {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+    for bad in (None, 0, 1):
+        model, plain = wrapped(mlp()), mlp()
+        mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+        scaler = xla_fsdp.ShardedGradScaler(init_scale=8.0, growth_interval=1)
+        before = values(model)
+        scaler.scale(model(here(rank)).square().mean()).backward()
+        if rank == bad:
+            next(model.parameters()).grad[0] = float("inf")
+        scaler.unscale_(mine)
+        norm = model.clip_grad_norm_(1.0)
+        scaler.step(mine)
+        scaler.update()
+        after = values(model)
+        if bad is None:
+            plain(torch.cat([inputs(r) for r in range(2)])).square().mean().backward()
+            expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-6)
+            theirs.step()
+            assert scaler.get_scale() == 16.0
+            from test_special_uses import whole
+
+            found = whole(model, dict(model.named_parameters()))
+            for name, parameter in plain.named_parameters():
+                torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+        else:
+            assert scaler.get_scale() == 4.0
+            assert all(torch.equal(before[name], after[name]) for name in before)
+        assert len(set(xm.mesh_reduce("scale", scaler.get_scale(), list))) == 1
+
+    model = wrapped(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("xla")
+    scaler.scale(model(here(rank)).sum()).backward()
+    with pytest.raises(RuntimeError, match="xla_fsdp.ShardedGradScaler"):
+        scaler.step(optimizer)
+    model(here(rank)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"call optimizer.step\(\)"):
+        xm.optimizer_step(optimizer)
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_):
+        with pytest.raises(RuntimeError, match=r"call model.clip_grad_norm_\(max_norm\)"):
+            clip(model.parameters(), 1.0)
+    plain = mlp()
+    plain(inputs(rank)).sum().backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    nn.utils.clip_grad_norm_(next(plain.parameters()), 1.0)
+    # Each rank's own model may have torch's.
+    alone = wrapped(mlp(), sharding_groups=[[0], [1]], sharding_rank=0, sharding_world_size=1)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    optimizer.step()
+
+
+def test_loss_scaling_asks_all_ranks(run_ranks):
+    run(run_ranks, scaled_steps)
+
+
+# -- parameters of another unit ----------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A head that reads the weight of the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(8, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, i):
+        assert self.embed.weight.shape == (8, WIDTH)  # as in plain torch
+        assert self.embed.weight.dtype is torch.float32 and self.embed.weight.requires_grad
+        return F.linear(self.encode(i), self.embed.weight)
+
+    def encode(self, i):
+        return self.body(self.embed(i))
+
+    def size(self):
+        return self.body.weight.shape[0] * 10
+
+
+def other_units(rank, rows):
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import always_wrap_policy, register_fsdp_forward_method
+
+    i = torch.tensor([1, 2]).to(torch_xla.device())
+    model = wrapped(Tied(), "embed", shard_param_on_dim_0=rows)
+    for one in (model, copy.deepcopy(model)):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                with pytest.raises(RuntimeError, match=r"needs parameter 'embed.weight', which is"):
+                    one(i)
+    with pytest.raises(RuntimeError, match="needs parameter 'body.weight'.*register_fsdp_forward"):
+        model.encode(i)
+    assert model.size() == 10 * WIDTH
+    # The remedies: a unit less, and a registered method.
+    plain, model = Tied(), wrapped(Tied(), shard_param_on_dim_0=rows)
+    register_fsdp_forward_method(model, "encode")
+    model(i).square().sum().backward()
+    model.encode(i).square().sum().backward()
+    plain(i.cpu()).square().sum().backward()
+    plain.encode(i.cpu()).square().sum().backward()
+    torch_xla.sync()
+    assert_same_gradients(model, plain)
+    with pytest.raises(AttributeError, match="Tied has no method 'decode'"):
+        register_fsdp_forward_method(model, "decode")
+    register_fsdp_forward_method(plain, "encode")  # of no effect
+
+    torch.manual_seed(3)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    plain = copy.deepcopy(attention)
+    x = torch.randn(2, 3, 8)
+    model = FSDP(nn.Sequential(attention), auto_wrap_policy=always_wrap_policy)
+    model = model[0]
+    model(*[x.to(torch_xla.device())] * 3)[0].square().sum().backward()
+    plain(x, x, x)[0].square().sum().backward()
+    torch_xla.sync()
+    assert_same_gradients(model, plain)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    attention.out_proj = FSDP(attention.out_proj)
+    with pytest.raises(RuntimeError, match="needs parameter 'out_proj.weight'"):
+        FSDP(attention)(*[x.to(torch_xla.device())] * 3)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_parameters_of_another_unit(run_ranks, rows):
+    run(run_ranks, other_units, rows)
+
+
+# -- what is given to a wrapper -----------------------------------------------------------------
+
+
+def wrong_arguments(rank):
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    device = torch_xla.device()
+    model = wrapped(nn.Sequential(mlp()), "0")
+    with pytest.raises(RuntimeError, match=r"given a tensor of shape \(2, 6\) on cpu.*\.to\('xla"):
+        model(inputs(rank))
+    for move in (lambda: model.cpu(), lambda: nn.Sequential(model).to("cpu")):
+        with pytest.raises(RuntimeError, match="shards of a wrapped module stay on xla"):
+            move()
+    model.to(device).double().float()
+    with pytest.raises(RuntimeError, match="parameter '0.weight' of LazyLinear is lazy"):
+        FSDP(nn.Sequential(nn.LazyLinear(3)))
+    flat = FSDP(mlp(), flatten_parameters=True)
+    with pytest.raises(RuntimeError, match="module '0.0' are flattened into another wrapper's"):
+        FSDP(nn.Sequential(flat.module))
+    FSDP(nn.Sequential(flat))(here(rank))
+
+    plain, model = mlp(), wrapped(mlp(), "1")
+    given = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+    given = {name: value.to(device) for name, value in given.items()}
+    with pytest.raises(RuntimeError, match="another tensor than the shard.*functional_call"):
+        torch.func.functional_call(model, given, (here(rank),))
+    own = dict(model.named_parameters())
+    again = torch.func.functional_call(model, own, (here(rank),))
+    torch.testing.assert_close(again.cpu(), plain(inputs(rank)), rtol=1e-5, atol=1e-6)
+    model.module[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, device=device))
+    with pytest.raises(RuntimeError, match="parameter '0.weight' is another tensor"):
+        model(here(rank))
+
+
+def test_what_a_wrapper_can_not_use_is_refused(run_ranks):
+    run(run_ranks, wrong_arguments)
+
+
+def names(rank):
+    import torch_xla
+
+    parent = nn.Sequential(wrapped(mlp(), "1"), nn.Linear(3, 3), wrapped(mlp()))
+    parent.to(torch_xla.device())
+    plain = nn.Sequential(mlp(), nn.Linear(3, 3), mlp())
+    expected = [name for name, _ in plain.named_parameters()]
+    for one in (parent, plain):
+        assert [name for name, _ in one.named_parameters()] == expected
+        assert list(one.state_dict()) == expected
+        assert list(dict.fromkeys(n for n, _ in one.named_modules())) == [
+            name for name, _ in plain.named_modules()
+        ]
+    for name, _ in plain.named_modules():
+        parent.get_submodule(name)
+    state = parent.state_dict()
+    state["0.1.0.weight"] = state["0.1.0.weight"][:3]
+    state["2.0.other"] = state.pop("2.0.weight")
+    with pytest.raises(RuntimeError) as failed:
+        parent.load_state_dict(state)
+    said = str(failed.value)
+    for part in ('Missing key(s) in state_dict: "2.0.weight"', '"2.0.other"', "for 0.1.0.weight:"):
+        assert part in said, said
+    assert "_fsdp_wrapped_module" not in said
+    state["0.1.0.weight"] = parent.state_dict()["0.1.0.weight"]
+    found = parent.load_state_dict(state, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["2.0.weight"], ["2.0.other"])
+
+
+def test_names_are_those_of_plain_torch(run_ranks):
+    run(run_ranks, names)
+
+
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.temperature = 1.0
+        self._depth = 1
+
+    def forward(self, x):
+        return self.layer(x) * self.temperature + self._depth
+
+
+def attributes(rank):
+    plain, model = Tempered(), wrapped(Tempered())
+    for one in (plain, model):
+        one.temperature, one._depth, one.note = 3.0, 5, "mine"
+    out = model(here(rank))
+    torch.testing.assert_close(out.cpu(), plain(inputs(rank)), rtol=1e-5, atol=1e-6)
+    assert model.module.temperature == model.temperature == 3.0
+    assert model.note == model.module.note == "mine"
+    del model.note
+    assert not hasattr(model, "note") and not hasattr(model.module, "note")
+    model.eval()
+    assert not model.training and not model.module.training
+    with pytest.raises(RuntimeError, match="another tensor than the shard"):
+        wrapped(nn.Linear(2, 2)).weight = nn.Parameter(torch.zeros(2, 2))
+
+
+def test_attributes_set_on_the_wrapper_are_the_modules(run_ranks):
+    run(run_ranks, attributes)
+
+
+# -- mistakes that are told of ------------------------------------------------------------------
+
+
+def told(rank):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    def warned(model) -> list[str]:
+        # One rank after the other: warnings are the process's.
+        found = []
+        xm.rendezvous("before")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(here(rank))
+            xm.rendezvous("done")
+            found = [str(one.message) for one in caught]
+        xm.rendezvous("after")
+        return xm.mesh_reduce("found", found, lambda lists: [x for one in lists for x in one])
+
+    model = wrapped(mlp())
+    model.module.add_module("late", nn.Linear(3, 3).to(torch_xla.device()))
+    found = warned(model)
+    assert any("'late.weight', 'late.bias' came into the model after" in one for one in found)
+
+    torch.manual_seed(rank)
+    model = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), "1")
+    found = warned(model)
+    assert any("ranks built '" in one and "sync_module_states" in one for one in found)
+    assert not warned(model)  # once
+    torch.manual_seed(rank)
+    model = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert not warned(model)  # loaded since
+    assert not warned(wrapped(mlp(), "1"))
+
+    torch.manual_seed(rank)
+    model = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH)), sync_module_states=True)
+    assert not warned(model)
+
+    model = wrapped(mlp())
+    model(here(rank)).sum().backward()
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    xm.rendezvous("one after the other")
+    if rank == 0:
+        with pytest.warns(UserWarning, match=r"group 0 .*\(weight_decay=0.1\) has no parameters"):
+            optimizer.step()
+        optimizer.step()  # once
+    xm.rendezvous("warned")
+
+    plain = mlp()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = wrapped(plain)
+    model(here(rank)).sum().backward()
+    with pytest.raises(RuntimeError, match="'0.weight' in its wrapper.*after the optimizer was"):
+        optimizer.step()
+
+
+def test_likely_mistakes_are_told_of(run_ranks):
+    run(run_ranks, told)
+
+
+class WithBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.rand(WIDTH))
+        self.register_buffer("mask", torch.rand(WIDTH) > 0.5)
+        self.register_buffer("count", torch.randint(10, ()))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale * self.mask + self.count
+
+
+def states_of_rank_0(rank, options):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    torch.manual_seed(10 + rank)
+    model = nn.Sequential(WithBuffer(), WithBuffer())
+    first = xm.mesh_reduce("first", model.state_dict(), lambda states: states[0])
+    plain = copy.deepcopy(model)
+    plain.load_state_dict(first)
+    model = wrapped(model, "1", sync_module_states=True, **options)
+    out = model(here(rank))
+    torch_xla.sync()
+    torch.testing.assert_close(out.cpu(), plain(inputs(rank)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"flatten_parameters": True}])
+def test_states_of_rank_0_everywhere(run_ranks, options):
+    run(run_ranks, states_of_rank_0, options, ranks=3)
+
+
+REFERENCE_FIRST = """
+import sys
+import torch, torch_xla
+from torch import nn
+import xla_fsdp
+
+def train(rank):
+    model = xla_fsdp.XlaFullyShardedDataParallel(nn.Linear(4, 4))
+    model(torch.ones(2, 4).to("xla")).sum().backward()
+    return rank
+
+if sys.argv[-1] == "started":  # the remedy that the message names
+    xla_fsdp.launch(lambda rank: None, num_devices=2)
+nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
+try:
+    print(xla_fsdp.launch(train, num_devices=2))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_reference_in_plain_torch_before_the_ranks(run_script):
+    refused = run_script(REFERENCE_FIRST)
+    assert "before XLA's runtime had started, which importing torch_xla does not do" in (
+        refused.stdout
+    )
+    assert "xla_fsdp.launch(lambda rank: None, num_devices=2)" in refused.stdout
+    assert run_script(REFERENCE_FIRST, "started").stdout.endswith("[0, 1]\n")

@@ -1,0 +1,148 @@
+"""sharding_strategy and device_mesh: each is what it stands for, and trains like plain torch."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from test_special_uses import inputs, mlp
+from torch import nn
+
+WAYS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+
+@dataclasses.dataclass
+class Mesh:
+    """As torch's DeviceMesh has it, which needs process groups to be made."""
+
+    mesh: Any
+
+
+def trained(model: nn.Module, batches: list[torch.Tensor]) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for batch in batches:
+        loss = model(batch).square().mean()
+        loss.backward()
+        clip = getattr(model, "clip_grad_norm_", None)
+        norm = clip(0.1) if clip else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert norm > 0.1  # so that it matters whose norm it is
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def small_policy(module, recurse, nonwrapped_numel=0, **_):
+    return True if recurse else isinstance(module, nn.Linear)
+
+
+def assert_trains_alike(rank: int, size: int, **options: Any):
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import full_state_dict
+
+    plain = trained(mlp(), [torch.cat([inputs(r, s) for r in range(size)]) for s in range(2)])
+    model = FSDP(mlp(), auto_wrap_policy=small_policy, **options)
+    trained(model, [inputs(rank, s).to("xla") for s in range(2)])
+    torch_xla.sync()
+    with FSDP.summon_full_params(model, writeback=False):
+        for own, value in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.detach().cpu(), value.detach())
+    for name, value in full_state_dict(model, rank0_only=False).items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+    return model
+
+
+def every_strategy(rank):
+    import torch_xla.runtime as xr
+
+    from xla_fsdp import ShardingStrategy
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    size = xr.world_size()
+    rows = torch.arange(size).view(2, -1)
+    grid = rows.tolist()
+    for way in WAYS:
+        strategy = ShardingStrategy[way]
+        given: dict[str, Any] = {"sharding_strategy": strategy}
+        if "HYBRID" in way:
+            given["device_mesh"] = rows if way == "HYBRID_SHARD" else Mesh(rows)
+        model = assert_trains_alike(rank, size, **given)
+        for wrapper in FSDP.fsdp_modules(model):
+            assert wrapper.sharding_strategy is strategy
+            world = wrapper._unit.world
+            if way == "NO_SHARD":
+                assert (world.rank, world.size, world.replicas) == (0, 1, size)
+            elif "HYBRID" in way:
+                assert (world.rank, world.size, world.replicas) == (
+                    rank % (size // 2),
+                    size // 2,
+                    2,
+                )
+                assert [list(group) for group in world.groups] == grid
+            else:
+                assert (world.rank, world.size, world.replicas) == (rank, size, 1)
+            if way != "NO_SHARD":
+                zero3 = way in ("FULL_SHARD", "HYBRID_SHARD")
+                assert wrapper.fsdp_options.reshard_after_forward is zero3
+    # A mesh says the groups without a strategy as well, in any order of the ranks.
+    turned = [*range(1, size), 0]
+    model = assert_trains_alike(rank, size, device_mesh=turned, reshard_after_forward=False)
+    assert (model.rank, model.world_size) == ((rank - 1) % size, size)
+    model = assert_trains_alike(rank, size, device_mesh=Mesh(rows.T.tolist()))
+    assert model._unit.world.replicas == size // 2
+    # The same as by hand.
+    hybrid = {
+        "sharding_groups": tuple(map(tuple, grid)),
+        "sharding_rank": rank % (size // 2),
+        "sharding_world_size": size // 2,
+        "replication_groups": rows.T.tolist(),
+    }
+    for more in ({}, {"device_mesh": grid}):
+        strategy = ShardingStrategy.HYBRID_SHARD
+        model = FSDP(mlp(), sharding_strategy=strategy, **more, **hybrid)
+        assert model._unit.world.replicas == 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_strategy_trains_like_plain_torch(run_ranks, ranks):
+    run_ranks(every_strategy, ranks, timeout=500)
+
+
+def refusals(rank):
+    from torch.distributed.fsdp import ShardingStrategy as Theirs
+
+    from xla_fsdp import ShardingStrategy as S
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import scan_blocks
+
+    groups = {"sharding_groups": [[0], [1]], "sharding_rank": 0, "sharding_world_size": 1}
+
+    def refused(*parts, **options):
+        with pytest.raises(ValueError) as caught:
+            FSDP(mlp(), **options)
+        for part in parts:
+            assert part in str(caught.value)
+
+    for wrong in ("FULL_SHARD", Theirs.FULL_SHARD, 1):
+        refused("sharding_strategy must be ShardingStrategy.FULL_SHARD", sharding_strategy=wrong)
+    refused("reshard_after_forward=False contradicts", "FULL_SHARD",
+            sharding_strategy=S.FULL_SHARD, reshard_after_forward=False)  # fmt: skip
+    refused("needs to know the groups", "HYBRID_SHARD", sharding_strategy=S.HYBRID_SHARD)
+    refused("needs to know the groups", sharding_strategy=S.HYBRID_SHARD, **groups)
+    refused("SHARD_GRAD_OP contradicts replication_groups=[[0, 1]]",
+            sharding_strategy=S.SHARD_GRAD_OP, replication_groups=[[0, 1]], **groups)  # fmt: skip
+    refused("sharding_groups=[[0, 1]] contradicts", "NO_SHARD", sharding_strategy=S.NO_SHARD,
+            sharding_groups=[[0, 1]], sharding_rank=rank, sharding_world_size=2)  # fmt: skip
+    refused("sharding_groups=[[0], [1]] contradicts", "device_mesh=[0, 1]",
+            device_mesh=[0, 1], **groups)  # fmt: skip
+    refused("needs a 1-D device_mesh", sharding_strategy=S.FULL_SHARD, device_mesh=[[0, 1]])
+    refused("needs a 2-D device_mesh", sharding_strategy=S.HYBRID_SHARD, device_mesh=[0, 1])
+    for wrong in ([0], [0, 0], [[[0, 1]]], "ranks", [0.5, 1.0], 7, [[0], [1, 2]], object()):
+        refused("device_mesh must be", "each of the 2 ranks once", device_mesh=wrong)
+    with pytest.raises(ValueError, match="not possible in scan_blocks"):
+        scan_blocks([nn.Linear(4, 4)], sharding_strategy=S.SHARD_GRAD_OP)
+
+
+def test_what_does_not_go_together_is_refused(run_ranks):
+    run_ranks(refusals, 2)

@@ -1,0 +1,258 @@
+"""Which saved state of an optimizer belongs to which parameter: all checked beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..consolidate.errors import ModelMismatchError
+from .inventory import Held, Inventory
+from .matching import listed, raise_if_any
+from .optimizers import Groups, elementwise_keys, options
+from .stored import Stored, same_bits
+
+# Options that say how to compute, not what: those of the machine that goes on.
+_HOW = {"foreach", "fused", "capturable", "differentiable"}
+# Came to optimizers late; states saved before lack them.
+_LATE = {*_HOW, "maximize", "decoupled_weight_decay"}
+
+
+@dataclass(frozen=True, eq=False)
+class Number:
+    """State that is one value for a parameter, not one for each of its elements.
+
+    Attributes:
+        on_device: whether it was a tensor beside the parameter; ``None`` if that is not known.
+    """
+
+    value: Any
+    on_device: bool | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """State of an unsharded optimizer.
+
+    Attributes:
+        state: by name and key: a tensor, a :class:`~.stored.Stored` one, or a plain value; if
+            ``kind`` is known, :class:`~.stored.Stored` or :class:`Number`.
+        groups: options of every parameter group, and the names of its parameters.
+        kind: the class of the optimizer, where a sharded one was saved to go on with. Then groups
+            must be the same, and how it computed is taken over as well.
+    """
+
+    state: Mapping[str, Mapping[str, Any]]
+    groups: list[tuple[dict[str, Any], list[str]]]
+    kind: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Elements:
+    """State of a holder's shape; members without any are ``None``, and get zeros."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    members: Mapping[Held, Stored | None]
+    ready: torch.Tensor | None = None  # this rank's part, once it is read
+
+
+@dataclass(frozen=True)
+class OptimizerMatch:
+    """What goes where, all of it checked.
+
+    Attributes:
+        groups: new options of every group.
+        state: of every holder, by key.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: list[dict[str, Any]]
+    state: dict[nn.Parameter, dict[str, Elements | Number]]
+
+
+def match_optimizer(
+    inventory: Inventory,
+    optimizer: torch.optim.Optimizer,
+    groups: Groups,
+    saved: OptimizerState,
+    label: str,
+) -> OptimizerMatch:
+    """Finds the state of every parameter of the optimizer.
+
+    A parameter that never had a gradient has no state. As an element of a vector it would have
+    had one, with zeros for it: that is what it gets where it is in one with others.
+
+    Args:
+        groups: of the optimizer's groups the parameters that are to get options and state.
+
+    Raises:
+        ModelMismatchError: class, names, groups, options, shapes or keys do not fit; or parameters
+            that are one vector here had different single values (``step``).
+    """
+    own_kind = type(optimizer).__name__
+    if saved.kind not in (None, own_kind):
+        raise ModelMismatchError(f"{label}: is of optimizer {saved.kind}, this one is {own_kind}")
+    known = {name: held for own in groups for held in own for name in held.names}
+    strangers = [name for name in saved.state if name not in known]
+    if strangers:
+        raise ModelMismatchError(
+            f"{label}: has state of {listed(strangers)}, which the optimizer does not have"
+        )
+    state: dict[Held, Mapping[str, Any]]
+    state = {known[name]: values for name, values in saved.state.items()}
+    if len(state) != len(saved.state):
+        raise ModelMismatchError(f"{label}: has state of a tied parameter under two of its names")
+    new_groups = _match_groups(optimizer, groups, known, saved, label)
+    problems: list[str] = []
+    if saved.kind is None:
+        state = {**_told_apart(state, problems)}
+    found = {}
+    for holder, members in inventory.by_holder().items():
+        own = {held: state[held] for held in members if held in state}
+        if own:
+            found[holder] = _match_holder(holder, members, own, problems)
+    raise_if_any(problems, label)
+    return OptimizerMatch(optimizer, new_groups, found)
+
+
+def _match_groups(
+    optimizer: torch.optim.Optimizer,
+    groups: Groups,
+    known: Mapping[str, Held],
+    saved: OptimizerState,
+    label: str,
+) -> list[dict[str, Any]]:
+    """The options for each of the optimizer's groups."""
+    problems: list[str] = []
+    home: dict[Held, int] = {}
+    for number, (_, names) in enumerate(saved.groups):
+        strangers = [name for name in names if name not in known]
+        if strangers:
+            problems.append(
+                f"group {number} has {listed(strangers)}, which the optimizer does not have"
+            )
+        for name in names:
+            if name in known and home.setdefault(known[name], number) != number:
+                problems.append(f"has {name!r} in two groups")
+    raise_if_any(problems, label)
+    empty = (number for number, (_, names) in enumerate(saved.groups) if not names)
+    found = []
+    for number, (group, own) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        homeless = [held.name for held in own if held not in home]
+        if homeless:
+            problems.append(f"no group of it has {listed(homeless)}")
+            continue
+        sources = sorted({home[held] for held in own})
+        if not own and saved.kind is not None:
+            sources = list(islice(empty, 1))
+        each = [saved.groups[source] for source in sources]
+        new = dict(each[0][0]) if each else {}
+        if saved.kind is not None:
+            if len(each) != 1 or {known[name] for name in each[0][1]} != set(own):
+                problems.append(
+                    f"parameter group {number} of the optimizer ({len(own)} parameters: "
+                    f"{listed(held.name for held in own)}) is no group of the checkpoint"
+                )
+        elif any(not _equal(other, new) for other, _ in each):
+            problems.append(
+                f"has the parameters of group {number} of the optimizer in groups {sources}, "
+                "which have different options"
+            )
+        elif lacking := sorted(options(group).keys() - new.keys() - _LATE) if each else []:
+            problems.append(
+                f"its groups lack {listed(lacking)}: it is of another kind of optimizer than "
+                f"{type(optimizer).__name__}"
+            )
+        else:
+            new = {key: value for key, value in new.items() if key not in _HOW}
+        found.append(new)
+    raise_if_any(problems, label)
+    return found
+
+
+def _told_apart(
+    state: Mapping[Held, Mapping[str, Any]], problems: list[str]
+) -> dict[Held, dict[str, Stored | Number]]:
+    """What has an element for every one of the parameter's, and what is a :class:`Number`."""
+    elementwise = elementwise_keys(
+        (key, value, held.shape) for held, own in state.items() for key, value in own.items()
+    )
+    found: dict[Held, dict[str, Stored | Number]] = {held: {} for held in state}
+    for held, own in state.items():
+        for key, value in own.items():
+            is_tensor = isinstance(value, (torch.Tensor, Stored))
+            if is_tensor and key in elementwise and tuple(value.shape) == held.shape:
+                found[held][key] = value if isinstance(value, Stored) else Stored.of(value)
+                continue
+            if is_tensor and (key in elementwise or tuple(value.shape) not in ((), held.shape)):
+                problems.append(
+                    f"{key!r} of {held.name!r} has shape {list(value.shape)}, the parameter "
+                    f"{list(held.shape)}"
+                )
+            # A None here (no momentum yet) may be a tensor there.
+            found[held][key] = Number(value)
+    return found
+
+
+def _match_holder(
+    holder: nn.Parameter,
+    members: list[Held],
+    own: Mapping[Held, Mapping[str, Stored | Number]],
+    problems: list[str],
+) -> dict[str, Elements | Number]:
+    """The state of what is one tensor in the model."""
+    first, reference = next(iter(own.items()))
+    for held, state in own.items():
+        if state.keys() != reference.keys():
+            problems.append(
+                f"{first.name!r} and {held.name!r} are stored as one tensor in the model, but have "
+                f"state {sorted(reference)} and {sorted(state)}"
+            )
+            return {}
+    found: dict[str, Elements | Number] = {}
+    for key, one in reference.items():
+        each = {held: state[key] for held, state in own.items()}
+        stored = {held: value for held, value in each.items() if isinstance(value, Stored)}
+        numbers = {held: value for held, value in each.items() if isinstance(value, Number)}
+        dtypes = {str(value.dtype): value.dtype for value in stored.values()}
+        if not stored:
+            found[key] = numbers[first]
+            problems += [
+                f"{first.name!r} and {held.name!r} are stored as one tensor in the model, but "
+                f"{key!r} differs"
+                for held, value in numbers.items()
+                if not _equal(value, one)
+            ]
+        elif numbers:
+            held = next(iter(numbers))
+            problems.append(f"{key!r} of {held.name!r} is no tensor of shape {list(held.shape)}")
+        elif len(dtypes) > 1:
+            problems.append(
+                f"{key!r} of {listed(held.name for held in each)} are {sorted(dtypes)}, but one "
+                "tensor in the model"
+            )
+        else:
+            dtype = next(iter(dtypes.values()))
+            parts = {held: stored.get(held) for held in members}
+            found[key] = Elements(holder.shape, dtype, parts)
+    return found
+
+
+def _equal(one: Any, two: Any) -> bool:
+    """As they would be stored: NaN is NaN, and 1 is not 1.0."""
+    if isinstance(one, Number) and isinstance(two, Number):
+        return one.on_device is two.on_device and _equal(one.value, two.value)
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return same_bits(one, two)
+    if isinstance(one, Mapping) and isinstance(two, Mapping):
+        return one.keys() == two.keys() and all(_equal(one[key], two[key]) for key in one)
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(_equal, one, two))
+    return one == two or (one != one and two != two)

@@ -1,0 +1,1 @@
+"""How bytes travel between ranks; the only importer of XLA collectives."""

@@ -1,0 +1,57 @@
+"""Groups of ranks, as users state them: read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch_xla.runtime as xr
+
+# Ordinals that act together, for every group.
+Groups = tuple[tuple[int, ...], ...]
+
+
+def lists(groups: Groups) -> list[list[int]]:
+    """``groups`` as torch_xla wants them."""
+    return [list(group) for group in groups]
+
+
+def require_group_arguments(rank: int | None, size: int | None) -> tuple[int, int]:
+    """The place and the size that go with ``sharding_groups``; raises ValueError without them."""
+    if rank is None or size is None:
+        raise ValueError(
+            "sharding_groups needs sharding_rank and sharding_world_size as well, "
+            f"got sharding_rank={rank} and sharding_world_size={size}"
+        )
+    if not 0 <= rank < size:
+        raise ValueError(f"sharding_rank must be in 0..{size - 1}, got {rank}")
+    return rank, size
+
+
+def require_place(groups: Groups, rank: int, total: int) -> None:
+    """Raises ValueError unless this rank is at place ``rank`` of one of ``groups``."""
+    # A process that only pretends to be one of many ranks may take any place.
+    ordinal = xr.global_ordinal()
+    if total > 1 and all(group[rank] != ordinal for group in groups):
+        raise ValueError(
+            f"sharding_rank={rank}, but no group of sharding_groups has rank {ordinal}, which is "
+            f"this one, at that place: {[list(group) for group in groups]}"
+        )
+
+
+def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None) -> Groups:
+    """``groups``, the argument called ``name``, of ``size`` ordinals each (``None``: of as many as
+    the first).
+
+    Raises:
+        ValueError: they are of other sizes, or an ordinal is in two.
+    """
+    checked = tuple(tuple(int(ordinal) for ordinal in group) for group in groups)
+    size = len(checked[0]) if size is None and checked else size
+    flat = [ordinal for group in checked for ordinal in group]
+    if not checked or any(len(group) != size for group in checked):
+        raise ValueError(
+            f"every group of {name} must have {size} ordinals, got {[list(g) for g in checked]}"
+        )
+    if len(set(flat)) != len(flat):
+        raise ValueError(f"{name} names an ordinal twice: {[list(g) for g in checked]}")
+    return checked

@@ -1,0 +1,247 @@
+"""Which way shards travel over the links of a TPU slice: at once, or in stages.
+
+The TPU compiler has one algorithm for each set of ranks, and over all ranks of a slice it often is
+not the best that the links allow (docs/torus.md holds what it was seen to do): a reduce-scatter
+becomes an all-reduce and a slice, a small all-gather an all-reduce of padded tensors. In stages, a
+reduce-scatter first sums within groups of ranks, of which each keeps a part, and then across the
+groups; an all-gather does the same backwards. :class:`Routes` knows the ways there are on a slice
+and picks the one that takes the least time in the model of planning/slices/links.py.
+
+Rank ``r`` must end up with part ``r``. Ranks are numbers whose digits are coordinates, the slowest
+first: z, y, x, core (``Slice.coordinates``). Stages over digits from the slowest to the fastest
+leave every part where it belongs. Other orders do not; then each rank moves its part (1/n of the
+tensor) to the rank that wants it. Example, two digits of 2 and the fast one first: parts 0, 1, 2, 3
+end up at ranks 0, 2, 1, 3, so ranks 1 and 2 swap.
+
+Nothing here imports torch, torch_xla or jax.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
+
+from ..tpu.chips import CHIPS
+from ..tpu.links import Links, wire_bytes
+from ..tpu.topology import Slice, UnknownTopologyError, resolve
+from .rings import OVERLAPPING, Rings, rings_of
+
+Groups = tuple[tuple[int, ...], ...]
+# Ways to go: digits of a rank by stage. Every digit is the range of one coordinate, or part of it.
+_Stages = tuple[tuple[int, ...], ...]
+
+# The compiler combines fewer of what comes in stages, and moves what it padded: on v3-8 stages that
+# are modelled 7 % faster each made a step 5 % slower.
+_WORTH = 0.9
+
+# The compiler's: all-gathers over this many ranks and up to so many bytes become all-reduces.
+_MANY_RANKS, _SMALL_BYTES = 64, 1 << 24
+# Reduce-scatters over a ring, of more bytes than the first, are padded: a rank's part to multiples
+# of 8 to 48 rows, and the compiler sends about as much again to undo it. Together about these rows.
+_PADDED_BYTES, _PADDED_ROWS = 1 << 23, 32
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one collective over all ranks of a slice is done.
+
+    ``stages``: the groups of ranks of each stage of a reduce-scatter, in order; an all-gather takes
+    them backwards. ``moves``: after the last stage of a reduce-scatter, which rank sends its part
+    to which, every rank once on either side; before the first of an all-gather, the other way
+    round; empty if every part is where it belongs. ``seconds``: modelled.
+    """
+
+    stages: tuple[Groups, ...]
+    moves: tuple[tuple[int, int], ...] = ()
+    seconds: float = 0.0
+
+
+class Routes:
+    """The ways to gather and reduce-scatter over all ranks of one slice."""
+
+    def __init__(self, slice: Slice) -> None:
+        self.slice = slice
+        self._links = Links(slice)
+        # Asked for every collective of every step, of a few sizes.
+        self._known: dict[tuple[str, int, int], Route] = {}
+        self._rings: dict[Groups, Rings | None] = {}
+
+    def rings(self, groups: Groups) -> Rings | None:
+        """Rings for a reduction beside compute within ``groups``, on chips that can."""
+        if groups not in self._rings:
+            able = self.slice.chip.family in OVERLAPPING
+            places = [place[:2] for place in self.slice.coordinates()]
+            self._rings[groups] = rings_of(groups, places) if able else None
+        return self._rings[groups]
+
+    def scatter(self, number_of_bytes: int, row_bytes: int = 256) -> Route:
+        """The fastest reduce-scatter of so many bytes (what each rank brings in), in such rows."""
+        return self._fastest("reduce-scatter", number_of_bytes, row_bytes)
+
+    def gather(self, number_of_bytes: int) -> Route:
+        """The fastest all-gather that results in so many bytes on each rank."""
+        return self._fastest("all-gather", number_of_bytes)
+
+    def all(self, kind: str, number_of_bytes: int, row_bytes: int = 256) -> list[Route]:
+        """Every way, with its modelled seconds; the first is at once."""
+        return [
+            Route(stages, moves, self._seconds(kind, number_of_bytes, row_bytes, stages, moves))
+            for stages, moves in self._ways
+        ]
+
+    def _fastest(self, kind: str, number_of_bytes: int, row_bytes: int = 256) -> Route:
+        asked = kind, number_of_bytes, row_bytes
+        if asked not in self._known:
+            at_once, *others = self.all(*asked)
+            # Of equals the first, which has the fewest stages.
+            staged = min(others, key=lambda route: route.seconds, default=at_once)
+            worth = staged.seconds < _WORTH * at_once.seconds
+            self._known[asked] = staged if worth else at_once
+        return self._known[asked]
+
+    @cached_property
+    def _ways(self) -> list[tuple[tuple[Groups, ...], tuple[tuple[int, int], ...]]]:
+        lengths = [n for n in (*self.slice.device_shape[2::-1], self.slice.chip.devices) if n > 1]
+        ways = []
+        for split, stages in _orders(tuple(lengths), self.slice.chip.devices > 1):
+            ranks = list(product(*map(range, split)))
+            groups = tuple(_groups(ranks, stage) for stage in stages)
+            target = _targets(ranks, split, stages)
+            moves = () if target == list(range(len(ranks))) else tuple(enumerate(target))
+            ways.append((groups, moves))
+        return ways
+
+    def _seconds(
+        self,
+        kind: str,
+        left: int,
+        row_bytes: int,
+        stages: Sequence[Groups],
+        moves: Sequence[tuple[int, int]],
+    ) -> float:
+        seconds = 0.0
+        for groups in stages:
+            made, emitter = self._made(kind, left, groups)
+            sent = left
+            if made == "reduce-scatter" and left > _PADDED_BYTES:
+                sent += _PADDED_ROWS * row_bytes * len(groups[0])
+            seconds += self._links.seconds(_Stage(made, sent, groups, emitter))
+            left //= len(groups[0])
+        if moves:
+            seconds += self._links.seconds(_Stage("collective-permute", left, tuple(moves)))
+        return seconds
+
+    def _made(self, kind: str, number_of_bytes: int, groups: Groups) -> tuple[str, str]:
+        """What libtpu 0.0.21 makes of a collective: its kind, and "1D" for a single ring."""
+        slice = self.slice
+        if len(groups) > 1:
+            return kind, "1D"
+        if kind == "reduce-scatter":
+            # Where the first two axes are equally long, all links and twice the bytes.
+            square = slice.shape[0] == slice.shape[1] and slice.devices > 4
+            return ("all-reduce", "") if square else (kind, "1D")
+        torus = all(slice.wraps) and slice.chip.family != "v5e"
+        if torus or max(slice.shape) <= 2:
+            return kind, ""
+        if slice.devices >= _MANY_RANKS and number_of_bytes <= _SMALL_BYTES:
+            return "all-reduce", ""
+        return kind, "1D"
+
+
+def routes_for(kind: str, attributes: Sequence[Mapping[str, object]]) -> Routes | None:
+    """The ways on the slice that a runtime describes, or None where that is none we know.
+
+    ``kind``: of its devices, such as "TPU v3". ``attributes``: of every device, in any order, such
+    as ``{"name": "TPU:3", "coords": [1, 0, 0], "core_on_chip": 1}``: what torch_xla's runtime has
+    (``global_runtime_device_attributes``). None as well if ranks are not where a slice has them.
+    """
+    chip = next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
+    places = {}
+    for one in attributes:
+        number, coords = re.search(r"\d+$", str(one.get("name", ""))), one.get("coords")
+        if number is not None and isinstance(coords, Sequence) and len(coords) == 3:
+            places[int(number[0])] = (*map(int, coords), int(str(one.get("core_on_chip", 0))))
+    if chip is None or not places:
+        return None
+    shape = [1 + max(place[axis] for place in places.values()) for axis in range(3)]
+    name = "x".join(map(str, shape[: chip.torus_dimension]))
+    try:
+        routes = _routes_of(f"{chip.family}:{name}")
+    except UnknownTopologyError:
+        return None
+    return routes if dict(enumerate(routes.slice.coordinates())) == places else None
+
+
+def attributes_of(slice: Slice) -> list[dict[str, object]]:
+    """What a runtime would say of the devices of ``slice``: see :func:`routes_for`."""
+    return [
+        {"name": f"TPU:{rank}", "coords": list(place[:3]), "core_on_chip": place[3]}
+        for rank, place in enumerate(slice.coordinates())
+    ]
+
+
+@lru_cache(maxsize=4)
+def _routes_of(name: str) -> Routes:
+    # Every unit of a model asks.
+    return Routes(resolve(name))
+
+
+def _orders(lengths: tuple[int, ...], cores: bool) -> Iterator[tuple[tuple[int, ...], _Stages]]:
+    """Digits (their lengths, slowest first), and the stages to take them in."""
+    digits = tuple(range(len(lengths)))
+    for cuts in sorted(product((False, True), repeat=max(len(digits) - 1, 0)), key=sum):
+        stages: list[tuple[int, ...]] = [digits[:1]]
+        for digit, cut in zip(digits[1:], cuts, strict=True):
+            if cut:
+                stages.append((digit,))
+            else:
+                stages[-1] += (digit,)
+        yield lengths, tuple(stages)
+    # Blocks of neighbours along one axis, whole along the others, then across the blocks. Inside a
+    # block with two axes a ring has two links a chip, where a line has one.
+    for axis, length in enumerate(lengths[: len(lengths) - cores]):
+        for inner in range(2, length // 2 + 1):
+            if length % inner == 0 and len(lengths) - cores > 1:
+                split = (*lengths[:axis], length // inner, inner, *lengths[axis + 1 :])
+                rest = tuple(d for d in range(len(split)) if d != axis)
+                yield split, (rest, (axis,))
+
+
+def _groups(ranks: Sequence[tuple[int, ...]], stage: Sequence[int]) -> Groups:
+    """Ranks that differ in the digits of ``stage`` only."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, digits in enumerate(ranks):
+        key = tuple(digit for place, digit in enumerate(digits) if place not in stage)
+        groups.setdefault(key, []).append(number)
+    return tuple(map(tuple, groups.values()))
+
+
+def _targets(
+    ranks: Sequence[tuple[int, ...]], lengths: Sequence[int], stages: _Stages
+) -> list[int]:
+    """The number of the part that each rank has after the last stage."""
+    order = [place for stage in stages for place in stage]
+    weights = [prod(lengths[place] for place in order[i + 1 :]) for i in range(len(order))]
+    return [
+        sum(digits[place] * weight for place, weight in zip(order, weights, strict=True))
+        for digits in ranks
+    ]
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One collective of a route, for the model of the links."""
+
+    kind: str
+    bytes: int
+    groups: Groups
+    emitter: str = ""
+
+    @property
+    def wire_bytes(self) -> int:
+        ranks = 2 if self.kind == "collective-permute" else len(self.groups[0])
+        return wire_bytes(self.kind, self.bytes, ranks)

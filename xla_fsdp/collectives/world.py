@@ -1,0 +1,346 @@
+"""The ranks a model is sharded over, and the collectives between them.
+
+This is the only module that emits XLA collectives. Everything above it takes a :class:`World` as
+an object, so a pretended world (planning for a pod) or a recording one (tests) is just another
+object with the same four methods.
+
+All collectives are traced, not run: they take lazy tensors and return lazy tensors. They are true
+all-gathers and reduce-scatters with unpinned layouts; a pinned all-gather would be an all-reduce of
+a padded tensor, which sends twice the bytes and differs from rank to rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+from ..ranks.rank import RankContext, current_rank, is_pretending
+from .groups import Groups, checked_groups, lists, require_group_arguments, require_place
+from .rings import Rings
+from .routes import Routes, routes_for
+
+
+@dataclass(frozen=True)
+class World:
+    """Who shares the shards of a parameter.
+
+    Attributes:
+        rank: this rank's place among the ``size`` ranks that hold one parameter together.
+        size: how many shards a parameter has.
+        groups: global ordinals of every sharding group, each of ``size`` ordinals.
+        replica_groups: ordinals that hold the *same* shard and average their gradients after the
+            reduce-scatter, or ``()`` where every shard exists once.
+        device: the XLA device of this rank. Autograd runs on threads of its own that do not know
+            it, hence it is kept here.
+        context: the rank's place in a CPU launch, which numbers its collectives; ``None`` on TPU.
+        device_kind: what the runtime calls the chip, such as "TPU v6 lite"; "" where unknown.
+        routes: the ways over the links where the group is a whole TPU slice; ``None`` elsewhere,
+            and all goes at once.
+    """
+
+    rank: int
+    size: int
+    groups: Groups
+    device: torch.device
+    replica_groups: Groups = ()
+    context: RankContext | None = field(default=None, compare=False, repr=False)
+    device_kind: str = ""
+    routes: Routes | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def current(
+        cls,
+        sharding_groups: Sequence[Sequence[int]] | None = None,
+        sharding_rank: int | None = None,
+        sharding_world_size: int | None = None,
+        replication_groups: Sequence[Sequence[int]] | None = None,
+    ) -> World:
+        """The world of the calling rank; the arguments are those of the FSDP constructor.
+
+        Raises:
+            ValueError: ``sharding_groups`` without rank and size, or any of the three that do not
+                fit together.
+        """
+        total = xr.world_size()
+        if sharding_groups is None:
+            if sharding_rank is not None or sharding_world_size is not None:
+                raise ValueError(
+                    "sharding_rank and sharding_world_size need sharding_groups, which is None; "
+                    "leave all three out to shard over every rank"
+                )
+            rank, size = xr.global_ordinal(), total
+            groups: Groups = (tuple(range(total)),)
+        else:
+            rank, size = require_group_arguments(sharding_rank, sharding_world_size)
+            groups = checked_groups("sharding_groups", sharding_groups, size)
+            require_place(groups, rank, total)
+        replicas: Groups = ()
+        if replication_groups:
+            replicas = checked_groups("replication_groups", replication_groups, None)
+        device = torch_xla.device()
+        kind = torch_xla._XLAC._xla_device_kind(str(device))
+        routes = _routes(kind) if groups == (tuple(range(total)),) else None
+        return cls(rank, size, groups, device, replicas, current_rank(), kind, routes)
+
+    @classmethod
+    def to_reduce_over(cls, groups: Groups | None, device: torch.device) -> World:
+        """The ranks of ``groups``, or all of them, for reductions, which need no place among them.
+
+        Works on autograd's threads too, which do not know which rank they are.
+
+        Raises:
+            ValueError: ``groups`` do not name every rank once.
+        """
+        total = xr.world_size()
+        if groups is None:
+            groups = (tuple(range(total)),)
+        elif sorted(ordinal for group in groups for ordinal in group) != list(range(total)):
+            raise ValueError(
+                f"groups must name each of the {total} ranks once, got {lists(groups)}"
+            )
+        return cls(0, len(groups[0]), groups, device, (), current_rank())
+
+    # Every collective needs these two; a step has hundreds.
+    @cached_property
+    def _group_lists(self) -> list[list[int]]:
+        return lists(self.groups)
+
+    @cached_property
+    def _device_name(self) -> str:
+        return str(self.device)
+
+    @property
+    def is_everybody(self) -> bool:
+        """Whether all ranks there are share one copy of the parameters."""
+        return self.size == xr.world_size()
+
+    def tell_all(self, tag: str, value: Any) -> list[Any] | None:
+        """Tells all ranks there are a small picklable ``value``; all must call it.
+
+        Returns every rank's, by rank; on CPU ranks only to the last that comes, and ``None`` to the
+        others, so that nobody waits: ranks may be tracing one after the other. On TPU a program of
+        its own, for what is said once; everything else is a traced collective.
+        """
+        if self.context is not None:
+            return self.context.post(tag, value)
+        # Every program moves the generator on: a resumed run would draw other numbers.
+        random = xm.get_rng_state(self._device_name)
+        values: list[Any] = xm.mesh_reduce(tag, value, list)  # type: ignore[assignment]
+        xm.set_rng_state(random, self._device_name)
+        return values
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same shard."""
+        return len(self.replica_groups[0]) if self.replica_groups else 1
+
+    @property
+    def as_on_tpu(self) -> bool:
+        """Whether to trace what runs best on a TPU.
+
+        XLA on a CPU drops barriers and gathers ahead what travels together, flattens contractions
+        again, with copies, and wants a number of its own for every collective.
+        """
+        return self.context is None or self.context.as_on_tpu
+
+    def all_gather(self, shard: torch.Tensor, label: str = "") -> torch.Tensor:
+        """Concatenates every rank's ``shard`` on dimension 0: ``(d, ...)`` to ``(size*d, ...)``."""
+        if self.routes is None or self.size == 1:
+            return self._gather(shard, self._group_lists, label)
+        route = self.routes.gather(self.size * shard.numel() * shard.element_size())
+        full = self._move(shard, [(target, source) for source, target in route.moves], label)
+        for groups in reversed(route.stages):
+            full = self._gather(full, lists(groups), label)
+        return full
+
+    def reduce_scatter(
+        self, full: torch.Tensor, label: str = "", scale: float = 1.0, beside_compute: bool = False
+    ) -> torch.Tensor:
+        """Sums ``full`` over the ranks, keeps this rank's rows of dimension 0, times ``scale``.
+
+        Two ranks with ``[1, 2, 3, 4]`` and ``[5, 6, 7, 8]``: rank 0 gets ``[6, 8]`` (1+5, 2+6),
+        rank 1 gets ``[10, 12]`` (3+7, 4+8). ``(size*d, ...)`` to ``(d, ...)``.
+
+        ``beside_compute``: ``full`` is large and its sum not needed at once, so by permutes around
+        rings, on chips that compute meanwhile. Sums are rounded to the dtype of ``full`` at every
+        step, as they are in the compiler's own ring.
+        """
+        if self.size == 1:
+            return full if scale == 1.0 else full * scale
+        if self.routes is None:
+            return self._scatter(full, self._group_lists, label, scale)
+        size = full.numel() * full.element_size()
+        route = self.routes.scatter(size, size // full.shape[0])
+        shard = full
+        for number, groups in enumerate(route.stages):
+            last = number == len(route.stages) - 1
+            rings = self.routes.rings(groups) if beside_compute else None
+            if rings is not None and shard.shape[0] % (2 * rings.size) == 0:
+                shard = self._around(shard, rings, label)
+                shard = shard * scale if last and scale != 1.0 else shard
+            else:
+                shard = self._scatter(shard, lists(groups), label, scale if last else 1.0)
+        return self._move(shard, route.moves, label)
+
+    def _around(self, full: torch.Tensor, rings: Rings, label: str) -> torch.Tensor:
+        """This rank's rows of the sum within its ring."""
+        named = _named("reduce_scatter", label)
+        # Behind a barrier, and the view after it: or the compiler would compute the gradient in the
+        # shape of its parts, in a layout that costs copies of activations.
+        parts = torch.view_copy(full, full.shape)
+        torch_xla._XLAC._xla_optimization_barrier_([parts])
+        halves = 2 * rings.size
+        parts = parts.view(halves, full.shape[0] // halves, *full.shape[1:])
+        mine = self._ring_parts(rings)
+        reduced = []
+        for way in range(2):
+            pairs = rings.pairs(way)
+            held = torch.index_select(parts, 0, mine[way, :1])
+            for step in range(1, rings.size):
+                held = self._permute(held, pairs)
+                held = held + torch.index_select(parts, 0, mine[way, step : step + 1])
+            reduced.append(held)
+        del named
+        return torch.cat(reduced).reshape(-1, *full.shape[1:])
+
+    def _ring_parts(self, rings: Rings) -> torch.Tensor:
+        if rings not in self._tables:
+            # A table, not numbers: ranks must share one program.
+            self._tables[rings] = self._sent(torch.tensor(rings.parts(self.rank)))
+        return self._tables[rings]
+
+    @cached_property
+    def _tables(self) -> dict[Rings, torch.Tensor]:
+        return {}
+
+    def all_reduce_sum(self, value: torch.Tensor, label: str = "") -> torch.Tensor:
+        """The sum of ``value`` over the sharding group; same shape, meant for few elements."""
+        return self._all_reduce(value, self.groups, xm.REDUCE_SUM, label)
+
+    def all_reduce_max(self, value: torch.Tensor, label: str = "") -> torch.Tensor:
+        """The elementwise maximum of ``value`` over the sharding group; same shape."""
+        return self._all_reduce(value, self.groups, xm.REDUCE_MAX, label)
+
+    def sum_over_replicas(self, shard: torch.Tensor, label: str = "") -> torch.Tensor:
+        """The sum of a gradient shard over the ranks that hold the same shard; same shape."""
+        return self._all_reduce(shard, self.replica_groups, xm.REDUCE_SUM, label)
+
+    def from_first(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` of the group's first rank, and of the first replica, on this rank's device.
+
+        For what is done once: a rank adds what it has if it is the first, and zeros if not. A
+        program of its own, since a rank that has no use for the result must take part as well.
+        """
+        if is_pretending():
+            return value
+        wire = value.to(torch.uint8) if value.dtype is torch.bool else value.detach()
+        wire = self._sent(wire.cpu())
+        ordinal = xr.global_ordinal()
+        first_replica = all(ordinal not in group[1:] for group in self.replica_groups)
+        for groups, first in ((self.groups, self.rank == 0), (self.replica_groups, first_replica)):
+            # Data, not a number in the program: all ranks must have the same.
+            mine = self._sent(torch.tensor([first]))
+            own = torch.where(mine, wire, torch.zeros_like(wire)) if groups else wire
+            wire = self._all_reduce(own, groups, xm.REDUCE_SUM, "from the first")
+        wire = wire.to(value.dtype)
+        torch_xla._XLAC._xla_sync_multi([wire], [], wait=False)
+        return wire
+
+    @cached_property
+    def rank_on_device(self) -> torch.Tensor:
+        """``[rank]``, int32. Data, not a number in the program: all ranks must have the same."""
+        return self._sent(torch.tensor([self.rank], dtype=torch.int32))
+
+    def _sent(self, value: torch.Tensor) -> torch.Tensor:
+        """A host tensor on this rank's device, as data and not as a constant of the program."""
+        # A list, whatever torch_xla's annotation says.
+        return xm.send_cpu_data_to_device([value], self.device)[0]  # type: ignore[index]
+
+    def _all_reduce(
+        self, value: torch.Tensor, groups: Groups, kind: str, label: str
+    ) -> torch.Tensor:
+        if not groups or len(groups[0]) == 1:
+            return value
+        if self.context is None:
+            named = _named("all_reduce", label)
+            self._forget_token()
+            total = xm.all_reduce(kind, value, groups=lists(groups), pin_layout=False)
+            del named
+            return total  # type: ignore[return-value]  # a list of a list only
+        # torch_xla's all-reduce takes no channel id, without which ranks on one CPU cannot meet
+        # when they compile separately.
+        rows = self._gather(value[None], lists(groups), label)
+        return rows.sum(0) if kind == xm.REDUCE_SUM else rows.amax(0)
+
+    def _gather(self, shard: torch.Tensor, groups: list[list[int]], label: str) -> torch.Tensor:
+        size = len(groups[0])
+        if size == 1:
+            return shard
+        named = _named("all_gather", label)
+        self._forget_token()
+        full = torch_xla._XLAC._xla_all_gather(
+            shard, 0, size, groups, False, self._channel("all_gather", shard, label), None,
+        )  # fmt: skip
+        del named
+        return full
+
+    def _scatter(
+        self, full: torch.Tensor, groups: list[list[int]], label: str, scale: float
+    ) -> torch.Tensor:
+        named = _named("reduce_scatter", label)
+        self._forget_token()
+        token = torch_xla._XLAC._get_all_reduce_token(self._device_name)
+        shard = torch_xla._XLAC._xla_reduce_scatter(
+            xm.REDUCE_SUM, full, token, scale, 0, len(groups[0]), groups, False,
+            self._channel("reduce_scatter", full, label), None,
+        )[0]  # fmt: skip
+        del named
+        return shard
+
+    def _move(
+        self, shard: torch.Tensor, moves: Sequence[tuple[int, int]], label: str
+    ) -> torch.Tensor:
+        """Sends every rank's ``shard`` to where ``moves`` (source, target) says; same shape."""
+        if not moves:
+            return shard
+        named = _named("collective_permute", label)
+        moved = self._permute(shard, moves)
+        del named
+        return moved
+
+    def _permute(self, value: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+        self._forget_token()
+        return xm.collective_permute(value, [list(pair) for pair in pairs])
+
+    def _forget_token(self) -> None:
+        # torch_xla has every collective wait for the one before, through a token that it adds, as
+        # zero, to what is sent: no two overlap, and full gradients are rewritten. On TPU all ranks
+        # run one program, in one order. CPU ranks keep the token, for want of threads to wait in.
+        if self.context is None:
+            torch_xla._XLAC._set_all_reduce_token(self._device_name, None)
+
+    def _channel(self, kind: str, tensor: torch.Tensor, label: str) -> int | None:
+        if self.context is None:
+            return None
+        return self.context.next_channel(kind, tuple(tensor.shape), tensor.dtype, label)
+
+
+def _named(kind: str, label: str) -> object:
+    """Names what is traced while the result is held, for whoever reads the compiled program."""
+    if not torch_xla._XLAC._get_ir_debug():
+        return None
+    return torch_xla._XLAC.profiler.scope_pusher(f"{kind}[{label}]")
+
+
+def _routes(kind: str) -> Routes | None:
+    """The ways over the slice that this process runs on, or is planned for."""
+    routes = routes_for(kind, xr.global_runtime_device_attributes())
+    # A process that nobody launched is one rank, though it sees the whole slice.
+    return routes if routes is not None and routes.slice.devices == xr.world_size() else None

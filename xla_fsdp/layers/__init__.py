@@ -1,0 +1,1 @@
+"""Modules that know of sharding."""

@@ -1,0 +1,168 @@
+"""Adafactor: second moments as one number a row and one a column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from .base import ShardedOptimizer, require_range
+from .factors import Factors, factors_of
+from .parts import Parts, norms, reduced
+
+
+class Adafactor(ShardedOptimizer):
+    """``torch.optim.Adafactor``, with rows, columns and norms of whole matrices.
+
+    Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018 (arXiv
+    1804.04235). Options, their defaults and formulas are those of torch, which factors the last two
+    dimensions, bounds the relative step by ``lr`` and takes ``eps[0]`` as a lower bound.
+
+    A step sends the sums of each matrix's rows and columns and the parameters' norms in one
+    all-reduce, and the updates' norms in another. Rows and columns are kept whole on every rank, in
+    float32. Where the shards of a matrix are not made of whole rows its elements are added up one
+    by one, which TPUs are slow at: keep to ``shard_param_on_dim_0`` or to sizes that divide.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: the bound of the relative step, and the factor of the weight decay.
+        beta2_decay: the exponent with which the rate of the means falls.
+        eps: the least second moment (its root; ``None``: the parameter's rounding), and the least
+            norm of a parameter that its step is relative to.
+        d: the bound of an update's root mean square.
+        weight_decay: decoupled.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+    ):
+        require_range("lr", lr, 0)
+        require_range("-beta2_decay", -beta2_decay, 0)
+        if eps[0] is not None:
+            require_range("eps[0]", eps[0], 0, open_low=True)  # padding would be divided by 0
+        require_range("eps[1]", eps[1], 0)
+        require_range("d", d, 1)
+        require_range("weight_decay", weight_decay, 0)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "beta2_decay": beta2_decay,
+                "eps": eps,
+                "d": d,
+                "weight_decay": weight_decay,
+            },
+        )
+
+    def _update(self) -> None:
+        trained = list(self._trained())
+        parts = [part for *_, part in trained]
+        own = [_Own(self.state[p], p, part, group) for group, p, part in trained]
+        sums = reduced(parts, [one.sums() for one in own], "rows, columns and norms")
+        updates = [one.update(total) for one, total in zip(own, sums, strict=True)]
+        found = norms(parts, updates, "norms of updates")
+        for one, norm, update in zip(own, found, updates, strict=True):
+            one.move(update, norm)
+
+
+class _Own:
+    """One tensor of the optimizer in one step."""
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        parameter: torch.nn.Parameter,
+        part: Parts,
+        group: dict[str, Any],
+    ):
+        assert parameter.grad is not None  # those without were left out
+        self.state, self.parameter, self.part, self.group = state, parameter, part, group
+        self.grad = parameter.grad.float()
+        self.factors = factors_of(part, parameter)
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            if any(factors is None for factors in self.factors):
+                state["variance"] = torch.zeros_like(self.grad)
+            if self._lengths:
+                # More dimensions than a parameter has: nobody may take it for a value an element.
+                shape = [*[1] * parameter.dim(), part.depth, sum(self._lengths)]
+                state["row_and_col_var"] = torch.zeros(shape, device=parameter.device)
+        for key, value in state.items():
+            if value.dtype is not torch.float32:  # load_state_dict casts to the parameter's
+                state[key] = value.float()
+        state["step"].add_(1)
+
+    @property
+    def _lengths(self) -> list[int]:
+        """Of each matrix: how many rows, how many columns."""
+        found = [factors for factors in self.factors if factors is not None]
+        return [length for factors in found for length in (factors.rows, factors.columns)]
+
+    @property
+    def _scale(self) -> float | torch.Tensor:
+        """What a norm is multiplied with for the root mean square."""
+        scales = [max(numel, 1) ** -0.5 for numel in self.part.numels]
+        if len(self.part.shapes) == 1:
+            return scales[0]
+        return torch.tensor(scales, device=self.parameter.device)
+
+    def sums(self) -> torch.Tensor:
+        """What all ranks' are added: the parameters' squares, then rows and columns; flat."""
+        weights = self.parameter.float()
+        pieces = [self.part.sums(weights * weights)]
+        squares = self.grad * self.grad
+        means = [m for factors in self.factors if factors for m in factors.means(squares)]
+        if means:
+            pieces.append(torch.cat(means, 1).reshape(-1))
+        return torch.cat(pieces)
+
+    def update(self, totals: torch.Tensor) -> torch.Tensor:
+        """The update, not yet clipped; ``totals``: the sums of all ranks."""
+        count, state, step = self.part.count, self.state, self.state["step"]
+        self.length = totals[:count].sqrt() * self._scale
+        rate = step ** self.group["beta2_decay"]
+        eps = self.group["eps"][0]
+        eps = torch.finfo(self.parameter.dtype).eps if eps is None else eps
+        estimate = None
+        if "variance" in state:
+            estimate = state["variance"].lerp_(self.grad * self.grad, rate)
+        for factors, (rows, columns) in self._moved(totals[count:], rate):
+            own = factors.spread(rows, columns, eps)
+            mask = factors.mask
+            estimate = own if mask is None or estimate is None else torch.where(mask, own, estimate)
+        assert estimate is not None  # every parameter is a matrix or none
+        return estimate.clamp(min=eps * eps).rsqrt() * self.grad
+
+    def _moved(
+        self, totals: torch.Tensor, rate: torch.Tensor
+    ) -> Iterator[tuple[Factors, tuple[torch.Tensor, torch.Tensor]]]:
+        """The means of rows and columns of each matrix, moved on to this step's."""
+        found = [factors for factors in self.factors if factors is not None]
+        if not found:
+            return
+        kept = self.state["row_and_col_var"]
+        kept.lerp_(totals.view(kept.shape), rate)
+        pieces = kept.view(self.part.depth, -1).split(self._lengths, 1)
+        yield from zip(found, zip(pieces[::2], pieces[1::2], strict=True), strict=True)
+
+    def move(self, update: torch.Tensor, norm: torch.Tensor) -> None:
+        """Takes the step; ``norm``: of the whole updates."""
+        group, step = self.group, self.state["step"]
+        rate = step.rsqrt().clamp(max=group["lr"])
+        reach = self.length.clamp(min=group["eps"][1]) * rate
+        reach = reach / (norm * self._scale / group["d"]).clamp(min=1.0)
+        parameter = self.parameter
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_((update * self.part.spread(reach)).to(parameter.dtype))

@@ -1,0 +1,114 @@
+"""AdamW whose two moments take a byte each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from .base import ShardedOptimizer, require_range
+from .blockwise import decode, encode
+from .layerwise import one_minus_power
+
+
+class AdamW8bit(ShardedOptimizer):
+    """``torch.optim.AdamW`` with moments in 8 bits, by blocks of 2048 elements of the shard.
+
+    Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (arXiv 2110.02861). The
+    moments are made float32 for their update and encoded again, see
+    :mod:`xla_fsdp.optim.blockwise`. Which elements share a block depends on the ranks and the
+    layout, so steps on other numbers of ranks are equal within the error of the encoding.
+
+    A step sends nothing.
+
+    Args:
+        params: parameters, or groups of them.
+        lr, betas, eps, weight_decay: as of ``torch.optim.AdamW``.
+        min_8bit_size: shards of fewer elements keep float32 moments, as the authors do.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        min_8bit_size: int = 4096,
+    ):
+        require_range("lr", lr, 0)
+        require_range("betas[0]", betas[0], 0, 1)
+        require_range("betas[1]", betas[1], 0, 1)
+        require_range("eps", eps, 0, open_low=True)  # padding would be divided by 0
+        require_range("weight_decay", weight_decay, 0)
+        require_range("min_8bit_size", min_8bit_size, 0)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "min_8bit_size": min_8bit_size,
+            },
+        )
+
+    def _update(self) -> None:
+        for group, parameter, _ in self._trained():
+            assert parameter.grad is not None  # those without were left out
+            grad, state = parameter.grad.float(), self.state[parameter]
+            if not state:
+                _begin(state, parameter, parameter.numel() < group["min_8bit_size"])
+            state["step"].add_(1)
+            mean, square = _moments(state)
+            beta1, beta2 = group["betas"]
+            mean = mean * beta1 + grad * (1 - beta1)
+            square = square * beta2 + grad * grad * (1 - beta2)
+            _keep(state, mean, square)
+            scale = one_minus_power(beta2, state["step"]).sqrt()
+            update = mean / one_minus_power(beta1, state["step"])
+            update = update / (square.sqrt() / scale + group["eps"])
+            if group["weight_decay"]:
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.sub_((update * group["lr"]).to(parameter.dtype))
+
+
+def _begin(state: dict[str, Any], parameter: torch.nn.Parameter, small: bool) -> None:
+    zeros = torch.zeros_like(parameter, dtype=torch.float32)
+    state["step"] = torch.zeros((), device=parameter.device)
+    for name, signed in _MOMENTS:
+        state[name], scales = (zeros.clone(), None) if small else encode(zeros, signed)
+        if scales is not None:
+            # Of both moments. More dimensions than a parameter has, and more numbers than one: no
+            # checkpoint may take it for a value an element, or for one of the whole parameter.
+            shape = [*[1] * parameter.dim(), 2, len(scales)]
+            state["scales"] = torch.zeros(shape, device=parameter.device)
+
+
+def _moments(state: dict[str, Any]) -> list[torch.Tensor]:
+    if "scales" not in state:
+        return [state[name] for name, _ in _MOMENTS]
+    scales = state["scales"].view(2, -1)
+    return [decode(state[name], scales[n], signed) for n, (name, signed) in enumerate(_MOMENTS)]
+
+
+def _keep(state: dict[str, Any], *moments: torch.Tensor) -> None:
+    kept = list(moments)
+    if "scales" in state:
+        pairs = zip(moments, _MOMENTS, strict=True)
+        encoded = [encode(moment, signed) for moment, (_, signed) in pairs]
+        kept = [numbers for numbers, _ in encoded]
+        scales = torch.stack([scales for _, scales in encoded])
+        state["scales"].copy_(scales.view(state["scales"].shape))
+    for (name, _), value in zip(_MOMENTS, kept, strict=True):
+        if state[name].dtype is not value.dtype:  # load_state_dict casts to the parameter's
+            state[name] = state[name].to(value.dtype)
+        state[name].copy_(value)  # in place, so that the program reuses its memory
+
+
+# The state's names, and whether they have a sign.
+_MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))

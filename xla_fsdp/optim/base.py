@@ -1,0 +1,63 @@
+"""What the optimizers here have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .parts import Parts
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer that needs to know more of a parameter than one element at a time.
+
+    Takes what ``model.parameters()`` of a wrapped model gives, and plain parameters as well.
+    """
+
+    # torch's optimizers of the same kind compute another thing on shards, and are warned of.
+    knows_shards = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; ``closure`` computes the loss again, which is returned.
+
+        Collectives are traced in here: all ranks must call it, with gradients for the same
+        parameters.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+    def _trained(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter, Parts]]:
+        """All parameters with a gradient and with elements, and their groups."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is None or not parameter.numel():
+                    continue
+                if grad.is_sparse or grad.is_complex():
+                    kind = "sparse" if grad.is_sparse else "complex"
+                    raise RuntimeError(
+                        f"{type(self).__name__} takes real, dense gradients; "
+                        f"{Parts(parameter).name} has a {kind} one: give it to another optimizer"
+                    )
+                yield group, parameter, Parts(parameter)
+
+
+def require_range(
+    name: str, value: Any, low: float, high: float = float("inf"), open_low: bool = False
+) -> None:
+    """Raises ValueError unless ``low <= value < high`` (``low < value`` with ``open_low``)."""
+    if not (low < value if open_low else low <= value) or not value < high:
+        bounds = f"{'>' if open_low else '>='} {low:g}"
+        bounds += "" if high == float("inf") else f" and < {high:g}"
+        raise ValueError(f"{name} must be {bounds}, got {value}")

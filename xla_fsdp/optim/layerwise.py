@@ -1,0 +1,170 @@
+"""LAMB and LARS: steps as long as the parameter, by its norm and that of its update."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from .base import ShardedOptimizer, require_range
+from .parts import Parts, norms
+
+
+class LAMB(ShardedOptimizer):
+    """Adam, each parameter's step scaled to the parameter's norm.
+
+    Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
+    minutes", 2019 (arXiv 1904.00962), with the identity for its function of the norm: with ``r``
+    the bias-corrected step of Adam and ``u = r + weight_decay * w``,
+    ``w -= lr * |w| / |u| * u``; the ratio is 1 where one of the norms is 0.
+
+    A step sends two numbers for each parameter, in one all-reduce for all.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: the step's length relative to the parameter's.
+        betas: of the means of gradients and of their squares.
+        eps: added to the root of the second, > 0.
+        weight_decay: the share of the parameter in its own step.
+        adapt: ``False`` for a group without the ratio (then it is AdamW-like); biases and norms
+            are often trained so.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adapt: bool = True,
+    ):
+        require_range("lr", lr, 0)
+        require_range("betas[0]", betas[0], 0, 1)
+        require_range("betas[1]", betas[1], 0, 1)
+        require_range("eps", eps, 0, open_low=True)  # padding would be divided by 0
+        require_range("weight_decay", weight_decay, 0)
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt},
+        )
+
+    def _update(self) -> None:
+        trained = list(self._trained())
+        updates = []
+        for group, parameter, _ in trained:
+            beta1, beta2 = group["betas"]
+            state, grad = self.state[parameter], parameter.grad
+            assert grad is not None  # those without were left out
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["step"].add_(1)
+            mean = state["exp_avg"].mul_(beta1).add_(grad * (1 - beta1))
+            square = state["exp_avg_sq"].mul_(beta2).add_(grad * grad * (1 - beta2))
+            mean = mean / one_minus_power(beta1, state["step"]).to(mean.dtype)
+            square = square / one_minus_power(beta2, state["step"]).to(square.dtype)
+            update = mean / (square.sqrt() + group["eps"])
+            if group["weight_decay"]:
+                update = update + parameter * group["weight_decay"]
+            updates.append(update)
+        parts = [part for *_, part in trained]
+        ratios = _ratios(parts, [parameter for _, parameter, _ in trained], updates)
+        for (group, parameter, part), update, ratio in zip(trained, updates, ratios, strict=True):
+            if group["adapt"]:
+                update = update * part.spread(ratio).to(update.dtype)
+            parameter.sub_(update * group["lr"])
+
+
+class LARS(ShardedOptimizer):
+    """SGD with momentum, each parameter's step scaled to the parameter's norm.
+
+    Algorithm 1 of You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017
+    (arXiv 1708.03888): ``ratio = trust_coefficient * |w| / (|g| + weight_decay * |w|)``,
+    ``v = momentum * v + lr * ratio * (g + weight_decay * w)``, ``w -= v``; the ratio is 1 where
+    one of the norms is 0.
+
+    A step sends two numbers for each parameter, in one all-reduce for all.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: the global step.
+        momentum: the share of the last step in the next.
+        weight_decay: the L2 penalty.
+        trust_coefficient: the paper's eta, the step's length relative to the parameter's.
+        adapt: ``False`` for a group without the ratio (then it is SGD); biases and norms are often
+            trained so.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 1e-3,
+        adapt: bool = True,
+    ):
+        require_range("lr", lr, 0)
+        require_range("momentum", momentum, 0, 1)
+        require_range("weight_decay", weight_decay, 0)
+        require_range("trust_coefficient", trust_coefficient, 0, open_low=True)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "weight_decay": weight_decay,
+                "trust_coefficient": trust_coefficient,
+                "adapt": adapt,
+            },
+        )
+
+    def _update(self) -> None:
+        trained = list(self._trained())
+        parts = [part for *_, part in trained]
+        parameters = [parameter for _, parameter, _ in trained]
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        found = norms([*parts, *parts], [*parameters, *grads], "norms of parameters and gradients")
+        lengths, slopes = found[: len(parts)], found[len(parts) :]
+        for (group, parameter, part), grad, length, slope in zip(
+            trained, grads, lengths, slopes, strict=True
+        ):
+            decay = group["weight_decay"]
+            step = (grad + parameter * decay if decay else grad) * group["lr"]
+            if group["adapt"]:
+                ratio = _ratio(length * group["trust_coefficient"], slope, slope + length * decay)
+                step = step * part.spread(ratio).to(step.dtype)
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            parameter.sub_(state["momentum_buffer"].mul_(group["momentum"]).add_(step))
+
+
+def one_minus_power(beta: float, step: torch.Tensor) -> torch.Tensor:
+    """``1 - beta ** step``, exact for a beta close to 1 in float32 as well."""
+    if beta == 0:
+        return torch.ones_like(step)
+    return -torch.expm1(step * math.log(beta))
+
+
+def _ratios(
+    parts: list[Parts], parameters: list[torch.nn.Parameter], updates: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Of each parameter its norm over that of its update; ``(m,)`` each."""
+    found = norms([*parts, *parts], [*parameters, *updates], "norms of parameters and updates")
+    lengths, steps = found[: len(parts)], found[len(parts) :]
+    return [_ratio(length, step, step) for length, step in zip(lengths, steps, strict=True)]
+
+
+def _ratio(above: torch.Tensor, norm: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+    """``above / below``, 1 where ``above`` or ``norm`` is 0."""
+    return torch.where((above > 0) & (norm > 0), above / below, torch.ones_like(above))

@@ -1,0 +1,185 @@
+"""Muon: momentum whose matrices are made orthogonal before they are a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from ..collectives.world import World
+from .base import ShardedOptimizer, require_range
+from .parts import Parts
+
+
+class Muon(ShardedOptimizer):
+    """``torch.optim.Muon``, on whole matrices wherever their elements are.
+
+    Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: the momentum of
+    each matrix is replaced by a matrix with the same singular vectors and singular values of about
+    1, by Newton-Schulz iterations. Options, their defaults and formulas are those of torch.
+
+    A step gathers all momenta in ``compute_dtype``. The matrices of one shape are dealt round the
+    ranks, each makes its share orthogonal, and the results are gathered: two bytes times two for
+    each element, as much as two gathers of the weights in bfloat16, and 1/N of the arithmetic.
+    Where there are fewer matrices of a shape than two, every rank computes it, and only the first
+    gather is sent. While they are computed with, all matrices of one shape are whole on the device.
+
+    Args:
+        params: matrices (in the unsharded model), or groups of them; see :func:`split_matrices`.
+        lr, weight_decay, momentum, nesterov: as of SGD; weight decay is decoupled.
+        ns_coefficients, ns_steps, eps: of the iteration.
+        adjust_lr_fn: ``None`` or ``"original"``: times ``sqrt(max(1, rows / columns))``;
+            ``"match_rms_adamw"``: times ``0.2 * sqrt(max(rows, columns))``.
+        compute_dtype: in which matrices travel, and are iterated on.
+
+    Raises:
+        ValueError: an option is out of range; a parameter is no matrix in the unsharded model.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        compute_dtype: torch.dtype = torch.bfloat16,
+    ):
+        require_range("lr", lr, 0)
+        require_range("weight_decay", weight_decay, 0)
+        require_range("momentum", momentum, 0, 1)
+        require_range("eps", eps, 0, open_low=True)
+        require_range("ns_steps", ns_steps, 1, 100)
+        if len(ns_coefficients) != 3:
+            raise ValueError(f"ns_coefficients must be three numbers, got {ns_coefficients}")
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise ValueError(
+                f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}"
+            )
+        if not compute_dtype.is_floating_point:
+            raise ValueError(f"compute_dtype must be a floating-point dtype, got {compute_dtype}")
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_coefficients": ns_coefficients,
+                "eps": eps,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+                # By name: groups are saved in checkpoints, which know plain values only.
+                "compute_dtype": str(compute_dtype).removeprefix("torch."),
+            },
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            part = Parts(parameter)
+            wrong = [shape for shape in part.shapes if len(shape) != 2]
+            if wrong:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"Muon is for matrices, but {part.name} is (or has in it) a parameter of shape "
+                    f"{list(wrong[0])}: give others to another optimizer, as "
+                    "xla_fsdp.optim.split_matrices does. In a flattened vector they can not be "
+                    "told apart: wrap without flatten_parameters"
+                )
+
+    def _update(self) -> None:
+        for group in self.param_groups:
+            own = [(p, part) for of, p, part in self._trained() if of is group]
+            wholes = [
+                part.gather(self._momentum(group, p), "momentum of matrices") for p, part in own
+            ]
+            self._orthogonalise(group, [part for _, part in own], wholes)
+            for (parameter, part), steps in zip(own, wholes, strict=True):
+                scaled = [
+                    step.to(parameter.dtype) * _adjustment(group["adjust_lr_fn"], shape)
+                    for step, shape in zip(steps, part.shapes, strict=True)
+                ]
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(part.cut(scaled) * group["lr"])
+
+    def _momentum(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> torch.Tensor:
+        """What is to be made orthogonal, of this rank's elements."""
+        state, grad = self.state[parameter], parameter.grad
+        assert grad is not None  # those without were left out
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        mean = state["momentum_buffer"]
+        mean.lerp_(grad, 1 - group["momentum"])
+        update = grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        return update.to(getattr(torch, group["compute_dtype"]))
+
+    def _orthogonalise(
+        self, group: dict[str, Any], parts: list[Parts], wholes: list[list[torch.Tensor]]
+    ) -> None:
+        """Replaces all matrices, in ``wholes``."""
+        alike: dict[tuple[World | None, tuple[int, ...]], list[tuple[int, int]]] = {}
+        for number, part in enumerate(parts):
+            for member, shape in enumerate(part.shapes):
+                alike.setdefault((part.world, shape), []).append((number, member))
+        for (world, _), places in alike.items():
+            matrices = torch.cat([wholes[number][member] for number, member in places])
+            done = _dealt(matrices, world, group)
+            pieces = done.split([parts[number].depth for number, _ in places])
+            for (number, member), piece in zip(places, pieces, strict=True):
+                wholes[number][member] = piece
+
+
+def split_matrices(
+    parameters: Iterable[torch.nn.Parameter],
+) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Parameters that are matrices in the unsharded model, and the others.
+
+    A shard does not show it: it may be a vector.
+    """
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for parameter in parameters:
+        is_matrix = all(len(shape) == 2 for shape in Parts(parameter).shapes)
+        (matrices if is_matrix else others).append(parameter)
+    return matrices, others
+
+
+def _dealt(matrices: torch.Tensor, world: World | None, group: dict[str, Any]) -> torch.Tensor:
+    """``(k, rows, columns)``, the same on all ranks, each made orthogonal."""
+    count = matrices.shape[0]
+    if world is None or world.size == 1 or count < 2:
+        return _newton_schulz(matrices, group)
+    share = math.ceil(count / world.size)
+    missing = share * world.size - count
+    if missing:
+        matrices = torch.cat([matrices, matrices.new_zeros(missing, *matrices.shape[1:])])
+    hands = matrices.view(world.size, share, *matrices.shape[1:])
+    mine = torch.index_select(hands, 0, world.rank_on_device)[0]
+    return world.all_gather(_newton_schulz(mine, group), "orthogonal matrices")[:count]
+
+
+def _newton_schulz(matrices: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    a, b, c = group["ns_coefficients"]
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if tall else x
+
+
+def _adjustment(name: str | None, shape: tuple[int, ...]) -> float:
+    rows, columns = shape
+    if name == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))

@@ -1,0 +1,164 @@
+"""The parameters of the unsharded model that an optimizer's tensor holds elements of.
+
+An optimizer sees shards: of one parameter, of several one after the other
+(``flatten_parameters``), or of one parameter of all scanned blocks. What an optimizer needs of the
+whole parameters, their norms or their matrices, is asked for here. Shape letters: ``d`` blocks of a
+stack (1 if it is none), ``m`` parameters in the tensor (``d`` times its members), ``s`` the shape
+of one shard, ``p`` the shape of all shards of a parameter put together, with padding.
+
+Which elements are here differs from rank to rank, and the program must not: the rank is data in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..collectives.world import World
+from ..sharding.layout import LANES, Layout
+from ..sharding.sharded_tensor import home_of
+
+# Positions beyond do not fit int32, which TPUs are faster with.
+_INT32 = 1 << 31
+
+
+class Parts:
+    """What ``parameter``, a shard or a whole parameter, holds elements of.
+
+    Attributes:
+        world: who has the other shards; ``None`` where the parameter is whole.
+        shapes: of the unsharded parameters in it; of a stack, those of one block.
+        depth: how many blocks are stacked, else 1.
+        name: what the wrapper calls it, for messages.
+    """
+
+    def __init__(self, parameter: torch.Tensor):
+        home = home_of(parameter)
+        self.shape = parameter.shape
+        self.world: World | None = None
+        self.depth = 1
+        self.name = "a parameter that is not sharded"
+        if home is None:
+            # The layout of one rank, but without the padding.
+            self._layout = Layout.rows(torch.Size((1, *parameter.shape)), 1)
+            self.shapes: tuple[tuple[int, ...], ...] = (tuple(parameter.shape),)
+            return
+        self.world, self._layout, self.name = home.world, home.layout, repr(home.key)
+        self.shapes = tuple(member.shape for member in home.layout.members)
+        if tuple(parameter.shape) != home.layout.shard_shape:
+            self.depth = parameter.shape[0]
+
+    @property
+    def count(self) -> int:
+        """``m``, how many parameters of the unsharded model these are."""
+        return self.depth * len(self.shapes)
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each parameter of a block begins in the flattened ``p``."""
+        return [member.offset for member in self._layout.members]
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements of each of them, all ranks together; ``m`` numbers."""
+        return [torch.Size(shape).numel() for shape in self.shapes] * self.depth
+
+    def sums(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum over each parameter: ``(m,)``, of a tensor of our shape.
+
+        ``value`` is 0 in the padding.
+        """
+        if len(self.shapes) == 1:
+            return value.reshape(self.depth, value.numel() // self.depth).sum(1)
+        zero = torch.zeros((), dtype=value.dtype, device=value.device)
+        return torch.stack([torch.where(own, value, zero).sum() for own in self._masks(value)])
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """``(m,)`` values, each for all elements of its parameter: to multiply our shape with."""
+        if len(self.shapes) == 1:
+            return values[0] if self.depth == 1 else values.view(-1, *[1] * (len(self.shape) - 1))
+        spread = values.new_zeros(self.shape)
+        for own, value in zip(self._masks(values), values, strict=True):
+            spread = torch.where(own, value, spread)
+        return spread
+
+    def gather(self, value: torch.Tensor, label: str) -> list[torch.Tensor]:
+        """Every parameter whole, ``(d, *shape)`` each, of a tensor of our shape on all ranks."""
+        if self.world is None:
+            return [value[None]]
+        layout, size = self._layout, self.world.size
+        rest = layout.shard_shape[1:]
+        wire = value.reshape(-1, LANES) if layout.kind == "flat" else value.reshape(-1, *rest)
+        whole = self.world.all_gather(wire, label).reshape(size, self.depth, -1, *rest)
+        whole = whole.transpose(0, 1).reshape(self.depth, *layout.padded_shape)
+        if layout.kind == "dim0":
+            return [whole[:, : self.shapes[0][0]]]
+        return [
+            whole[:, member.offset : member.offset + member.numel].reshape(
+                self.depth, *member.shape
+            )
+            for member in layout.members
+        ]
+
+    def cut(self, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The reverse: this rank's elements of whole parameters, in our shape."""
+        if self.world is None:
+            return wholes[0][0]
+        layout = self._layout
+        if layout.kind == "dim0":
+            whole = wholes[0]
+        else:
+            whole = torch.cat([each.reshape(self.depth, -1) for each in wholes], 1)
+        missing = layout.padded_shape[0] - whole.shape[1]
+        if missing:
+            padding = whole.new_zeros(self.depth, missing, *whole.shape[2:])
+            whole = torch.cat([whole, padding], 1)
+        shards = whole.reshape(self.depth, self.world.size, *layout.shard_shape)
+        return torch.index_select(shards, 1, self.world.rank_on_device).reshape(self.shape)
+
+    def positions(self, like: torch.Tensor) -> torch.Tensor:
+        """Of each of this rank's elements its place in the flattened ``p``; shape ``s``, flattened.
+
+        Of a stack: those of one block.
+        """
+        length = torch.Size(self._layout.shard_shape).numel()
+        size = 1 if self.world is None else self.world.size
+        dtype = torch.int32 if size * length < _INT32 else torch.int64
+        here = torch.arange(length, dtype=dtype, device=like.device)
+        return here if self.world is None else here + self.world.rank_on_device.to(dtype) * length
+
+    def _masks(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Of each member, which of our elements are its."""
+        at = self.positions(like)
+        members = self._layout.members
+        return [(at >= one.offset) & (at < one.offset + one.numel) for one in members]
+
+
+def reduced(
+    parts: Sequence[Parts], values: Sequence[torch.Tensor], label: str
+) -> list[torch.Tensor]:
+    """``values``, one tensor for each of ``parts``, summed over the ranks.
+
+    One all-reduce for all that share a world and a dtype.
+    """
+    numbers: dict[tuple[World | None, torch.dtype], list[int]] = {}
+    for number, (part, value) in enumerate(zip(parts, values, strict=True)):
+        numbers.setdefault((part.world, value.dtype), []).append(number)
+    totals = list(values)
+    for (world, _), own in numbers.items():
+        if world is None or world.size == 1:
+            continue
+        flat = torch.cat([values[number].reshape(-1) for number in own])
+        pieces = world.all_reduce_sum(flat, label).split([values[n].numel() for n in own])
+        for number, piece in zip(own, pieces, strict=True):
+            totals[number] = piece.view(values[number].shape)
+    return totals
+
+
+def norms(parts: Sequence[Parts], values: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
+    """The 2-norms of the whole parameters that ``values`` are this rank's elements of: ``(m,)``
+    for each, in float32 at least."""
+    wide = [value if value.dtype is torch.float64 else value.float() for value in values]
+    sums = [part.sums(value * value) for part, value in zip(parts, wide, strict=True)]
+    return [total.sqrt() for total in reduced(parts, sums, label)]

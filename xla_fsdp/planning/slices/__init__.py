@@ -1,1 +1,0 @@
-"""TPU slices: chips, links, and how long things take on them."""

@@ -1,0 +1,185 @@
+"""Where ranks meet: a barrier that compares what each rank came for.
+
+All meetings are of all ranks. So a rank that waits can only go on once every other rank has come
+with an equal key, and a deadlock is a fact, not a guess by timer: a key that differs, or a rank
+that is over, can never be mended. Only a rank that still runs is given time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CollectiveMismatchError, RankError, RankStopped, RankTimeoutError
+
+_GRACE_SECONDS = 1.0  # after ranks were seen to disagree: lets running ranks arrive, for the report
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What one rank came for.
+
+    Attributes:
+        what: the call as the user knows it, for example ``torch_xla.sync()``.
+        key: equal on all ranks, or they do not belong together.
+        where: the user's ``file:line``.
+        steps: the parts of ``key`` to name when keys differ, for example pending collectives.
+        payload: handed to all ranks once all have come.
+    """
+
+    what: str
+    key: Hashable
+    where: str
+    steps: tuple = ()
+    payload: Any = None
+
+
+@dataclass
+class _Meeting:
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    payloads: list | None = None  # set once complete, by rank
+
+
+class Barrier:
+    """The meeting point of the ranks of one launch.
+
+    Args:
+        size: how many ranks meet.
+        timeout: seconds a rank waits for one that is still running.
+        locate: gives a running rank's place in user code, for reports.
+    """
+
+    def __init__(self, size: int, timeout: float, locate: Callable[[int], str]) -> None:
+        self.size = size
+        self.failure: BaseException | None = None  # why all must stop; the first one wins
+        self._timeout = timeout
+        self._locate = locate
+        self._changed = threading.Condition()
+        self._meeting = _Meeting()
+        self._first_wait: float | None = None
+        self._disagreed: float | None = None
+
+    def meet(self, rank: int, arrival: Arrival) -> list:
+        """Waits until every rank has come with an equal key; returns all payloads by rank.
+
+        Raises:
+            RankStopped: another rank failed, or the ranks can never meet.
+        """
+        with self._changed:
+            while rank in self._meeting.arrivals and self.failure is None:
+                self._changed.wait()  # another thread of this rank waits here already
+            self._raise_if_stopped()
+            meeting = self._meeting
+            if not meeting.arrivals:
+                self._first_wait = time.monotonic()
+            meeting.arrivals[rank] = arrival
+            if self._agreed(meeting):
+                if len(meeting.arrivals) == self.size:
+                    meeting.payloads = [meeting.arrivals[r].payload for r in range(self.size)]
+                    self._meeting = _Meeting()
+                    self._changed.notify_all()
+            elif len(meeting.arrivals) == self.size:
+                self._stop(self._mismatch())
+            elif self._disagreed is None:
+                self._disagreed = time.monotonic()
+            while meeting.payloads is None:
+                self._raise_if_stopped()
+                self._changed.wait()
+            return meeting.payloads
+
+    def raise_if_stopped(self) -> None:
+        """Unwinds the calling rank if another one failed."""
+        if self.failure is not None:
+            raise RankStopped
+
+    def stop(self, failure: BaseException) -> bool:
+        """Makes every rank unwind at its next meeting; false if they already are."""
+        with self._changed:
+            return self._stop(failure)
+
+    def watch(self) -> None:
+        """Gives up on ranks that keep others waiting; called now and then by the launcher."""
+        with self._changed:
+            if self.failure is not None or not self._meeting.arrivals:
+                return
+            now = time.monotonic()
+            if self._disagreed is not None and now - self._disagreed > _GRACE_SECONDS:
+                self._stop(self._mismatch())
+            elif self._first_wait is not None and now - self._first_wait > self._timeout:
+                self._stop(RankTimeoutError(
+                    f"ranks have waited for {self._timeout:g} s (the timeout given to launch) for "
+                    f"one that did not come:\n{self._places()}"
+                ))  # fmt: skip
+
+    def places(self) -> str:
+        """One line a rank: what it waits for, or where it runs."""
+        with self._changed:
+            return self._places()
+
+    def waiting_since(self) -> float | None:
+        """When the first of the ranks now waiting came (``time.monotonic``), ``None`` if none."""
+        with self._changed:
+            return self._first_wait if self._meeting.arrivals else None
+
+    def _stop(self, failure: BaseException) -> bool:
+        if self.failure is not None:
+            return False
+        self.failure = failure
+        self._changed.notify_all()
+        return True
+
+    def _raise_if_stopped(self) -> None:
+        if self.failure is not None:
+            raise RankStopped
+
+    @staticmethod
+    def _agreed(meeting: _Meeting) -> bool:
+        arrivals = iter(meeting.arrivals.values())
+        first = next(arrivals).key
+        return all(other.key == first for other in arrivals)
+
+    def _mismatch(self) -> RankError:
+        text = f"ranks wait for each other at different places:\n{self._places()}"
+        difference = _first_difference(self._meeting.arrivals)
+        if difference:
+            text += f"\n{difference}"
+        text += (
+            "\nEvery rank must run the same collectives, syncs and rendezvous in the same order; "
+            "on TPU this program would hang."
+        )
+        return CollectiveMismatchError(text)
+
+    def _places(self) -> str:
+        lines = []
+        for rank in range(self.size):
+            arrival = self._meeting.arrivals.get(rank)
+            if arrival is None:
+                lines.append(f"  rank {rank}: running, at {self._locate(rank)}")
+                continue
+            line = f"  rank {rank}: {arrival.what}, at {arrival.where}"
+            if arrival.steps:
+                line += f", with {_count(len(arrival.steps), 'collective')} pending"
+            lines.append(line)
+        return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _first_difference(arrivals: dict[int, Arrival]) -> str:
+    longest = max((len(arrival.steps) for arrival in arrivals.values()), default=0)
+    for index in range(longest):
+        steps = {
+            rank: arrival.steps[index] if index < len(arrival.steps) else None
+            for rank, arrival in sorted(arrivals.items())
+        }
+        if len({getattr(step, "key", step) for step in steps.values()}) > 1:
+            lines = [f"The first collective that differs is number {index + 1}:"]
+            for rank, step in steps.items():
+                lines.append(f"  rank {rank}: {step if step is not None else 'none'}")
+            return "\n".join(lines)
+    return ""

@@ -1,0 +1,276 @@
+"""``xm``'s collectives on CPU ranks: same signatures and results, built from two operations.
+
+XLA on CPU lets programs that were compiled separately meet only at collectives that carry a channel
+id, and torch_xla takes one for all-gather and reduce-scatter alone. The rest is composed. Every
+rank traces the same graph: what depends on the rank enters as data, so ranks share a compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch_xla.core.xla_model as xm
+
+from ..rank import RankContext
+from . import call_site
+from .session import Session
+
+Groups = Sequence[Sequence[int]] | None
+
+# Shapes below: a gathered value is [g, ...] with g the size of a group, one row for each member.
+_REDUCE_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    xm.REDUCE_SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
+    xm.REDUCE_MUL: lambda rows: rows.prod(0, dtype=rows.dtype),
+    xm.REDUCE_MIN: lambda rows: rows.amin(0),
+    xm.REDUCE_MAX: lambda rows: rows.amax(0),
+    xm.REDUCE_AND: lambda rows: _fold(rows, torch.bitwise_and),
+    xm.REDUCE_OR: lambda rows: _fold(rows, torch.bitwise_or),
+}
+
+
+def _fold(rows: torch.Tensor, combine: Callable) -> torch.Tensor:
+    total = rows[0]
+    for row in rows[1:]:
+        total = combine(total, row)
+    return total
+
+
+class Collectives:
+    """The replacements for one session; each is installed under its own name in ``xm``."""
+
+    NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._original = {name: getattr(xm, name) for name in self.NAMES}
+
+    def replacements(self) -> dict[Callable, Callable]:
+        """Original function to replacement."""
+        return {self._original[name]: getattr(self, name) for name in self.NAMES}
+
+    def all_reduce(
+        self,
+        reduce_type: str,
+        inputs: torch.Tensor | list[torch.Tensor],
+        scale: float = 1.0,
+        groups: Groups = None,
+        pin_layout: bool = True,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """See ``xm.all_reduce``: a tensor gives a new tensor, a list is reduced in place."""
+        tensors = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        context = self._rank_of(tensors)
+        if context is None or self._session.size == 1:  # torch_xla: no more than a copy
+            return self._original["all_reduce"](
+                reduce_type, inputs, scale=scale, groups=groups, pin_layout=pin_layout
+            )
+        _require_reduce_type(reduce_type)
+        with torch.no_grad():
+            reduced = self._reduced(context, reduce_type, tensors, scale, groups)
+            if isinstance(inputs, torch.Tensor):
+                return reduced[0]
+            for tensor, value in zip(tensors, reduced, strict=True):
+                tensor.copy_(value)
+        return inputs
+
+    def all_gather(
+        self,
+        value: torch.Tensor | list[torch.Tensor],
+        dim: int = 0,
+        groups: Groups = None,
+        output: torch.Tensor | list[torch.Tensor] | None = None,
+        pin_layout: bool = True,
+        channel_id: int | None = None,
+        use_global_device_ids: bool | None = None,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """See ``xm.all_gather``: a tensor or a list of tensors, joined along ``dim``."""
+        context = self._rank_of(value)
+        if context is None or channel_id is not None:
+            if context is not None and channel_id is not None:
+                _record(context, channel_id, "all_gather", value)
+            return self._original["all_gather"](
+                value, dim, groups, output, pin_layout, channel_id, use_global_device_ids
+            )
+        with torch.no_grad():
+            if isinstance(value, torch.Tensor):
+                return _put(output, self._gather(context, value, dim, groups))
+            gathered = [self._gather(context, each, dim, groups) for each in value]
+            return _put_all(output, gathered, value)
+
+    def reduce_scatter(
+        self,
+        reduce_type: str,
+        input: torch.Tensor | list[torch.Tensor],
+        scale: float,
+        scatter_dim: int,
+        shard_count: int,
+        groups: Groups = None,
+        output: torch.Tensor | list[torch.Tensor] | None = None,
+        pin_layout: bool = True,
+        channel_id: int | None = None,
+        use_global_device_ids: bool | None = None,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """See ``xm.reduce_scatter``: a tensor or a list of tensors."""
+        context = self._rank_of(input)
+        if context is None or channel_id is not None:
+            if context is not None and channel_id is not None:
+                _record(context, channel_id, "reduce_scatter", input)
+            return self._original["reduce_scatter"](
+                reduce_type, input, scale, scatter_dim, shard_count, groups, output, pin_layout,
+                channel_id, use_global_device_ids,
+            )  # fmt: skip
+        _require_reduce_type(reduce_type)
+
+        def scatter(value: torch.Tensor) -> torch.Tensor:
+            kind = f"reduce_scatter({reduce_type})"
+            channel = self._channel(context, kind, value, groups)
+            return self._original["reduce_scatter"](
+                reduce_type, value, scale, scatter_dim % value.dim(), shard_count,
+                groups=self._groups(groups), pin_layout=False, channel_id=channel,
+            )  # fmt: skip
+
+        with torch.no_grad():
+            if isinstance(input, torch.Tensor):
+                return _put(output, scatter(input))
+            return _put_all(output, [scatter(each) for each in input], input)
+
+    def all_to_all(
+        self,
+        value: torch.Tensor,
+        split_dimension: int,
+        concat_dimension: int,
+        split_count: int,
+        groups: Groups = None,
+        pin_layout: bool = True,
+    ) -> torch.Tensor:
+        """See ``xm.all_to_all``: member j's part i goes to member i, joined in order of j."""
+        context = self._rank_of(value)
+        if context is None:
+            return self._original["all_to_all"](
+                value, split_dimension, concat_dimension, split_count, groups, pin_layout
+            )
+        group = self._group_of(context, groups)
+        if split_count != len(group):
+            raise ValueError(
+                f"all_to_all: split_count must be the size of a group, {len(group)}, "
+                f"got {split_count}"
+            )
+        split_dimension %= value.dim()
+        if value.shape[split_dimension] % split_count:
+            raise ValueError(
+                f"all_to_all: dimension {split_dimension} of {tuple(value.shape)} must be "
+                f"divisible by split_count={split_count}"
+            )
+        with torch.no_grad():
+            rows = self._gather(context, value[None], 0, groups, kind="all_to_all")
+            parts = torch.stack(rows.chunk(split_count, split_dimension + 1))
+            mine = _pick(parts, group.index(context.rank))
+            return torch.cat(mine.unbind(0), concat_dimension % value.dim())
+
+    def collective_permute(
+        self, value: torch.Tensor, pairs: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """See ``xm.collective_permute``: ranks that are nobody's target get zeros."""
+        context = self._rank_of(value)
+        if context is None:
+            return self._original["collective_permute"](value, pairs)
+        sources = {int(target): int(source) for source, target in pairs}
+        with torch.no_grad():
+            rows = self._gather(context, value[None], 0, None, kind="collective_permute")
+            rows = torch.cat([rows, torch.zeros_like(rows[:1])])
+            return _pick(rows, sources.get(context.rank, self._session.size))
+
+    def _reduced(
+        self,
+        context: RankContext,
+        reduce_type: str,
+        tensors: list[torch.Tensor],
+        scale: float,
+        groups: Groups,
+    ) -> list[torch.Tensor]:
+        """One gather for all tensors of a dtype: a collective costs more than its bytes here."""
+        reduced = list(tensors)  # each is replaced
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            by_dtype.setdefault(tensor.dtype, []).append(index)
+        for indices in by_dtype.values():
+            flat = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
+            kind = f"all_reduce({reduce_type})"
+            rows = self._gather(context, flat[None], 0, groups, kind=kind)
+            total = _REDUCE_ROWS[reduce_type](rows)
+            if scale != 1.0:
+                total = (total * scale).to(flat.dtype)
+            parts = total.split([tensors[i].numel() for i in indices])
+            for i, part in zip(indices, parts, strict=True):
+                reduced[i] = part.reshape(tensors[i].shape)
+        return reduced
+
+    def _gather(
+        self,
+        context: RankContext,
+        value: torch.Tensor,
+        dim: int,
+        groups: Groups,
+        kind: str = "all_gather",
+    ) -> torch.Tensor:
+        channel = self._channel(context, kind, value, groups)
+        return self._original["all_gather"](
+            value, dim, groups=self._groups(groups), pin_layout=False, channel_id=channel
+        )
+
+    @staticmethod
+    def _channel(context: RankContext, kind: str, value: torch.Tensor, groups: Groups) -> int:
+        label = f"groups {[list(group) for group in groups]}" if groups else ""
+        return context.next_channel(kind, value.shape, value.dtype, label, where=call_site.here())
+
+    def _groups(self, groups: Groups) -> list[list[int]]:
+        if not groups:
+            return [list(range(self._session.size))]  # a channel id needs explicit groups
+        return [list(map(int, group)) for group in groups]
+
+    def _group_of(self, context: RankContext, groups: Groups) -> list[int]:
+        for group in self._groups(groups):
+            if context.rank in group:
+                return group
+        raise ValueError(f"rank {context.rank} is in none of the groups {groups}")
+
+    def _rank_of(self, value: torch.Tensor | Sequence[torch.Tensor]) -> RankContext | None:
+        tensors = [value] if isinstance(value, torch.Tensor) else list(value)
+        device = tensors[0].device if tensors else None
+        if device is not None and device.type != "xla":
+            return None  # torch_xla's own complaint says it best
+        return self._session.rank_of(device)
+
+
+def _record(
+    context: RankContext, channel: int, kind: str, value: torch.Tensor | list[torch.Tensor]
+) -> None:
+    first = value if isinstance(value, torch.Tensor) else value[0]
+    context.record(channel, kind, first.shape, first.dtype, call_site.here())
+
+
+def _pick(rows: torch.Tensor, index: int) -> torch.Tensor:
+    # The index is data, uploaded: as a constant it would make a program for each rank.
+    return rows.index_select(0, torch.tensor([index]).to(rows.device))[0]
+
+
+def _put(output: Any, value: torch.Tensor) -> torch.Tensor:
+    return value if output is None else output.copy_(value)
+
+
+def _put_all(output: Any, values: list[torch.Tensor], inputs: list) -> list[torch.Tensor]:
+    if output is None:
+        return values
+    if not isinstance(output, list) or len(output) != len(inputs):
+        raise ValueError(
+            f"output must be a list of {len(inputs)} tensors, one for each input, got {output!r}"
+        )
+    for target, value in zip(output, values, strict=True):
+        target.copy_(value)
+    return output
+
+
+def _require_reduce_type(reduce_type: str) -> None:
+    if reduce_type not in _REDUCE_ROWS:
+        raise ValueError(f"reduce_type must be one of {sorted(_REDUCE_ROWS)}, got {reduce_type!r}")

@@ -1,0 +1,113 @@
+"""New optimizer state is data, not constants: the first step and the later ones are one program.
+
+An optimizer makes its state in the first step that needs it. On a lazy device the zeros that it
+starts with would be constants in that step's program, and data in the next one's: two programs to
+compile, the first to run once. Ranks on a CPU compile on the cores that they train on, so there
+what an optimizer's step fills with a constant is put on the device. Values are the same.
+
+What an optimizer computes in its first step only is another program by right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch_xla
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..rank import RankContext, current_rank
+from .session import Session
+
+_CONSTANTS: dict[Callable, int] = {
+    torch.zeros: 0,
+    torch.zeros_like: 0,
+    torch.Tensor.new_zeros: 0,
+    torch.ones: 1,
+    torch.ones_like: 1,
+    torch.Tensor.new_ones: 1,
+}
+FACTORIES: set[Callable] = {*_CONSTANTS, torch.full_like}
+
+
+class FreshState:
+    """Tells ranks, until it is removed, when they are in an optimizer's step."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._known: list[WeakSet[Optimizer]] = [WeakSet() for _ in session.contexts]
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        )
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        context = current_rank()
+        if context is None or context.as_on_tpu:
+            return
+        # A step that raises leaves it set: more becomes data than need be, until the next step.
+        context.stepping = True
+        if optimizer not in self._known[context.rank]:
+            self._known[context.rank].add(optimizer)
+            if type(optimizer) is torch.optim.SGD:
+                _start_momentum(optimizer)
+            self._run_constructors(context, optimizer)
+
+    def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        context = current_rank()
+        if context is not None:
+            context.stepping = False
+
+    def _run_constructors(self, context: RankContext, optimizer: Optimizer) -> None:
+        # Adagrad makes its state before the first step.
+        state = [
+            value
+            for values in optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, torch.Tensor) and value.device.type == "xla"
+        ]
+        needed = torch_xla._XLAC._check_tensor_need_materialization(state) if state else ()
+        pending = [value for value, needs in zip(state, needed, strict=True) if needs]
+        if pending:
+            self._session.sync_tensors(context, "the optimizer's first step", pending)
+
+
+def _start_momentum(optimizer: torch.optim.SGD) -> None:
+    # Without dampening the first momentum is the gradient, which is also what comes of zeros.
+    for group in optimizer.param_groups:
+        if group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                grad, state = parameter.grad, optimizer.state[parameter]
+                if grad is not None and grad.is_xla and state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = _filled(grad, 0)
+
+
+def make(session: Session, context: RankContext, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """What a factory function makes: inside an optimizer's step device data."""
+    value = func(*args, **kwargs)
+    if not context.stepping or torch.is_grad_enabled() or value.device.type != "xla":
+        return value
+    fill = _CONSTANTS.get(func)
+    if fill is None:
+        fill = kwargs["fill_value"] if "fill_value" in kwargs else args[1]
+    if isinstance(fill, torch.Tensor) or kwargs.get("out") is not None:
+        return value
+    data = _filled(value, fill)
+    if not data.dim():
+        # A number would become a constant after all, if it is 0 or 1.
+        session.sync_tensors(context, "the optimizer's state", [data])
+    return data
+
+
+def _filled(like: torch.Tensor, fill: float) -> torch.Tensor:
+    return torch.full(like.shape, fill, dtype=like.dtype, device="cpu").to(like.device)

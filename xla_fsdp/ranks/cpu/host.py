@@ -1,0 +1,163 @@
+"""Runs the ranks of one launch and waits for them, whatever happens."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+from ..errors import RankStopped
+from . import sync_points
+from .collectives import Collectives
+from .fresh_state import FreshState
+from .patches import Patches
+from .rank_thread import RankThread
+from .rendezvous import Rendezvous
+from .rng import GeneratorOfThisRank
+from .runtime import CpuRuntime
+from .session import Session, drop_pending
+
+# A failed launch returns within 5 seconds; by then every rank has either ended or is left behind.
+_INTERRUPT_AFTER = 1.5
+_LEAVE_AFTER = 3.5
+_POLL_SECONDS = 0.2
+# XLA warns after 5 seconds in a collective and aborts the process after 15.
+_REPORT_AFTER = 9.0
+
+
+def run_ranks(
+    runtime: CpuRuntime, fn: Callable, args: Sequence, size: int, timeout: float
+) -> list[Any]:
+    """``fn(rank, *args)`` on ``size`` threads; their results by rank.
+
+    Raises:
+        RankError: a rank failed, or the ranks could not meet.
+        KeyboardInterrupt: as usual; the ranks are stopped first.
+    """
+    runtime.start(size)
+    session = Session(size, timeout)
+    caller_device = torch_xla._XLAC._xla_get_default_device()
+    caller_seed = torch_xla._XLAC._xla_get_rng_seed(caller_device)
+    patches = Patches()
+    fresh_state = FreshState(session)
+    ended = threading.Semaphore(0)
+    threads = [RankThread(session, c, fn, tuple(args), ended.release) for c in session.contexts]
+    try:
+        _install(session, patches, caller_seed)
+        for thread in threads:
+            thread.start()
+        _wait(session, threads, ended)
+    except BaseException as error:  # KeyboardInterrupt, most likely
+        session.barrier.stop(error)
+        _wait(session, threads, ended)
+    finally:
+        fresh_state.remove()
+        _clean_up(runtime, session, patches, threads)
+        torch_xla._XLAC._xla_set_rng_seed(caller_seed, caller_device)
+    if session.barrier.failure is not None:
+        raise session.barrier.failure
+    return [thread.result for thread in threads]
+
+
+def _wait(session: Session, threads: list[RankThread], ended: threading.Semaphore) -> None:
+    stopping_since: float | None = None
+    interrupted = reported = False
+    while any(thread.is_alive() for thread in threads):
+        ended.acquire(timeout=_POLL_SECONDS)
+        session.barrier.watch()
+        if session.barrier.failure is None:
+            reported = reported or _report_slow(session)
+            continue
+        now = time.monotonic()
+        stopping_since = stopping_since or now
+        if now - stopping_since > _LEAVE_AFTER:
+            return
+        if now - stopping_since > _INTERRUPT_AFTER and not interrupted:
+            interrupted = True
+            for rank, thread in enumerate(threads):
+                if thread.is_alive() and not session.dispatching[rank]:
+                    _raise_in(thread, RankStopped)
+
+
+def _report_slow(session: Session) -> bool:
+    # A cut that no hook sees (an operator that falls back to the CPU) cannot be stopped, only told.
+    since = session.barrier.waiting_since()
+    if since is None or time.monotonic() - since < _REPORT_AFTER:
+        return False
+    if any(context.pending for context in session.contexts):
+        print(
+            f"xla_fsdp.launch: ranks have waited for {_REPORT_AFTER:g} s; if a rank is stuck in a "
+            f"collective, XLA will abort the process:\n{session.barrier.places()}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return True
+
+
+def _raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
+    # Takes effect at the thread's next bytecode: ends loops, not calls into C++.
+    assert thread.ident is not None  # it was started
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident), ctypes.py_object(exception)
+    )
+
+
+def _install(session: Session, patches: Patches, seed: int) -> None:
+    devices = xm.get_xla_supported_devices()
+    # Names, whatever torch_xla's annotation says.
+    replicas = xm.xla_replication_devices(devices)  # type: ignore[arg-type]
+    torch_xla._XLAC._xla_set_replication_devices(replicas)
+    for device in devices:
+        torch_xla._XLAC._set_all_reduce_token(device, None)
+        torch_xla._XLAC._xla_set_rng_seed(seed, device)
+        xm._DEVICE_CONTEXTS.pop(device, None)  # step closures of an earlier launch
+    # torch_xla caches these for the process, perhaps from before the launch.
+    patches.set(xr, "_WORLD_SIZE", None)
+    patches.set(xr, "_ORDINAL", None)
+    sync_points.install(session, patches)
+    patches.set_everywhere(
+        {**Collectives(session).replacements(), **Rendezvous(session).replacements()}
+    )
+    patches.set(
+        torch.random,
+        "default_generator",
+        GeneratorOfThisRank(session.generators, torch.default_generator),
+    )
+
+
+def _clean_up(
+    runtime: CpuRuntime, session: Session, patches: Patches, threads: list[RankThread]
+) -> None:
+    for context in session.contexts:
+        context.active = False
+    runtime.leftover = [thread for thread in threads if thread.is_alive()]
+    patches.undo()
+    session.generators.restore_caller()
+    torch_xla._XLAC._xla_set_replication_devices([])
+    if runtime.leftover:
+        runtime.unfinished = session.contexts
+        _skip_destructors()
+        return
+    runtime.settle_autograd_threads()
+    drop_pending(session.contexts)
+
+
+def _skip_destructors() -> None:
+    """Makes the process end without waiting for XLA, its exit status kept.
+
+    torch_xla's exit handler and the C++ static destructors would wait for programs that never end.
+    glibc runs ``on_exit`` handlers last registered first, with the exit status as first argument:
+    that of ``_exit``.
+    """
+    atexit.unregister(torch_xla._prepare_to_exit)
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)

@@ -1,0 +1,190 @@
+"""What a rank's thread does differently, operator by operator.
+
+One torch function mode, with one dictionary look-up for each operator:
+
+- reading values (``.item()``, ``print``) runs pending collectives together with the other ranks;
+- drawing random numbers on the CPU uses the rank's own random state;
+- what an optimizer starts its state with becomes device data;
+- ``backward`` hands the mode on to autograd's thread.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..rank import RankContext
+from . import fresh_state
+from .session import Session
+
+
+class RankMode(TorchFunctionMode):
+    """In force on every thread of a rank."""
+
+    def __init__(self, session: Session, context: RankContext) -> None:
+        super().__init__()
+        self.session = session
+        self.context = context
+
+    def __torch_function__(
+        self,
+        func: Callable,
+        types: Iterable[type],
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        special = _SPECIAL.get(func)
+        if special is None or not self.context.active:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return special(self, func, args, kwargs or {})
+
+
+def _read(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    if mode.context.pending and reads_to_host(func, args, kwargs):
+        _fetch(mode, func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _fetch(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> None:
+    tensors = xla_tensors((args, kwargs))
+    if tensors:
+        mode.session.before_fetch(mode.context, _name(func), tensors)
+
+
+def _draw(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    value = args[0] if args else None
+    if isinstance(value, torch.Tensor) and value.is_xla:  # type: ignore[attr-defined]  # not in torch's stubs
+        if func in _LOWERED:
+            return func(*args, **kwargs)  # drawn on the device, from the device's own state
+        # Falls back to the CPU: must not run collectives with the generator's lock held.
+        _fetch(mode, func, args, kwargs)
+    return mode.session.generators.run(mode.context, func, args, kwargs)
+
+
+def _make(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    return fresh_state.make(mode.session, mode.context, func, args, kwargs)
+
+
+def _backward(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    # Autograd's threads see the modes in force when backward starts; in here this one is not.
+    with mode:
+        return _plain_backward(*args, **kwargs)
+
+
+def _plain_backward(
+    self: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[torch.Tensor] | None = None,
+) -> None:
+    torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def reads_to_host(func: Callable, args: tuple, kwargs: dict) -> bool:
+    if func not in _MAY_READ:
+        return True
+    if func in (torch.Tensor.copy_, torch.Tensor.__setitem__):
+        return not args[0].is_xla
+    if func is torch.tensor:
+        return True
+    # .to(), .type(), as_tensor: only a move off the device reads.
+    for value in (*args[1:], *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            value = value.device
+        if isinstance(value, torch.device) and value.type != "xla":
+            return True
+        if isinstance(value, str) and not value.startswith(("xla", "torch.xla")):
+            return True
+    return False
+
+
+def xla_tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, torch.Tensor):
+            if value.is_xla:  # type: ignore[attr-defined]  # not in torch's stubs
+                found.append(value)
+        elif isinstance(value, (tuple, list)):
+            stack.extend(reversed(value))
+        elif isinstance(value, dict):
+            stack.extend(reversed(list(value.values())))
+    return found
+
+
+def _name(func: Callable) -> str:
+    name = getattr(func, "__name__", str(func))
+    return f"a read of a tensor's value ({name})"
+
+
+def _collect(owners_and_names: dict[Any, str]) -> set:
+    found: set[Any] = set()
+    for owner, names in owners_and_names.items():
+        found.update(getattr(owner, name) for name in names.split() if hasattr(owner, name))
+    return found
+
+
+_MAY_READ = _collect({torch.Tensor: "to type type_as copy_ __setitem__", torch: "as_tensor"})
+READS = _MAY_READ | _collect({
+    torch.Tensor:
+        "item tolist cpu numpy __bool__ __float__ __int__ __index__ __complex__ __repr__ "
+        "__format__ __array__ __reduce_ex__ __contains__ is_nonzero equal allclose "
+        "nonzero unique __dlpack__ masked_select",
+    torch: "tensor is_nonzero equal allclose nonzero unique masked_select",
+})  # fmt: skip
+# Not reads, but torch_xla has no kernel for them and computes them on the CPU. The list need not be
+# complete: a cut that nobody sees works too, unless the ranks disagree.
+_CPU_ONLY = "angle addbmm bincount bucketize histc nansum searchsorted unique_consecutive vdot"
+READS |= _collect({
+    torch: _CPU_ONLY,
+    torch.Tensor: _CPU_ONLY,
+    torch.linalg: "eig eigvals householder_product matrix_exp solve_triangular",
+    F: "fold grid_sample huber_loss multi_margin_loss unfold",
+})  # fmt: skip
+
+# Every operator that torch tags as drawing from a generator, and the Python functions over them.
+_RANDOM = (
+    "alpha_dropout bernoulli binomial cauchy dropout exponential feature_alpha_dropout "
+    "feature_dropout geometric gru gru_cell log_normal lstm multinomial native_dropout normal "
+    "poisson rand rand_like randint randint_like randn randn_like random randperm rnn_relu "
+    "rnn_tanh rrelu rrelu_with_noise uniform scaled_dot_product_attention _standard_gamma "
+    "_sample_dirichlet _fused_dropout pca_lowrank svd_lowrank"
+)
+_RANDOM += " " + " ".join(f"{name}_" for name in _RANDOM.split())
+_DRAWS = _collect({
+    torch: _RANDOM,
+    torch.Tensor: _RANDOM,
+    torch._VF: "lstm gru rnn_tanh rnn_relu",
+    torch._C._nn: "rrelu_with_noise rrelu_with_noise_ scaled_dot_product_attention",
+    F: _RANDOM + " dropout1d dropout2d dropout3d gumbel_softmax multi_head_attention_forward "
+       "fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
+       "fractional_max_pool3d_with_indices",
+})  # fmt: skip
+_DRAWS |= {
+    getattr(torch.nn.init, name)
+    for name in dir(torch.nn.init)
+    if name.endswith("_") and isinstance(getattr(torch.nn.init, name), types.FunctionType)
+}
+_LOWERED = _collect({
+    torch: "dropout bernoulli native_dropout scaled_dot_product_attention rand_like randn_like "
+           "gru gru_cell lstm rnn_relu rnn_tanh",
+    torch._VF: "gru lstm rnn_relu rnn_tanh",
+    torch.Tensor: "bernoulli bernoulli_ uniform_ normal_ exponential_",
+    torch._C._nn: "scaled_dot_product_attention",
+    F: "dropout dropout1d dropout2d dropout3d alpha_dropout scaled_dot_product_attention "
+       "feature_alpha_dropout multi_head_attention_forward gumbel_softmax",
+})  # fmt: skip
+
+_SPECIAL: dict[Callable, Callable] = {
+    **dict.fromkeys(READS, _read),
+    **dict.fromkeys(_DRAWS, _draw),
+    **dict.fromkeys(fresh_state.FACTORIES, _make),
+    torch.Tensor.backward: _backward,
+}

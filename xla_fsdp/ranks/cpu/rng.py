@@ -1,0 +1,70 @@
+"""A random state for each rank, in the one CPU generator that all threads share.
+
+torch draws from one process-wide generator. Each rank keeps the state it would have had in a
+process of its own; whoever draws holds the lock and first swaps its own state in, if another rank
+drew last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..rank import RankContext, current_rank
+
+
+class RankGenerators:
+    """The states of one launch. Every rank starts with the caller's current state."""
+
+    def __init__(self, contexts: list[RankContext]) -> None:
+        self._generator = torch.default_generator
+        self._lock = threading.RLock()
+        self._owner: RankContext | None = None  # None: the caller, and threads of no rank
+        start = self._generator.get_state()
+        self._states: dict[RankContext | None, torch.Tensor] = {c: start for c in contexts}
+
+    def run(
+        self,
+        context: RankContext | None,
+        fn: Callable,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = {},  # noqa: B006
+    ) -> Any:
+        """``fn(*args, **kwargs)`` with ``context``'s state in the generator."""
+        with self._lock:
+            if self._owner is not context:
+                self._swap(context)
+            return fn(*args, **kwargs)
+
+    def restore_caller(self) -> None:
+        """Puts back the state that the caller of the launch had."""
+        self.run(None, lambda: None)
+
+    def _swap(self, context: RankContext | None) -> None:
+        # Tensors only travel through the two calls below, which no mode sees.
+        with torch._C.DisableTorchFunction():
+            self._states[self._owner] = self._generator.get_state()
+            self._generator.set_state(self._states[context])
+        self._owner = context
+
+
+class GeneratorOfThisRank:
+    """Stands in for ``torch.random.default_generator``: ``torch.manual_seed`` and the other
+    functions of that module then act on the state of the rank that calls them."""
+
+    def __init__(self, generators: RankGenerators, generator: torch.Generator) -> None:
+        self._generators = generators
+        self._generator = generator
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._generator, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._generators.run(current_rank(), value, args, kwargs)
+
+        return call

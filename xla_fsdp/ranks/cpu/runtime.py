@@ -1,0 +1,153 @@
+"""This process's one XLA runtime with N CPU devices: its settings, start and state."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+import torch_xla
+import torch_xla.core.xla_env_vars as xenv
+import torch_xla.runtime as xr
+
+from ...compiled.cache import keep_by_default
+from ..rank import RankContext
+from .session import drop_pending
+
+# Who launches ranks, or pretends to be one, changes what torch_xla believes in the whole process.
+ONE_AT_A_TIME = threading.Lock()
+
+MAX_RANKS = 8
+DEFAULT_RANKS = 4
+
+
+class CpuRuntime:
+    """The runtime, started at most once in a process.
+
+    Attributes:
+        launching: held for the length of a launch.
+        leftover: rank threads that a failed launch could not stop.
+        unfinished: the ranks of that launch, whose collectives are still on the devices.
+    """
+
+    def __init__(self) -> None:
+        self.launching = ONE_AT_A_TIME
+        self.leftover: list[threading.Thread] = []
+        self.unfinished: list[RankContext] = []
+        self._started_here = False
+        self._anchors: list[torch.Tensor] = []
+
+    def size_for(self, num_devices: int | None) -> int:
+        """How many ranks to run.
+
+        Raises:
+            ValueError, TypeError: ``num_devices`` or ``CPU_NUM_DEVICES`` is not 1 to 8.
+        """
+        if num_devices is not None:
+            return _checked(num_devices, "num_devices")
+        if torch_xla._XLAC._xla_runtime_is_initialized():
+            return _checked(xr.addressable_device_count(), "the number of devices of the runtime")
+        text = os.environ.get("CPU_NUM_DEVICES")
+        if text is None:
+            return DEFAULT_RANKS
+        if not text.isdecimal():
+            raise ValueError(
+                f"CPU_NUM_DEVICES must be a number from 1 to {MAX_RANKS}, got {text!r}; "
+                "unset it or pass num_devices"
+            )
+        return _checked(int(text), "CPU_NUM_DEVICES")
+
+    def start(self, size: int) -> None:
+        """Starts the runtime with ``size`` devices, or checks the one that runs.
+
+        Raises:
+            RuntimeError: it runs with another number of devices or without the settings that
+                ranks need, or ranks of an earlier launch are still stuck in it; or autograd was
+                used before torch_xla was there.
+        """
+        self.leftover = [thread for thread in self.leftover if thread.is_alive()]
+        if self.leftover:
+            names = ", ".join(sorted(thread.name for thread in self.leftover))
+            raise RuntimeError(
+                f"an earlier launch in this process failed and could not stop {names}; its "
+                "devices are not usable any more. Start a new process."
+            )
+        drop_pending(self.unfinished)
+        self.unfinished = []
+        settings = _settings(size)
+        if not torch_xla._XLAC._xla_runtime_is_initialized():
+            os.environ.update(settings)
+            keep_by_default()
+            self._started_here = True
+            found = xr.addressable_device_count()  # starts it
+        else:
+            found = xr.addressable_device_count()
+        if found != size:
+            raise RuntimeError(
+                f"launch needs {size} CPU devices, but this process's XLA runtime was already "
+                f"started with {found}. It cannot be restarted: use num_devices={found}, or call "
+                "launch in a new process before anything touches an XLA device (or set "
+                f"CPU_NUM_DEVICES={size} before that)."
+            )
+        if not self._started_here:
+            wrong = {k: v for k, v in settings.items() if os.environ.get(k) != v}
+            if wrong:
+                text = " ".join(f"{key}={value}" for key, value in wrong.items())
+                raise RuntimeError(
+                    "this process's XLA runtime was already started, without settings that ranks "
+                    "on one CPU need (they would hang). Call launch before anything touches an "
+                    f"XLA device, or start the process with {text}"
+                )
+        try:
+            self.settle_autograd_threads()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "autograd has no threads for the devices of ranks: it makes its threads in the "
+                "first backward of a process, and that ran before XLA's runtime had started, which "
+                "importing torch_xla does not do. Start it before that backward, by "
+                f"xla_fsdp.launch(lambda rank: None, num_devices={size}); or run what needs no "
+                "ranks (a reference in plain torch) after launch, or in a process of its own"
+            ) from error
+
+    def settle_autograd_threads(self) -> None:
+        """Waits until autograd's threads have let go of every Python object.
+
+        ``backward`` returns before its thread drops what it held. A process that ends meanwhile
+        would abort, as that thread can not get the GIL any more. The thread takes one task after
+        the other, so one more without Python objects in it is enough.
+        """
+        if not self._anchors:
+            # Not 0 or 1, which would be constants, to be computed by the first program.
+            self._anchors = [
+                torch.full((), 0.5, device="cpu").to(device).requires_grad_()
+                for device in torch_xla.devices()
+            ]
+        for anchor in self._anchors:
+            (anchor * 1).backward()
+            anchor.grad = None
+
+
+def _settings(size: int) -> dict[str, str]:
+    return {
+        xenv.PJRT_DEVICE: "CPU",
+        "CPU_NUM_DEVICES": str(size),
+        # Each collective that waits blocks a thread, in torch_xla's pool and in XLA's.
+        "XLA_THREAD_POOL_SIZE": _at_least("XLA_THREAD_POOL_SIZE", 2 * size),
+        "NPROC": _at_least("NPROC", 4 * size),
+        # Dropping a donated buffer waits for its program with the GIL held: ranks then deadlock.
+        "XLA_ENABLE_PARAM_ALIASING": "0",
+    }
+
+
+def _at_least(name: str, minimum: int) -> str:
+    text = os.environ.get(name, "")
+    return text if text.isdecimal() and int(text) >= minimum else str(minimum)
+
+
+def _checked(count: int, name: str) -> int:
+    allowed = f"an int from 1 to {MAX_RANKS}"
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name} must be {allowed} on CPU, got {count!r}")
+    if not 1 <= count <= MAX_RANKS:
+        raise ValueError(f"{name} must be {allowed} on CPU, got {count!r}")
+    return count

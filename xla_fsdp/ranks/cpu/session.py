@@ -1,0 +1,245 @@
+"""One CPU launch: its ranks, and how they cut their graphs together.
+
+A cut is any point where pending operations become a running program: ``torch_xla.sync()``,
+``.item()``, ``xm.save``. A cut without collectives in it concerns one rank only and goes straight
+through. At a cut with collectives all ranks meet first, so that what XLA would answer with a hang
+is an error; then rank 0 dispatches (and compiles) and the others follow and find its program in the
+compile cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch_xla
+
+from ..rank import Board, Collective, RankContext, _set_current_rank, current_rank
+from . import call_site
+from .barrier import Arrival, Barrier
+from .rng import RankGenerators
+
+_XLAC = torch_xla._XLAC
+_COLLECTIVE_NODE = re.compile(
+    r"= (\S.*?) (xla::(?:all_gather|reduce_scatter|cross_replica_sum|all_to_all|"
+    r"collective_permute|scan_blocks)\w*)\("
+)
+
+
+class Session:
+    """The ranks of one launch on this process's CPU devices.
+
+    Attributes:
+        contexts: one a rank; rank r runs on device ``xla:r``.
+        barrier: where they meet.
+        generators: their random states.
+        thread_idents: the ranks' threads, once they run.
+        dispatching: which ranks must not be interrupted, because others depend on their program.
+    """
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        board = Board(size)
+        self.contexts = [RankContext(r, size, torch.device("xla", r), board) for r in range(size)]
+        self.barrier = Barrier(
+            size, timeout, lambda rank: call_site.of_thread(self.thread_idents[rank])
+        )
+        self.generators = RankGenerators(self.contexts)
+        self.thread_idents: list[int | None] = [None] * size
+        self.dispatching = [False] * size
+        # torch_xla's own functions, kept here because the module's names are replaced meanwhile.
+        self._step_marker = _XLAC._xla_step_marker
+        self._sync_multi = _XLAC._xla_sync_multi
+        self._real_devices = _XLAC._xla_get_devices()  # "CPU:0", ...
+
+    def rank_of(self, device: Any = None) -> RankContext | None:
+        """The rank of this thread, else the owner of ``device``; ``None`` for strangers."""
+        context = current_rank()
+        if context is not None:
+            return context
+        if device is None or device == "":
+            return None
+        device = torch.device(device)
+        if device.type != "xla" or not self.contexts[0].active:
+            return None
+        index = device.index or 0
+        return self.contexts[index] if index < self.size else None
+
+    def adopt_thread(self, context: RankContext) -> None:
+        """Makes this thread one of ``context``'s: its rank, and its default XLA device."""
+        _set_current_rank(context)
+        _XLAC._xla_set_default_device(str(context.device))
+
+    def sync(
+        self, context: RankContext, device: str, devices: list[str], wait: bool, reset_scope: bool
+    ) -> None:
+        """``torch_xla.sync``: everything that is live on the device becomes a program."""
+        self.barrier.raise_if_stopped()
+        pending = context.pending
+        if not pending:
+            self._step_marker(device, devices, wait=wait, reset_scope=reset_scope)
+            return
+        self._together(
+            context,
+            _arrival("torch_xla.sync()", "sync", pending),
+            # Waiting here would keep rank 0 from letting the others dispatch.
+            lambda: self._step_marker(device, devices, wait=False, reset_scope=reset_scope),
+        )
+        context.forget()
+        if wait:
+            self._wait_for_device(context)
+
+    def sync_tensors(
+        self,
+        context: RankContext,
+        what: str,
+        tensors: Sequence[torch.Tensor],
+        devices: Sequence[str] = (),
+        wait: bool = False,
+        sync_xla_data: bool = True,
+    ) -> None:
+        """The pending graph of ``tensors`` alone becomes a program (``.item()``, ``xm.save``).
+
+        Collectives stay pending: other tensors may need them again.
+        """
+        self.barrier.raise_if_stopped()
+        nodes = self._collectives_in(context, tensors)
+        if nodes:
+            arrival = Arrival(what, ("tensors", nodes), call_site.here(), nodes)
+            self._together(
+                context,
+                arrival,
+                lambda: self._sync_multi(
+                    tensors, list(devices), wait=False, sync_xla_data=sync_xla_data
+                ),
+            )
+            if wait:
+                self._wait_for_device(context)
+        else:
+            self._sync_multi(tensors, list(devices), wait=wait, sync_xla_data=sync_xla_data)
+
+    def before_fetch(
+        self, context: RankContext, what: str, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Runs the pending graph of ``tensors`` if it has collectives in it.
+
+        The values can then be read at leisure. Without collectives nothing happens, so a rank that
+        prints a finished loss alone waits for nobody.
+        """
+        if context.pending and self._collectives_in(context, tensors):
+            # Waits for the values. A read may, but two ranks that read what is still being computed
+            # crashed torch_xla now and then (about once in 2000 launches on a loaded machine).
+            self.sync_tensors(context, what, tensors, wait=True)
+
+    def exchange(self, context: RankContext, what: str, key: tuple, payload: Any) -> list:
+        """Every rank's ``payload``, by rank."""
+        return self.barrier.meet(
+            context.rank, Arrival(what, ("exchange", *key), call_site.here(), payload=payload)
+        )
+
+    def finish(self, context: RankContext) -> None:
+        """The rank's function returned: waits for the others.
+
+        What it left pending is not run: which tensors are still alive, and so the program, would
+        depend on the garbage collector of the process.
+        """
+        arrival = _arrival("its function returned", "finish", context.pending)
+        self.barrier.meet(context.rank, arrival)
+
+    def materialize(self, context: RankContext, results: Sequence[torch.Tensor]) -> None:
+        """Gives a rank's results their values, in one program for all of them."""
+        if results:
+            self.sync_tensors(context, "its function returned", results)
+
+    def _wait_for_device(self, context: RankContext) -> None:
+        _XLAC._xla_wait_device_ops(devices=[self._real_devices[context.rank]])
+
+    def _together(
+        self, context: RankContext, arrival: Arrival, dispatch: Callable[[], None]
+    ) -> None:
+        # One program with collectives at a time: the next has the same channel ids, and XLA would
+        # let a device join a collective of both. It also keeps ranks close, and XLA gives a rank
+        # only 15 seconds to join.
+        self._wait_for_device(context)
+        turn = _Turn() if context.rank == 0 else None
+        turn = self.barrier.meet(context.rank, replace(arrival, payload=turn))[0]
+        self.dispatching[context.rank] = True
+        try:
+            # From here to the end of this block nothing may stop a rank: XLA would wait for it.
+            if context.rank == 0:
+                turn.take(dispatch)
+            elif turn.follow():
+                dispatch()
+        finally:
+            self.dispatching[context.rank] = False
+        # Nobody goes on, and perhaps blocks with the GIL held, before everybody has dispatched.
+        self.barrier.meet(context.rank, Arrival(arrival.what, "dispatched", arrival.where))
+
+    def _collectives_in(
+        self, context: RankContext, tensors: Sequence[torch.Tensor]
+    ) -> tuple[tuple[str, str], ...]:
+        if not context.pending or not tensors:
+            return ()
+        text = _XLAC._get_xla_tensors_text(list(tensors))
+        return tuple((kind, shape) for shape, kind in _COLLECTIVE_NODE.findall(text))
+
+
+class _Turn:
+    """Rank 0 dispatches a program before the others do."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._dispatched = False
+
+    def take(self, dispatch: Callable[[], None]) -> None:
+        """Rank 0's turn."""
+        try:
+            dispatch()
+            self._dispatched = True
+        finally:
+            self._over.set()
+
+    def follow(self) -> bool:
+        """Waits for rank 0's turn to be over; false if its dispatch failed."""
+        self._over.wait()
+        return self._dispatched
+
+
+def _arrival(what: str, kind: str, pending: list[Collective]) -> Arrival:
+    key = (kind, tuple(collective.key for collective in pending))
+    return Arrival(what, key, call_site.here(), tuple(pending))
+
+
+def drop_pending(contexts: Sequence[RankContext]) -> None:
+    """Takes unfinished collectives off the devices at the end of a launch.
+
+    Their values can never be computed. Tensors that the program still holds are filled with NaN
+    (integers: zero); anything else that is pending becomes a placeholder.
+    """
+    devices = {str(context.device) for context in contexts if context.pending}
+    for context in contexts:
+        context.forget()
+        _XLAC._set_all_reduce_token(str(context.device), None)
+    if not devices:
+        return
+    gc.collect()
+    lost = [
+        value
+        for value in gc.get_objects()
+        if issubclass(type(value), torch.Tensor)  # isinstance would ask objects for __class__
+        # Not value.device: tensors that autograd is done with are undefined and have none.
+        and value.is_xla
+        and str(value.device) in devices
+        and _XLAC._check_tensor_need_materialization([value])[0]
+    ]
+    for device in sorted(devices):
+        _XLAC._clear_pending_irs(device)
+    for tensor in lost:
+        fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+        value = torch.full(tensor.shape, fill, dtype=tensor.dtype).to(tensor.device)
+        _XLAC._replace_xla_tensor(tensor, value)

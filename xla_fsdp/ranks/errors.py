@@ -1,0 +1,49 @@
+"""What a launch raises: all of it on CPU ranks, RankError anywhere."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+
+class RankError(RuntimeError):
+    """A rank raised. ``__cause__`` is its exception.
+
+    Attributes:
+        rank: the number of the first rank that raised, or ``None`` if no single rank is to blame.
+        traceback: that rank's traceback as text, or ``""``.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[str, int | None, str]]:
+        return type(self), (self.args[0], self.rank, self.traceback)
+
+
+class CollectiveMismatchError(RankError):
+    """Ranks wait for each other at different places; the message says where each one is."""
+
+
+class RankTimeoutError(RankError):
+    """A rank kept others waiting for longer than ``timeout``; the message says where it is."""
+
+
+class RankStopped(BaseException):
+    """Unwinds a rank because another failed. Not an ``Exception``: user code must not eat it."""
+
+
+def portable(
+    error: BaseException | None, dumps: Callable[[BaseException], bytes] = pickle.dumps
+) -> bytes | None:
+    """``error`` pickled, or ``None`` if it does not survive that, whatever its class does there."""
+    if error is None:
+        return None
+    try:
+        data = dumps(error)
+        pickle.loads(data)
+    except BaseException:  # this is said of an error already: no other may take its place
+        return None
+    return data

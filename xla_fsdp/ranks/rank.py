@@ -1,0 +1,178 @@
+"""The rank a thread runs as, inside a CPU launch.
+
+On TPU a rank is a process and torch_xla itself knows who it is. On CPU ranks are threads of one
+process, and everything that differs between them hangs off one :class:`RankContext`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Collective(NamedTuple):
+    """A collective that a rank has traced and not yet run."""
+
+    channel: int
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    label: str
+    where: str  # file:line of the caller; ranks may reach one collective from different lines
+
+    @property
+    def key(self) -> tuple:
+        """What must be equal on every rank."""
+        return self[:5]
+
+    def __str__(self) -> str:
+        text = f"{self.kind}{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+        text += f" channel {self.channel}"
+        if self.label:
+            text += f" {self.label!r}"
+        if self.where:
+            text += f" ({self.where})"
+        return text
+
+
+class Board:
+    """Where the ranks of one launch leave something for each other, without waiting."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._posted: dict[tuple[str, int], dict[int, Any]] = {}
+
+    def post(self, key: tuple[str, int], rank: int, value: Any) -> list[Any] | None:
+        """Leaves ``value`` of ``rank``; what all ranks left, by rank, to the last, and ``None``
+        to the others."""
+        with self._lock:
+            posted = self._posted.setdefault(key, {})
+            posted[rank] = value
+            if len(posted) < self._size:
+                return None
+            return [value for _, value in sorted(self._posted.pop(key).items())]
+
+
+class RankContext:
+    """One rank of a CPU launch: who it is, and the collectives it has traced.
+
+    Attributes:
+        rank: this rank's number, ``0 <= rank < size``.
+        size: how many ranks the launch has.
+        device: the rank's XLA device.
+        pending: collectives traced since the last full sync, in order.
+        active: whether the launch is still on. Threads that autograd or the user keeps outlive it.
+        stepping: whether the rank is in an optimizer's step.
+        as_on_tpu: trace what a TPU would get, see ``World.as_on_tpu`` (collectives/world.py).
+            For tests, which have no TPU.
+    """
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, board: Board | None = None
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.pending: list[Collective] = []
+        self.active = True
+        self.stepping = False
+        self.as_on_tpu = False
+        self._board = board or Board(size)
+        self._posts = 0
+        self._issued = 0
+        self._lock = threading.Lock()
+
+    def next_channel(
+        self,
+        kind: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        label: str = "",
+        *,
+        where: str = "",
+    ) -> int:
+        """A fresh channel id for a collective traced now, which is recorded as pending.
+
+        Ids start again at 1 after each full sync: the id is part of the program, so the same step
+        must get the same ids or it would compile again. Any thread of the rank may call this,
+        autograd's too.
+
+        Args:
+            kind: the operation, for example ``"all_gather"``.
+            shape: the shape of the collective's input.
+            dtype: its element type.
+            label: what it is for (parameter, unit), for reports; must not differ between ranks.
+            where: ``file:line`` of the caller, for reports; may differ between ranks.
+        """
+        with self._lock:
+            self._issued += 1
+            record = Collective(self._issued, kind, tuple(shape), dtype, label, where)
+            self.pending.append(record)
+            return self._issued
+
+    def record(
+        self, channel: int, kind: str, shape: Sequence[int], dtype: torch.dtype, where: str
+    ) -> None:
+        """Records a collective whose caller chose the channel id; known ids are left alone."""
+        with self._lock:
+            if all(known.channel != channel for known in self.pending):
+                self.pending.append(Collective(channel, kind, tuple(shape), dtype, "", where))
+
+    def forget(self) -> None:
+        """Every traced collective was dispatched or dropped: ids start again."""
+        with self._lock:
+            self.pending = []
+            self._issued = 0
+
+    def post(self, tag: str, value: Any) -> list[Any] | None:
+        """See :meth:`Board.post`; the n-th post of one rank is met by the n-th of each other."""
+        self._posts += 1
+        return self._board.post((tag, self._posts), self.rank, value)
+
+    def __deepcopy__(self, memo: dict) -> RankContext:
+        return self  # a copy of a model belongs to the same rank
+
+    def __repr__(self) -> str:
+        return f"RankContext(rank={self.rank}, size={self.size}, device={str(self.device)!r})"
+
+
+class _ThisThread(threading.local):
+    context: RankContext | None = None
+    pretending = False
+
+
+_this_thread = _ThisThread()
+
+
+def current_rank() -> RankContext | None:
+    """The rank this thread runs as, or ``None`` outside a CPU launch.
+
+    Known on the rank's own thread, on threads it starts, and on the autograd thread of its device.
+    """
+    context = _this_thread.context
+    return context if context is not None and context.active else None
+
+
+def _set_current_rank(context: RankContext | None) -> None:
+    _this_thread.context = context
+
+
+def is_pretending() -> bool:
+    """Whether this thread only traces, as a rank that is not there: it has nobody to ask, and its
+    tensors have no values."""
+    return _this_thread.pretending
+
+
+@contextlib.contextmanager
+def pretending() -> Iterator[None]:
+    """Within, :func:`is_pretending`."""
+    before, _this_thread.pretending = _this_thread.pretending, True
+    try:
+        yield
+    finally:
+        _this_thread.pretending = before

@@ -1,0 +1,1 @@
+"""Equal blocks, traced and compiled once, in one loop."""

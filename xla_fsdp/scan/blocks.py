@@ -1,0 +1,215 @@
+"""``scan_blocks``: equal blocks traced and compiled once, whatever their number."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch_xla
+from torch import nn
+
+from ..collectives.world import World
+from ..names import WRAPPED_PREFIX, dotted
+from ..sharding import metadata
+from ..sharding.optimizer_checks import watch_optimizers
+from ..sharding.options import FSDPOptions
+from ..tpu import compiler_options
+from ..tree import cast_floats
+from ..wrapper import XlaFullyShardedDataParallel
+from ..wrapper_methods import WrapperMethods
+from .building import ScanBuilder
+from .run import Run, Scan
+from .unit import ScanUnit, Stack
+
+
+def scan_blocks(
+    blocks: Iterable[nn.Module], *, ignore: Collection[str] = (), **options: Any
+) -> ScannedBlocks:
+    """Shards equal blocks and runs them one after the other in a loop of the compiled program.
+
+    The program has one block's forward and one block's backward in it however many blocks there
+    are, so that neither tracing nor compiling takes longer with depth. An iteration gathers a
+    block's parameters, computes, frees them; the backward does so again, recomputes the block
+    and reduce-scatters its gradients. Of the activations only the blocks' inputs are kept, as if
+    every block were ``FSDP(checkpoint_module(block))``.
+
+    ``x = scan_blocks(...)(x)``. Further arguments go to every block: ``blocks(x, mask)``. Tensors
+    among them may need gradients. Inside a wrapped model the result is a wrapper like any other::
+
+        model.blocks = scan_blocks((Block() for _ in range(32)), compute_dtype=torch.bfloat16)
+        model = XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
+
+    State dicts and shard metadata name every block's parameters (``blocks.3.up.weight``), as if
+    the blocks were wrapped singly, and can be exchanged with those of such a model. The parameters
+    themselves are stacked, ``(len(blocks), shard)``, and ``named_parameters()`` calls them
+    ``blocks.up.weight``; optimizer state has their shape.
+
+    Args:
+        blocks: modules that take a tensor and return one of the same shape and dtype, equal in
+            all but the values of their parameters and buffers. A generator is taken block by
+            block, so that only one exists in full. May be on CPU, XLA or meta device.
+        ignore: names of attributes in which the blocks may differ (``"layer_idx"``). The first
+            block's are used for all.
+        options: those of :class:`XlaFullyShardedDataParallel`. Not possible are
+            ``reshard_after_forward=False`` and ``flatten_parameters=True``. Barriers and prefetch
+            have no effect: an iteration starts with its own gather. Nor has ``no_sync()``: a
+            backward always reduces, which gives the same gradients.
+
+    Raises:
+        ValueError: blocks differ (the message says in what), share parameters, are wrapped, or have
+            hooks or recurrent modules in them; an option that is not possible. In the first
+            forward: a block returns something else than a tensor like its input.
+        TypeError: a block is not a module; an unknown option.
+        RuntimeError: on v5e and v6e, where the compiler would crash: the message says what has to
+            be called before ``launch``.
+    """
+    return ScannedBlocks(blocks, _checked(options), ignore)
+
+
+class ScannedBlocks(XlaFullyShardedDataParallel):
+    """What :func:`scan_blocks` returns. ``module`` is the block that is traced for all."""
+
+    _unit: ScanUnit
+
+    def __init__(
+        self, blocks: Iterable[nn.Module], options: FSDPOptions, ignore: Collection[str]
+    ) -> None:
+        WrapperMethods.__init__(self)
+        self.fsdp_options = options
+        world = World.current(
+            options.sharding_groups,
+            options.sharding_rank,
+            options.sharding_world_size,
+            options.replication_groups,
+        )
+        compiler_options.require_loops_compile(world.device_kind)
+        builder = ScanBuilder(options, world, ignore)
+        self._unit = builder.build(blocks)
+        self._fsdp_wrapped_module = self._unit.template
+        watch_optimizers()
+        self._is_root: bool | None = None
+        self._register_state_dict_hook(_take_apart)
+        self.register_load_state_dict_pre_hook(_put_together)
+        if options.execute_sharding_on_init and builder.on_device:
+            torch_xla.sync()
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """All blocks on ``x``; ``args`` and ``kwargs`` go to each."""
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            raise TypeError(
+                "scanned blocks take a floating-point tensor first, got "
+                f"{x.dtype if isinstance(x, torch.Tensor) else type(x).__name__}"
+            )
+        dtype = self.fsdp_options.dtype_of_inputs(root=self._is_root is not False)
+        if dtype is not None:
+            x, args, kwargs = (cast_floats(value, dtype) for value in (x, args, kwargs))
+        unit = self._unit
+        run = Run(unit, x, (args, kwargs))
+        # Nothing is gathered early for what comes next: it would be there during the whole loop.
+        unit.order.forward_over()
+        return Scan.apply(run, x, len(run.constants), *run.constants, *unit.shards)
+
+    def __len__(self) -> int:
+        return self._unit.depth
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise TypeError(
+            "scanned blocks do not exist one by one; call all of them, x = blocks(x), instead of "
+            "looping over them"
+        )
+
+    def __iter__(self) -> NoReturn:
+        self.__getitem__(0)
+
+    def extra_repr(self) -> str:
+        return f"blocks={len(self)}, {super().extra_repr()}"
+
+
+def _checked(options: dict[str, Any]) -> FSDPOptions:
+    checked = FSDPOptions(**options)
+    if not checked.reshard_after_forward:
+        raise ValueError(
+            "reshard_after_forward=False is not possible in scan_blocks: the loop of the forward "
+            "would have to hand the full parameters of all blocks to the loop of the backward. "
+            "Wrap the blocks singly"
+        )
+    if checked.flatten_parameters:
+        raise ValueError(
+            "flatten_parameters=True is not possible in scan_blocks, and not needed: small "
+            "parameters travel together anyway"
+        )
+    return checked
+
+
+def _take_apart(
+    module: ScannedBlocks,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+) -> None:
+    """State-dict hook: stacked tensors become every block's own, block by block."""
+    by_name = _by_name(module)
+    inside = prefix + WRAPPED_PREFIX
+    rows: dict[str, list[torch.Tensor]] = {}
+    for key in [key for key in state_dict if key.startswith(inside)]:
+        name = key.removeprefix(inside)
+        value = state_dict.pop(key)
+        each = [value] * len(module) if by_name[name].shared else value.unbind(0)
+        # Not views, of which each would keep the stack.
+        rows[name] = [torch.view_copy(row, row.shape) for row in each]
+    for number in range(len(module)):
+        for name, own in rows.items():
+            state_dict[prefix + dotted(str(number), name)] = own[number]
+    if rows:
+        # In one program, instead of one for every tensor when it is copied to the host.
+        every = [row for own in rows.values() for row in own]
+        torch_xla._XLAC._xla_sync_multi(every, [], wait=False)
+
+
+def _put_together(
+    module: ScannedBlocks,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Load hook: the reverse."""
+    if local_metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            "load_state_dict(assign=True) would put other tensors in the place of the stacked "
+            "shards; leave assign out, values are copied into them"
+        )
+    for key in list(state_dict):
+        if key.startswith(prefix):
+            value = state_dict.pop(key)
+            state_dict[prefix + metadata.intree_name(key[len(prefix) :])] = value
+    for name, stack in _by_name(module).items():
+        path, _, attribute = name.rpartition(".")
+        if attribute in module.module.get_submodule(path)._non_persistent_buffers_set:
+            continue
+        rows = []
+        for number in range(len(module)):
+            key = prefix + dotted(str(number), name)
+            current = stack.value if stack.shared else stack.value[number]
+            row = state_dict.pop(key, None)
+            if row is None:
+                missing.append(key)
+            elif row.shape != current.shape:
+                errors.append(
+                    f"size mismatch for {key}: copying a tensor of shape {tuple(row.shape)}, "
+                    f"this rank's is {tuple(current.shape)}"
+                )
+                row = None
+            rows.append(current if row is None else row.to(current.dtype))
+        if not stack.shared:
+            rows[0] = torch.stack([row.to(rows[0].device) for row in rows])
+        state_dict[prefix + WRAPPED_PREFIX + name] = rows[0]
+
+
+def _by_name(module: ScannedBlocks) -> dict[str, Stack]:
+    unit = module._unit
+    return {name: stack for stack in [*unit.parameters, *unit.buffers] for name in stack.names}

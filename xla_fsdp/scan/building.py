@@ -1,0 +1,160 @@
+"""Turning equal blocks into one template and stacked shards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import nn
+
+from ..collectives.world import World
+from ..names import dotted, is_wrapper
+from ..sharding.building import keeps_buffer_dtypes
+from ..sharding.deferred_init import materialize
+from ..sharding.freeing import release_original_
+from ..sharding.layout import Layout
+from ..sharding.options import FSDPOptions
+from .equality import describe, require_same
+from .unit import ParameterStack, ScanUnit, Stack
+
+
+class ScanBuilder:
+    """Takes blocks one by one, so that only one of them need exist in full.
+
+    Args:
+        ignore: names of attributes in which blocks may differ.
+    """
+
+    def __init__(self, options: FSDPOptions, world: World, ignore: Collection[str]):
+        self.options = options
+        self.world = world
+        self.ignore = frozenset(ignore)
+        self.on_device = False  # whether a block was on the XLA device
+        self._template: nn.Module | None = None
+        self._described: dict = {}
+        self._stacks: dict[str, Stack] = {}
+        self._pieces: dict[str, list[torch.Tensor]] = {}  # by block
+        self._attributes: dict[str, dict] = {}  # that users hung on the first block's parameters
+        self._cast: dict[str, torch.dtype] = {}
+        # Objects met so far, which stay alive so that identities stay unique.
+        self._seen: dict[nn.Parameter, int] = {}
+
+    def build(self, blocks: Iterable[nn.Module]) -> ScanUnit:
+        """Raises ValueError, TypeError as :func:`xla_fsdp.scan_blocks` says."""
+        depth = 0
+        for block in blocks:
+            self._take(block, depth)
+            depth += 1
+        if self._template is None:
+            raise ValueError("scan_blocks needs at least one block, got none")
+        unit = ScanUnit(self.options, self.world, self._template)
+        for name, stack in self._stacks.items():
+            if isinstance(stack, ParameterStack):
+                self._stack_shards(stack, self._pieces.pop(name), self._template)
+                unit.parameters.append(stack)
+            else:
+                self._stack_buffer(stack, self._pieces.pop(name))
+                unit.buffers.append(stack)
+        if self.options.compute_dtype is None and any(
+            shard.dtype is torch.float16 for shard in unit.shards
+        ):
+            unit.wire.divide_in_float16()
+        unit.describe_blocks(depth, self._cast)
+        unit.note_homes()
+        return unit
+
+    def _take(self, block: nn.Module, number: int) -> None:
+        self._require_block(block, number)
+        for name, parameter in block.named_parameters():
+            other = self._seen.setdefault(parameter, number)
+            if other != number:
+                raise ValueError(
+                    f"blocks {other} and {number} share the parameter {name}; scanned blocks must "
+                    "have parameters of their own. Wrap the blocks singly"
+                )
+        described = describe(block, self.ignore)
+        if self._template is None:
+            self._template, self._described = block, described
+        require_same(self._described, described, number)
+        self.on_device |= any(p.device.type == "xla" for p in block.parameters())
+        for _ in materialize(block, lambda module: False, self.options.param_init_fn):
+            pass
+        if block is self._template:
+            self._find_stacks(block)
+        for name, stack in self._stacks.items():
+            if isinstance(stack, ParameterStack):
+                self._pieces[name].append(self._cut(block.get_parameter(name), stack.layout))
+            else:
+                self._pieces[name].append(block.get_buffer(name))
+
+    @staticmethod
+    def _require_block(block: nn.Module, number: int) -> None:
+        if not isinstance(block, nn.Module):
+            raise TypeError(f"block {number} must be a torch.nn.Module, got {type(block).__name__}")
+        if any(is_wrapper(module) for module in block.modules()):
+            raise ValueError(
+                f"block {number} is wrapped, or has wrapped modules in it; scan_blocks shards the "
+                "blocks itself, give it plain ones"
+            )
+        if "forward" in vars(block):
+            raise ValueError(
+                f"the forward of block {number} was replaced ({vars(block)['forward']!r}); give "
+                "scan_blocks plain blocks. It recomputes each in the backward as checkpoint_module "
+                "would"
+            )
+
+    def _find_stacks(self, block: nn.Module) -> None:
+        spots: dict[torch.Tensor, dict[tuple[nn.Module, str], None]] = {}
+        names: dict[torch.Tensor, list[str]] = {}
+        for path, module in block.named_modules(remove_duplicate=False):
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is not None:
+                    spots.setdefault(tensor, {})[module, name] = None
+                    names.setdefault(tensor, []).append(dotted(path, name))
+        for tensor, known in names.items():
+            stack = Stack(known, list(spots[tensor]))
+            if isinstance(tensor, nn.Parameter):
+                stack = ParameterStack(known, stack.spots, layout=self._layout(tensor))
+                self._attributes[stack.name] = dict(tensor.__dict__)
+            self._stacks[stack.name] = stack
+            self._pieces[stack.name] = []
+
+    def _layout(self, parameter: nn.Parameter) -> Layout:
+        if self.options.shard_param_on_dim_0 and parameter.dim() > 0:
+            return Layout.rows(parameter.shape, self.world.size)
+        return Layout.flat([parameter.shape], self.world.size)
+
+    def _cut(self, parameter: nn.Parameter, layout: Layout) -> torch.Tensor:
+        with torch.no_grad():
+            value = parameter.detach()
+            if self.options.sync_module_states:
+                value = self.world.from_first(value)
+            shard = layout.cut([value], self.world.rank)
+        release_original_(parameter)
+        return shard
+
+    def _stack_shards(
+        self, stack: ParameterStack, shards: list[torch.Tensor], template: nn.Module
+    ) -> None:
+        trainable = template.get_parameter(stack.name).requires_grad
+        with torch.no_grad():
+            values = torch.stack(shards).to(self.world.device)
+        parameter = nn.Parameter(values, requires_grad=trainable)
+        parameter.__dict__.update(self._attributes[stack.name])
+        stack.put(parameter)
+
+    def _stack_buffer(self, stack: Stack, buffers: list[torch.Tensor]) -> None:
+        first = buffers[0]
+        if self.options.sync_module_states:
+            agreed = {id(buffer): self.world.from_first(buffer) for buffer in buffers}
+            buffers = [agreed[id(buffer)] for buffer in buffers]
+            first = buffers[0]
+        dtype = self.options.dtype_of_buffers
+        statistics = any(keeps_buffer_dtypes(module) for module, _ in stack.spots)
+        if dtype is None or statistics or not first.is_floating_point():
+            dtype = first.dtype
+        if dtype is not first.dtype:
+            self._cast[stack.name] = first.dtype
+        stack.shared = len(buffers) > 1 and all(buffer is first for buffer in buffers)
+        value = first if stack.shared else torch.stack(buffers)
+        stack.put(value.to(device=self.world.device, dtype=dtype))

@@ -1,0 +1,195 @@
+"""The sharded parameters of equal blocks, stacked: what a scan gathers from and reduces to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..collectives.order import Order, after
+from ..collectives.world import World
+from ..layers import linear
+from ..names import dotted
+from ..sharding.layout import Layout
+from ..sharding.options import FSDPOptions
+from ..sharding.sharded_tensor import Place, ShardedTensor, set_home
+from ..sharding.unit import Unit
+
+Spots = list[tuple[nn.Module, str]]
+
+
+@dataclass(eq=False)
+class Stack:
+    """One buffer of all blocks, or parameter.
+
+    Attributes:
+        names: dotted names in a block; a shared parameter has several.
+        spots: modules of the template that use it, and as what.
+        shared: a buffer that is the same tensor in all blocks, and is not stacked.
+    """
+
+    names: list[str]
+    spots: Spots
+    shared: bool = False
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def value(self) -> torch.Tensor:
+        """``(depth, ...)``, or ``(...)`` if shared."""
+        module, name = self.spots[0]
+        buffer = module._buffers[name]
+        assert buffer is not None  # it was found there, and is always put back
+        return buffer
+
+    def put(self, value: torch.Tensor) -> None:
+        """Has the template hold ``value``."""
+        for module, name in self.spots:
+            module._buffers[name] = value
+
+
+@dataclass(eq=False)
+class ParameterStack(Stack):
+    """One parameter of all blocks.
+
+    Attributes:
+        layout: how a block's parameter is cut.
+    """
+
+    layout: Layout = field(kw_only=True)
+
+    @property
+    def value(self) -> nn.Parameter:
+        """``(depth, *shard_shape)``; inside of the loop a full parameter, which is none."""
+        module, name = self.spots[0]
+        parameter = module._parameters[name]
+        assert parameter is not None  # as of buffers
+        return parameter
+
+    def put(self, value: torch.Tensor) -> None:
+        for module, name in self.spots:
+            # Inside of the loop no Parameter; modules do not mind.
+            module._parameters[name] = value  # type: ignore[assignment]
+
+
+class ScanUnit(Unit):
+    """The shards of ``depth`` equal blocks, each stacked over the blocks.
+
+    To the outside every block has sharded tensors of its own (``tensors`` and ``places``: names and
+    layouts, without values), which is what shard metadata and plans speak of. ``shards`` are the
+    stacked parameters, which the optimizer sees. They rest in the template, the block that is
+    traced for all.
+    """
+
+    def __init__(self, options: FSDPOptions, world: World, template: nn.Module):
+        super().__init__(options, world)
+        self.template = template
+        self.depth = 0
+        self.parameters: list[ParameterStack] = []
+        self.buffers: list[Stack] = []
+        self.linears: list[nn.Linear] = []
+        if world.as_on_tpu:
+            self.linears = [m for m in template.modules() if linear.applies_to(m)]
+
+    @property
+    def shards(self) -> list[nn.Parameter]:
+        return [stack.value for stack in self.parameters]
+
+    def holders(self) -> list[tuple[ShardedTensor, nn.Parameter, int]]:
+        count, held = len(self.parameters), []
+        for number, tensor in enumerate(self.tensors):
+            block, index = divmod(number, count)
+            stacked = self.parameters[index].value
+            held.append((tensor, stacked, block * tensor.shard.numel()))
+        return held
+
+    def note_homes(self) -> None:
+        for stack in self.parameters:
+            tensor = ShardedTensor(stack.value, stack.layout, stack.name, world=self.world)
+            set_home(stack.value, tensor)
+
+    def describe_blocks(self, depth: int, cast: dict[str, torch.dtype]) -> None:
+        """Fills in ``tensors``, ``places`` and ``buffer_dtypes``, block by block.
+
+        ``cast``: buffers that were cast, by name in a block, with the dtype they had.
+        """
+        self.depth = depth
+        paths: dict[nn.Module, list[str]] = {}
+        for path, module in self.template.named_modules(remove_duplicate=False):
+            paths.setdefault(module, []).append(path)
+        for block in map(str, range(depth)):
+            for stack in self.parameters:
+                row = torch.empty_like(stack.value[0], device="meta")
+                row = nn.Parameter(row, requires_grad=stack.value.requires_grad)
+                index = self.adopt(ShardedTensor(row, stack.layout, dotted(block, stack.name)))
+                for module, name in stack.spots:
+                    own = tuple(dotted(block, path) for path in paths[module])
+                    self.places.append(Place(own, module, name, index, stack.value))
+            for name, dtype in cast.items():
+                self.buffer_dtypes[dotted(block, name)] = dtype
+
+    # -- one block, inside the loop -------------------------------------------------------------
+
+    def gather_block(
+        self, shards: Sequence[torch.Tensor], x: torch.Tensor, backward: bool
+    ) -> list[torch.Tensor]:
+        """The full parameters of one block in compute dtype, from its shards.
+
+        ``x``: something that iterations hand on. Not tied to it, the cast of the shards would be
+        taken out of the loop by the compiler, and done for all blocks at once: shards twice in
+        memory.
+        """
+        return self.wire.gather(self._block(after(shards, [x])), Order(), (), backward)
+
+    def reduce_block(
+        self, shards: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor]:
+        """Gradient shards of one block, by parameter number, where there is a gradient.
+
+        In the dtype in which they come out of the reduction, if that is all there is to it: the
+        stack of all blocks' gradients takes half the memory then.
+        """
+        fulls = {
+            number: self.wire.reducible(stack.layout, [grad])
+            for number, (stack, grad) in enumerate(zip(self.parameters, grads, strict=True))
+            if grad is not None
+        }
+        exact = self.wire.divides_on_the_wire
+        tensors = self._block(
+            shard.to(fulls[number].dtype) if exact and number in fulls else shard
+            for number, shard in enumerate(shards)
+        )
+        return self.wire.reduce(tensors, fulls)[0] if fulls else {}
+
+    @contextlib.contextmanager
+    def installed(
+        self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """Within, the template computes with these full parameters and buffers."""
+        stacks: list[Stack] = [*self.parameters, *self.buffers]
+        resting = [stack.value for stack in stacks]
+        try:
+            for stack, value in zip(stacks, [*parameters, *buffers], strict=True):
+                stack.put(value)
+            for module in self.linears:
+                keep = linear.keeps_input(module, self.world)
+                linear.replace_forward(module, keep, linear.frees_input(module))
+            yield
+        finally:
+            for module in self.linears:
+                linear.restore_forward(module)
+            for stack, value in zip(stacks, resting, strict=True):
+                stack.put(value)
+
+    def _block(self, shards: Iterable[torch.Tensor]) -> list[ShardedTensor]:
+        return [
+            # What stands for a shard in the trace is no Parameter.
+            ShardedTensor(shard, stack.layout, stack.name)  # type: ignore[arg-type]
+            for shard, stack in zip(shards, self.parameters, strict=True)
+        ]

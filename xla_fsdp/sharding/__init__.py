@@ -1,0 +1,1 @@
+"""What a wrapper holds: shards, and full parameters while they are used."""

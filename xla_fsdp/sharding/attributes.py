@@ -1,0 +1,143 @@
+"""What ``module.weight`` gives while that parameter is sharded.
+
+To optimizers, state dicts and people who look at it, the shard. But code that computes with it (a
+head that is tied by reading ``self.embed.weight``, ``nn.MultiheadAttention`` reading the weight of
+its ``out_proj``, a method other than ``forward``) would take a part for the whole.
+There it gets a stand-in, which has the whole parameter's shape, dtype and device and no value, and
+which says what is wrong when something is computed with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from .gathering import expects_full_parameters
+from .sharded_tensor import Place, ShardedTensor
+
+
+class Labelled(Protocol):
+    """Knows the name of a wrapper: "" or "blocks.3."; only the first forward tells it."""
+
+    label: str
+
+
+class Whole(NamedTuple):
+    """A parameter that a module has in full only now and then, and what is there in between."""
+
+    resting: nn.Parameter | None
+    owner: Labelled
+    own_name: str  # in the wrapped module
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        """The dotted name, from the root if that is known."""
+        return self.owner.label + self.own_name
+
+
+class ModuleParameters(dict[str, "nn.Parameter | None"]):
+    """``_parameters`` of a module some of whose parameters a unit shards."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
+        super().__init__(parameters)
+        self.wholes: dict[str, Whole] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if type(value) is torch.Tensor:  # gathered, as all that a forward reads of its own
+            return value
+        if name in self.wholes and expects_full_parameters():
+            whole = self.wholes[name]
+            if value is whole.resting:
+                return ShardedElsewhere(whole)
+        return value
+
+    @property
+    def flattened(self) -> bool:
+        """Whether parameters are on a wrapper, so that nothing is here."""
+        return any(whole.resting is None for whole in self.wholes.values())
+
+
+def watch_place(
+    place: Place, tensor: ShardedTensor, member: int, owner: Labelled, name: str
+) -> None:
+    """Has the module of ``place`` give stand-ins where full parameters are expected.
+
+    ``place`` is for parameter ``member`` of ``tensor``, called ``name`` in the module that
+    ``owner`` labels.
+    """
+    module, shard = place.module, tensor.shard
+    parameters = module._parameters
+    if not isinstance(parameters, ModuleParameters):
+        parameters = module.__dict__["_parameters"] = ModuleParameters(parameters)
+    shape = tensor.layout.members[member].shape
+    parameters.wholes[place.name] = Whole(
+        place.resting, owner, name, shape, shard.dtype, shard.device
+    )
+
+
+class ShardedElsewhere(torch.Tensor):
+    """A parameter without a value, of which this rank has only a shard.
+
+    Raises:
+        RuntimeError: by every operation; it names the parameter and the remedies.
+    """
+
+    _name: str
+    _is_param: bool
+
+    @staticmethod
+    def __new__(cls, whole: Whole) -> ShardedElsewhere:
+        like = whole.resting
+        stand_in = torch.Tensor._make_wrapper_subclass(
+            cls,
+            whole.shape,
+            dtype=whole.dtype if like is None else like.dtype,
+            device=whole.device,
+            requires_grad=like is None or like.requires_grad,
+        )
+        stand_in._is_param = True  # isinstance(..., nn.Parameter)
+        stand_in._name = whole.name
+        return stand_in
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub is not a classmethod's
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> NoReturn:
+        every = [*args, *(kwargs or {}).values()]
+        flat = [x for one in every for x in (one if isinstance(one, (list, tuple)) else [one])]
+        name = next((one._name for one in flat if isinstance(one, cls)), "")
+        refuse(name, f"{func}")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedElsewhere({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def refuse(name: str, operation: str) -> NoReturn:
+    """Raises RuntimeError: ``operation`` asks for parameter ``name`` where it is sharded."""
+    module = name.rpartition(".")[0] or "the module"
+    raise RuntimeError(
+        f"{operation} needs parameter {name!r}, which is sharded here: this rank has only its part "
+        f"of it while the wrapper that holds it ({module!r}, or one around it) is not in its "
+        f"forward. Call {module!r} instead of reading its parameter; or leave it out of the "
+        "policy, so that it belongs to the wrapper of the module that reads it (tied weights: "
+        "assign one nn.Parameter to both modules before wrapping); or, for a method other than "
+        "forward, call xla_fsdp.register_fsdp_forward_method(wrapper, 'method') once"
+    )
+
+
+def refuse_replacement(name: str) -> NoReturn:
+    """Raises RuntimeError: parameter ``name`` is, or is to be, another tensor than its shard."""
+    raise RuntimeError(
+        f"parameter {name!r} is another tensor than the shard that the wrapper gathers: it was "
+        "assigned (module.weight = ...), deleted, or given to torch.func.functional_call. A "
+        "wrapped module computes with its shards: copy values into them with load_state_dict or "
+        "load_full_state_dict, replace parameters before wrapping, give functional_call the "
+        "unwrapped module"
+    )

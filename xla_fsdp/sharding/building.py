@@ -1,0 +1,208 @@
+"""Turning the parameters of a module into the sharded tensors of a unit."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from ..collectives.world import World
+from ..names import dotted, is_wrapper
+from ..ranks.rank import is_pretending
+from .attributes import ModuleParameters
+from .deferred_init import is_on_meta, materialize
+from .freeing import release_original_, stamps
+from .layout import Layout
+from .options import FSDPOptions
+from .sharded_tensor import Place, ShardedTensor, home_of, number_at_home, set_home
+from .unit import Unit
+
+# Elements of a parameter that its checksum is made of.
+SAMPLE = 1 << 16
+
+Spot = tuple[nn.Module, str, nn.Parameter]
+
+
+class UnitBuilder:
+    """Shards what ``module`` holds and no wrapper inside it has sharded yet.
+
+    Args:
+        module: the module to be wrapped.
+        owner: the wrapper, on which flattened parameters are registered.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        owner: nn.Module,
+        options: FSDPOptions,
+        world: World,
+    ):
+        self.module = module
+        self.owner = owner
+        self.options = options
+        self.world = world
+        self.unit = Unit(options, world)
+        # All names of every module, the first of which names its parameters.
+        self.paths: dict[nn.Module, list[str]] = {}
+
+    def build(self) -> Unit:
+        for path, module in self._modules():
+            self.paths.setdefault(module, []).append(path)
+        ready = materialize(self.module, is_wrapper, self.options.param_init_fn)
+        if self.options.flatten_parameters:
+            for _ in ready:
+                pass
+            self._flatten()
+        elif any(is_on_meta(module) for module in self.paths):
+            # Sharded as soon as it has values, so that only one submodule is ever whole.
+            for module in ready:
+                self._shard_each(self._spots(module))
+            # Places were registered in the order of initialisation; restore the module's order.
+            order = {module: number for number, module in enumerate(self.paths)}
+            self.unit.places.sort(key=lambda place: order[place.module])
+        else:
+            for module in self.paths:
+                self._shard_each(self._spots(module))
+        self._move_buffers()
+        self.unit.initial_stamps = stamps(self.unit.shards)
+        if self.options.compute_dtype is None and any(
+            shard.dtype is torch.float16 for shard in self.unit.shards
+        ):
+            self.unit.wire.divide_in_float16()
+        return self.unit
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules outside inner wrappers, with each of their paths, parents first."""
+        stack = [("", self.module)]
+        while stack:
+            path, module = stack.pop()
+            if is_wrapper(module):
+                continue
+            _require_parameters_here(path, module)
+            yield path, module
+            children = [(k, c) for k, c in module._modules.items() if c is not None]
+            stack.extend((dotted(path, key), child) for key, child in reversed(children))
+
+    def _spots(self, module: nn.Module) -> Iterator[Spot]:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                yield module, name, parameter
+
+    def _shard_each(self, spots: Iterator[Spot]) -> None:
+        for spot in spots:
+            module, name, parameter = spot
+            if home_of(parameter) is None:
+                rows = self.options.shard_param_on_dim_0 and parameter.dim() > 0
+                if rows:
+                    layout = Layout.rows(parameter.shape, self.world.size)
+                else:
+                    layout = Layout.flat([parameter.shape], self.world.size)
+                self._shard([parameter], layout, dotted(self.paths[module][0], name))
+            self._put(spot)
+
+    def _flatten(self) -> None:
+        spots = [spot for module in self.paths for spot in self._spots(module)]
+        # Trainable first, then frozen; a vector has one dtype. Each parameter once.
+        groups: dict[tuple[bool, torch.dtype], dict[nn.Parameter, None]] = {}
+        for *_, parameter in sorted(spots, key=lambda spot: not spot[2].requires_grad):
+            if home_of(parameter) is None:
+                groups.setdefault((parameter.requires_grad, parameter.dtype), {})[parameter] = None
+        for number, parameters in enumerate(groups.values()):
+            layout = Layout.flat([p.shape for p in parameters], self.world.size)
+            tensor = self._shard(list(parameters), layout, f"flat_param_{number}")
+            self.owner.register_parameter(tensor.key, tensor.shard)
+            self.unit.flattened.append(tensor)
+        for spot in spots:
+            self._put(spot)
+
+    def _shard(self, parameters: Sequence[nn.Parameter], layout: Layout, key: str) -> ShardedTensor:
+        with torch.no_grad():
+            values = [self._agreed(parameter.detach()) for parameter in parameters]
+            self.unit.initial_checksum += sum(map(checksum, values))
+            cut = layout.cut(values, self.world.rank)
+            cut = cut.to(self.world.device)
+            shard = nn.Parameter(cut, requires_grad=parameters[0].requires_grad)
+        if not self.options.flatten_parameters:
+            # What users hung on a parameter ("no weight decay", "expert") goes with it.
+            shard.__dict__.update(parameters[0].__dict__)
+        tensor = ShardedTensor(shard, layout, key, self.options.flatten_parameters, self.world)
+        for number, parameter in enumerate(parameters):
+            set_home(parameter, tensor, number)
+            release_original_(parameter)
+        set_home(shard, tensor)
+        return tensor
+
+    def _agreed(self, value: torch.Tensor) -> torch.Tensor:
+        return self.world.from_first(value) if self.options.sync_module_states else value
+
+    def _put(self, spot: Spot) -> None:
+        module, name, parameter = spot
+        tensor, number = home_of(parameter), number_at_home(parameter)
+        assert tensor is not None, "every parameter is sharded before it is put into its unit"
+        first = self.unit.adopt(tensor)
+        resting = None if tensor.flattened else tensor.shard
+        self.unit.add_place(Place(tuple(self.paths[module]), module, name, first + number, resting))
+
+    def _move_buffers(self) -> None:
+        """Buffers to the device; floating-point ones to ``buffer_dtype``, shared ones once.
+
+        Those of classes with ``fsdp_keeps_buffer_dtypes`` keep theirs, see ``SyncBatchNorm``.
+        """
+        dtype = self.options.dtype_of_buffers
+        moved: dict[torch.Tensor, torch.Tensor] = {}
+        for module in self.paths:
+            for name, buffer in list(module._buffers.items()):
+                if buffer is None:
+                    continue
+                if buffer not in moved:
+                    keeps = keeps_buffer_dtypes(module) or not buffer.is_floating_point()
+                    cast = None if keeps else dtype
+                    moved[buffer] = self._agreed(buffer).to(device=self.world.device, dtype=cast)
+                if moved[buffer].dtype is not buffer.dtype:
+                    for path in self.paths[module]:
+                        self.unit.buffer_dtypes[dotted(path, name)] = buffer.dtype
+                module._buffers[name] = moved[buffer]
+
+
+def _require_parameters_here(path: str, module: nn.Module) -> None:
+    name = path or type(module).__name__
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        raise ValueError(
+            f"{type(module).__name__} {name!r} has max_norm={module.max_norm}, with which a "
+            "forward changes the rows that it looks up, on each rank others: set max_norm to None, "
+            "and compute with shortened rows instead (e = embedding(i); e * (max_norm / "
+            "e.norm(dim=-1, keepdim=True)).clamp(max=1))"
+        )
+    if isinstance(module._parameters, ModuleParameters) and module._parameters.flattened:
+        raise RuntimeError(
+            f"the parameters of module {name!r} are flattened into another wrapper's, which is not "
+            "part of the module to wrap: put that wrapper in its place (wrapper, not "
+            "wrapper.module), or wrap it without flatten_parameters"
+        )
+    for key, parameter in module._parameters.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise RuntimeError(
+                f"parameter {dotted(path, key)!r} of {type(module).__name__} is lazy and has no "
+                "shape yet: run the module once on an input before wrapping it, or give it its "
+                "sizes"
+            )
+
+
+def keeps_buffer_dtypes(module: nn.Module) -> bool:
+    """Whether the class of ``module`` says that its buffers are not to be cast."""
+    return getattr(type(module), "fsdp_keeps_buffer_dtypes", False)
+
+
+def checksum(values: torch.Tensor) -> int:
+    """CRC-32 of up to twice ``SAMPLE`` evenly spread elements of a host tensor; 0 for tensors
+    elsewhere, and where there are no values."""
+    if values.device.type != "cpu" or is_pretending():
+        return 0
+    flat = values.detach().reshape(-1)
+    return zlib.crc32(
+        flat[:: max(1, flat.numel() // SAMPLE)].contiguous().view(torch.uint8).numpy().data
+    )

@@ -1,0 +1,101 @@
+"""Clipping by the norm of gradients that exist only in shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from ..collectives.groups import checked_groups
+from ..collectives.world import World
+from .unit import Unit
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    units: Sequence[Unit],
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    groups: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
+    """Scales gradient shards so that the norm of all gradients as one vector is at most
+    ``max_norm``.
+
+    The same as ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with the coefficient
+    ``min(1, max_norm / (norm + 1e-6))``. Powers of the shards' norms are summed over each unit's
+    sharding group (or over ``groups``), in float32 at least; parameters used by several units
+    count once. Nothing is fetched from the device.
+
+    Args:
+        units: the sharding units of the model.
+        parameters: all parameters of the model; those without gradient count as zero.
+        max_norm: the bound, > 0.
+        norm_type: the order p of the norm, > 0, or ``inf``.
+        groups: ordinals to reduce the norm over, instead of the sharding groups.
+
+    Returns:
+        The norm before clipping, a 0-d tensor on the device, the same on all ranks of a group.
+
+    Raises:
+        ValueError: ``max_norm`` or ``norm_type`` is not positive.
+    """
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+    worlds = {id(shard): unit.world for unit in units for shard in unit.shards}
+    by_world: dict[World | None, list[torch.Tensor]] = {}
+    # A world without a gradient on this rank still takes part in the reduction.
+    for unit in units:
+        by_world.setdefault(unit.world, [])
+    clipped = [(id(p), p.grad) for p in parameters if p.grad is not None]
+    for identity, grad in clipped:
+        # A parameter that is not sharded exists in full on every rank, and counts once as well.
+        by_world.setdefault(worlds.get(identity), []).append(grad.detach())
+
+    is_max = math.isinf(norm_type)
+    zero = torch.zeros((), device=units[0].world.device)
+    total = zero
+    for world, grads in by_world.items():
+        part = _local_power(grads, norm_type, zero)
+        if world is not None:
+            if groups is not None:
+                world = _with_groups(world, groups)
+            reduce = world.all_reduce_max if is_max else world.all_reduce_sum
+            part = reduce(part, "gradient norm")
+        total = torch.maximum(total, part) if is_max else total + part
+    if not is_max:
+        total = total.sqrt() if norm_type == 2 else total ** (1 / norm_type)
+
+    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for _, grad in clipped:
+        grad.detach().mul_(coefficient.to(grad.dtype))
+    return total
+
+
+def _local_power(grads: list[torch.Tensor], norm_type: float, zero: torch.Tensor) -> torch.Tensor:
+    """Sum of |g|**p over this rank's gradients, or their largest |g|; 0-d."""
+    parts = []
+    for grad in grads:
+        if grad.numel():
+            if grad.is_complex():  # |x + iy| is the length of (x, y)
+                grad = grad.abs() if norm_type != 2 else torch.cat([grad.real, grad.imag])
+            grad = grad if grad.dtype is torch.float64 else grad.float()
+            if math.isinf(norm_type):
+                parts.append(grad.abs().max())
+            elif norm_type == 2:
+                parts.append((grad * grad).sum())
+            else:
+                parts.append((grad.abs() ** norm_type).sum())
+    if not parts:
+        return zero
+    stacked = torch.stack(parts)
+    return stacked.max() if math.isinf(norm_type) else stacked.sum()
+
+
+def _with_groups(world: World, groups: Sequence[Sequence[int]]) -> World:
+    checked = checked_groups("groups", groups, None)
+    return World(0, len(checked[0]), checked, world.device, (), world.context)

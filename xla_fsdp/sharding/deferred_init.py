@@ -1,0 +1,120 @@
+"""Giving values to modules that were built on the meta device, a submodule at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from ..names import dotted
+
+# On a parameter that was on the meta device: the parameter that it has become.
+_REAL = "_xla_fsdp_real"
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether the module itself (not its children) has parameters or buffers without values."""
+    own = [*module._parameters.values(), *module._buffers.values()]
+    return any(tensor is not None and tensor.is_meta for tensor in own)
+
+
+def materialize(
+    module: nn.Module,
+    skip: Callable[[nn.Module], bool],
+    init_fn: Callable[[nn.Module], None] | None,
+) -> Iterator[nn.Module]:
+    """Initialises the submodules that are on the meta device, and yields each when it is ready.
+
+    The caller may take the values away before going on, so that the model never exists in full.
+    Yields every submodule, also those that had values before, children first.
+    Submodules for which ``skip`` is true are left alone with all that is in them. With
+    ``init_fn``, each submodule whose own tensors are on meta is handed to it and must come back
+    without any; otherwise its tensors are allocated on the CPU and its ``reset_parameters()`` is
+    called. Parameters shared between submodules stay shared.
+
+    Raises:
+        RuntimeError: a submodule has no ``reset_parameters``, or one that leaves a buffer without
+            values, or ``init_fn`` left it on meta.
+    """
+    for name, group in _groups(module, "", skip, set()):
+        for submodule in group:
+            if is_on_meta(submodule):
+                _initialize(submodule, name, init_fn)
+        yield from group
+
+
+def _groups(
+    module: nn.Module, name: str, skip: Callable[[nn.Module], bool], seen: set[nn.Module]
+) -> Iterator[tuple[str, list[nn.Module]]]:
+    """Submodules that must have their values at the same time, children before parents.
+
+    A module that initialises parameters of its own may set those of its children as well
+    (attention zeroes the bias of its output projection), so children without children of their
+    own stay with it.
+    """
+    if module in seen or skip(module):
+        return
+    seen.add(module)
+    together = []
+    for key, child in list(module._modules.items()):
+        if child is None:
+            continue
+        if is_on_meta(module) and not child._modules and child not in seen and not skip(child):
+            seen.add(child)
+            together.append(child)
+        else:
+            yield from _groups(child, dotted(name, key), skip, seen)
+    yield name, [*together, module]
+
+
+def _initialize(
+    module: nn.Module,
+    name: str,
+    init_fn: Callable[[nn.Module], None] | None,
+) -> None:
+    before = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
+    if init_fn is not None:
+        init_fn(module)
+    else:
+        _reset(module, name)
+    for key, meta in before.items():
+        # A shared parameter is met again, perhaps when another wrapper is built.
+        real = getattr(meta, _REAL, None)
+        if real is None:
+            real = module.get_parameter(key)
+            real.requires_grad_(meta.requires_grad)
+            real.__dict__.update(meta.__dict__)
+            setattr(meta, _REAL, real)
+        module._parameters[key] = real
+    if is_on_meta(module):
+        raise RuntimeError(
+            f"param_init_fn left tensors of {_described(module, name)} on the meta device; "
+            "it must give values to the module it is called with"
+        )
+
+
+def _reset(module: nn.Module, name: str) -> None:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is None:
+        raise RuntimeError(
+            f"{_described(module, name)} is on the meta device and has no reset_parameters(); "
+            "add one, or pass param_init_fn"
+        )
+    module.to_empty(device="cpu", recurse=False)
+    buffers = {key: b for key, b in module._buffers.items() if b is not None}
+    for buffer in buffers.values():
+        if buffer.is_floating_point():
+            buffer.fill_(float("nan"))  # to see below whether it was given values
+    with torch.no_grad():
+        reset()
+    for key, buffer in buffers.items():
+        if buffer is module._buffers.get(key) and buffer.numel() and buffer.isnan().all():
+            raise RuntimeError(
+                f"reset_parameters() of {_described(module, name)} gives no values to its buffer "
+                f"{key!r}; have it do so, or pass param_init_fn"
+            )
+
+
+def _described(module: nn.Module, name: str) -> str:
+    return f"module {name!r} ({type(module).__name__})" if name else type(module).__name__

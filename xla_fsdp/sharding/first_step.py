@@ -1,0 +1,54 @@
+"""What is likely a mistake of the script, looked for in the first forward and said once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..collectives.world import World
+from ..ranks.rank import is_pretending
+from .freeing import stamps
+from .unit import Unit, units_in
+
+
+def require_all_sharded(root: nn.Module) -> None:
+    """Warns of trainable parameters in ``root`` that no wrapper shards."""
+    sharded = {shard for _, unit in units_in(root) for shard in unit.shards}
+    names = [n for n, p in root.named_parameters() if p.requires_grad and p not in sharded]
+    if names:
+        some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+        warnings.warn(
+            f"{some} came into the model after it was wrapped: not sharded, and their gradients "
+            "are not averaged over the ranks, so that ranks will drift apart. Add modules before "
+            "wrapping, or wrap them",
+            stacklevel=2,
+        )
+
+
+def compare_initial_weights(world: World, units: Sequence[tuple[str, Unit]]) -> None:
+    """Warns if ranks built the model with different weights; once, before the first forward.
+
+    Each rank has cut its shard out of its own, so that the whole is a mixture. What was loaded or
+    changed since is not compared. All ranks must call it; nothing is compared among groups.
+    """
+    if world.size == 1 or not world.is_everybody or is_pretending():
+        return
+    own = {
+        path: unit.initial_checksum
+        for path, unit in units
+        if unit.initial_stamps == stamps(unit.shards)
+    }
+    everyone = world.tell_all("xla_fsdp initial weights", own)
+    if everyone is None:  # another rank is told
+        return
+    differing = [path for path in own if len({each[path] for each in everyone if path in each}) > 1]
+    if differing:
+        some = ", ".join(repr(path or "the root") for path in differing[:5])
+        warnings.warn(
+            f"ranks built {some} with different weights, so that the sharded model is a mixture of "
+            "them: call torch.manual_seed with the same number on every rank before building the "
+            "model, or pass sync_module_states=True, which takes those of rank 0",
+            stacklevel=2,
+        )

@@ -1,0 +1,221 @@
+"""From shards to full parameters in the forward, from full gradients to shards in the backward.
+
+One autograd node gathers all parameters of a unit for one forward. Autograd itself then does the
+bookkeeping: the node's backward runs once every use of every parameter has delivered its gradient,
+an unused parameter delivers ``None``, and the shard's ``.grad`` accumulates over forwards and
+backwards. What is left for this project is to move the bytes, and to own nothing in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..tree import map_tensors
+from .freeing import Stamp, fill_, free_, stamps
+
+
+class ParameterState(enum.Enum):
+    """What of a unit's parameters a pass holds in device memory."""
+
+    SHARDED = enum.auto()  # nothing beyond the shards: the full tensors have one element each
+    UNSHARDED = enum.auto()  # the full parameters, in compute dtype
+
+
+class Gathers(Protocol):
+    """What a pass needs of its unit."""
+
+    placeholder: torch.Tensor  # one element
+
+    @property
+    def shards(self) -> Sequence[torch.Tensor]:
+        """The leaves of the graph that the full parameters are computed from."""
+
+    def shard_of(self, index: int) -> int:
+        """The number of the shard that full parameter ``index`` is gathered from."""
+
+    def name_of(self, index: int) -> str:
+        """The dotted name of full parameter ``index``."""
+
+    def gather(self, events: Sequence[torch.Tensor], backward: bool) -> list[torch.Tensor]:
+        """Every full parameter, not before ``events`` exist."""
+
+    def reduce(
+        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """The gradient of every shard, from those of the full parameters."""
+
+    def enter_backward(self, one: Pass, grad: torch.Tensor | None) -> None:
+        """``one`` is asked for its parameters, by a backward that ``grad`` is the first sign of."""
+
+
+class Pass:
+    """One forward of a unit, until its backward is over.
+
+    The pass keeps the tensor objects that the forward computed with. Their place in the autograd
+    graph lasts as long as they do; their values come and go (see :class:`ParameterState`).
+
+    Lifetime: the graph's saved recipes and output hooks own the pass, the pass owns the full
+    tensors, these own the gathering node, which knows the pass only weakly. So all of it goes with
+    the graph, without waiting for the garbage collector.
+    """
+
+    def __init__(self, unit: Gathers):
+        self.unit = unit
+        self.full: list[torch.Tensor] = []
+        self.state = ParameterState.SHARDED
+        # What was gathered, and what came out of it: see :func:`stamps`.
+        self._shard_stamps: list[Stamp] = []
+        self._full_stamps: list[Stamp] = []
+
+    def gather(self, events: Sequence[torch.Tensor], anchored: bool) -> None:
+        """Fills the pass for its forward, not before ``events`` exist.
+
+        ``anchored``: give the parameters a graph even if none of them needs a gradient.
+        """
+        anchor = torch.zeros((), requires_grad=True) if anchored else None
+        shards = self.unit.shards
+        self.full = list(Gather.apply(self, events, anchor, *shards))
+        self.state = ParameterState.UNSHARDED
+        self._shard_stamps = stamps(shards)
+        self._full_stamps = stamps(self.full)
+
+    def require_full_unchanged(self) -> None:
+        """After the forward: raises RuntimeError if it changed one of its parameters.
+
+        Each rank has a copy of its own, which is freed now: the change would be lost, and the
+        backward would compute with another value than the forward.
+        """
+        for index, (now, before) in enumerate(
+            zip(stamps(self.full), self._full_stamps, strict=True)
+        ):
+            if now != before:
+                raise RuntimeError(
+                    f"the forward changed its parameter {self.unit.name_of(index)!r} (in place, "
+                    "through .data, or by an option such as Embedding's max_norm). It is sharded: "
+                    "what a forward changes is this rank's gathered copy, which is lost. Compute "
+                    "with a changed copy instead (w = self.weight.clamp(-1, 1), or "
+                    "torch.nn.utils.parametrize), or change the shards between steps, under "
+                    "torch.no_grad() and outside of the forward"
+                )
+
+    def require_shards_unchanged(self, index: int | None = None) -> None:
+        """Raises RuntimeError if the shard of parameter ``index`` (``None``: any) is not what was
+        gathered for the forward, so that the backward would compute with another value."""
+        numbers = range(len(self._shard_stamps)) if index is None else [self.unit.shard_of(index)]
+        shards = self.unit.shards
+        now = stamps(shards[number] for number in numbers)
+        for number, found in zip(numbers, now, strict=True):
+            if found != self._shard_stamps[number]:
+                known = range(len(self.full)) if index is None else [index]
+                name = next(self.unit.name_of(i) for i in known if self.unit.shard_of(i) == number)
+                raise RuntimeError(
+                    f"parameter {name!r} was changed after the forward whose backward this is, by "
+                    "an optimizer step, a load or in place; the backward needs the values that the "
+                    "forward used. Call backward first, or run the forward again"
+                )
+
+    def unshard(self, events: Sequence[torch.Tensor]) -> None:
+        """To ``UNSHARDED``, not before ``events`` exist; nothing if it is so already."""
+        if self.state is ParameterState.SHARDED:
+            with torch.no_grad():
+                fill_(self.full, self.unit.gather(events, backward=True))
+            self.state = ParameterState.UNSHARDED
+
+    def reshard(self) -> None:
+        """To ``SHARDED``."""
+        if self.state is ParameterState.UNSHARDED:
+            free_(self.full, self.unit.placeholder)
+            self.state = ParameterState.SHARDED
+
+    def copied_out(self, outputs: Any) -> Any:
+        """``outputs`` with copies of parameters that are returned themselves and would be freed."""
+        own = {id(tensor) for tensor in self.full}
+        return map_tensors(lambda t: torch.view_copy(t, t.shape) if id(t) in own else t, outputs)
+
+    def value(self, index: int) -> torch.Tensor:
+        """Full parameter ``index`` without its graph, regathered where the unit is not in its
+        backward yet (its outputs got no gradient, but a tensor it saved is asked for)."""
+        self.require_shards_unchanged(index)
+        self.unshard(())
+        return self.full[index].detach()
+
+
+class _Computing(threading.local):
+    def __init__(self) -> None:
+        self.passes: tuple[Pass, ...] = ()
+        self.in_method = False
+
+
+_this_thread = _Computing()
+
+
+def computing_passes() -> tuple[Pass, ...]:
+    """The passes in whose forward this thread is, outermost first."""
+    return _this_thread.passes
+
+
+def expects_full_parameters() -> bool:
+    """Whether this thread is in a forward, or in a method that :func:`in_method` was told of: what
+    reads a parameter there means to compute with all of it."""
+    return bool(_this_thread.passes) or _this_thread.in_method
+
+
+@contextlib.contextmanager
+def in_method() -> Iterator[None]:
+    """Within, this thread is in a method of a wrapped module for which nothing was gathered."""
+    before, _this_thread.in_method = _this_thread.in_method, True
+    try:
+        yield
+    finally:
+        _this_thread.in_method = before
+
+
+@contextlib.contextmanager
+def computing(passes: tuple[Pass, ...]) -> Iterator[None]:
+    """Within, this thread is in the forward of ``passes`` too."""
+    before = _this_thread.passes
+    _this_thread.passes = before + passes
+    try:
+        yield
+    finally:
+        _this_thread.passes = before
+
+
+class Gather(torch.autograd.Function):
+    """``apply(source, events, anchor, *shards)`` gives every full parameter of a unit.
+
+    Frozen parameters come out of the same node as the others. They need no gradient (what arrives
+    for them is dropped before anything is computed from it), but only a tensor with a graph can be
+    recognised when an operator saves it; hence the ``anchor``, a scalar that needs a gradient when
+    nothing of the unit itself does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: Pass,
+        events: Sequence[torch.Tensor],
+        anchor: torch.Tensor | None,
+        *shards: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.source = weakref.ref(source)
+        ctx.unit = source.unit
+        return tuple(source.unit.gather(events, backward=False))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, None, None, *ctx.unit.reduce(grads, ctx.needs_input_grad[3:])
+
+
+# The class of the nodes that Gather leaves in the graph.
+GatherNode = Gather._backward_cls

@@ -1,0 +1,144 @@
+"""Names in state dicts, and the metadata that says how the ranks' shards belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from ..names import WRAPPED_PREFIX, dotted
+from .layout import Layout
+from .sharded_tensor import ShardedTensor
+from .unit import Unit
+
+
+class Wrapper(Protocol):
+    """What the hooks need of a wrapper."""
+
+    _unit: Unit
+
+
+# Of the wrappers in a module, with their names: see :func:`units_in`.
+Units = Sequence[tuple[str, Unit]]
+
+# On a wrapper while it loads: the list of what went wrong.
+_ERRORS = "_xla_fsdp_load_errors"
+
+FORMAT, VERSION = "xla_fsdp", 1
+
+# Parts of the names in state dicts of torch_xla.distributed.fsdp.
+_INTREE_SHARD = "_fsdp_shard"
+_INTREE_SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
+_INTREE_FLATTENED = "_fpw_module."
+
+
+def shard_metadata(units: Units) -> dict[str, Any]:
+    """What ``get_shard_metadata`` returns; the format is described in the README of consolidate.
+
+    ``units``: those of a wrapper, the outermost first. Names are as seen from there; a parameter
+    used under several names lists all of them.
+    """
+    keys: dict[ShardedTensor, str] = {}
+    buffers: dict[str, str] = {}
+    for path, unit in units:
+        for tensor in unit.flattened:
+            keys.setdefault(tensor, dotted(path, tensor.key))
+        for name, dtype in unit.buffer_dtypes.items():
+            buffers[dotted(path, name)] = str(dtype).removeprefix("torch.")
+    parameters = {
+        # A flattened vector is stored under its own name, a parameter under its first.
+        keys.get(tensor, members[0][0]): _described(tensor.layout, members)
+        for tensor, members in sharded_names(units).items()
+    }
+    world = units[0][1].world
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "world_size": world.size,
+        "rank": world.rank,
+        "parameters": parameters,
+        "buffers": buffers,
+    }
+
+
+def sharded_names(units: Units) -> dict[ShardedTensor, list[list[str]]]:
+    """The names of every member of every sharded tensor of ``units``."""
+    names: dict[ShardedTensor, list[list[str]]] = {}
+    for path, unit in units:
+        for tensor in unit.tensors:
+            names.setdefault(tensor, [[] for _ in tensor.layout.members])
+        for place in unit.places:
+            tensor, member = unit.member_of(place.index)
+            known = names[tensor][member]
+            for inside in place.paths:
+                name = dotted(path, dotted(inside, place.name))
+                if name not in known:
+                    known.append(name)
+    return names
+
+
+def _described(layout: Layout, names: list[list[str]]) -> dict[str, Any]:
+    return {
+        "layout": layout.kind,
+        "numel": layout.numel,
+        "members": [
+            {"names": aliases, "shape": list(member.shape), "offset": member.offset}
+            for aliases, member in zip(names, layout.members, strict=True)
+        ],
+    }
+
+
+def clean_state_dict_keys(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]
+) -> None:
+    """State-dict hook: ``prefix + "_fsdp_wrapped_module.x"`` becomes ``prefix + "x"``."""
+    _rename(state_dict, prefix + WRAPPED_PREFIX, prefix)
+
+
+def restore_state_dict_keys(
+    module: Wrapper,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Load hook: the reverse, for own keys and for those of ``torch_xla.distributed.fsdp``."""
+    if local_metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            "load_state_dict(assign=True) would put other tensors in the place of the shards that "
+            "the wrapper gathers; leave assign out, values are copied into the shards"
+        )
+    module.__dict__[_ERRORS] = errors
+    own = {tensor.key for tensor in module._unit.flattened}
+    for key in list(state_dict):
+        if key.startswith(prefix):
+            name = intree_name(key[len(prefix) :])
+            value = state_dict.pop(key)
+            state_dict[prefix + name if name in own else prefix + WRAPPED_PREFIX + name] = value
+
+
+def clean_reported_keys(module: nn.Module, incompatible: tuple[list[str], list[str]]) -> None:
+    """Load hook: what is missing, unexpected or of another shape goes by its clean name."""
+    for names in (*incompatible, module.__dict__.pop(_ERRORS, [])):
+        names[:] = [name.replace(WRAPPED_PREFIX, "") for name in names]
+
+
+def intree_name(key: str) -> str:
+    """The dotted parameter name of a state-dict key of ``torch_xla.distributed.fsdp``.
+
+    ``_fsdp_wrapped_module.0._fsdp_shard<S>_fsdp_wrapped_module<S>_fpw_module<S>fc<S>weight``,
+    ``<S>`` being a separator, is ``0.fc.weight``. Clean names are returned as they are.
+    """
+    key = key.replace(_INTREE_SEPARATOR, ".").replace(f"{_INTREE_SHARD}.", "")
+    return key.replace(WRAPPED_PREFIX, "").replace(_INTREE_FLATTENED, "")
+
+
+def _rename(state_dict: dict, old: str, new: str) -> None:
+    for key in list(state_dict):
+        # Every key is taken out and put back, so that the order stays.
+        value = state_dict.pop(key)
+        state_dict[new + key[len(old) :] if key.startswith(old) else key] = value

@@ -1,0 +1,83 @@
+"""``mixed_precision``: torch FSDP's names for the dtypes of a wrapper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Dtypes of what a wrapper computes and sends, by torch FSDP's names and with its defaults.
+
+    Attributes:
+        param_dtype: what parameters are gathered and computed with in; ``compute_dtype``.
+        reduce_dtype: what gradients are reduced in: ``param_dtype`` (default), or
+            ``torch.float32``, which is ``fp32_reduce_scatter``.
+        buffer_dtype: of floating-point buffers. Default: they keep theirs (with ``compute_dtype``
+            alone they are cast to it).
+        keep_low_precision_grads: only ``False``: a gradient has the dtype of its shard.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype`` in every wrapper that
+            has this policy.
+        cast_root_forward_inputs: cast them in the outermost wrapper, whatever the former says.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"MixedPrecision.{name} must be True or False, got {getattr(self, name)!r}"
+                )
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            value = getattr(self, name)
+            if value is not None and value not in COMPUTE_DTYPES:
+                allowed = ", ".join(map(str, COMPUTE_DTYPES))
+                raise ValueError(
+                    f"MixedPrecision.{name} must be one of {allowed} or None, got {value!r}"
+                )
+        if self.reduce_dtype not in (None, torch.float32, self.param_dtype):
+            raise ValueError(
+                f"MixedPrecision.reduce_dtype={self.reduce_dtype} with param_dtype="
+                f"{self.param_dtype}: gradients are reduced in param_dtype (reduce_dtype=None) or "
+                "in torch.float32, in nothing else"
+            )
+        if self.keep_low_precision_grads:
+            raise ValueError(
+                "MixedPrecision.keep_low_precision_grads=True is not possible: a gradient has the "
+                "dtype of its shard, as torch wants of .grad; it must be False"
+            )
+
+    def casts_inputs(self, root: bool) -> bool:
+        """Whether a wrapper casts what its forward is given; ``root``: the outermost one."""
+        return self.cast_forward_inputs or (root and self.cast_root_forward_inputs)
+
+
+def meant_by_precision(policy: MixedPrecision | None) -> dict[str, Any]:
+    """The options that ``mixed_precision`` stands for, by name.
+
+    Raises:
+        ValueError: it is none of ours.
+    """
+    if policy is None:
+        return {}
+    if not isinstance(policy, MixedPrecision):
+        raise ValueError(
+            f"mixed_precision must be an xla_fsdp.MixedPrecision or None, got {policy!r}"
+        )
+    widened = policy.reduce_dtype is torch.float32 and policy.param_dtype is not torch.float32
+    return {
+        "compute_dtype": policy.param_dtype,
+        "buffer_dtype": policy.buffer_dtype,
+        "fp32_reduce_scatter": widened,
+    }

@@ -1,0 +1,149 @@
+"""Functions of tensors that are traced once, and afterwards are a single operator.
+
+Every operator that a step traces costs the host some microseconds, in every step. Gathering the
+parameters of a unit takes a hundred of them, the same ones every time. So what was traced the first
+time is kept as an XLA computation. The compiler puts computations back where they are called, so
+the program is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+
+from ..collectives.world import World
+
+Tensors = list[torch.Tensor]
+
+
+# Computations of one Once. A unit needs three for each shape of its inputs.
+_KEPT = 16
+
+
+class Once:
+    """Calls functions of tensors, tracing each only the first time."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._known: dict[Hashable, _Known] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Computations cannot be copied or stored, but made again."""
+        return {"_world": self._world, "_known": {}}
+
+    def __call__(
+        self,
+        name: str,
+        function: Callable[[Tensors], Tensors],
+        tensors: Tensors,
+        key: Hashable,
+    ) -> Tensors:
+        """What ``function(tensors)`` returns. Not an operator with a gradient.
+
+        Args:
+            key: what the function does depends on this, on ``name`` and on shapes and dtypes of
+                ``tensors``, and on nothing else.
+        """
+        if not tensors or torch_xla._XLAC._get_use_eager_mode():
+            return function(tensors)
+        if self._always_anew:
+            known = self._trace(name, function, tensors)
+        else:
+            key = (name, key, *((tensor.shape, tensor.dtype) for tensor in tensors))
+            found = self._known.pop(key, None)
+            known = found or self._trace(name, function, tensors)
+            self._known[key] = known  # at the end: the first is what was not used for longest
+            if len(self._known) > _KEPT:
+                del self._known[next(iter(self._known))]
+        if known.computation is None:
+            return function(tensors)
+        operands = [
+            one if isinstance(one, torch.Tensor) else tensors[one] for one in known.operands
+        ]
+        return torch_xla._XLAC._xla_user_computation(f"xla::{name}", operands, known.computation)
+
+    @property
+    def _always_anew(self) -> bool:
+        """Whether collectives have a name or a number of their own in each call."""
+        return torch_xla._XLAC._get_ir_debug() or self._world.context is not None
+
+    def _trace(self, name: str, function: Callable[[Tensors], Tensors], tensors: Tensors) -> _Known:
+        device = str(self._world.device)
+        default = torch_xla._XLAC._xla_get_default_device()
+        torch_xla._XLAC._xla_set_default_device(device)  # autograd's threads have another
+        # torch_xla's token would tie collectives in here to those outside, and these to them.
+        token = torch_xla._XLAC._get_all_reduce_token(device)
+        torch_xla._XLAC._set_all_reduce_token(device, None)
+        try:
+            arguments = [_placeholder_of(tensor, device) for tensor in tensors]
+            pairs = zip(arguments, tensors, strict=True)
+            if any(argument.dtype != tensor.dtype for argument, tensor in pairs):
+                return _Known(None, [])  # torch_xla computes with another type (XLA_USE_32BIT_LONG)
+            traced = Traced(name, arguments, function([twin(one) for one in arguments]))
+        finally:
+            # Only CPU ranks keep to its order, see World.
+            token = token if self._world.context is not None else None
+            torch_xla._XLAC._set_all_reduce_token(device, token)
+            torch_xla._XLAC._xla_set_default_device(default)
+        operands = traced.argument_of | traced.hoisted
+        if not operands:  # parameters without elements: nothing to call with
+            return _Known(None, [])
+        return _Known(traced.computation, [operands[number] for number in range(len(operands))])
+
+
+class _Known(NamedTuple):
+    computation: object  # None where the function is to be called instead
+    operands: list[int | torch.Tensor]  # numbers of arguments, and tensors that it uses besides
+
+
+class Traced:
+    """Traced tensors as a computation, and where its parameters come from.
+
+    Attributes:
+        computation: takes its parameters in order of their numbers, returns a tuple.
+        argument_of: parameter number to the number of the argument.
+        hoisted: parameter number to a tensor that was used besides the arguments (constants that
+            live on the device, closures).
+        seed: the hoisted parameter that random numbers start from, or ``None``.
+    """
+
+    def __init__(self, name: str, arguments: Tensors, outputs: Tensors) -> None:
+        context = torch_xla._XLAC.lowering.LoweringContext(name)
+        context.build(outputs)
+        self.computation = xb.computation_from_module_proto(name, context.hlo())
+        self.argument_of: dict[int, int] = {}
+        for number, argument in enumerate(arguments):
+            parameter = context.tensor_parameter_id(argument)
+            if parameter != -1:
+                self.argument_of[parameter] = number
+        self.hoisted = {
+            parameter: tensor
+            for parameter, tensor in context.device_parameter_id_tensor_mapping().items()
+            if parameter not in self.argument_of
+        }
+        self.seed: int | None = None
+        ids, nodes = torch_xla._XLAC._get_tensors_xla_device_data_node(outputs)
+        seed_id = torch_xla._XLAC._get_seed_info_id()
+        if seed_id in ids:
+            self.seed = context.tensor_parameter_id(nodes[ids.index(seed_id)])
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without a value, to trace with."""
+    return xb.create_placeholder_tensor(tuple(shape), dtype)
+
+
+def _placeholder_of(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """One of the type that ``tensor`` has on the device."""
+    shape = torch_xla._XLAC._xla_op_tensor_shape(tensor, device)
+    return torch_xla._XLAC._xla_create_placeholder_tensor(shape)
+
+
+def twin(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor with the same value, for a function that may change it in place."""
+    other = torch.empty_like(tensor)
+    return other.copy_(tensor)  # no computation: the value is taken over

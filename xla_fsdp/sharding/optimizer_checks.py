@@ -1,0 +1,146 @@
+"""What goes wrong with an optimizer on shards without a word, found out before its step.
+
+torch calls hooks before every optimizer's step. One of them, registered once a process, looks at
+what is wrong for good; it costs the host a microsecond a step. And ``torch.nn.utils``'s clipping by
+norm, which would take the norm of one rank's shards, is replaced by itself behind a check.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch.amp import GradScaler
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from .sharded_tensor import home_of
+
+# Frames between the hook and who calls the step: torch's own wrapper, and a scheduler's.
+_FRAMES = 8
+# Optimizers that compute with whole matrices or norms, by the names of their classes.
+_NOT_ELEMENTWISE = frozenset(
+    ["LBFGS", "Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "SOAP"]
+)
+# On an optimizer: how many parameters it had when it was looked at.
+_SEEN = "_xla_fsdp_seen"
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Registers the checks, the first time it is called."""
+    register_optimizer_step_pre_hook(_before_step)
+    checked = _checked_clipping(torch.nn.utils.clip_grad_norm_)
+    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        vars(module)["clip_grad_norm_"] = checked
+
+
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    number = sum(len(group["params"]) for group in optimizer.param_groups)
+    if optimizer.__dict__.get(_SEEN) != number:
+        _require_shards(optimizer)
+        _warn_of_norms(optimizer)
+        _warn_of_empty_groups(optimizer)
+        optimizer.__dict__[_SEEN] = number
+    caller = _caller(sys._getframe())
+    if caller is not None and xr.world_size() > 1 and _has_shards(optimizer):
+        raise RuntimeError(_WRONG[caller])
+
+
+def _checked_clipping(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(clip)
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        each = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for parameter in each:
+            home = home_of(parameter)
+            if home is not None and home.layout.size > 1:
+                raise RuntimeError(
+                    "torch.nn.utils.clip_grad_norm_ takes the norm of this rank's shards (of "
+                    f"{home.key!r}, for one), another on each rank: call model.clip_grad_norm_("
+                    "max_norm), which takes that of all gradients"
+                )
+        return clip(each, *args, **kwargs)
+
+    return checked
+
+
+def _require_shards(optimizer: Optimizer) -> None:
+    """Raises RuntimeError if parameters are those of before the wrapping."""
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            home = home_of(parameter)
+            if home is not None and home.shard is not parameter:
+                raise RuntimeError(
+                    f"parameter {place} of group {number} of this {type(optimizer).__name__} "
+                    f"(called {home.key!r} in its wrapper) was sharded after the optimizer was "
+                    "made: the optimizer holds an empty tensor and would train nothing. Make the "
+                    "optimizer after wrapping: parameters have the same names then"
+                )
+
+
+def _warn_of_norms(optimizer: Optimizer) -> None:
+    """Warns if the step is not made of the single elements, and knows nothing of shards."""
+    if getattr(optimizer, "knows_shards", False):  # xla_fsdp.optim, which lies above
+        return
+    known = [c.__name__ for c in type(optimizer).__mro__ if c.__name__ in _NOT_ELEMENTWISE]
+    if not known:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            home = home_of(parameter)
+            if home is not None and home.world is not None and home.world.size > 1:
+                warnings.warn(
+                    f"{known[0]} computes with whole matrices or norms; on shards, such as that of "
+                    f"{home.key!r}, it computes another thing. xla_fsdp.optim has optimizers that "
+                    "ask all ranks: see docs/optimizers.md",
+                    stacklevel=2,
+                )
+                return
+
+
+def _warn_of_empty_groups(optimizer: Optimizer) -> None:
+    """Warns of what choosing "matrices" by ``parameter.dim() >= 2`` leads to."""
+    groups = optimizer.param_groups
+    empty = [number for number, group in enumerate(groups) if not group["params"]]
+    if empty and _has_shards(optimizer):
+        decay = groups[empty[0]].get("weight_decay")
+        warnings.warn(
+            f"group {empty[0]} of this {type(optimizer).__name__} (weight_decay={decay}) has no "
+            "parameters; if they were chosen by dim() or shape: shards have one dimension, "
+            "whatever the parameter has. Choose by name, which is the same in named_parameters()",
+            stacklevel=2,
+        )
+
+
+def _has_shards(optimizer: Optimizer) -> bool:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return any(home_of(parameter) is not None for parameter in parameters)
+
+
+def _caller(frame: FrameType | None) -> str | None:
+    """Who has called the step and is wrong for shards, a key of ``_WRONG``, if anybody."""
+    of_xla = xm.optimizer_step.__code__
+    for _ in range(_FRAMES):
+        frame = frame.f_back if frame is not None else None
+        if frame is None:
+            break
+        if frame.f_code is of_xla:
+            return "xm.optimizer_step"
+        if frame.f_code is GradScaler.step.__code__:
+            asks = getattr(frame.f_locals.get("self"), "asks_all_ranks", False)
+            return None if asks else "GradScaler"
+    return None
+
+
+_WRONG = {
+    "GradScaler": "torch.amp.GradScaler looks for infinities in this rank's shards only, so some "
+    "ranks would step and others not: use xla_fsdp.ShardedGradScaler, which asks all ranks",
+    "xm.optimizer_step": "xm.optimizer_step averages gradients over the ranks once more, and they "
+    "are of different shards: call optimizer.step(), and torch_xla.sync() after it",
+}

@@ -1,0 +1,65 @@
+"""The nouns of sharding: a stored tensor, and a module attribute that uses part of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..collectives.world import World
+from .layout import Layout
+
+
+@dataclass(eq=False)
+class ShardedTensor:
+    """One stored tensor: this rank's shard, and how it relates to the parameters in it.
+
+    Usually one parameter; several with ``flatten_parameters``. A parameter that other units use as
+    well (tied weights) is the same object in all of them.
+    """
+
+    shard: nn.Parameter
+    layout: Layout
+    key: str  # name in the wrapper that sharded it
+    flattened: bool = False  # registered on the wrapper, not where its members are
+    # Who has the other shards; None for what only a trace knows. Optimizers find it here.
+    world: World | None = None
+    summoned: object | None = None  # its full parameters outside of a forward, see summon.py
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module attribute that must hold full parameter ``index`` while the unit computes."""
+
+    paths: tuple[str, ...]  # dotted names of the module inside the wrapped module
+    module: nn.Module
+    name: str
+    index: int
+    resting: nn.Parameter | None  # what it holds otherwise: the shard, or None if flattened
+
+
+# On a shard: the ShardedTensor it belongs to. On a parameter that has been sharded, but that other
+# modules may still hold (tied weights): the ShardedTensor and the parameter's number in it.
+_HOME = "_xla_fsdp_home"
+
+
+def set_home(parameter: nn.Parameter, tensor: ShardedTensor, number: int = 0) -> None:
+    """Notes on ``parameter`` that its values are those of member ``number`` of ``tensor``."""
+    setattr(parameter, _HOME, (tensor, number))
+
+
+def users_attributes(shard: nn.Parameter) -> dict[str, Any]:
+    """What users hung on a parameter, and sharding on its shard."""
+    return {name: value for name, value in vars(shard).items() if name != _HOME}
+
+
+def home_of(parameter: object) -> ShardedTensor | None:
+    """Where the values of ``parameter`` are, if it is a shard or has been sharded."""
+    found = getattr(parameter, _HOME, None)
+    return None if found is None else found[0]
+
+
+def number_at_home(parameter: nn.Parameter) -> int:
+    """Which member of its :func:`home_of` a parameter is."""
+    return getattr(parameter, _HOME)[1]

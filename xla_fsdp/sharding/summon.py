@@ -1,0 +1,250 @@
+"""Full parameters outside of a forward: to look at them, to change them, to initialise them.
+
+While parameters are summoned, the modules hold an ``nn.Parameter`` of the whole in the place of the
+shard (and the wrapper no flattened vectors), so ``module.weight``, ``named_parameters()`` and
+``state_dict()`` are those of the unwrapped module. The shards live on beside them, and get their
+part of what was changed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch_xla
+import torch_xla.runtime as xr
+from torch import nn
+
+from ..names import is_wrapper
+from .attributes import ModuleParameters, refuse_replacement
+from .gathering import computing_passes
+from .sharded_tensor import ShardedTensor, users_attributes
+from .unit import Unit
+from .whole import How, Whole, cut, gathered
+
+
+@contextlib.contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Within, the modules in ``module`` hold full parameters; must be entered on every rank.
+
+    They are ``nn.Parameter`` in the dtype in which they are stored, under their names in the
+    unwrapped module. Afterwards the modules hold the shards again, the same objects as before. An
+    optimizer needs these, so make it outside.
+
+    Args:
+        module: a wrapper, or a module with wrappers in it; without any nothing happens.
+        recurse: those of all wrappers in ``module``. ``False``: of ``module`` itself only.
+        writeback: take what was changed over into the shards, every rank its own part; so ranks
+            must change them alike. Not after an exception: shards are then as they were.
+        rank0_only: only rank 0 gets full parameters, others keep shards; not with ``writeback``.
+        offload_to_cpu: parameters are on the CPU, on every rank that gets them.
+        with_grads: ``.grad`` is the full gradient, and is taken over alike.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: arguments that exclude each other, scanned blocks, or parameters in ``module``
+            that a wrapper around it holds.
+        RuntimeError: in a forward or backward, or where parameters are summoned already. On the
+            way out: a parameter was replaced by another tensor, or got another shape or dtype.
+    """
+    given = locals()
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    for name, value in given.items():
+        if name != "module" and not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+    if writeback and rank0_only:
+        raise ValueError(
+            "writeback=True and rank0_only=True exclude each other: every rank takes its part of "
+            "what it changed itself; pass writeback=False, or leave rank0_only out"
+        )
+    among = module.modules() if recurse else [module]
+    wrappers = [(one, _unit_of(one)) for one in among if is_wrapper(one)]
+    _require_possible(module, [unit for _, unit in wrappers], recurse, with_grads)
+    summoned = _Summoned(How(writeback, rank0_only, offload_to_cpu, with_grads))
+    try:
+        for wrapper, unit in wrappers:
+            summoned.add(wrapper, unit)
+        yield
+        if writeback:
+            summoned.require_writable()
+    finally:
+        summoned.restore()
+    if writeback:
+        summoned.write_back()
+
+
+def require_no_scanned(units: Sequence[Unit]) -> None:
+    """Raises ValueError if one of ``units`` is that of scanned blocks."""
+    if any(hasattr(unit, "template") for unit in units):
+        raise ValueError(
+            "scanned blocks have no modules of their own to hold full parameters, only the one "
+            "that is traced for all: read them with xla_fsdp.full_state_dict(model, "
+            "rank0_only=False), change them with xla_fsdp.load_full_state_dict, or summon the "
+            "wrappers beside them one by one with recurse=False"
+        )
+
+
+def _require_possible(
+    module: nn.Module, units: Sequence[Unit], recurse: bool, with_grads: bool
+) -> None:
+    require_no_scanned(units)
+    if computing_passes() or torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "parameters can not be summoned in a forward or backward, which gathers and frees "
+            "those of its own: do it before or after"
+        )
+    for unit in units:
+        unit.settle()
+        if unit.summoned:
+            raise RuntimeError(
+                f"parameters of {unit.title!r} are summoned already: leave that context before"
+            )
+        if with_grads and unit.has_unsynced:
+            raise RuntimeError(
+                f"with_grads=True, but gradients of {unit.title!r} are not reduced yet: run the "
+                "first backward outside of no_sync before, or zero_grad()"
+            )
+    held = {place.module for unit in units for place in unit.places}
+    for name, inner in module.named_modules() if recurse else ():
+        if isinstance(inner._parameters, ModuleParameters) and inner not in held:
+            raise ValueError(
+                f"parameters of {name or type(inner).__name__!r} belong to a wrapper around the "
+                "given module: summon those of that wrapper (recurse=False: of no other)"
+            )
+
+
+def _unit_of(wrapper: nn.Module) -> Unit:
+    unit = vars(wrapper)["_unit"]
+    assert isinstance(unit, Unit)
+    return unit
+
+
+class _Summoned:
+    """What one context holds in full, and how to undo it."""
+
+    def __init__(self, how: How) -> None:
+        self.how = how
+        # Other ranks only take part in the gathers.
+        self.wanted = xr.global_ordinal() == 0 or not how.rank0_only
+        # Without tied parameters that a context around this one holds.
+        self.wholes: dict[ShardedTensor, Whole] = {}
+        self.entered: list[tuple[nn.Module, Unit]] = []
+
+    def add(self, wrapper: nn.Module, unit: Unit) -> None:
+        """Has the modules of ``unit``, which is that of ``wrapper``, hold full parameters."""
+        for tensor in unit.tensors:
+            if tensor.summoned is not None and _of(tensor).how != self.how:
+                raise RuntimeError(
+                    "a context around this one holds a parameter that both use (tied weights), "
+                    f"with other arguments: {_of(tensor).how} and {self.how}"
+                )
+        self.entered.append((wrapper, unit))
+        unit.summoned = True
+        new = [tensor for tensor in unit.tensors if tensor.summoned is None]
+        graded = [t for t in new if self.how.with_grads and t.shard.grad is not None]
+        values = gathered(unit, new, [tensor.shard.detach() for tensor in new])
+        grads = gathered(unit, graded, [t.shard.grad for t in graded if t.shard.grad is not None])
+        torch_xla.sync(wait=True)  # before ranks do different things with what they all gathered
+        for tensor, members in values.items():
+            self.wholes[tensor] = tensor.summoned = Whole.of(
+                self.how, unit.world, self._parameters(tensor, members, grads.get(tensor))
+            )
+        if not self.wanted:
+            return
+        for tensor in unit.flattened:
+            del wrapper._parameters[tensor.key]
+        for place in unit.places:
+            place.module._parameters[place.name] = _parameter(unit, place.index)
+        unit.refresh_rnns()
+
+    def _parameters(
+        self,
+        tensor: ShardedTensor,
+        values: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor] | None,
+    ) -> list[nn.Parameter]:
+        if not self.wanted:
+            return []
+        trainable = tensor.shard.requires_grad
+        parameters = [nn.Parameter(self._moved(value), trainable) for value in values]
+        if grads is not None:
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = self._moved(grad)
+        if not tensor.flattened:
+            parameters[0].__dict__.update(users_attributes(tensor.shard))
+        return parameters
+
+    def _moved(self, value: torch.Tensor) -> torch.Tensor:
+        return value.cpu() if self.how.offload_to_cpu else value
+
+    def require_writable(self) -> None:
+        """Raises RuntimeError where what was changed can not be taken over."""
+        for _, unit in self.entered:
+            for place in unit.places:
+                own = _parameter(unit, place.index)
+                name = unit.name_of(place.index)
+                if place.module._parameters.get(place.name) is not own:
+                    refuse_replacement(name)
+                tensor, member = unit.member_of(place.index)
+                expected = tensor.layout.members[member].shape, tensor.shard.dtype
+                if (tuple(own.shape), own.dtype) != expected:
+                    raise RuntimeError(
+                        f"parameter {name!r} was given shape {tuple(own.shape)} and dtype "
+                        f"{own.dtype}; it is sharded as {expected[0]} and {expected[1]}, and stays "
+                        "so: change its values only"
+                    )
+                if own.requires_grad != _of(tensor).parameters[0].requires_grad:
+                    raise RuntimeError(
+                        f"{name!r} was frozen or unfrozen without the parameters that it is "
+                        "flattened with: do it for all of them, or wrap without flatten_parameters"
+                    )
+
+    def restore(self) -> None:
+        """Puts the shards back where they were."""
+        for wrapper, unit in self.entered:
+            unit.summoned = False
+            for tensor in unit.tensors:
+                if tensor in self.wholes:
+                    tensor.summoned = None
+            for place in unit.places:
+                place.module._parameters[place.name] = place.resting
+            for tensor in unit.flattened:
+                wrapper._parameters[tensor.key] = tensor.shard
+            unit.refresh_rnns()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Takes what was changed over into the shards."""
+        for tensor, whole in self.wholes.items():
+            values, grads = whole.changed()
+            if values:
+                tensor.shard.copy_(cut(tensor.layout, whole.world, whole.parameters))
+            if self.how.with_grads and grads:
+                full = [parameter.grad for parameter in whole.parameters]
+                own = None
+                if any(grad is not None for grad in full):
+                    pairs = zip(full, whole.parameters, strict=True)
+                    some = [torch.zeros_like(p) if grad is None else grad for grad, p in pairs]
+                    own = cut(tensor.layout, whole.world, some)
+                tensor.shard.grad = own
+            tensor.shard.requires_grad_(whole.parameters[0].requires_grad)
+        torch_xla.sync()  # a program of its own
+
+
+def _parameter(unit: Unit, index: int) -> nn.Parameter:
+    tensor, member = unit.member_of(index)
+    return _of(tensor).parameters[member]
+
+
+def _of(tensor: ShardedTensor) -> Whole:
+    assert isinstance(tensor.summoned, Whole)
+    return tensor.summoned

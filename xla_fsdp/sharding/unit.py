@@ -1,0 +1,334 @@
+"""A unit: the parameters that one wrapper gathers, frees and reduces together."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..collectives.order import Order
+from ..collectives.world import World
+from ..layers import linear
+from ..names import dotted, is_wrapper
+from ..tree import map_tensors, tensors_in
+from .attributes import refuse_replacement, watch_place
+from .carrier import Carrier
+from .freeing import Stamp
+from .gathering import Pass
+from .options import FSDPOptions
+from .sharded_tensor import Place, ShardedTensor, set_home
+from .wire import Wire
+
+
+class Unit:
+    """Gathers, installs, frees and reduces the parameters of one wrapped module.
+
+    Full parameters are numbered through all members of all sharded tensors, in order.
+    """
+
+    def __init__(self, options: FSDPOptions, world: World):
+        self.options = options
+        self.world = world
+        self.tensors: list[ShardedTensor] = []
+        # The number of the first full parameter of each, and one past the last.
+        self._first = [0]
+        # Those of them that are registered on this unit's wrapper.
+        self.flattened: list[ShardedTensor] = []
+        self.places: list[Place] = []
+        # Of the whole parameters as this rank built them, and of the shards cut out of these.
+        self.initial_checksum = 0
+        self.initial_stamps: list[Stamp] = []
+        # Buffers that were cast, by dotted name in the wrapped module, with the dtype they had.
+        self.buffer_dtypes: dict[str, torch.dtype] = {}
+        if world.as_on_tpu:
+            self.placeholder = torch.zeros(1, device=world.device)
+        else:  # data: a constant would make the first step's program another than the second's
+            self.placeholder = torch.zeros(1, device="cpu").to(world.device)
+        self.require_sync = True
+        # Whether modules hold full parameters outside of a forward, see summon.py.
+        self.summoned = False
+        self.wire = Wire(options, world)
+        self.carrier = Carrier(self.wire)
+        # Shared by the units of a model once its root is known.
+        self.order = Order()
+        # Full gradients of the micro-batches inside no_sync, by index in `tensors`.
+        self._unsynced: dict[int, torch.Tensor] = {}
+        self._installed: Pass | None = None
+        self._computing = 0
+        # Passes whose backward is under way, by autograd graph task (checkpointed layers run a
+        # backward of their own inside the outer one).
+        self._backward: dict[int, list[Pass]] = {}
+        self._rnns: list[nn.RNNBase] = []
+        self._linears: list[nn.Linear] = []
+        # Called at the end of every backward; the root wrapper finishes the whole model in it.
+        self.on_backward_end: Callable[[], None] | None = None
+
+    # -- construction ---------------------------------------------------------------------------
+
+    def adopt(self, tensor: ShardedTensor) -> int:
+        """Adds a sharded tensor; returns the number of its first full parameter."""
+        if tensor not in self.tensors:
+            self.tensors.append(tensor)
+            self._first.append(self._first[-1] + len(tensor.layout.members))
+        return self._first[self.tensors.index(tensor)]
+
+    def shard_of(self, index: int) -> int:
+        """The number of the sharded tensor that full parameter ``index`` is a member of."""
+        return bisect.bisect_right(self._first, index) - 1
+
+    def member_of(self, index: int) -> tuple[ShardedTensor, int]:
+        """The sharded tensor that has full parameter ``index``, and its number in there."""
+        number = self.shard_of(index)
+        return self.tensors[number], index - self._first[number]
+
+    def name_of(self, index: int) -> str:
+        """The dotted name of full parameter ``index``, from the root if that is known."""
+        place = next(place for place in self.places if place.index == index)
+        return self.wire.label + dotted(place.paths[0], place.name)
+
+    @property
+    def title(self) -> str:
+        """The name of the wrapper for messages, from the root if that is known."""
+        return self.wire.label.rstrip(".") or "the wrapper"
+
+    def add_place(self, place: Place) -> None:
+        """Registers a module attribute that uses a full parameter, and puts its shard there."""
+        self.places.append(place)
+        place.module._parameters[place.name] = place.resting
+        tensor, member = self.member_of(place.index)
+        watch_place(place, tensor, member, self.wire, dotted(place.paths[0], place.name))
+        if isinstance(place.module, nn.RNNBase):
+            if place.module not in self._rnns:
+                self._rnns.append(place.module)
+            self.refresh_rnns()
+        if place.module not in self._linears and linear.applies_to(place.module):
+            if self.world.as_on_tpu:
+                self._linears.append(place.module)
+
+    @property
+    def shards(self) -> list[nn.Parameter]:
+        return [tensor.shard for tensor in self.tensors]
+
+    def holders(self) -> list[tuple[ShardedTensor, nn.Parameter, int]]:
+        """For every sharded tensor the parameter that an optimizer sees, and the first of its
+        flattened elements that is the tensor's."""
+        return [(tensor, tensor.shard, 0) for tensor in self.tensors]
+
+    def note_homes(self) -> None:
+        """Notes on every parameter that an optimizer sees what it is a shard of."""
+        for tensor in self.tensors:
+            set_home(tensor.shard, tensor)
+
+    # -- forward --------------------------------------------------------------------------------
+
+    @property
+    def computing(self) -> bool:
+        """Whether a forward of this unit is under way (a module may call itself)."""
+        return self._computing > 0
+
+    def begin(self, inputs: Any) -> Pass:
+        """Gathers for a forward on ``inputs`` and gives the modules their full parameters."""
+        if self._installed is None:
+            self._require_resting()
+        one = Pass(self)
+        if self.tensors:
+            arguments = tensors_in(inputs)
+            one.gather(self._forward_events(arguments), self._needs_anchor(arguments))
+        self._computing += 1
+        self.install(one)
+        return one
+
+    def _forward_events(self, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if not (self.world.as_on_tpu and self.options.optimization_barrier_in_forward):
+            return ()
+        own = [tensor for tensor in arguments if tensor.device == self.world.device]
+        if torch._C._current_graph_task_id() != -1:  # recomputation inside a backward
+            return own
+        return self.order.forward(own, self.options.forward_prefetch)
+
+    def _require_resting(self) -> None:
+        """Raises RuntimeError if a module holds something else than what was put there."""
+        self.require_not_summoned()
+        for place in self.places:
+            if place.module._parameters.get(place.name) is not place.resting:
+                refuse_replacement(self.name_of(place.index))
+
+    def require_not_summoned(self) -> None:
+        """Raises RuntimeError if modules hold full parameters that no forward has gathered."""
+        if self.summoned:
+            raise RuntimeError(
+                f"the forward of {self.title!r} was called within summon_full_params or apply: "
+                "leave that first, a forward gathers for itself"
+            )
+
+    def require_unchanged(self, one: Pass) -> None:
+        """After the forward: raises RuntimeError if it changed its parameters, or replaced them."""
+        one.require_full_unchanged()
+        for place in self.places:
+            if place.module._parameters.get(place.name) is not one.full[place.index]:
+                raise RuntimeError(
+                    f"the forward replaced its parameter {self.name_of(place.index)!r} by another; "
+                    "a sharded parameter can only be replaced before wrapping"
+                )
+
+    def end(self, one: Pass, keep: bool) -> None:
+        """After the forward, or after an exception in it."""
+        self._computing -= 1
+        self._restore()
+        if not keep:
+            one.reshard()
+
+    def watch(self, one: Pass, outputs: Any) -> Any:
+        """Has the first gradient that reaches ``outputs`` start the backward of pass ``one``."""
+
+        def hook(tensor: torch.Tensor) -> torch.Tensor:
+            # A leaf is not this unit's result, and would collect a hook at every step.
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda grad: self.enter_backward(one, grad))
+            return tensor
+
+        return map_tensors(hook, outputs)
+
+    def install(self, one: Pass) -> None:
+        """Puts the pass's full parameters where the modules look for them."""
+        self._installed = one
+        for place in self.places:
+            # No Parameter, which would be a leaf of the graph; modules do not mind.
+            full = one.full[place.index]
+            place.module._parameters[place.name] = full  # type: ignore[assignment]
+        for module in self._linears:
+            linear.replace_forward(module, linear.keeps_input(module, self.world))
+        self.refresh_rnns()
+
+    def _restore(self) -> None:
+        """Undoes the last install: back to an enclosing backward's parameters, or to the shards."""
+        enclosing = [one for passes in self._backward.values() for one in passes]
+        if enclosing:
+            self.install(enclosing[-1])
+        elif self._installed is not None:
+            self._installed = None
+            for place in self.places:
+                place.module._parameters[place.name] = place.resting
+            for module in self._linears:
+                linear.restore_forward(module)
+            self.refresh_rnns()
+
+    def settle(self) -> None:
+        """Forgets what an exception in an earlier forward or backward left behind."""
+        if not self.computing and torch._C._current_graph_task_id() == -1:
+            for task in list(self._backward):
+                self._leave_backward(task)
+            self._restore()
+
+    def _needs_anchor(self, arguments: Sequence[torch.Tensor]) -> bool:
+        if not torch.is_grad_enabled() or any(shard.requires_grad for shard in self.shards):
+            return False
+        if any(tensor.requires_grad for tensor in arguments):
+            return True
+        modules = {id(place.module): place.module for place in self.places}.values()
+        return any(p.requires_grad for module in modules for p in module.parameters())
+
+    # -- backward -------------------------------------------------------------------------------
+
+    def enter_backward(self, one: Pass, grad: torch.Tensor | None) -> None:
+        """Regathers pass ``one`` for the backward that ``grad`` is the first sign of."""
+        task = torch._C._current_graph_task_id()
+        passes = self._backward.get(task)
+        if passes is None:
+            passes = self._backward[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: self._end_backward(task)
+            )
+        if one in passes:
+            return
+        passes.append(one)
+        one.unshard(self._backward_events(grad))
+        # Recomputation of checkpointed layers inside the unit looks for parameters in the modules.
+        self.install(one)
+
+    def _backward_events(self, grad: torch.Tensor | None) -> Sequence[torch.Tensor]:
+        options = self.options
+        barrier = self.world.as_on_tpu and options.optimization_barrier_in_backward
+        if grad is None or not barrier:
+            return ()
+        return self.order.backward([grad], options.backward_prefetch, options.limit_all_gathers)
+
+    def _end_backward(self, task: int) -> None:
+        self._leave_backward(task)
+        if self.on_backward_end is not None:
+            self.on_backward_end()
+
+    def leave_backward(self) -> None:
+        """Frees what the backward under way has gathered."""
+        self._leave_backward(torch._C._current_graph_task_id())
+
+    def _leave_backward(self, task: int) -> None:
+        for one in self._backward.pop(task, ()):
+            one.reshard()
+        self.order.backward_over()
+        self._restore()
+
+    # -- bytes ----------------------------------------------------------------------------------
+
+    def gather(self, events: Sequence[torch.Tensor], backward: bool) -> list[torch.Tensor]:
+        """Every full parameter in compute dtype, traced to run after ``events``."""
+        return self.carrier.gather(self.tensors, self.order, events, backward)
+
+    def reduce(
+        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """A gradient shard for every sharded tensor, from the full gradients of its members.
+
+        ``None`` where no member got a gradient or none is needed, and inside ``no_sync``.
+        """
+        reached: dict[int, Sequence[torch.Tensor | None]] = {}
+        first = 0
+        for number, tensor in enumerate(self.tensors):
+            members = grads[first : first + len(tensor.layout.members)]
+            first += len(tensor.layout.members)
+            if needed[number] and any(grad is not None for grad in members):
+                reached[number] = members
+        held = {
+            number: self._unsynced.pop(number) for number in reached if number in self._unsynced
+        }
+        if not self.require_sync:
+            self._unsynced.update(self.wire.joined(self.tensors, reached, held))
+            return [None] * len(self.tensors)
+        shards, arrived = self.carrier.reduce(self.tensors, reached, held)
+        # At the end of the backward the order forgets.
+        if self.world.as_on_tpu and torch._C._current_graph_task_id() in self._backward:
+            self.order.reduced(arrived)
+        return [shards.get(number) for number in range(len(self.tensors))]
+
+    @property
+    def has_unsynced(self) -> bool:
+        """Whether ``no_sync`` gathered something that is not reduced yet."""
+        return bool(self._unsynced)
+
+    def forget_unsynced(self) -> None:
+        """Drops what ``no_sync`` gathered."""
+        self._unsynced = {}
+
+    def flush(self) -> None:
+        """Reduces what ``no_sync`` gathered for tensors that the last backward did not reach."""
+        if self.require_sync and self._unsynced:
+            for number, grad in self.wire.reduce(self.tensors, self._unsynced)[0].items():
+                shard = self.tensors[number].shard
+                shard.grad = grad if shard.grad is None else shard.grad + grad
+            self._unsynced = {}
+
+    def refresh_rnns(self) -> None:
+        """Has recurrent modules, which compute with a list of their own, see their attributes."""
+        for rnn in self._rnns:
+            rnn._flat_weights = [rnn._parameters.get(name) for name in rnn._flat_weights_names]
+
+
+def units_in(root: nn.Module) -> Iterator[tuple[str, Unit]]:
+    """The units of all wrappers in ``root``, with the names of the wrapped modules as seen from
+    there; a wrapper that has two names comes twice."""
+    for name, module in root.named_modules(remove_duplicate=False):
+        if is_wrapper(module):
+            yield name, module._unit

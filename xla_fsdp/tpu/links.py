@@ -1,0 +1,320 @@
+"""How long a collective takes on the links between the chips of a slice: a model of the torus.
+
+A chip has two links on each axis of the network, each ``link_bandwidth`` W one way and the same the
+other way at once. A group of ranks that fills whole axes is a ring on each wrapped axis, whose
+chips send both ways, and a line on each other axis, whose end chips have one link: it works at the
+speed of one. With L such links over all axes (2 a ring, 1 a line), n ranks and B bytes:
+
+* all-gather, reduce-scatter: B (n-1)/n / (L W). No schedule is faster, since a corner chip gets
+  (or gives) B (n-1)/n over L links. One axis: Patarasuk and Yuan, "Bandwidth optimal all-reduce
+  algorithms for clusters of workstations", JPDC 69 (2), 2009; all axes at once, parts of the data
+  in rotated order of axes: Jain and Sabharwal, "Optimal bucket algorithms for large MPI
+  collectives on torus interconnects", ICS 2010; both as in the Scaling book, part 3
+  (jax-ml.github.io/scaling-book/sharding).
+* all-reduce: twice that, a reduce-scatter and an all-gather (Rabenseifner, ICCS 2004).
+* all-to-all: what crosses the middle of the longest axis. p = l//2 of its l chips exchange with the
+  others B c p(l-p)/l a link on a line, half of it on a ring, c ranks of the group on a chip. On a
+  ring, summed over the ranks, the Scaling book's "a quarter of an all-gather".
+* collective-permute: B for every pair whose shortest path, x first, takes the busiest link.
+
+Each also takes ``LAUNCH`` and ``hop_latency`` for every hop between the chips farthest apart, twice
+for an all-reduce: time and latency add up, as in Hockney's model; the book takes the larger.
+
+Groups that use the same links at once share them: so do two groups each with one core of the same
+v2 or v3 chips. A group inside a chip uses its memory. What is not a grid of chips is one ring in
+the order of the group, one way, over shortest paths, which is meant to be pessimistic. The
+compiler's emitters named 1D run one ring through all chips, so two links, whatever the axes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Protocol
+
+from .topology import Slice
+
+Groups = tuple[tuple[int, ...], ...]
+_Position = tuple[int, int, int]  # of a chip
+_Link = tuple[int, bool, _Position]  # axis, whether upwards, the chip that sends
+
+# Seconds that a collective takes besides hops and bytes. Scaling book, part 3, pop quiz 2: 32 KiB
+# from each of 4 v5e chips in line, profiled at 8 us; 3 hops of 1 us and 3 x 32 KiB at 45 GB/s are
+# 5.2 of them. One measurement, on one generation.
+LAUNCH = 3e-6
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one group of ranks is wired.
+
+    ``ranks``: in the group; ``cores``: of them on each chip. ``links``: of a chip that send at
+    once, 0 inside a chip. ``hops``: links between the chips farthest apart. ``crossing``: what
+    crosses the busiest link in an all-to-all, over the bytes of one rank. ``sharing``: groups that
+    use the busiest link. ``grid``: whether the chips are a grid; if not, it is one ring of paths.
+    """
+
+    ranks: int
+    cores: int
+    links: int
+    hops: int
+    crossing: float
+    sharing: int
+    grid: bool = True
+
+
+class Traffic(Protocol):
+    """What of a collective decides how long it takes: that of a plan has it, and more."""
+
+    @property
+    def kind(self) -> str:
+        """As HLO calls it: "all-gather", "collective-permute"."""
+
+    @property
+    def bytes(self) -> int:
+        """The larger of what goes in and what comes out, without padding."""
+
+    @property
+    def wire_bytes(self) -> int:
+        """What a device sends: see :func:`wire_bytes`."""
+
+    @property
+    def groups(self) -> Groups:
+        """Ranks that take part together, or pairs of source and target; () means all."""
+
+    @property
+    def emitter(self) -> str:
+        """The algorithm that the compiler chose, as it calls it; "" if unknown."""
+
+
+class NamedTraffic(Traffic, Protocol):
+    """Traffic of a program that calls it by a name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def wire_bytes(kind: str, number_of_bytes: int, group_size: int) -> int:
+    """Bytes a device sends in one collective of ``number_of_bytes``, the larger of its ends."""
+    if kind == "collective-permute":
+        return number_of_bytes
+    if group_size <= 1:
+        return 0
+    factor = 2 if kind == "all-reduce" else 1
+    return factor * number_of_bytes * (group_size - 1) // group_size
+
+
+def collective_seconds(collective: Traffic, slice: Slice) -> float:
+    """Modelled seconds of one execution of ``collective``, alone on the links of ``slice``.
+
+    An all-gather over one axis after the other is two collectives: add their seconds up.
+    Raises ValueError for a rank that the slice does not have, or that is twice in a collective.
+    """
+    return Links(slice).seconds(collective)
+
+
+def describe(slice: Slice) -> str:
+    """What is assumed of the links of ``slice``, in one sentence, for a report."""
+    chip = slice.chip
+    axes = ", ".join(
+        f"{length} ({'ring' if wrap else 'line'})"
+        for length, wrap in zip(slice.shape, slice.wraps, strict=True)
+        if length > 1
+    )
+    if not axes:
+        return "One chip, so no links between chips."
+    cores = "; the ranks of a chip share its links" if chip.devices > 1 else ""
+    return (
+        f"Model: axes of {axes} chips, {chip.link_bandwidth / 1e9:g} GB/s a link one way, two "
+        f"links a ring and one a line, all axes of a group at once but one ring for the "
+        f"compiler's 1D algorithms{cores}; {chip.hop_latency * 1e6:g} us a hop and "
+        f"{LAUNCH * 1e6:g} us a collective; groups that are no grid of chips as rings of shortest "
+        f"paths one way (bandwidth: {chip.sources['link_bandwidth'].split(';')[0]})."
+    )
+
+
+def odd_groups(collectives: Iterable[NamedTraffic], slice: Slice) -> tuple[str, ...]:
+    """Names of the collectives whose groups are no grid of chips, so whose times mean little.
+
+    Raises ValueError as :func:`collective_seconds` does.
+    """
+    links = Links(slice)
+    return tuple(
+        c.name
+        for c in collectives
+        if c.kind != "collective-permute" and not all(r.grid for r in links.routes(c.groups))
+    )
+
+
+class Links:
+    """The links of one slice. Remembers the routes of the groups that it was asked about."""
+
+    def __init__(self, slice: Slice) -> None:
+        self._slice = slice
+        self._places = slice.coordinates()
+        self._shape = slice.device_shape[:3]
+        wraps = (*slice.wraps, False)[:3]
+        self._wraps = tuple(w and n > 2 for w, n in zip(wraps, self._shape, strict=True))
+        self._routes: dict[Groups, tuple[Route, ...]] = {}
+        self._paths: dict[Groups, tuple[int, int]] = {}
+        self._used: dict[Groups, frozenset[_Link]] = {}
+
+    def seconds(self, collective: Traffic) -> float:
+        """See :func:`collective_seconds`."""
+        if collective.kind == "collective-permute":
+            return self._permute(collective)
+        routes = self.routes(collective.groups)
+        return max((self._along(route, collective) for route in routes), default=0.0)
+
+    def used(self, collective: Traffic) -> frozenset[_Link] | None:
+        """The links, one way each, that a permute uses; ``None``, all of them, for other kinds."""
+        if collective.kind != "collective-permute":
+            return None
+        pairs = collective.groups
+        if pairs not in self._used:
+            places = self._places
+            paths = (self._path(places[a][:3], places[b][:3]) for a, b in pairs)
+            self._used[pairs] = frozenset(link for path in paths for link in path)
+        return self._used[pairs]
+
+    def routes(self, groups: Groups) -> tuple[Route, ...]:
+        """The different routes among ``groups`` of ranks, used at the same time; () means all.
+
+        Raises ValueError for a rank that the slice does not have, or that is in two groups.
+        """
+        if groups not in self._routes:
+            every = groups or (tuple(range(len(self._places))),)
+            self._check([rank for group in every for rank in group])
+            self._routes[groups] = tuple(dict.fromkeys(self._wired(every)))
+        return self._routes[groups]
+
+    def _check(self, ranks: Sequence[int]) -> None:
+        count = len(self._places)
+        for rank, times in Counter(ranks).items():
+            if not 0 <= rank < count or times > 1:
+                wrong = "twice in a collective" if times > 1 else "not on this slice"
+                raise ValueError(f"rank {rank} is {wrong}: {self._slice.name} has {count} ranks")
+
+    # Times.
+
+    def _along(self, route: Route, collective: Traffic) -> float:
+        chip = self._slice.chip
+        if route.ranks < 2:
+            return 0.0
+        if not route.links:
+            # Read once and written once. An assumption: nothing public says how cores exchange.
+            return LAUNCH + 2 * collective.wire_bytes / chip.device_hbm_bandwidth
+        links, hops = route.links, route.hops
+        if _one_ring(collective.emitter):
+            links, hops = min(links, 2), max(hops, route.ranks // route.cores // 2)
+        if collective.kind == "all-to-all":
+            load = route.crossing * collective.bytes
+        else:
+            load = collective.wire_bytes / links
+        phases = 2 if collective.kind == "all-reduce" else 1
+        latency = LAUNCH + phases * hops * chip.hop_latency
+        return latency + route.sharing * load / chip.link_bandwidth
+
+    def _permute(self, collective: Traffic) -> float:
+        chip, pairs = self._slice.chip, collective.groups
+        if pairs not in self._paths:
+            for ends in zip(*pairs, strict=True):
+                self._check(ends)
+            self._paths[pairs] = self._busiest(pairs) if pairs else (1, 1)
+        load, hops = self._paths[pairs]
+        if not hops:
+            return LAUNCH + 2 * collective.bytes / chip.device_hbm_bandwidth
+        time = load * collective.bytes / chip.link_bandwidth
+        return LAUNCH + hops * chip.hop_latency + time
+
+    # Routes.
+
+    def _wired(self, groups: Groups) -> Iterator[Route]:
+        chips = [Counter(self._places[rank][:3] for rank in group) for group in groups]
+        sides = [_grid(count) for count in chips]
+        if not all(sides):
+            yield self._astray(groups)
+            return
+        used = [
+            {link for a in range(3) for link in self._links(a, s)} for s in sides if s is not None
+        ]
+        load = Counter(link for links in used for link in links)
+        for group, count, side, links in zip(groups, chips, sides, used, strict=True):
+            cores = len(group) // len(count)
+            sharing = max((load[link] for link in links), default=1)
+            yield self._box(len(group), cores, side or (), sharing)
+
+    def _box(self, ranks: int, cores: int, sides: Sequence[Sequence[int]], sharing: int) -> Route:
+        links, hops, crossing = 0, 0, 0.0
+        for axis, at in enumerate(sides):
+            size = len(at)
+            if size < 2:
+                continue
+            ring = self._closes(axis, at)
+            links += 2 if ring else 1
+            hops += self._shape[axis] // 2 if ring else at[-1] - at[0]
+            half = size // 2
+            crossing = max(crossing, cores * half * (size - half) / size / (2 if ring else 1))
+        return Route(ranks, cores, links, hops, crossing, sharing)
+
+    def _closes(self, axis: int, at: Sequence[int]) -> bool:
+        """Whether evenly spaced chips at these places of an axis go all the way around it."""
+        length = self._shape[axis]
+        return self._wraps[axis] and list(at) == list(range(at[0], length, length // len(at)))
+
+    def _links(self, axis: int, sides: Sequence[Sequence[int]]) -> Iterator[tuple[int, _Position]]:
+        """The links that a grid uses along one axis: the axis, and the chip at the lower end."""
+        at = sides[axis]
+        if len(at) < 2:
+            return
+        steps = range(self._shape[axis]) if self._closes(axis, at) else range(at[0], at[-1])
+        for x, y, z in product(*(steps if a == axis else s for a, s in enumerate(sides))):
+            yield axis, (x, y, z)
+
+    def _astray(self, groups: Groups) -> Route:
+        """The slowest ring among groups that are no grids."""
+        pairs = [pair for g in groups if len(g) > 1 for pair in zip(g, (*g[1:], g[0]), strict=True)]
+        load, hops = self._busiest(pairs)
+        ranks = max(len(group) for group in groups)
+        return Route(ranks, 1, 1, (ranks - 1) * max(hops, 1), (ranks - 1) / 2, max(load, 1), False)
+
+    def _busiest(self, pairs: Iterable[Sequence[int]]) -> tuple[int, int]:
+        """How many pairs of ranks the busiest link serves, and the hops of the longest path."""
+        load: Counter[_Link] = Counter()
+        longest = 0
+        for source, target in pairs:
+            path = list(self._path(self._places[source][:3], self._places[target][:3]))
+            load.update(path)
+            longest = max(longest, len(path))
+        return max(load.values(), default=0), longest
+
+    def _path(self, source: _Position, target: _Position) -> Iterator[_Link]:
+        """The shortest path from chip to chip, x first, then y, then z."""
+        at = list(source)
+        for axis, length in enumerate(self._shape):
+            up = (target[axis] - at[axis]) % length
+            upwards = up <= length - up if self._wraps[axis] else target[axis] > at[axis]
+            while at[axis] != target[axis]:
+                yield axis, upwards, (at[0], at[1], at[2])
+                at[axis] = (at[axis] + (1 if upwards else -1)) % length
+
+
+def _grid(chips: Counter[_Position]) -> tuple[list[int], ...] | None:
+    """The places along each axis, if chips are all combinations of them, equally often each."""
+    if len(set(chips.values())) != 1:
+        return None
+    sides = tuple(sorted(set(places)) for places in zip(*chips, strict=True))
+    return sides if len(chips) == len(sides[0]) * len(sides[1]) * len(sides[2]) else None
+
+
+def _one_ring(emitter: str) -> bool:
+    """Whether the compiler's algorithm is one ring, not one on each axis.
+
+    libtpu 0.0.21 says so of all-gathers by name: "1DAllGatherNonMajorDim" on v5e and v6e, also
+    over 16x16 chips, "3DAllGatherNonMajorDim" on v4:4x4x4 and v3:2x2. Its strategies are named
+    "StrategyRing" and "UniDirection1DRingStrategy", with several axes "StrategyND" and
+    "UniDirectionNDRingStrategy", with as many "colors" as axes or links.
+    """
+    return emitter.startswith("1D") or ("Ring" in emitter and "ND" not in emitter)

@@ -1,0 +1,319 @@
+"""The TPU slice that a name means: which chips, wired how, and which rank sits where.
+
+``resolve("v3-128")`` says what to ask libtpu's compile-only client for, and what the time model
+needs to know about the links. Nothing here imports jax, torch or libtpu.
+
+Names are those of Cloud TPU's accelerator types (cloud.google.com/tpu/docs/v2 ... /v6e):
+``v2-N``, ``v3-N``, ``v4-N`` and ``v5p-N`` count TensorCores, ``v5litepod-N`` and ``v6e-N`` count
+chips. A name stands for the default shape of that size. ``family:AxB`` or ``family:AxBxC`` states
+the shape in chips instead.
+
+libtpu takes every axis for a line unless ``wrap`` says that it is a ring, and compiles other
+collectives for it. Seen with libtpu 0.0.21: without ``wrap``, an all-gather over all chips of
+v4:4x4x4 (megacore) or v5p:4x4x4, 128 kB or 8 MiB a shard, became an all-reduce of a padded tensor;
+with it, a true all-gather along three axes. So ``Slice.options`` always states ``wrap``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+
+from xla_fsdp.tpu.chips import CHIPS, Chip
+
+# libtpu's default: chips of one host along x, y, z.
+_HOST = (2, 2, 1)
+
+# Default shapes. Cloud TPU v2 and v3 pages for the sizes; the most square shape for each.
+_V3_SHAPES = {
+    8: (2, 2),
+    32: (4, 4),
+    64: (4, 8),
+    128: (8, 8),
+    256: (8, 16),
+    512: (16, 16),
+    1024: (16, 32),
+    2048: (32, 32),
+}
+# Cloud TPU v5e and v6e pages: "2D slice shapes".
+_V5E_SHAPES = {
+    1: (1, 1),
+    4: (2, 2),
+    8: (2, 4),
+    16: (4, 4),
+    32: (4, 8),
+    64: (8, 8),
+    128: (8, 16),
+    256: (16, 16),
+}
+# Cloud TPU v4 and v5p pages, up to one cube; beyond it see _cubes.
+_V4_SHAPES = {8: (2, 2, 1), 16: (2, 2, 2), 32: (2, 2, 4), 64: (2, 4, 4)}
+
+
+def _cubes(chip: Chip) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """TensorCores and default shape of each whole number of cubes, up to the largest slice.
+
+    The default is the shape most like a cube (cloud.google.com/tpu/docs/types-topologies): of all
+    ways to write the number of cubes as a <= b <= c, the one with the smallest sum. 5 cubes:
+    4x4x20; 12: 8x8x12. Agrees with the 106 v4 and v5p slices, up to v5p-12288, in the table that
+    MaxText compiles ahead of time for (src/maxtext/utils/accelerator_to_spec_map.py).
+    """
+    edge = chip.cube
+    for count in range(1, chip.largest_slice // edge**3 + 1):
+        a, b, c = min(
+            (
+                (a, b, count // (a * b))
+                for a in range(1, round(count ** (1 / 3)) + 1)
+                if count % a == 0
+                for b in range(a, int((count // a) ** 0.5) + 1)
+                if count // a % b == 0
+            ),
+            key=sum,
+        )
+        yield count * edge**3 * chip.tensor_cores, (a * edge, b * edge, c * edge)
+
+
+def _named() -> dict[str, tuple[Chip, tuple[int, ...]]]:
+    v2 = {size: _V3_SHAPES[size] for size in (8, 32, 128, 256, 512)}
+    tables: dict[str, tuple[str, Mapping[int, tuple[int, ...]]]] = {
+        "v2": ("v2", v2),
+        "v3": ("v3", _V3_SHAPES),
+        "v4": ("v4", _V4_SHAPES | dict(_cubes(CHIPS["v4"]))),
+        "v5litepod": ("v5e", _V5E_SHAPES),
+        "v5p": ("v5p", _V4_SHAPES | dict(_cubes(CHIPS["v5p"]))),
+        "v6e": ("v6e", _V5E_SHAPES),
+    }
+    return {
+        f"{prefix}-{size}": (CHIPS[family], shape)
+        for prefix, (family, shapes) in tables.items()
+        for size, shape in shapes.items()
+    }
+
+
+_NAMED: Mapping[str, tuple[Chip, tuple[int, ...]]] = MappingProxyType(_named())
+
+# Other words for a family; "v5e-16" is a v5litepod-16.
+_ALIASES: Mapping[str, str] = MappingProxyType({"v5e": "v5litepod"})
+_RAW_ALIASES: Mapping[str, str] = MappingProxyType({"v5litepod": "v5e"})
+
+
+class UnknownTopologyError(ValueError):
+    """A name that means no slice; says why, what comes closest and what there is.
+
+    ``name``: as given. ``reason``: one clause. ``closest``: names that do resolve, best first.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name
+        self.reason = reason
+        self.closest = _closest(name)
+        hint = f" Did you mean {', '.join(self.closest)}?" if self.closest else ""
+        super().__init__(f"topology {name!r}: {reason}.{hint} {_offer()}")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A TPU slice.
+
+    ``name``: as the user gave it. ``chip``: its figures.
+    ``shape``: chips along each axis of the network, x first; as many numbers as the chip's network
+    has dimensions, so v4-8 is (2, 2, 1) and v3-128 (8, 8).
+    ``wraps``: for each axis, whether wrap-around links make it a ring; ``Chip.wraps`` says on what
+    grounds. ``dataclasses.replace(slice, wraps=...)`` asks libtpu for other wiring.
+    """
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+    wraps: tuple[bool, ...]
+
+    @property
+    def chips(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def devices(self) -> int:
+        """XLA devices of the slice: the world size, one rank each."""
+        return self.chips * self.chip.devices
+
+    @property
+    def libtpu_name(self) -> str:
+        """``topology_name`` for ``jax.experimental.topologies.get_topology_desc``."""
+        return f"{self.chip.family}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The further keyword arguments for ``get_topology_desc``, apart from ``platform``."""
+        x, y, z = self._xyz(0, self.wraps)
+        options: dict[str, object] = {
+            "chips_per_host_bounds": list(self.chips_per_host),
+            "wrap": [int(x), int(y), int(z)],
+        }
+        if self.chip.chip_config is not None:
+            options["chip_config_name"] = self.chip.chip_config
+        return options
+
+    @property
+    def chips_per_host(self) -> tuple[int, int, int]:
+        """Chips of one host along x, y, z: 2x2x1, but one chip of v5e and v6e is a slice too, and
+        their slices of eight are one host (cloud.google.com/tpu/docs/v5e, /v6e)."""
+        if self.chip.sub_host and self.chips in (1, 8):
+            return self._xyz(1, self.shape)
+        return _HOST
+
+    @property
+    def hosts(self) -> int:
+        return self.chips // prod(self.chips_per_host)
+
+    @property
+    def device_shape(self) -> tuple[int, int, int, int]:
+        """Chips along x, y, z and devices of a chip: what ``coordinates`` counts through."""
+        return (*self._xyz(1, self.shape), self.chip.devices)
+
+    def coordinates(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Where each rank sits: (x, y, z, core) by device id.
+
+        Core fastest, then x, y, z: device 3 of a v3-32 is core 1 of chip (1, 0, 0), device 8 is
+        core 0 of chip (0, 1, 0). So libtpu 0.0.21 says for every named slice. The
+        ``devices`` of a topology description are listed host by host: sort them by ``id`` first.
+        """
+        x_size, y_size, z_size, cores = self.device_shape
+        return tuple(
+            (x, y, z, core)
+            for z in range(z_size)
+            for y in range(y_size)
+            for x in range(x_size)
+            for core in range(cores)
+        )
+
+    @staticmethod
+    def _xyz(fill: int, values: tuple[int, ...]) -> tuple[int, int, int]:
+        x, y, z = (*values, fill)[:3]
+        return x, y, z
+
+
+def names() -> tuple[str, ...]:
+    """Every name that ``resolve`` knows, apart from shapes written out and the alias v5e-N."""
+    return tuple(_NAMED)
+
+
+def resolve(name: str) -> Slice:
+    """The slice that ``name`` means, such as "v3-128", "v5litepod-8", "v5e-8" or "v4:4x4x8".
+
+    Case and surrounding spaces do not matter. Raises ``UnknownTopologyError``, a ``ValueError``,
+    for a size or shape that no such slice has, and ``TypeError`` for anything but a string.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"topology must be a name such as 'v3-128', got {name!r}")
+    given = name.strip()
+    text = given.lower()
+    if ":" in text:
+        chip, shape = _parse_shape(given, text)
+    else:
+        family, _, size = text.partition("-")
+        found = _NAMED.get(f"{_ALIASES.get(family, family)}-{size}")
+        if found is None:
+            raise UnknownTopologyError(given, _why_not_named(family, size))
+        chip, shape = found
+    return Slice(given, chip, shape, chip.wraps(shape))
+
+
+def _parse_shape(given: str, text: str) -> tuple[Chip, tuple[int, ...]]:
+    family, _, lengths = text.partition(":")
+    chip = CHIPS.get(_RAW_ALIASES.get(family, family))
+    if chip is None:
+        raise UnknownTopologyError(given, f"there is no TPU family {family!r}")
+    if not re.fullmatch(r"[0-9]{1,6}(x[0-9]{1,6})*", lengths):
+        raise UnknownTopologyError(
+            given, f"after the colon go the chips along each axis, such as 4x4, not {lengths!r}"
+        )
+    shape = tuple(int(length) for length in lengths.split("x"))
+    dimension = chip.torus_dimension
+    if dimension == 2 and len(shape) == 3 and shape[2] == 1:
+        shape = shape[:2]
+    if len(shape) != dimension:
+        raise UnknownTopologyError(
+            given, f"a {chip.family} slice has {dimension} axes, not {len(shape)}"
+        )
+    reason = _why_not_shape(chip, shape)
+    if reason:
+        raise UnknownTopologyError(given, reason)
+    return chip, shape
+
+
+def _why_not_shape(chip: Chip, shape: tuple[int, ...]) -> str | None:
+    """Why no slice of ``chip`` has that shape; None if one has."""
+    if min(shape) < 1:
+        return "every axis needs at least one chip"
+    single = prod(shape) == 1
+    if single and not chip.sub_host:
+        return f"the smallest {chip.family} slice is one host of 2x2 chips"
+    if not single and (shape[0] % 2 or shape[1] % 2):
+        return "a host holds 2x2 chips, so the first two axes must be even"
+    if chip.cube:
+        edge = chip.cube
+        if any(n > edge for n in shape) and any(n % edge for n in shape):
+            return (
+                f"the axes of a {chip.family} slice are all at most {edge} or all multiples of "
+                f"{edge} chips"
+            )
+        if prod(shape) > chip.largest_slice:
+            return (
+                f"it has {prod(shape)} chips; the largest {chip.family} slice has "
+                f"{chip.largest_slice}"
+            )
+    elif any(n > full for n, full in zip(shape, chip.pod, strict=True)):
+        return f"a {chip.family} pod has {'x'.join(map(str, chip.pod))} chips"
+    return None
+
+
+def _why_not_named(family: str, size: str) -> str:
+    prefix = _ALIASES.get(family, family)
+    if not any(known.startswith(f"{prefix}-") for known in _NAMED):
+        return f"there is no TPU family {family!r}"
+    counted = "chips" if prefix in ("v5litepod", "v6e") else "TensorCores"
+    return f"there is no {family} slice of {size or 'no'} {counted}"
+
+
+def _closest(name: str) -> tuple[str, ...]:
+    text = name.strip().lower()
+    shapes = [
+        f"{chip.family}:{'x'.join(map(str, shape))}"
+        for chip, shape in _NAMED.values()
+        if prod(shape) <= 512
+    ]
+    candidates = list(dict.fromkeys([*_NAMED, *shapes]))
+    family, separator, size = text.partition("-")
+    prefix = _ALIASES.get(family, family)
+    same = [known for known in _NAMED if known.startswith(f"{prefix}-")]
+    if separator and size.isascii() and size.isdigit() and same:
+        # A number is near another by its value, not its digits.
+        return tuple(sorted(same, key=lambda known: abs(_size(known) - int(size)))[:3])
+    return tuple(difflib.get_close_matches(text, candidates, n=3, cutoff=0.5))
+
+
+def _size(name: str) -> int:
+    return int(name.partition("-")[2])
+
+
+def _offer() -> str:
+    """All that resolves, in one sentence: whole cubes are too many to spell out."""
+    parts = []
+    for prefix in dict.fromkeys(name.partition("-")[0] for name in _NAMED):
+        sizes = [_size(name) for name in _NAMED if name.partition("-")[0] == prefix]
+        chip = _NAMED[f"{prefix}-{sizes[0]}"][0]
+        if chip.cube:
+            cube = chip.cube**3 * chip.tensor_cores
+            few = ", ".join(str(size) for size in sizes if size < cube)
+            parts.append(f"{prefix}-{few} and multiples of {cube} to {sizes[-1]}")
+        else:
+            parts.append(f"{prefix}-{', '.join(map(str, sizes))}")
+    families = ", ".join(f"{family}:" for family in CHIPS)
+    return (
+        f"There are {'; '.join(parts)} (v5e-N is v5litepod-N); "
+        f"or the shape in chips after {families}, such as v5e:2x4 or v4:4x4x8."
+    )

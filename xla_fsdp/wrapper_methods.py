@@ -1,0 +1,298 @@
+"""What users ask of a wrapper besides computing: names, state dicts, gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .names import WRAPPED, is_wrapper
+from .sharding import metadata
+from .sharding.attributes import ModuleParameters, refuse_replacement
+from .sharding.clipping import clip_grad_norm_
+from .sharding.gathering import in_method
+from .sharding.options import FSDPOptions
+from .sharding.summon import require_no_scanned, summon_full_params
+from .sharding.unit import Unit, units_in
+
+# What instances of nn.Module have, and wrappers besides.
+_OWN = frozenset(vars(nn.Module())) | {WRAPPED, "_unit", "_is_root", "_forward_methods"}
+
+
+class WrapperMethods(nn.Module):
+    """A module around ``_fsdp_wrapped_module`` whose parameters ``_unit`` shards."""
+
+    _is_fsdp_wrapper = True  # see names.is_wrapper
+    _unit: Unit
+    _is_root: bool | None = None
+    # Methods of the wrapped module that compute like its forward.
+    _forward_methods: frozenset[str] = frozenset()
+    fsdp_options: FSDPOptions
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the ranks that share the parameters."""
+        return self._unit.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the parameters."""
+        return self._unit.world.size
+
+    def __getattr__(self, name: str) -> Any:
+        """Options by name; attributes that the wrapper does not have are the wrapped module's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("_fsdp_wrapped_module", "fsdp_options"):  # not built yet
+                raise
+        if name in FSDPOptions.__dataclass_fields__:
+            return getattr(self.fsdp_options, name)
+        value = getattr(self._fsdp_wrapped_module, name)
+        if isinstance(value, types.MethodType) and value.__self__ is self._fsdp_wrapped_module:
+            return self._with_parameters(name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What a user sets is the wrapped module's, as if there were no wrapper."""
+        if self._is_inside(name):
+            held = self._fsdp_wrapped_module._parameters
+            if isinstance(held, ModuleParameters) and name in held.wholes:
+                refuse_replacement(held.wholes[name].name)
+            setattr(self._fsdp_wrapped_module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_inside(name) and name not in self.__dict__:
+            delattr(self._fsdp_wrapped_module, name)
+        else:
+            super().__delattr__(name)
+
+    def _is_inside(self, name: str) -> bool:
+        """Whether an attribute called ``name`` is the wrapped module's to have."""
+        if WRAPPED not in self.__dict__.get("_modules", {}):  # not built yet
+            return False
+        if name in _OWN or hasattr(type(self), name):
+            return False
+        # What others note on a module for themselves stays where they put it.
+        return not name.startswith("_") or name in vars(self._fsdp_wrapped_module)
+
+    def _with_parameters(self, name: str, method: types.MethodType) -> Callable[..., Any]:
+        """A method of the wrapped module, to be called from outside."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name in self._forward_methods:
+                return self._run(method, args, kwargs)
+            with in_method():
+                return method(*args, **kwargs)
+
+        return call
+
+    def _run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """``forward(*args, **kwargs)`` with this wrapper's parameters gathered."""
+        raise TypeError(
+            f"{type(self).__name__} computes in its forward only; call that, or register a method "
+            "of the module around it"
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """``to``, ``half``, ``cpu`` and the like: dtypes may change, the device may not."""
+        if is_wrapper(self):
+            device, found = self._unit.world.device, fn(self._unit.placeholder).device
+            if found != device:
+                raise RuntimeError(
+                    f"the shards of a wrapped module stay on {device}, where its collectives are; "
+                    f"they can not move to {found}. For the values on the host call "
+                    "xla_fsdp.full_state_dict(model), for a model there consolidate a checkpoint"
+                )
+        return super()._apply(fn, recurse)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Items of the wrapped module, should it be an ``nn.Sequential``."""
+        return self._fsdp_wrapped_module[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a wrapped model cannot be pickled, it belongs to this rank's device; save "
+            "state_dict() and get_shard_metadata()"
+        )
+
+    def __deepcopy__(self, memo: dict) -> WrapperMethods:
+        self._settle()
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        clone._unit.note_homes()  # what is noted on parameters is not copied with them
+        return clone
+
+    def __len__(self) -> int:
+        return len(self._fsdp_wrapped_module)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def extra_repr(self) -> str:
+        shown = ["reshard_after_forward", "flatten_parameters", "compute_dtype"]
+        values = ", ".join(f"{name}={getattr(self.fsdp_options, name)}" for name in shown)
+        return f"rank={self.rank}, world_size={self.world_size}, {values}"
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, under the names that the parameters have in the unwrapped module."""
+        self._settle()
+        yield from super().named_parameters(*args, **kwargs)
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """All modules, under the names that they have without wrappers.
+
+        A wrapper has the name of the module that it wraps, and comes before it. Parents that are
+        not wrapped ask for names here too, so theirs are the same.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(  # type: ignore[override]  # of a destination's own type nothing is said
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """This rank's shards and all buffers; see :meth:`get_shard_metadata`."""
+        self._settle()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads what :meth:`state_dict` of the same rank of as many ranks returned.
+
+        Takes the shards of ``torch_xla.distributed.fsdp`` as well, if wrapped alike.
+        """
+        self._settle()
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def get_shard_metadata(self) -> dict[str, Any]:
+        """How to put the ``state_dict()`` of all ranks together.
+
+        Save it beside the state dict, under ``"shard_metadata"``, for
+        ``python -m xla_fsdp.consolidate``. Plain dicts, lists, numbers and strings.
+        """
+        return metadata.shard_metadata(list(units_in(self)))
+
+    @property
+    def sharded_params(self) -> list[nn.Parameter]:
+        """The shards that this wrapper (not those inside it) gathers."""
+        return self._unit.shards
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """All shards, inner wrappers included, that have a gradient."""
+        return [parameter for parameter in self.parameters() if parameter.grad is not None]
+
+    def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """``list(named_parameters())``: names here are the original ones."""
+        return list(self.named_parameters())
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> torch.Tensor:
+        """Scales all gradients so that their total norm is at most ``max_norm``; see
+        :func:`xla_fsdp.sharding.clipping.clip_grad_norm_`. Must be called on every rank."""
+        return clip_grad_norm_(
+            self._wrapped_units(), self.parameters(), max_norm, norm_type, groups
+        )
+
+    summon_full_params = staticmethod(summon_full_params)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """Calls ``fn`` on every module inside, then on this one, while they hold full parameters.
+
+        For initialisation; must be called, and do the same, on every rank. The wrappers on the way
+        to a module are full with it, no others. See :func:`summon_full_params`.
+        """
+        require_no_scanned(self._wrapped_units())
+        with summon_full_params(self, recurse=False):
+            return super().apply(fn)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[WrapperMethods]:
+        """The wrappers in ``module``, itself included, or those of them that none is around."""
+        found = [m for m in module.modules() if isinstance(m, WrapperMethods) and is_wrapper(m)]
+        if not root_only:
+            return found
+        inner = {id(m) for one in found for m in one.modules() if m is not one}
+        return [m for m in found if id(m) not in inner and m._is_root is not False]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients, also those that ``no_sync`` has left unreduced.
+
+        An optimizer's ``zero_grad`` does not know of the latter.
+        """
+        super().zero_grad(set_to_none)
+        for unit in self._wrapped_units():
+            unit.forget_unsynced()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backwards leave gradients unreduced; the first backward after it reduces the sum.
+
+        Saves the reductions of all but the last micro-batch, at the price of the full gradients in
+        memory.
+        """
+        units = self._wrapped_units()
+        before = [unit.require_sync for unit in units]
+        for unit in units:
+            unit.require_sync = False
+        try:
+            yield
+        finally:
+            for unit, value in zip(units, before, strict=True):
+                unit.require_sync = value
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
+        """Divides gradients by ``pre`` before and by ``post`` after the reduction.
+
+        The defaults average over all ranks. ``recursive``: in all wrappers inside as well.
+        """
+        for name, value in (("pre", pre), ("post", post)):
+            if not value > 0:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        for unit in self._wrapped_units() if recursive else [self._unit]:
+            unit.wire.predivide, unit.wire.postdivide = float(pre), float(post)
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        return self._unit.wire.predivide
+
+    @property
+    def gradient_postdivide_factor(self) -> float:
+        return self._unit.wire.postdivide
+
+    def _settle(self, recursive: bool = True) -> None:
+        if is_wrapper(self):
+            for unit in self._wrapped_units() if recursive else [self._unit]:
+                unit.settle()
+
+    def _wrapped_units(self) -> list[Unit]:
+        wrappers = (module for module in self.modules() if isinstance(module, WrapperMethods))
+        return [module._unit for module in wrappers if is_wrapper(module)]
