@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch_xla
+from one_rank import one_rank
 from torch import nn
 
 import xla_fsdp
@@ -36,11 +37,15 @@ OPTIONS = {
 }
 
 
+@contextlib.contextmanager
 def _expected_warning(name: str, first: bool):
     """On shards it computes another thing, of which it is warned at its first step."""
     if name == "Adafactor" and first:
-        return pytest.warns(UserWarning, match="Adafactor computes with whole matrices or norms")
-    return contextlib.nullcontext()
+        message = "Adafactor computes with whole matrices or norms"
+        with one_rank, pytest.warns(UserWarning, match=message):
+            yield
+    else:
+        yield
 
 
 def _every_optimizer(rank, folder):

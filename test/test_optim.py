@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from one_rank import one_rank
 from test_special_uses import whole
 from torch import nn
 
@@ -380,9 +381,10 @@ def warned(rank):
         optimizer = make(model.parameters())
         put_gradients(model, gradients(plain(Matrices), 1))
         step = functools.partial(optimizer.step, *[lambda: 0.0] * (make is torch.optim.LBFGS))
-        with pytest.warns(UserWarning, match="matrices or norms; on shards, .*xla_fsdp.optim"):
+        message = "matrices or norms; on shards, .*xla_fsdp.optim"
+        with one_rank, pytest.warns(UserWarning, match=message):
             step()
-        with warnings.catch_warnings():
+        with one_rank, warnings.catch_warnings():
             warnings.simplefilter("error")
             step()  # said once
             make_lamb(model.parameters()).step()
