@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import torch
@@ -26,9 +26,8 @@ from .errors import RankError, portable
 from .launch import _runtime, launch
 
 
-def main() -> None:
-    """Entry point of ``python -m xla_fsdp.ranks.worker SOCKET_FD SIZE``."""
-    descriptor, size = map(int, sys.argv[1:])
+def serve(descriptor: int, size: int) -> NoReturn:
+    """Runs what comes over the socket as ``size`` ranks, until it is closed."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -105,7 +104,3 @@ def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,7 @@ from typing import Any
 
 from . import errors
 from .errors import RankError, RankTimeoutError
+from .fork_server import ForkServer
 
 _MAX_IDLE = 2  # each holds some hundred MB
 _START_SECONDS = 60.0
@@ -39,6 +40,7 @@ class WorkerPool:
 
     def __init__(self) -> None:
         self._idle: list[_Worker] = []  # least recently used first
+        self._server: ForkServer | None = None
 
     def run(self, fn: Callable, size: int, args: tuple, kwargs: dict, timeout: float) -> list[Any]:
         """See :func:`xla_fsdp.testing.run_in_ranks`."""
@@ -59,7 +61,7 @@ class WorkerPool:
             sys.stderr.write(f"{error}\nRunning it again, in a new process.\n")
         finally:
             self._give_back(worker)
-        worker = _Worker(size)
+        worker = self._start(size)
         try:
             return worker.run(call, timeout)
         finally:
@@ -69,6 +71,9 @@ class WorkerPool:
         """Ends all workers."""
         while self._idle:
             self._idle.pop().end()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def _take(self, size: int) -> _Worker:
         for worker in self._idle:
@@ -78,7 +83,12 @@ class WorkerPool:
                     return worker
                 worker.end()
                 break
-        return _Worker(size)
+        return self._start(size)
+
+    def _start(self, size: int) -> _Worker:
+        if self._server is None or not self._server.alive():
+            self._server = ForkServer()
+        return _Worker(self._server, size)
 
     def _give_back(self, worker: _Worker) -> None:
         if worker.usable:
@@ -97,28 +107,14 @@ class _Worker:
         usable: whether another call may be sent to it.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, server: ForkServer, size: int) -> None:
         self.size = size
         self.usable = True
         self.fresh = True
         self._output = tempfile.TemporaryFile()
         ours, theirs = socket.socketpair()
-        environment = {
-            **os.environ,
-            "PJRT_DEVICE": "CPU",
-            "CPU_NUM_DEVICES": str(size),
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "PYTHONUNBUFFERED": "1",
-        }
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "xla_fsdp.ranks.worker", str(theirs.fileno()), str(size)],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-            )
+            self._process = server.start(size, theirs.fileno(), self._output.fileno())
         self._connection = Connection(ours.detach())
 
     def alive(self) -> bool:

@@ -1,0 +1,147 @@
+"""Starts workers by forking a process in which torch_xla is imported already.
+
+The import takes seconds, a fork milliseconds. Python's own fork server would run the caller's main
+module again; this one knows nothing of it. It starts neither a thread nor an XLA runtime, so that
+what it forks may.
+
+Requests and replies are pickled, one a packet: ``("start", size, environment)`` with the two
+descriptors that the worker gets, answered by its process id, and ``("wait", pid, seconds)``,
+answered by how it ended, or None if it has not.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any, NoReturn
+
+_LARGEST = 1 << 20  # of a request, which holds the environment
+
+
+class ForkServer:
+    """The process. It ends when this object is closed or gone, and its workers with it."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {
+            **os.environ,
+            "PJRT_DEVICE": "CPU",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "PYTHONUNBUFFERED": "1",
+            "OPENBLAS_NUM_THREADS": "1",  # numpy's would start its threads when it is imported
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def start(self, size: int, connection: int, output: int) -> ForkedProcess:
+        """A worker of ``size`` ranks, which talks over the socket of descriptor ``connection`` and
+        prints into ``output``. It gets this process's environment of now."""
+        environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(size)}
+        return ForkedProcess(self, self._ask(("start", size, environment), connection, output))
+
+    def wait(self, pid: int, seconds: float) -> int | None:
+        """How the worker ended, as ``Popen.returncode``; None if it has not within that time."""
+        return self._ask(("wait", pid, seconds))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+    def _ask(self, request: tuple, *descriptors: int) -> Any:
+        try:
+            socket.send_fds(self._socket, [pickle.dumps(request)], descriptors)
+            answer = self._socket.recv(_LARGEST)
+        except OSError as error:
+            raise RuntimeError(f"the process that starts workers is gone: {error}") from error
+        if not answer:
+            raise RuntimeError(
+                f"the process that starts workers ended with status {self._process.wait()}; what "
+                "it printed is in this process's standard error"
+            )
+        return pickle.loads(answer)
+
+
+class ForkedProcess:
+    """What of ``subprocess.Popen`` a worker needs."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server = server
+        self.pid = pid
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        return self._poll(0.0)
+
+    def wait(self, timeout: float = 60.0) -> int:
+        status = self._poll(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:  # its number is its own until the server has waited for it
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _poll(self, seconds: float) -> int | None:
+        if self._status is None:
+            self._status = self._server.wait(self.pid, seconds)
+        return self._status
+
+
+def main() -> NoReturn:
+    """Entry point of ``python -m xla_fsdp.ranks.fork_server SOCKET_FD``."""
+    from . import worker
+
+    server = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        packet, descriptors, _, _ = socket.recv_fds(server, _LARGEST, 2)
+        if not packet:  # whoever started this is gone
+            os._exit(0)
+        kind, *request = pickle.loads(packet)
+        if kind == "wait":
+            server.send(pickle.dumps(_wait(*request)))
+            continue
+        pid = os.fork()
+        if pid == 0:
+            server.close()
+            size, environment = request
+            os.environ.clear()
+            os.environ.update(environment)
+            connection, output = descriptors
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            worker.serve(connection, size)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        server.send(pickle.dumps(pid))
+
+
+def _wait(pid: int, seconds: float) -> int | None:
+    deadline = time.monotonic() + seconds
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()
