@@ -1,7 +1,8 @@
 # One virtual environment in the checkout, made once and reused until setup.py changes.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PY := .venv/bin/python
-RANKS := --dist loadfile -n logical --maxprocesses=4
+# In the order of test/conftest.py: long files first.
+RANKS := --dist loadfile --no-loadscope-reorder -n logical --maxprocesses=4
 
 .PHONY: demo test check lint size bench install clean
 

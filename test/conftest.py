@@ -32,6 +32,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Files that take minutes. They start first, so that no process is left alone with one at the end.
+LONG = """test_example_images test_example_mnist test_checkpoint_elastic test_plan test_compile_cache
+test_benchmark test_optim test_launch test_consolidate_intree_writer test_pod_ray""".split()
+
+
+def pytest_collection_modifyitems(items):
+    place = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+
 
 @pytest.fixture
 def run_script(tmp_path):
