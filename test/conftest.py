@@ -32,9 +32,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Files that take minutes. They start first, so that no process is left alone with one at the end.
-LONG = """test_example_images test_example_mnist test_checkpoint_elastic test_plan test_compile_cache
-test_benchmark test_optim test_launch test_consolidate_intree_writer test_pod_ray""".split()
+# Files that take minutes. They start first: no process is left alone with one at the end.
+LONG = """test_example_images test_example_mnist test_checkpoint_elastic test_plan
+test_compile_cache test_benchmark test_optim test_launch test_consolidate_intree_writer
+test_pod_ray""".split()
 
 
 def pytest_collection_modifyitems(items):

@@ -188,7 +188,49 @@ def reads_leave_the_rest_of_the_step_alone():
         chosen.sum().backward()
         stepper.step()
 
-    assert trace_step(masked, 0, 8).reads
+    traced = trace_step(masked, 0, 8)
+    assert len(traced.sized_by_data) == 1 and "test_plan_tracing.py" in traced.sized_by_data[0]
+    assert not traced.reads and not traced.untrained and traced.trained == 4
+
+
+def experts_that_values_choose_are_all_planned():
+    """And parameters that get no gradient are named."""
+    torch_xla, xr, xla_fsdp, _, trace_step = _imports()
+    from xla_fsdp.planning.records import Schedule
+    from xla_fsdp.planning.reporting.advice import warnings
+
+    class Experts(nn.Module):
+        def __init__(self, choose):
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.unused = nn.Linear(8, 8)
+            self.choose = choose
+
+        def forward(self, x):
+            chosen = nn.functional.one_hot(x.abs().argmax(-1) % 3, 3).T  # experts x tokens
+            out = torch.zeros_like(x)
+            for number in self.choose(chosen.sum(-1)):
+                (tokens,) = torch.where(chosen[number])
+                out = out.index_add(0, tokens, self.experts[number](x[tokens]))
+            return out
+
+    def step(choose):
+        def run():
+            model = xla_fsdp.XlaFullyShardedDataParallel(Experts(choose))
+            stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(torch.randn(4, 8).to("xla")).sum().backward()
+            stepper.step()
+
+        return run
+
+    traced = trace_step(step(lambda hits: (hits > 0).nonzero()[:, 0].tolist()), 0, 4)
+    assert traced.untrained == ("unused.weight", "unused.bias") and traced.trained == 8
+    assert len(set(traced.sized_by_data)) == 2  # nonzero and where
+    said = list(warnings(Schedule(0, (), (), (), (), 0, {}), traced, 1, (0,), 0.5))
+    assert any("2 of 8 parameters" in one and "unused.weight" in one for one in said)
+    assert any("depends on values" in one and "test_plan_tracing.py" in one for one in said)
+    traced = trace_step(step(lambda hits: [0]), 0, 4)
+    assert "experts.2.bias" in traced.untrained and len(traced.untrained) == 6
 
 
 def an_optimizer_from_outside_is_put_back():
@@ -325,6 +367,7 @@ CHECKS = [
     what_was_there_before_is_untouched,
     a_read_in_mid_step_is_noticed,
     reads_leave_the_rest_of_the_step_alone,
+    experts_that_values_choose_are_all_planned,
     an_optimizer_from_outside_is_put_back,
     parameters_that_step_themselves,
     micro_batches_are_counted,

@@ -37,6 +37,17 @@ def warnings(
             f"a value is read on the host in mid-step ({place}): what it depends on runs once "
             "more, in a program of its own that is not planned, and the host waits for it"
         )
+    for place in dict.fromkeys(step.sized_by_data):
+        yield (
+            f"how many elements a tensor has depends on values ({place}): on a TPU every number is "
+            "another program, compiled when it first occurs. Planned with as many as there can be"
+        )
+    if step.untrained:
+        names = ", ".join(step.untrained[:4]) + (" …" if len(step.untrained) > 4 else "")
+        yield (
+            f"{len(step.untrained)} of {step.trained} parameters that the optimizer trains got no "
+            f"gradient, and what computes with them is not planned: {names}"
+        )
     if not step.has_optimizer and any(c.phase == "backward" for c in schedule.collectives):
         yield (
             "there is a backward, but nothing updates the parameters; a condition on a value that "

@@ -19,6 +19,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from ...collectives.routes import attributes_of
 from ...ranks.cpu import call_site
@@ -49,6 +50,8 @@ class Pretence:
     Attributes:
         reads: places (``file:line in function``) where pending values were asked for. They get
             zeros, true if finiteness was asked, and masks that select everything.
+        sized_by_data: places where values decided how many elements a tensor has. There are as many
+            as there can be.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Pretence:
         self.rank, self.size, self.slice = rank, size, slice
         self.on_cut, self.on_read = on_cut, on_read
         self.reads: list[str] = []
+        self.sized_by_data: list[str] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Pretence:
@@ -90,13 +94,18 @@ class Pretence:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def read(self, tensors: list[torch.Tensor], value: float | None = None) -> None:
+    def read(self, tensors: list[torch.Tensor]) -> None:
         """Pending ``tensors`` are about to be read: they get values, zeros as a rule."""
         self.reads.append(call_site.here())
         self.on_read()
         for tensor in tensors:
-            told = getattr(tensor, _TOLD, 0) if value is None else value
-            settle([tensor], float(told))
+            settle([tensor], float(getattr(tensor, _TOLD, 0)))
+
+    def select(self, masks: list[torch.Tensor]) -> None:
+        """Pending ``masks`` are about to decide on a shape: they select everything."""
+        self.sized_by_data.append(call_site.here())
+        self.on_read()
+        settle(masks, 1.0)
 
 
 def settle(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
@@ -125,11 +134,12 @@ class _NothingIsRead(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _TELLS or func in _CARRIES or func in _TURNS:
             return _with_truth(func, args, kwargs)
-        if func is torch.Tensor.__getitem__:
-            # As many elements as there can be.
-            masks = [t for t in xla_tensors(args[1:]) if t.dtype is torch.bool and is_pending(t)]
-            if masks:
-                self.pretence.read(masks, 1.0)
+        if masks := [t for t in _masks(func, args, kwargs) if is_pending(t)]:
+            self.pretence.select(masks)
+            if func in _PLACES or func in _CHOICES:
+                return _everywhere(func, masks[0])
+        elif (func in _VIEWS or func in _VALUES) and _is_known(args, kwargs):
+            return _computed(func, args, kwargs)
         elif func in READS and reads_to_host(func, args, kwargs):
             pending = [t for t in xla_tensors((args, kwargs)) if is_pending(t)]
             if pending:
@@ -141,6 +151,46 @@ class _NothingIsRead(TorchFunctionMode):
             if torch.empty(*args, **{**plain, "device": "meta"}).numel() >= _LARGE:
                 return torch.zeros(*args, **plain)
         return func(*args, **kwargs)
+
+
+def _masks(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """What decides on the shape of the result."""
+    if func in (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select):
+        return [t for t in xla_tensors((args[1:], kwargs)) if t.dtype is torch.bool]
+    if func in _PLACES or (func in _CHOICES and len(args) + len(kwargs) == 1):
+        return xla_tensors((args, kwargs))
+    return []
+
+
+def _everywhere(func: Any, mask: torch.Tensor) -> Any:
+    """The places in a mask that selects everything. What is computed from them alone is known."""
+    return _on_device(func(torch.ones(mask.shape)), mask.device)
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        sent: Any = xm.send_cpu_data_to_device([value], device)
+        setattr(sent[0], _KNOWN, value)
+        return sent[0]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_device(one, device) for one in value)
+    return value
+
+
+def _is_known(args: tuple, kwargs: dict) -> bool:
+    tensors = xla_tensors((args, kwargs))
+    return bool(tensors) and all(hasattr(tensor, _KNOWN) for tensor in tensors)
+
+
+def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
+    """On the host, as nothing runs on the device."""
+    if func is torch.Tensor.__iter__:
+        func = torch.Tensor.unbind
+        return iter(_computed(func, args, kwargs))
+    device = xla_tensors((args, kwargs))[0].device
+    args, kwargs = tree_map_only(torch.Tensor, lambda t: getattr(t, _KNOWN, t), (args, kwargs))
+    value = func(*args, **kwargs)
+    return value if func in _VALUES else _on_device(value, device)
 
 
 def _first(args: tuple, kwargs: dict) -> object:
@@ -166,7 +216,19 @@ _FILLS = frozenset(
     if name.endswith("_") and isinstance(value, types.FunctionType)
 )
 _DRAWS = frozenset({torch.randn, torch.rand})
+_PLACES = frozenset({torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere})
+_CHOICES = frozenset({torch.where})  # without values to choose from: nonzero(as_tuple=True)
 
+_VIEWS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in "__getitem__ __iter__ unbind select squeeze unsqueeze flatten reshape view".split()
+)
+_VALUES = frozenset(
+    getattr(torch.Tensor, name)
+    for name in "item tolist cpu numpy __bool__ __float__ __int__ __index__".split()
+)
+# On a tensor: the values it would have, were everything selected.
+_KNOWN = "_xla_fsdp_known"
 # On a tensor: whether it is true, had the step run. Losses are finite.
 _TOLD = "_xla_fsdp_told"
 _TELLS = {

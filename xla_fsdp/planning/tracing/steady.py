@@ -31,6 +31,7 @@ class SteadyOptimizers:
         stepped: optimizers whose step was traced.
         all: every optimizer that has stepped, or is about to.
         with_closure: whether one was called with a closure.
+        untrained: parameters that one is to train and that had no gradient at its first step.
         warming_up: whether the extra step is under way.
     """
 
@@ -43,6 +44,7 @@ class SteadyOptimizers:
         self.stepped: list[Optimizer] = []
         self._naming = naming
         self.with_closure = False
+        self.untrained: list[torch.Tensor] = []
         self.warming_up = False
         self._saved: list[_Saved] = []
 
@@ -73,6 +75,10 @@ class SteadyOptimizers:
             # With a closure the step runs forward and backward, perhaps often: too much to undo.
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if closure is None:
+                self.untrained += [
+                    p for group in optimizer.param_groups for p in group["params"]
+                    if p.requires_grad and p.grad is None and p.numel()
+                ]  # fmt: skip
                 self._warm_up(optimizer, args, kwargs)
             else:
                 self.with_closure = True

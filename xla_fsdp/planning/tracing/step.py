@@ -35,6 +35,9 @@ class TracedStep:
         has_optimizer: whether parameters are updated.
         with_closure: whether an optimizer was called with a closure, so that its state is that of a
             first step.
+        sized_by_data: places where values decided on a shape.
+        untrained: names of parameters that an optimizer has, and that got no gradient.
+        trained: how many parameters the optimizers have that require one.
     """
 
     program: TracedProgram
@@ -43,6 +46,9 @@ class TracedStep:
     programs_before: int
     has_optimizer: bool
     with_closure: bool = False
+    sized_by_data: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
+    trained: int = 0
 
 
 def trace_step(
@@ -90,7 +96,7 @@ def _trace(step: Callable[[], Any], rank: int, size: int, slice: Slice | None) -
                 del result
             except StepTraced:
                 pass
-        traced = run.finish(tuple(pretence.reads))
+        traced = run.finish(pretence)
         run.forget()
     return traced
 
@@ -160,17 +166,30 @@ class _Run:
         self.over = True
         raise StepTraced
 
-    def finish(self, reads: tuple[str, ...]) -> TracedStep:
+    def finish(self, pretence: Pretence) -> TracedStep:
         if self.found is None:
             raise ValueError(
                 "the step traced nothing on the XLA device: it must build the model there, run one "
                 "training step and leave the sync to plan (or call torch_xla.sync() after the "
                 "optimizer's step)"
             )
+        owners = self._owners()
         return TracedStep(
-            self.found, self.bound, reads, max(self.programs - 1, 0), self.has_optimizer,
-            self.optimizers.with_closure,
-        )  # fmt: skip
+            program=self.found,
+            bound=self.bound,
+            reads=tuple(pretence.reads),
+            programs_before=max(self.programs - 1, 0),
+            has_optimizer=self.has_optimizer,
+            with_closure=self.optimizers.with_closure,
+            sized_by_data=tuple(pretence.sized_by_data),
+            untrained=tuple(owners.get(p, "a parameter") for p in self.optimizers.untrained),
+            trained=sum(
+                p.requires_grad
+                for optimizer in self.optimizers.all
+                for group in optimizer.param_groups
+                for p in group["params"]
+            ),
+        )
 
     def forget(self) -> None:
         """Lets go of the model."""
@@ -200,12 +219,17 @@ class _Run:
         trained = {plain(n) for root in self.naming.roots for n, _ in root.named_parameters()}
         return any(program.arguments[number] in trained for number in program.donated)
 
-    def _names(self, boundary: StepBoundary) -> dict[int, str]:
-        """What the device buffers are called."""
+    def _owners(self) -> dict[torch.Tensor, str]:
+        """What parameters and buffers are called."""
         owners: dict[torch.Tensor, str] = {}
         for root in self.naming.roots:
             for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
                 owners.setdefault(tensor, plain(name))
+        return owners
+
+    def _names(self, boundary: StepBoundary) -> dict[int, str]:
+        """What the device buffers are called."""
+        owners = self._owners()
         named = [(name, tensor) for tensor, name in owners.items()]
         for optimizer in self.optimizers.all:
             named += named_state(optimizer, owners)
