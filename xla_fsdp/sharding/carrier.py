@@ -42,7 +42,9 @@ class Carrier:
         def gathered(given: Tensors) -> Tensors:
             inside, rest = Order(), iter(given)
             # What stands for a shard in the trace is no Parameter.
-            own = [replace(t, shard=next(rest)) for t in tensors] if shards else list(tensors)
+            own = list(tensors)
+            if shards:
+                own = [replace(t, shard=next(rest)) for t in own]  # type: ignore[arg-type]
             pieces = {number: next(rest) for number, _ in kept}
             then = [next(rest) for _ in events]
             inside.last = next(rest, None)

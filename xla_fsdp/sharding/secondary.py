@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..collectives.order import after
 from ..collectives.world import World
 from .freeing import Stamp, stamps
 
@@ -45,11 +46,19 @@ class Secondary:
     shard_stamps: list[Stamp] = field(default_factory=list)
     pieces: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def keep(self, number: int, gathered: torch.Tensor) -> None:
-        """Keeps this rank's part of ``gathered``, ``(rows, ...)``, as ``(rows / k, ...)``."""
+    def keep(self, number: int, gathered: torch.Tensor) -> torch.Tensor:
+        """Keeps this rank's part of ``gathered``, ``(rows, ...)``, as ``(rows / k, ...)``.
+
+        Returns ``gathered`` as it is to be used: not before the part exists. Left alone, the
+        compiler puts the cutting off to the backward, and the whole stays in memory until then.
+        """
         parts = gathered.view(self.world.size, -1, *gathered.shape[1:])
         # Data, not a number in the program: all ranks must have the same.
-        self.pieces[number] = torch.index_select(parts, 0, self.world.rank_on_device)[0]
+        piece = torch.index_select(parts, 0, self.world.rank_on_device)[0]
+        if self.world.as_on_tpu:
+            gathered, piece = after([gathered, piece], [piece])
+        self.pieces[number] = piece
+        return gathered
 
 
 class Secondaries:
@@ -85,7 +94,9 @@ class Secondaries:
 def within(world: World, size: int) -> World:
     """The world of each ``size`` consecutive ranks of ``world``."""
     groups = tuple(
-        group[first : first + size] for group in world.groups for first in range(0, len(group), size)
+        group[first : first + size]
+        for group in world.groups
+        for first in range(0, len(group), size)
     )
     # Routes are ways over a whole slice.
     return replace(

@@ -104,10 +104,10 @@ class Wire:
             shard = order.turn(shard).view(shape) if in_turn else torch.view_copy(shard, shape)
             name = self._name([tensors[i] for i in part])
             gathered = world.all_gather(self._cast(shard), name)
+            if secondary is not None and not kept and not backward:
+                gathered = secondary.keep(part[0], gathered)
             if in_turn:
                 order.gathered(gathered)
-            if secondary is not None and not kept and not backward:
-                secondary.keep(part[0], gathered)
             layouts = [tensors[i].layout for i in part]
             for i, piece in zip(part, _unpacked(gathered, layouts), strict=True):
                 full[i] = tensors[i].layout.split(piece)
