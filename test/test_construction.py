@@ -438,7 +438,8 @@ def wrong_arguments(rank):
           compute_dtype=torch.float64)  # fmt: skip
     fails(ValueError, "compute_dtype must be .* got 'bfloat16'", compute_dtype="bfloat16")
     fails(ValueError, "buffer_dtype must be", buffer_dtype=torch.int8)
-    fails(TypeError, "reshard_after_forward must be True or False, got 1", reshard_after_forward=1)
+    fails(TypeError, "reshard_after_forward must be True, False or a number of ranks, got 'yes'",
+          reshard_after_forward="yes")  # fmt: skip
     fails(TypeError, "param_init_fn must be a function of one module", param_init_fn=3)
     fails(ValueError, "needs sharding_rank and sharding_world_size", sharding_groups=[[0, 1]])
     fails(ValueError, "sharding_rank must be in 0..1, got 2",

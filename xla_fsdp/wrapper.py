@@ -46,7 +46,10 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             values must be the same on every rank (same seed, or same checkpoint), unless
             ``sync_module_states``.
         reshard_after_forward: free the full parameters after the forward and gather them again
-            for the backward (ZeRO-3). ``False``: keep them in between (ZeRO-2).
+            for the backward (ZeRO-3). ``False``: keep them in between (ZeRO-2). A number ``k``:
+            keep a ``k``-th on each of ``k`` consecutive ranks, and gather for the backward within
+            these (ZeRO++'s hpZ, torch's ``fully_shard``); it divides the ranks that share the
+            parameters.
         flatten_parameters: store all parameters of this wrapper as one vector (one for each dtype,
             and for trainable and frozen ones), ``flat_param_0``, ...
         execute_sharding_on_init: run the slicing at once if the module was on the XLA device, so
@@ -107,7 +110,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
     def __init__(
         self,
         module: nn.Module,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | int = True,
         flatten_parameters: bool = False,
         execute_sharding_on_init: bool = True,
         optimization_barrier_in_forward: bool = True,
@@ -178,13 +181,14 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         if self._is_root is None:
             self._become_root()
         self._settle(recursive=False)
-        one = unit.begin((args, kwargs))
+        stays = self._keeps_parameters()
+        one = unit.begin((args, kwargs), stays)
         keep = False
         try:
             with parameters_saved_as_recipes(), computing((one,)):
                 outputs = one.copied_out(forward(*args, **kwargs))
             unit.require_unchanged(one)
-            keep = self._keeps_parameters()
+            keep = stays
         except RuntimeError as error:
             _require_on_device(self, (args, kwargs), error)
             raise

@@ -134,6 +134,12 @@ def _checked(options: dict[str, Any]) -> FSDPOptions:
             "would have to hand the full parameters of all blocks to the loop of the backward. "
             "Wrap the blocks singly"
         )
+    if not isinstance(checked.reshard_after_forward, bool):
+        raise ValueError(
+            f"reshard_after_forward={checked.reshard_after_forward} is not possible in "
+            "scan_blocks: the loop of the backward gathers from the shards. Leave it True, or wrap "
+            "the blocks singly"
+        )
     if checked.flatten_parameters:
         raise ValueError(
             "flatten_parameters=True is not possible in scan_blocks, and not needed: small "

@@ -9,6 +9,7 @@ import torch
 
 from ..collectives.order import Order
 from .once import Once, Tensors
+from .secondary import Secondary
 from .sharded_tensor import ShardedTensor
 from .wire import Wire
 
@@ -26,30 +27,43 @@ class Carrier:
         order: Order,
         events: Sequence[torch.Tensor],
         backward: bool,
+        secondary: Secondary | None = None,
     ) -> Tensors:
         """As :meth:`Wire.gather`."""
         if not tensors:
             return []
         if not self._wire.world.as_on_tpu:
-            return self._wire.gather(tensors, order, events, backward)
+            return self._wire.gather(tensors, order, events, backward, secondary)
         before = [] if order.last is None else [order.last]
+        kept = [] if secondary is None else list(secondary.pieces.items())
+        fills = secondary is not None and not kept and not backward
+        shards = [] if kept else [tensor.shard for tensor in tensors]
 
         def gathered(given: Tensors) -> Tensors:
-            inside = Order()
-            if before:
-                inside.last = given.pop()
+            inside, rest = Order(), iter(given)
             # What stands for a shard in the trace is no Parameter.
-            pairs = zip(tensors, given, strict=False)
-            own = [replace(t, shard=shard) for t, shard in pairs]  # type: ignore[arg-type]
-            full = self._wire.gather(own, inside, given[len(own) :], backward)
-            return full if inside.last is None else [*full, inside.last]
+            own = list(tensors)
+            if shards:
+                own = [replace(t, shard=next(rest)) for t in own]  # type: ignore[arg-type]
+            pieces = {number: next(rest) for number, _ in kept}
+            then = [next(rest) for _ in events]
+            inside.last = next(rest, None)
+            held = None if secondary is None else replace(secondary, pieces=pieces)
+            full = self._wire.gather(own, inside, then, backward, held)
+            made = list(held.pieces.values()) if held is not None and fills else []
+            return [*full, *made, *([] if inside.last is None else [inside.last])]
 
-        shards = [tensor.shard for tensor in tensors]
-        key = backward, len(events)
-        found = self._once("gather", gathered, [*shards, *events, *before], key)
+        key = backward, len(events), bool(kept), fills
+        given = [*shards, *(piece for _, piece in kept), *events, *before]
+        found = self._once("gather", gathered, given, key)
         number = sum(len(tensor.layout.members) for tensor in tensors)
-        order.last = found[number] if len(found) > number else None
-        return found[:number]
+        full, found = found[:number], found[number:]
+        if secondary is not None and fills:
+            numbers = [part[0] for part in self._wire.gathered_parts(tensors)]
+            secondary.pieces.update(zip(numbers, found, strict=False))
+            found = found[len(numbers) :]
+        order.last = found[0] if found else None
+        return full
 
     def reduce(
         self,

@@ -20,12 +20,15 @@ from torch.autograd.function import once_differentiable
 
 from ..tree import map_tensors
 from .freeing import Stamp, fill_, free_, stamps
+from .secondary import Secondary
 
 
 class ParameterState(enum.Enum):
     """What of a unit's parameters a pass holds in device memory."""
 
-    SHARDED = enum.auto()  # nothing beyond the shards: the full tensors have one element each
+    # Nothing beyond the shards: the full tensors have one element each. With
+    # reshard_after_forward=<int>, until the backward is over, the pieces of a `Secondary`.
+    SHARDED = enum.auto()
     UNSHARDED = enum.auto()  # the full parameters, in compute dtype
 
 
@@ -44,8 +47,10 @@ class Gathers(Protocol):
     def name_of(self, index: int) -> str:
         """The dotted name of full parameter ``index``."""
 
-    def gather(self, events: Sequence[torch.Tensor], backward: bool) -> list[torch.Tensor]:
-        """Every full parameter, not before ``events`` exist."""
+    def gather(
+        self, events: Sequence[torch.Tensor], backward: bool, secondary: Secondary | None
+    ) -> list[torch.Tensor]:
+        """Every full parameter, not before ``events`` exist; from or into ``secondary``."""
 
     def reduce(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
@@ -67,8 +72,9 @@ class Pass:
     the graph, without waiting for the garbage collector.
     """
 
-    def __init__(self, unit: Gathers):
+    def __init__(self, unit: Gathers, secondary: Secondary | None = None):
         self.unit = unit
+        self.secondary = secondary
         self.full: list[torch.Tensor] = []
         self.state = ParameterState.SHARDED
         # What was gathered, and what came out of it: see :func:`stamps`.
@@ -126,7 +132,7 @@ class Pass:
         """To ``UNSHARDED``, not before ``events`` exist; nothing if it is so already."""
         if self.state is ParameterState.SHARDED:
             with torch.no_grad():
-                fill_(self.full, self.unit.gather(events, backward=True))
+                fill_(self.full, self.unit.gather(events, True, self.secondary))
             self.state = ParameterState.UNSHARDED
 
     def reshard(self) -> None:
@@ -134,6 +140,12 @@ class Pass:
         if self.state is ParameterState.UNSHARDED:
             free_(self.full, self.unit.placeholder)
             self.state = ParameterState.SHARDED
+
+    def finish(self) -> None:
+        """After the backward: to ``SHARDED``, and nothing is kept for another one."""
+        self.reshard()
+        if self.secondary is not None:
+            self.secondary.pieces.clear()
 
     def copied_out(self, outputs: Any) -> Any:
         """``outputs`` with copies of parameters that are returned themselves and would be freed."""
@@ -209,7 +221,7 @@ class Gather(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.source = weakref.ref(source)
         ctx.unit = source.unit
-        return tuple(source.unit.gather(events, backward=False))
+        return tuple(source.unit.gather(events, False, source.secondary))
 
     @staticmethod
     @once_differentiable

@@ -7,9 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch_xla.runtime as xr
 
 from ..collectives.order import BackwardPrefetch
 from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, meant_by_precision
+from .secondary import checked_reshard
 from .strategy import ShardingStrategy, checked_mesh, meant_by_strategy
 
 
@@ -17,7 +19,7 @@ from .strategy import ShardingStrategy, checked_mesh, meant_by_strategy
 class FSDPOptions:
     """The constructor's arguments, by their names; see ``XlaFullyShardedDataParallel``."""
 
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     flatten_parameters: bool = False
     execute_sharding_on_init: bool = True
     optimization_barrier_in_forward: bool = True
@@ -47,6 +49,8 @@ class FSDPOptions:
     def __post_init__(self) -> None:
         for option in fields(self):
             value = getattr(self, option.name)
+            if option.name == "reshard_after_forward":
+                continue  # may be a number, see below
             if isinstance(option.default, bool) and not isinstance(value, bool):
                 raise TypeError(f"{option.name} must be True or False, got {value!r}")
         for name in ("compute_dtype", "buffer_dtype"):
@@ -63,6 +67,9 @@ class FSDPOptions:
                 f"param_init_fn must be a function of one module, got {self.param_init_fn!r}"
             )
         self._settle_groups()
+        size = self.sharding_world_size or xr.world_size()
+        resharded = checked_reshard(self.reshard_after_forward, size)
+        object.__setattr__(self, "reshard_after_forward", resharded)
         meant = meant_by_precision(self.mixed_precision)
         self._settle(f"mixed_precision={self.mixed_precision}", meant)
 
@@ -87,6 +94,10 @@ class FSDPOptions:
             if option.name not in meant:
                 continue
             given, value = getattr(self, option.name), meant[option.name]
+            if option.name == "reshard_after_forward" and not isinstance(given, bool):
+                if value and given != 1:
+                    continue  # among how many ranks, where the strategy says that
+                given = False if given == 1 else given  # 1 is equal to True
             if option.name.endswith("_groups") and given is not None:
                 given = [list(group) for group in given]
             if given not in (option.default, value):

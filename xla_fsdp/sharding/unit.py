@@ -19,6 +19,7 @@ from .carrier import Carrier
 from .freeing import Stamp
 from .gathering import Pass
 from .options import FSDPOptions
+from .secondary import Secondaries, Secondary
 from .sharded_tensor import Place, ShardedTensor, set_home
 from .wire import Wire
 
@@ -52,6 +53,9 @@ class Unit:
         self.summoned = False
         self.wire = Wire(options, world)
         self.carrier = Carrier(self.wire)
+        # Only with reshard_after_forward=<int>.
+        size = options.reshard_after_forward
+        self.secondaries = None if isinstance(size, bool) else Secondaries(world, size)
         # Shared by the units of a model once its root is known.
         self.order = Order()
         # Full gradients of the micro-batches inside no_sync, by index in `tensors`.
@@ -129,17 +133,28 @@ class Unit:
         """Whether a forward of this unit is under way (a module may call itself)."""
         return self._computing > 0
 
-    def begin(self, inputs: Any) -> Pass:
-        """Gathers for a forward on ``inputs`` and gives the modules their full parameters."""
+    def begin(self, inputs: Any, keep: bool) -> Pass:
+        """Gathers for a forward on ``inputs`` and gives the modules their full parameters.
+
+        ``keep``: these will stay until the backward.
+        """
         if self._installed is None:
             self._require_resting()
-        one = Pass(self)
+        one = Pass(self, self._secondary(keep))
         if self.tensors:
             arguments = tensors_in(inputs)
             one.gather(self._forward_events(arguments), self._needs_anchor(arguments))
         self._computing += 1
         self.install(one)
         return one
+
+    def _secondary(self, keep: bool) -> Secondary | None:
+        """What a pass gathers from, or fills for its backward."""
+        if self.secondaries is None or not torch.is_grad_enabled():
+            return None
+        if torch._C._current_graph_task_id() != -1:  # recomputation inside a backward
+            return self.secondaries.of(self.shards)
+        return None if keep else self.secondaries.fresh(self.shards)
 
     def _forward_events(self, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not (self.world.as_on_tpu and self.options.optimization_barrier_in_forward):
@@ -267,15 +282,17 @@ class Unit:
 
     def _leave_backward(self, task: int) -> None:
         for one in self._backward.pop(task, ()):
-            one.reshard()
+            one.finish()
         self.order.backward_over()
         self._restore()
 
     # -- bytes ----------------------------------------------------------------------------------
 
-    def gather(self, events: Sequence[torch.Tensor], backward: bool) -> list[torch.Tensor]:
+    def gather(
+        self, events: Sequence[torch.Tensor], backward: bool, secondary: Secondary | None
+    ) -> list[torch.Tensor]:
         """Every full parameter in compute dtype, traced to run after ``events``."""
-        return self.carrier.gather(self.tensors, self.order, events, backward)
+        return self.carrier.gather(self.tensors, self.order, events, backward, secondary)
 
     def reduce(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]

@@ -18,6 +18,7 @@ from ..collectives.order import Order, after
 from ..collectives.world import World
 from .layout import LANES, Layout
 from .options import FSDPOptions
+from .secondary import Secondary
 from .sharded_tensor import ShardedTensor
 
 # Full parameters of up to this many bytes on the wire travel together. 128 KiB take the two links
@@ -68,16 +69,27 @@ class Wire:
         order: Order,
         events: Sequence[torch.Tensor],
         backward: bool,
+        secondary: Secondary | None = None,
     ) -> list[torch.Tensor]:
         """Every full parameter of ``tensors`` in compute dtype, traced to run after ``events``.
 
         ``backward``: the last are asked for first. The compiler keeps to the order of tracing where
         nothing else decides, and a parameter gathered before its turn takes up memory.
+        ``secondary``: gathered from, if it holds something; else a forward fills it.
         """
-        parts = self._parts(tensors, (self._compute_dtype(tensor) for tensor in tensors))
+        parts = self.gathered_parts(tensors)
         if backward:
             parts.sort(key=lambda part: (len(part) < 2, -part[0]))
-        packed = [_packed([tensors[i] for i in part]) for part in parts]
+        world = self.world
+        kept: dict[int, torch.Tensor] = {}
+        if secondary is not None and secondary.pieces:
+            world, kept = secondary.world, secondary.pieces
+        packed = [
+            (kept[part[0]], tuple(kept[part[0]].shape))
+            if kept
+            else _packed([tensors[i] for i in part])
+            for part in parts
+        ]
         shards = [shard for shard, _ in packed]
         # On a CPU torch_xla's token has them in order, and barriers are dropped.
         in_turn = self.world.as_on_tpu
@@ -91,7 +103,9 @@ class Wire:
             # keeps in between.
             shard = order.turn(shard).view(shape) if in_turn else torch.view_copy(shard, shape)
             name = self._name([tensors[i] for i in part])
-            gathered = self.world.all_gather(self._cast(shard), name)
+            gathered = world.all_gather(self._cast(shard), name)
+            if secondary is not None and not kept and not backward:
+                gathered = secondary.keep(part[0], gathered)
             if in_turn:
                 order.gathered(gathered)
             layouts = [tensors[i].layout for i in part]
@@ -102,6 +116,10 @@ class Wire:
                 shard = self._cast(tensor.shard)
                 full[i] = [shard.new_zeros(member.shape) for member in tensor.layout.members]
         return [value for i in range(len(tensors)) for value in full[i]]
+
+    def gathered_parts(self, tensors: Sequence[ShardedTensor]) -> list[list[int]]:
+        """Numbers of the tensors by gather: see :meth:`_parts`."""
+        return self._parts(tensors, (self._compute_dtype(tensor) for tensor in tensors))
 
     def _compute_dtype(self, tensor: ShardedTensor) -> torch.dtype:
         dtype, own = self.options.compute_dtype, tensor.shard.dtype
