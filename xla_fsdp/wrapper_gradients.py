@@ -10,6 +10,7 @@ from torch import nn
 
 from .names import is_wrapper
 from .sharding.clipping import clip_grad_norm_
+from .sharding.comm_hook import Hook, register
 from .sharding.unit import Unit
 
 
@@ -79,6 +80,26 @@ class GradientMethods(nn.Module):
     @property
     def gradient_postdivide_factor(self) -> float:
         return self._unit.wire.postdivide
+
+    def register_comm_hook(self, state: object, hook: Hook, over: str = "all") -> None:
+        """Has ``hook(state, bucket)`` make every reduction of gradients of this wrapper and of
+        those inside it: ``docs/communication-hooks.md``.
+
+        Args:
+            state: handed to ``hook`` as it is. Not saved with the model.
+            hook: takes ``state`` and a :class:`~xla_fsdp.comm_hooks.GradBucket`, returns the mean
+                gradient of this rank's shards: ``bucket.reduce(changed)`` to change what is sent,
+                ``bucket.shard_of(means)`` after averaging by other means. All ranks must do alike.
+            over: ``"all"``: the hook gets each rank's own full gradients. ``"replicas"`` (hybrid
+                sharding): gradients are reduced within the sharding group as ever, and the hook
+                averages these shards over the replicas.
+
+        Raises:
+            TypeError: ``hook`` is no such function, or is one of torch.distributed.
+            ValueError: ``over`` is something else, there are no replicas, or blocks are scanned.
+            RuntimeError: a hook is registered already.
+        """
+        register(self._wrapped_units(), state, hook, over)
 
     def _wrapped_units(self) -> list[Unit]:
         wrappers = (module for module in self.modules() if isinstance(module, GradientMethods))
