@@ -1,12 +1,11 @@
-"""What users ask of a wrapper besides computing: names, state dicts, gradients."""
+"""What users ask of a wrapper besides computing: names, attributes, state dicts."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,21 +14,20 @@ from torch import nn
 from .names import WRAPPED, is_wrapper
 from .sharding import metadata
 from .sharding.attributes import ModuleParameters, refuse_replacement
-from .sharding.clipping import clip_grad_norm_
 from .sharding.gathering import in_method
 from .sharding.options import FSDPOptions
 from .sharding.summon import require_no_scanned, summon_full_params
-from .sharding.unit import Unit, units_in
+from .sharding.unit import units_in
+from .wrapper_gradients import GradientMethods
 
 # What instances of nn.Module have, and wrappers besides.
 _OWN = frozenset(vars(nn.Module())) | {WRAPPED, "_unit", "_is_root", "_forward_methods"}
 
 
-class WrapperMethods(nn.Module):
+class WrapperMethods(GradientMethods):
     """A module around ``_fsdp_wrapped_module`` whose parameters ``_unit`` shards."""
 
     _is_fsdp_wrapper = True  # see names.is_wrapper
-    _unit: Unit
     _is_root: bool | None = None
     # Methods of the wrapped module that compute like its forward.
     _forward_methods: frozenset[str] = frozenset()
@@ -201,26 +199,9 @@ class WrapperMethods(nn.Module):
         """The shards that this wrapper (not those inside it) gathers."""
         return self._unit.shards
 
-    @property
-    def params_with_grad(self) -> list[nn.Parameter]:
-        """All shards, inner wrappers included, that have a gradient."""
-        return [parameter for parameter in self.parameters() if parameter.grad is not None]
-
     def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """``list(named_parameters())``: names here are the original ones."""
         return list(self.named_parameters())
-
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        groups: Sequence[Sequence[int]] | None = None,
-    ) -> torch.Tensor:
-        """Scales all gradients so that their total norm is at most ``max_norm``; see
-        :func:`xla_fsdp.sharding.clipping.clip_grad_norm_`. Must be called on every rank."""
-        return clip_grad_norm_(
-            self._wrapped_units(), self.parameters(), max_norm, norm_type, groups
-        )
 
     summon_full_params = staticmethod(summon_full_params)
 
@@ -243,56 +224,7 @@ class WrapperMethods(nn.Module):
         inner = {id(m) for one in found for m in one.modules() if m is not one}
         return [m for m in found if id(m) not in inner and m._is_root is not False]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients, also those that ``no_sync`` has left unreduced.
-
-        An optimizer's ``zero_grad`` does not know of the latter.
-        """
-        super().zero_grad(set_to_none)
-        for unit in self._wrapped_units():
-            unit.forget_unsynced()
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within, backwards leave gradients unreduced; the first backward after it reduces the sum.
-
-        Saves the reductions of all but the last micro-batch, at the price of the full gradients in
-        memory.
-        """
-        units = self._wrapped_units()
-        before = [unit.require_sync for unit in units]
-        for unit in units:
-            unit.require_sync = False
-        try:
-            yield
-        finally:
-            for unit, value in zip(units, before, strict=True):
-                unit.require_sync = value
-
-    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
-        """Divides gradients by ``pre`` before and by ``post`` after the reduction.
-
-        The defaults average over all ranks. ``recursive``: in all wrappers inside as well.
-        """
-        for name, value in (("pre", pre), ("post", post)):
-            if not value > 0:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
-        for unit in self._wrapped_units() if recursive else [self._unit]:
-            unit.wire.predivide, unit.wire.postdivide = float(pre), float(post)
-
-    @property
-    def gradient_predivide_factor(self) -> float:
-        return self._unit.wire.predivide
-
-    @property
-    def gradient_postdivide_factor(self) -> float:
-        return self._unit.wire.postdivide
-
     def _settle(self, recursive: bool = True) -> None:
         if is_wrapper(self):
             for unit in self._wrapped_units() if recursive else [self._unit]:
                 unit.settle()
-
-    def _wrapped_units(self) -> list[Unit]:
-        wrappers = (module for module in self.modules() if isinstance(module, WrapperMethods))
-        return [module._unit for module in wrappers if is_wrapper(module)]

@@ -72,7 +72,8 @@ class Carrier:
         held: Mapping[int, torch.Tensor],
     ) -> tuple[dict[int, torch.Tensor], Tensors]:
         """As :meth:`Wire.reduce` of what :meth:`Wire.joined` makes of ``grads`` and ``held``."""
-        if not self._wire.world.as_on_tpu:
+        # What a user's hook does may differ from step to step.
+        if not self._wire.world.as_on_tpu or self._wire.hook is not None:
             return self._wire.reduce(tensors, self._wire.joined(tensors, grads, held))
         there = {n: tuple(grad is not None for grad in one) for n, one in grads.items()}
 

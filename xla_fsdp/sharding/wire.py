@@ -10,7 +10,7 @@ while another is computed with. On CPU ranks, where starting costs next to nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -30,17 +30,23 @@ BUCKET_BYTES = 1 << 25
 BESIDE_BYTES = 1 << 20
 
 
+# Makes a reduction of the tensors' full gradients, as :meth:`Wire.reducible` made these.
+Reduction = Callable[[Sequence[ShardedTensor], Sequence[torch.Tensor]], torch.Tensor]
+
+
 class Wire:
     """Gathers and reduces the sharded tensors of one unit.
 
     Attributes:
         predivide, postdivide: divisors of gradients before and after the reduction.
+        hook: what a user registered to make each reduction instead of :meth:`average`.
     """
 
     def __init__(self, options: FSDPOptions, world: World):
         self.options = options
         self.world = world
         self.label = ""
+        self.hook: Reduction | None = None
         self.predivide, self.postdivide = 1.0, float(world.size * world.replicas)
         if options.compute_dtype is torch.float16:
             self.divide_in_float16()
@@ -59,7 +65,10 @@ class Wire:
         """Whether the collective itself scales. That costs nothing, but is done in the dtype of the
         wire: only by a power of two, which is exact, and where nothing else is to be summed up
         first."""
-        return math.frexp(self.postdivide)[0] == 0.5 and self.world.replicas == 1
+        return self._divides_on_the_wire(self.postdivide)
+
+    def _divides_on_the_wire(self, divisor: float) -> bool:
+        return math.frexp(divisor)[0] == 0.5 and self.world.replicas == 1
 
     # -- gathering ------------------------------------------------------------------------------
 
@@ -102,7 +111,7 @@ class Wire:
             # before they wait (reshape it to the tiles of the wire, cast it), it does once and
             # keeps in between.
             shard = order.turn(shard).view(shape) if in_turn else torch.view_copy(shard, shape)
-            name = self._name([tensors[i] for i in part])
+            name = self.name([tensors[i] for i in part])
             gathered = world.all_gather(self._cast(shard), name)
             if secondary is not None and not kept and not backward:
                 gathered = secondary.keep(part[0], gathered)
@@ -162,9 +171,9 @@ class Wire:
         for part in self._parts([tensors[i] for i in numbers], (f.dtype for f in fulls.values())):
             part = [numbers[i] for i in part]
             own = [tensors[i] for i in part]
-            reduced = self._reduced([fulls[i] for i in part], self._name(own))
+            reduced = (self.hook or self.average)(own, [fulls[i] for i in part])
             arrived.append(reduced)
-            for i, tensor, piece in zip(part, own, self._shares(reduced, own), strict=True):
+            for i, tensor, piece in zip(part, own, self.shares(reduced, own), strict=True):
                 shards[i] = (
                     piece if piece.dtype == tensor.shard.dtype else piece.to(tensor.shard.dtype)
                 )
@@ -173,28 +182,46 @@ class Wire:
                 shards[i] = torch.zeros_like(tensors[i].shard)
         return shards, arrived
 
-    def _reduced(self, fulls: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    def average(
+        self, tensors: Sequence[ShardedTensor], fulls: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """The sum over all ranks, divided, of this rank's rows."""
-        full = fulls[0]
-        if len(fulls) > 1:
-            full = torch.cat([full.reshape(self.world.size, -1) for full in fulls], dim=1)
-            rows, *rest = _lanes(full.shape[1])
-            full = full.reshape(self.world.size * rows, *rest)
-        if self.predivide != 1:
-            full = full / self.predivide
-        exact = self.divides_on_the_wire
-        large = self.world.as_on_tpu and full.numel() * full.dtype.itemsize > BESIDE_BYTES
-        scale = 1 / self.postdivide if exact else 1.0
-        shard = self.world.reduce_scatter(full, name, scale, beside_compute=large)
+        return self.averaged(
+            self.packed(fulls), self.name(tensors), self.predivide, self.postdivide
+        )
+
+    def packed(self, fulls: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Full gradients that are reduced together as one, rank by rank."""
+        if len(fulls) == 1:
+            return fulls[0]
+        full = torch.cat([full.reshape(self.world.size, -1) for full in fulls], dim=1)
+        rows, *rest = lanes(full.shape[1])
+        return full.reshape(self.world.size * rows, *rest)
+
+    def averaged(
+        self, full: torch.Tensor, name: str, before: float, after: float, narrow: bool = False
+    ) -> torch.Tensor:
+        """This rank's rows of the sum over all ranks of ``full``, divided ``before`` it and after.
+
+        ``narrow``: replicas are summed up in the dtype of ``full``, not in float32.
+        """
+        if before != 1:
+            full = full / before
+        exact = self._divides_on_the_wire(after)
+        scale = 1 / after if exact else 1.0
+        beside = self.beside_compute(full)
+        shard = self.world.reduce_scatter(full, name, scale, beside_compute=beside)
         if exact:
             return shard
-        if shard.dtype != torch.float64:
-            shard = shard.float()
-        return self.world.sum_over_replicas(shard, name) / self.postdivide
+        shard = self.world.sum_over_replicas(shard if narrow else widened(shard), name)
+        return widened(shard) / after
 
-    def _shares(
-        self, reduced: torch.Tensor, tensors: Sequence[ShardedTensor]
-    ) -> list[torch.Tensor]:
+    def beside_compute(self, full: torch.Tensor) -> bool:
+        """Whether ``full`` is so large that its reduction should run beside compute."""
+        return self.world.as_on_tpu and full.numel() * full.dtype.itemsize > BESIDE_BYTES
+
+    def shares(self, reduced: torch.Tensor, tensors: Sequence[ShardedTensor]) -> list[torch.Tensor]:
+        """Every tensor's shard, out of what came from one reduction."""
         # Not views: torch_xla would keep what they are views of as well, while somebody holds one.
         if len(tensors) == 1:
             return [torch.view_copy(reduced, tensors[0].layout.shard_shape)]
@@ -233,10 +260,16 @@ class Wire:
             filled[dtype] += size
         return [*(bucket for buckets in together.values() for bucket in buckets), *alone]
 
-    def _name(self, tensors: Sequence[ShardedTensor]) -> str:
+    def name(self, tensors: Sequence[ShardedTensor]) -> str:
+        """What to call a collective of ``tensors``."""
         if len(tensors) == 1:
             return self.label + tensors[0].key
         return f"{self.label}small_parameters"
+
+
+def widened(shard: torch.Tensor) -> torch.Tensor:
+    """``shard`` in float32 if its dtype is narrower."""
+    return shard.float() if shard.dtype in (torch.float16, torch.bfloat16) else shard
 
 
 def _packed(tensors: Sequence[ShardedTensor]) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -244,14 +277,14 @@ def _packed(tensors: Sequence[ShardedTensor]) -> tuple[torch.Tensor, tuple[int, 
     if len(tensors) == 1:
         return tensors[0].shard, tensors[0].layout.wire_shape
     shard = torch.cat([_flat(tensor.shard) for tensor in tensors])
-    return shard, _lanes(shard.shape[0])
+    return shard, lanes(shard.shape[0])
 
 
 def _flat(shard: torch.Tensor) -> torch.Tensor:
     return shard if shard.dim() == 1 else shard.reshape(-1)
 
 
-def _lanes(length: int) -> tuple[int, int]:
+def lanes(length: int) -> tuple[int, int]:
     """The shape in which ``length`` elements a rank travel together."""
     return (length // LANES, LANES) if length % LANES == 0 else (1, length)
 
