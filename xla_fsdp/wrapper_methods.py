@@ -15,6 +15,7 @@ from torch import nn
 from .names import WRAPPED, is_wrapper
 from .sharding import metadata
 from .sharding.attributes import ModuleParameters, refuse_replacement
+from .sharding.averaging import average_ignored_gradients
 from .sharding.clipping import clip_grad_norm_
 from .sharding.gathering import in_method
 from .sharding.options import FSDPOptions
@@ -221,6 +222,14 @@ class WrapperMethods(nn.Module):
         return clip_grad_norm_(
             self._wrapped_units(), self.parameters(), max_norm, norm_type, groups
         )
+
+    def average_ignored_gradients(self) -> None:
+        """Gives ignored parameters the mean of all ranks' gradients; call it on every rank.
+
+        Between backward and clipping or step. Otherwise they have this rank's own gradient. Divides
+        as :meth:`set_gradient_divide_factors` says.
+        """
+        average_ignored_gradients(self._wrapped_units())
 
     summon_full_params = staticmethod(summon_full_params)
 
