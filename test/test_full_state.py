@@ -202,3 +202,31 @@ def refusals(rank):
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(run_ranks):
     run_ranks(refusals, 3)
+
+
+def changed_before(rank, folder):
+    """Shards that were changed in place (as every step does), then loaded, then read again."""
+    import torch_xla
+
+    from xla_fsdp import load_checkpoint, save_checkpoint
+
+    full_state_dict, load_full_state_dict = functions()
+    other = plain_zoo(9).state_dict()
+    for kind in ("nested", "flat", "none"):
+        model = zoo(kind)
+        for synced in (False, True):
+            with torch.no_grad():
+                for tensor in [*model.parameters(), *model.buffers()]:
+                    tensor.mul_(0)
+            if synced:
+                torch_xla.sync()
+            load_full_state_dict(model, other)
+            assert_equal(full_state_dict(model, rank0_only=False), other)
+            saved = save_checkpoint(folder, model, step=int(synced))
+            fresh = zoo("none", seed=4)
+            load_checkpoint(saved, fresh)
+            assert_equal(full_state_dict(fresh, rank0_only=False), other)
+
+
+def test_what_is_loaded_over_changed_values_is_what_is_read_afterwards(run_ranks, tmp_path):
+    run_ranks(changed_before, 2, str(tmp_path))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .sharding import metadata
 from .sharding.building import UnitBuilder
 from .sharding.first_step import compare_initial_weights, require_all_sharded
 from .sharding.gathering import computing, computing_passes
+from .sharding.ignored import mark_ignored
 from .sharding.mixed_precision import MixedPrecision
 from .sharding.optimizer_checks import watch_optimizers
 from .sharding.options import FSDPOptions
@@ -98,6 +99,10 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             ``(replicate, shard)`` mesh each row does, and columns average their gradients.
         mixed_precision: torch FSDP's names for the dtypes and for which inputs are cast, see
             :class:`~xla_fsdp.MixedPrecision`.
+        ignored_modules, ignored_parameters: submodules (with all that is in them, wrappers
+            excepted) and parameters that stay whole on every rank, whose gradients are not reduced,
+            see :meth:`average_ignored_gradients`. ``ignored_states`` is torch FSDP's name for
+            either. Policies leave them alone too.
         pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
             accepted and without effect. Layouts are never pinned (a pinned gather is an all-reduce
             of twice the bytes); every unit gathers and reduces its parameters together.
@@ -138,16 +143,20 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         sharding_strategy: ShardingStrategy | None = None,
         device_mesh: Any = None,
         mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        ignored_parameters: Iterable[nn.Parameter] | None = None,
+        ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
     ):
         _require_wrappable(module)
         given = locals()
         options = FSDPOptions(**{name: given[name] for name in FSDPOptions.__dataclass_fields__})
         super().__init__()
+        ignored = mark_ignored(module, ignored_modules, ignored_parameters, ignored_states)
         if auto_wrap_policy is not None:
             require_unwrapped(module)
             wrapper_cls = auto_wrapper_callable or type(self)
             kwargs = options.as_kwargs()
-            recursive_wrap(module, auto_wrap_policy, wrapper_cls, only_wrap_children=True, **kwargs)
+            recursive_wrap(module, auto_wrap_policy, wrapper_cls, *ignored, True, **kwargs)
         self.fsdp_options = options
         world = World.current(
             options.sharding_groups,

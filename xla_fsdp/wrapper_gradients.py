@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .names import is_wrapper
+from .sharding.averaging import average_ignored_gradients
 from .sharding.clipping import clip_grad_norm_
 from .sharding.comm_hook import Hook, register
 from .sharding.unit import Unit
@@ -35,6 +36,14 @@ class GradientMethods(nn.Module):
         return clip_grad_norm_(
             self._wrapped_units(), self.parameters(), max_norm, norm_type, groups
         )
+
+    def average_ignored_gradients(self) -> None:
+        """Gives ignored parameters the mean of all ranks' gradients; call it on every rank.
+
+        Between backward and clipping or step. Otherwise they have this rank's own gradient. Divides
+        as :meth:`set_gradient_divide_factors` says.
+        """
+        average_ignored_gradients(self._wrapped_units())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, also those that ``no_sync`` has left unreduced.

@@ -11,7 +11,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from ..sharding.freeing import fill_
+from ..sharding.freeing import assign_
 from .inventory import Held, HeldBuffer, Inventory
 from .matching import Match
 from .optimizer_matching import Elements, Number, OptimizerMatch
@@ -98,10 +98,7 @@ def assign(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         here = [pair for pair in on_device if pair[0].device == device]
         arrived: Any = xm.send_cpu_data_to_device([value for _, value in here], device)
         moved += [(tensor, value) for (tensor, _), value in zip(here, arrived, strict=True)]
-    fill_([tensor for tensor, _ in moved], [value for _, value in moved])
-    for tensor, _ in moved:
-        if not tensor.is_inference():  # for autograd it is another one now
-            torch.autograd.graph.increment_version(tensor)
+    assign_([tensor for tensor, _ in moved], [value for _, value in moved])
     with torch.no_grad():
         for tensor, value in pairs:
             if tensor.device.type != "xla":

@@ -15,6 +15,7 @@ from ..ranks.rank import is_pretending
 from .attributes import ModuleParameters
 from .deferred_init import is_on_meta, materialize
 from .freeing import release_original_, stamps
+from .ignored import is_ignored, note_of, settle_ignored
 from .layout import Layout
 from .options import FSDPOptions
 from .sharded_tensor import Place, ShardedTensor, home_of, number_at_home, set_home
@@ -46,13 +47,14 @@ class UnitBuilder:
         self.options = options
         self.world = world
         self.unit = Unit(options, world)
+        self.unit.wrapped = module
         # All names of every module, the first of which names its parameters.
         self.paths: dict[nn.Module, list[str]] = {}
 
     def build(self) -> Unit:
         for path, module in self._modules():
             self.paths.setdefault(module, []).append(path)
-        ready = materialize(self.module, is_wrapper, self.options.param_init_fn)
+        ready = materialize(self.module, _left_alone, self.options.param_init_fn)
         if self.options.flatten_parameters:
             for _ in ready:
                 pass
@@ -67,6 +69,8 @@ class UnitBuilder:
         else:
             for module in self.paths:
                 self._shard_each(self._spots(module))
+        for module, paths in self.paths.items():
+            self.unit.ignored += settle_ignored(paths[0], module, self.world.device)
         self._move_buffers()
         self.unit.initial_stamps = stamps(self.unit.shards)
         if self.options.compute_dtype is None and any(
@@ -89,7 +93,7 @@ class UnitBuilder:
 
     def _spots(self, module: nn.Module) -> Iterator[Spot]:
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
+            if parameter is not None and note_of(parameter) is None:
                 yield module, name, parameter
 
     def _shard_each(self, spots: Iterator[Spot]) -> None:
@@ -150,7 +154,8 @@ class UnitBuilder:
     def _move_buffers(self) -> None:
         """Buffers to the device; floating-point ones to ``buffer_dtype``, shared ones once.
 
-        Those of classes with ``fsdp_keeps_buffer_dtypes`` keep theirs, see ``SyncBatchNorm``.
+        Those of ignored modules keep their dtype, and those of classes with
+        ``fsdp_keeps_buffer_dtypes``, see ``SyncBatchNorm``.
         """
         dtype = self.options.dtype_of_buffers
         moved: dict[torch.Tensor, torch.Tensor] = {}
@@ -159,7 +164,8 @@ class UnitBuilder:
                 if buffer is None:
                     continue
                 if buffer not in moved:
-                    keeps = keeps_buffer_dtypes(module) or not buffer.is_floating_point()
+                    keeps = keeps_buffer_dtypes(module) or is_ignored(module)
+                    keeps = keeps or not buffer.is_floating_point()
                     cast = None if keeps else dtype
                     moved[buffer] = self._agreed(buffer).to(device=self.world.device, dtype=cast)
                 if moved[buffer].dtype is not buffer.dtype:
@@ -168,9 +174,14 @@ class UnitBuilder:
                 module._buffers[name] = moved[buffer]
 
 
+def _left_alone(module: nn.Module) -> bool:
+    return is_wrapper(module) or is_ignored(module)
+
+
 def _require_parameters_here(path: str, module: nn.Module) -> None:
     name = path or type(module).__name__
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+    looks_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not is_ignored(module)
+    if looks_up and module.max_norm is not None:
         raise ValueError(
             f"{type(module).__name__} {name!r} has max_norm={module.max_norm}, with which a "
             "forward changes the rows that it looks up, on each rank others: set max_norm to None, "

@@ -27,7 +27,9 @@ def clip_grad_norm_(
     The same as ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with the coefficient
     ``min(1, max_norm / (norm + 1e-6))``. Powers of the shards' norms are summed over each unit's
     sharding group (or over ``groups``), in float32 at least; parameters used by several units
-    count once. Nothing is fetched from the device.
+    count once. Parameters that are whole on every rank (ignored ones) count once; should ranks have
+    different gradients for them, the mean of their powers counts (for ``inf`` the largest), so that
+    all ranks scale alike. Nothing is fetched from the device.
 
     Args:
         units: the sharding units of the model.
@@ -51,21 +53,28 @@ def clip_grad_norm_(
     # A world without a gradient on this rank still takes part in the reduction.
     for unit in units:
         by_world.setdefault(unit.world, [])
+    parameters = list(parameters)
+    device = units[0].world.device
+    if any(parameter.requires_grad and id(parameter) not in worlds for parameter in parameters):
+        by_world[None] = []
     clipped = [(id(p), p.grad) for p in parameters if p.grad is not None]
     for identity, grad in clipped:
-        # A parameter that is not sharded exists in full on every rank, and counts once as well.
+        # A parameter that is not sharded is whole on every rank, and counts once as well.
         by_world.setdefault(worlds.get(identity), []).append(grad.detach())
 
+    everyone = World.to_reduce_over(None, device)
     is_max = math.isinf(norm_type)
-    zero = torch.zeros((), device=units[0].world.device)
+    zero = torch.zeros((), device=device)
     total = zero
     for world, grads in by_world.items():
         part = _local_power(grads, norm_type, zero)
-        if world is not None:
-            if groups is not None:
-                world = _with_groups(world, groups)
-            reduce = world.all_reduce_max if is_max else world.all_reduce_sum
-            part = reduce(part, "gradient norm")
+        if world is None:
+            # Were it only this rank's, and ranks differ, each would scale its shards otherwise.
+            world, part = everyone, part if is_max else part / everyone.size
+        elif groups is not None:
+            world = _with_groups(world, groups)
+        reduce = world.all_reduce_max if is_max else world.all_reduce_sum
+        part = reduce(part, "gradient norm")
         total = torch.maximum(total, part) if is_max else total + part
     if not is_max:
         total = total.sqrt() if norm_type == 2 else total ** (1 / norm_type)

@@ -10,13 +10,18 @@ from torch import nn
 from ..collectives.world import World
 from ..ranks.rank import is_pretending
 from .freeing import stamps
+from .ignored import note_of
 from .unit import Unit, units_in
 
 
 def require_all_sharded(root: nn.Module) -> None:
     """Warns of trainable parameters in ``root`` that no wrapper shards."""
     sharded = {shard for _, unit in units_in(root) for shard in unit.shards}
-    names = [n for n, p in root.named_parameters() if p.requires_grad and p not in sharded]
+    names = [
+        name
+        for name, parameter in root.named_parameters()
+        if parameter.requires_grad and parameter not in sharded and note_of(parameter) is None
+    ]
     if names:
         some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         warnings.warn(

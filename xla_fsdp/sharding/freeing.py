@@ -42,6 +42,21 @@ def fill_(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> No
         _replace(tensor, value)
 
 
+def assign_(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Gives tensors that were not freed values of the same shape, for good: autograd and views see
+    that they changed.
+
+    Without telling functionalization, what is derived from a tensor that was once changed in place
+    (``detach()``, and so every state dict) would go on having its old value.
+    """
+    fill_(tensors, values)
+    for tensor in tensors:
+        if torch._is_functional_tensor(tensor):
+            torch._functionalize_commit_update(tensor)
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
 def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if tensor.is_inference():  # has no version counter
         torch_xla._XLAC._replace_xla_tensor(tensor, value)

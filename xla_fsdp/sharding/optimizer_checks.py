@@ -20,6 +20,7 @@ import torch_xla.runtime as xr
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from .ignored import note_of
 from .sharded_tensor import home_of
 
 # Frames between the hook and who calls the step: torch's own wrapper, and a scheduler's.
@@ -47,6 +48,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         _require_shards(optimizer)
         _warn_of_norms(optimizer)
         _warn_of_empty_groups(optimizer)
+        _warn_of_unreduced(optimizer)
         optimizer.__dict__[_SEEN] = number
     caller = _caller(sys._getframe())
     if caller is not None and xr.world_size() > 1 and _has_shards(optimizer):
@@ -116,6 +118,24 @@ def _warn_of_empty_groups(optimizer: Optimizer) -> None:
             "whatever the parameter has. Choose by name, which is the same in named_parameters()",
             stacklevel=2,
         )
+
+
+def _warn_of_unreduced(optimizer: Optimizer) -> None:
+    """Warns of gradients that are this rank's alone, because their parameters are ignored."""
+    if xr.world_size() == 1:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            note = note_of(parameter)
+            if note is not None and not note.averaged and parameter.grad is not None:
+                warnings.warn(
+                    f"parameter {note.name!r} is ignored by its wrapper, so its gradient is of "
+                    "this rank's batch only, and ranks will drift apart. Call "
+                    "model.average_ignored_gradients() between backward and step; or leave it so, "
+                    "if ranks see the same data or are meant to differ",
+                    stacklevel=2,
+                )
+                return
 
 
 def _has_shards(optimizer: Optimizer) -> bool:

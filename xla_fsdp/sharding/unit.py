@@ -18,6 +18,7 @@ from .attributes import refuse_replacement, watch_place
 from .carrier import Carrier
 from .freeing import Stamp
 from .gathering import Pass
+from .ignored import note_again
 from .options import FSDPOptions
 from .secondary import Secondaries, Secondary
 from .sharded_tensor import Place, ShardedTensor, set_home
@@ -39,6 +40,9 @@ class Unit:
         # Those of them that are registered on this unit's wrapper.
         self.flattened: list[ShardedTensor] = []
         self.places: list[Place] = []
+        # What the unit's wrapper is around, and parameters in it that stay whole: see ignored.py.
+        self.wrapped: nn.Module | None = None
+        self.ignored: list[nn.Parameter] = []
         # Of the whole parameters as this rank built them, and of the shards cut out of these.
         self.initial_checksum = 0
         self.initial_stamps: list[Stamp] = []
@@ -125,6 +129,7 @@ class Unit:
         """Notes on every parameter that an optimizer sees what it is a shard of."""
         for tensor in self.tensors:
             set_home(tensor.shard, tensor)
+        note_again(self.ignored)
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -243,8 +248,8 @@ class Unit:
             return False
         if any(tensor.requires_grad for tensor in arguments):
             return True
-        modules = {id(place.module): place.module for place in self.places}.values()
-        return any(p.requires_grad for module in modules for p in module.parameters())
+        # Perhaps of wrappers inside, or ignored.
+        return self.wrapped is not None and any(p.requires_grad for p in self.wrapped.parameters())
 
     # -- backward -------------------------------------------------------------------------------
 

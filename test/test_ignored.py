@@ -1,0 +1,239 @@
+"""ignored_modules and ignored_parameters: whole on every rank, and treated right everywhere."""
+
+import copy
+
+import pytest
+import torch
+from rank_warnings import every_rank_warns
+from test_special_uses import WIDTH, inputs, trace_as_on_tpu, whole
+from torch import nn
+
+
+class Model(nn.Module):
+    """A frozen module and a trained one to ignore, a parameter of its own, and the rest."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(11)
+        self.frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied.weight = self.adapter.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.second(self.adapter(self.first(self.frozen(x)))) * self.scale
+        return self.tied(x)
+
+
+def built(kind: str):
+    """Wrapped by hand or by policy, ignoring two modules and a parameter."""
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model = Model()
+    ignored = {
+        "ignored_modules": [model.frozen, model.adapter],
+        "ignored_parameters": [model.scale],
+    }
+    if kind == "states":
+        ignored = {"ignored_states": iter([model.frozen, model.adapter, model.scale])}
+    if kind == "auto":
+        return FSDP(
+            model,
+            auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, nn.Linear),
+            **ignored,
+        )
+    if kind in ("nested", "states"):
+        model.first = FSDP(model.first)
+    return FSDP(model, flatten_parameters=kind == "flat", **ignored)
+
+
+IGNORED = ["frozen.0.weight", "frozen.0.bias", "frozen.1.weight", "frozen.1.bias",
+           "adapter.weight", "adapter.bias", "scale"]  # fmt: skip
+
+
+def data(rank: int, step: int, same: bool) -> torch.Tensor:
+    return inputs(0 if same else rank, step)
+
+
+def training(rank, kind, as_on_tpu):
+    """Plain torch on all data, or on the data that all ranks see."""
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from xla_fsdp import full_state_dict
+
+    if as_on_tpu:
+        trace_as_on_tpu()
+    ranks = range(xr.world_size())
+    for same in (True, False):
+        plain, model = Model(), built(kind)
+        plain.eval(), model.eval()  # of the frozen statistics
+        before = {name: p for name, p in model.named_parameters() if name in IGNORED}
+        assert sorted(before) == sorted(IGNORED)
+        for name, parameter in before.items():
+            expected = plain.get_parameter(name)
+            assert parameter.shape == expected.shape and parameter.device.type == "xla"
+            assert parameter.requires_grad == expected.requires_grad
+        ours = torch.optim.SGD(model.parameters(), 0.3, 0.9)
+        theirs = torch.optim.SGD(plain.parameters(), 0.3, 0.9)
+        for step in range(4):
+            model(data(rank, step, same).to("xla")).square().mean().backward()
+            every = [data(r, step, same) for r in ranks]
+            plain(torch.cat(every)).square().mean().backward()
+            if not same or step:  # what ranks alike do not need does not harm
+                model.average_ignored_gradients()
+            else:
+                for name, parameter in before.items():
+                    assert (parameter.grad is None) == name.startswith("frozen")
+            norm = model.clip_grad_norm_(0.05, 2.0 if step else torch.inf)
+            expected = nn.utils.clip_grad_norm_(
+                plain.parameters(), 0.05, 2.0 if step else torch.inf
+            )
+            with every_rank_warns(rank, "scale.*average_ignored" if same and not step else None):
+                ours.step()
+                torch_xla.sync()
+            theirs.step()
+            ours.zero_grad(), theirs.zero_grad()
+            torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-6)
+        assert all(dict(model.named_parameters())[name] is p for name, p in before.items())
+        found = whole(model, model.state_dict())
+        full = full_state_dict(model, rank0_only=False)
+        assert full.keys() == found.keys() == plain.state_dict().keys()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+            assert torch.equal(full[name], found[name])
+
+
+@pytest.mark.parametrize("ranks, kind", [(2, "auto"), (4, "nested"), (2, "flat"), (2, "states")])
+def test_training_is_that_of_plain_torch(run_ranks, ranks, kind):
+    run_ranks(training, ranks, kind, kind == "nested", timeout=300)
+
+
+def states(rank, folder):
+    """Files, full states and summoned parameters; the states of two ranks are for four as well."""
+    import torch_xla
+    from safetensors.torch import save_file
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import full_state_dict, load_checkpoint, load_weights, save_checkpoint
+
+    def trained(model):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+        model(inputs(0).to("xla")).square().mean().backward()
+        model.average_ignored_gradients()
+        optimizer.step()
+        torch_xla.sync()
+        return optimizer
+
+    model = built("nested")
+    optimizer = trained(model)
+    full = full_state_dict(model, rank0_only=False)
+    saved = save_checkpoint(f"{folder}/run", model, optimizer, step=1)
+    other = built("flat")
+    fresh = trained(other)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    load_checkpoint(saved, other, fresh)
+    for name, value in full_state_dict(other, rank0_only=False).items():
+        assert torch.equal(value, full[name]), (name, value, full[name])
+    state, expected = fresh.state[other.scale], optimizer.state[model.scale]
+    assert torch.equal(state["momentum_buffer"].cpu(), expected["momentum_buffer"].cpu())
+    # From weights of the whole model, which tests on one rank write for all.
+    if rank == 0:
+        values = {name: value + 1 for name, value in full.items() if name != "tied.weight"}
+        save_file(values, f"{folder}/model.safetensors")
+    load_weights(model, f"{folder}/model.safetensors")
+    assert torch.equal(model.adapter.bias.cpu(), full["adapter.bias"] + 1)
+    with FSDP.summon_full_params(model):
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        plain = {name: p.shape for name, p in Model().named_parameters()}
+        assert shapes == plain
+        with torch.no_grad():
+            model.adapter.bias.zero_()
+            model.second[0].bias.zero_()
+    found = full_state_dict(model, rank0_only=False)
+    assert not found["adapter.bias"].any() and not found["second.0.bias"].any()
+    assert torch.equal(found["scale"], full["scale"] + 1)
+    # A copy knows what was ignored; what casts leaves it alone.
+    copied = copy.deepcopy(model)
+    with every_rank_warns(rank, None):
+        copied(inputs(rank).to("xla"))
+    narrow = Model()
+    narrow = FSDP(
+        narrow, ignored_modules=nn.ModuleList([narrow.frozen]), compute_dtype=torch.bfloat16,
+        sync_module_states=True,
+    )  # fmt: skip
+    assert narrow.frozen[1].running_mean.dtype is torch.float32
+    assert narrow.frozen[1].running_mean.device.type == "xla"
+    assert not any(p is q for p in narrow.sharded_params for q in narrow.frozen.parameters())
+    return {name: value.clone() for name, value in full.items()} if rank == 0 else None
+
+
+def consolidated(rank, folder, full):
+    from xla_fsdp import full_state_dict, load_checkpoint
+
+    model = built("nested")
+    load_checkpoint(f"{folder}/run", model)
+    for name, value in full_state_dict(model, rank0_only=False).items():
+        assert torch.equal(value, full[name]), (name, value, full[name])
+
+
+def test_what_goes_in_and_out_of_files(run_ranks, tmp_path):
+    from xla_fsdp.consolidate.cli import main
+
+    full = run_ranks(states, 2, str(tmp_path), timeout=300)[0]
+    run_ranks(consolidated, 4, str(tmp_path), full, timeout=300)
+    (step,) = (tmp_path / "run").iterdir()
+    main(["--ckpt_prefix", str(step), "--save_path", str(tmp_path / "whole.pth")])
+    found = torch.load(tmp_path / "whole.pth", weights_only=True)
+    assert all(torch.equal(found["model"][name], value) for name, value in full.items())
+
+
+def refusals(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def refused(error, match, make=Model, **options):
+        model = make()
+        with pytest.raises(error, match=match):
+            FSDP(model, **{name: give(model) for name, give in options.items()})
+
+    refused(TypeError, "ignored_modules must be an iterable of torch.nn.Module, got Linear",
+            ignored_modules=lambda m: m.adapter)  # fmt: skip
+    refused(TypeError, "must have torch.nn.Module in it, got str", ignored_modules=lambda m: ["a"])
+    refused(TypeError, "must be an iterable of torch.nn.Parameter, got Parameter",
+            ignored_parameters=lambda m: m.scale)  # fmt: skip
+    refused(TypeError, "must have torch.nn.Parameter in it, got Linear",
+            ignored_parameters=lambda m: [m.adapter])  # fmt: skip
+    refused(ValueError, "a Linear that is not in the module to wrap",
+            ignored_modules=lambda m: [nn.Linear(1, 1)])  # fmt: skip
+    refused(ValueError, r"of shape \(2,\), is not in the module",
+            ignored_parameters=lambda m: [nn.Parameter(torch.ones(2))])  # fmt: skip
+    refused(ValueError, "nothing would be sharded", ignored_modules=lambda m: [m])
+    refused(ValueError, "pass either", ignored_states=lambda m: [m.scale],
+            ignored_modules=lambda m: [m.adapter])  # fmt: skip
+
+    def inner():
+        model = Model()
+        model.inner_weight = model.first[0].weight
+        model.first = FSDP(model.first)
+        return model
+
+    refused(ValueError, "a wrapped XlaF", inner, ignored_modules=lambda m: [m.first])
+    refused(ValueError, "is sharded by a wrapper inside already", inner,
+            ignored_parameters=lambda m: [m._parameters["inner_weight"]])  # fmt: skip
+
+    def meta():
+        with torch.device("meta"):
+            return Model()
+
+    refused(ValueError, "'weight' of an ignored Linear is on the meta device", meta,
+            ignored_modules=lambda m: [m.adapter])  # fmt: skip
+
+
+def test_what_cannot_be_ignored_is_refused(run_ranks):
+    run_ranks(refusals, 2)

@@ -1,0 +1,197 @@
+"""What no wrapper shards because the user said so: it stays whole on every rank.
+
+As torch FSDP1 has it: such parameters are neither gathered nor cast nor initialised, and nobody
+reduces their gradients. Unlike there, they are moved to the device of the shards, where the forward
+needs them; and ``average_ignored_gradients`` does for them what the reduction does for shards.
+
+Whether a module or a parameter is ignored is noted on it, so that wrappers inside and around the
+one that was told know it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..names import dotted, is_wrapper
+from .sharded_tensor import home_of
+
+# On an ignored module: its id, which a copy of it has not. On an ignored parameter: its Note.
+_MARK = "_xla_fsdp_ignored"
+
+
+class Ignored(NamedTuple):
+    """Modules with all that is in them, and all parameters, of these modules and others."""
+
+    modules: frozenset[nn.Module]
+    parameters: frozenset[nn.Parameter]
+
+
+class Note:
+    """On an ignored parameter. ``averaged``: whether its gradient ever was, by us."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.averaged = False
+
+
+def mark_ignored(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_parameters: Iterable[nn.Parameter] | None,
+    ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None,
+) -> Ignored:
+    """Checks the constructor's arguments of these names, and notes what they say.
+
+    Returns:
+        What of ``module`` is ignored, by this wrapper or by one inside.
+
+    Raises:
+        TypeError: an argument is no iterable of what it should have.
+        ValueError: something that is not in ``module``, is the module itself, a wrapper, sharded
+            already or without values; or the same was said in two ways.
+    """
+    modules = _listed("ignored_modules", ignored_modules, nn.Module)
+    parameters = _listed("ignored_parameters", ignored_parameters, nn.Parameter)
+    if ignored_states is not None:
+        if modules or parameters:
+            raise ValueError(
+                "ignored_states is another name for ignored_modules and ignored_parameters: pass "
+                "either that or these"
+            )
+        given = _listed("ignored_states", ignored_states, (nn.Module, nn.Parameter))
+        modules = [one for one in given if isinstance(one, nn.Module)]
+        parameters = [one for one in given if not isinstance(one, nn.Module)]
+    _require_inside(module, modules, parameters)
+    inside = [one for root in modules for one in _outside_wrappers(root)]
+    own = [(one, name, p) for one in inside for name, p in one._parameters.items() if p is not None]
+    for one, name, parameter in own:
+        if home_of(parameter) is not None:
+            raise ValueError(
+                f"parameter {name!r} of an ignored {type(one).__name__} is sharded by another "
+                "wrapper already: pass ignored_modules or ignored_parameters to that one as well"
+            )
+    for one in inside:
+        one.__dict__[_MARK] = id(one)
+    for parameter in [*parameters, *(parameter for *_, parameter in own)]:
+        if note_of(parameter) is None:
+            setattr(parameter, _MARK, Note())
+    return Ignored(
+        frozenset(one for one in module.modules() if is_ignored(one)),
+        frozenset(one for one in module.parameters() if note_of(one) is not None),
+    )
+
+
+def is_ignored(module: nn.Module) -> bool:
+    """Whether a wrapper was told to leave ``module`` alone."""
+    return vars(module).get(_MARK) == id(module)
+
+
+def note_of(parameter: object) -> Note | None:
+    """The note on a parameter that a wrapper was told to leave alone; ``None`` on others."""
+    return getattr(parameter, _MARK, None)
+
+
+def note_again(parameters: Iterable[nn.Parameter]) -> None:
+    """Notes it on copies of ignored parameters, which have lost it."""
+    for parameter in parameters:
+        if note_of(parameter) is None:
+            setattr(parameter, _MARK, Note())
+
+
+def settle_ignored(path: str, module: nn.Module, device: torch.device) -> list[nn.Parameter]:
+    """The ignored parameters that ``module`` itself has, moved to ``device``; the same objects.
+
+    Raises:
+        RuntimeError: something else refers to one so that it can not be moved.
+    """
+    found = []
+    for name, parameter in module._parameters.items():
+        note = note_of(parameter)
+        if parameter is None or note is None:
+            continue
+        note.name = note.name or dotted(path, name)
+        found.append(parameter)
+        if parameter.device == device:
+            continue
+        with torch.no_grad():
+            moved = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+            moved.__dict__.update(vars(parameter))
+        try:
+            torch.utils.swap_tensors(parameter, moved)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the ignored parameter {note.name!r} can not be moved to {device}: move it there "
+                f"with .to({str(device)!r}) before wrapping ({error})"
+            ) from error
+    return found
+
+
+def _listed(name: str, given: Any, kind: type | tuple[type, ...]) -> list[Any]:
+    if given is None:
+        return []
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    wanted = " or ".join(f"torch.nn.{one.__name__}" for one in kinds)
+    # A parameter can be iterated over, but means itself; a ModuleList means what is in it.
+    if isinstance(given, (str, bytes, torch.Tensor)) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} must be an iterable of {wanted}, got {type(given).__name__}")
+    values = list(given)
+    for value in values:
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must have {wanted} in it, got {type(value).__name__}")
+    return values
+
+
+def _require_inside(
+    module: nn.Module, modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
+) -> None:
+    inside = set(module.modules())
+    for one in modules:
+        if one is module:
+            raise ValueError(
+                "ignored_modules has the module that is to be wrapped, so that nothing would be "
+                "sharded: leave it unwrapped, or ignore modules inside it"
+            )
+        if is_wrapper(one):
+            raise ValueError(
+                f"ignored_modules has a wrapped {type(one).__name__}, which is sharded already: "
+                "leave it out (wrappers inside are never touched), or do not wrap it"
+            )
+        if one not in inside:
+            raise ValueError(
+                f"ignored_modules has a {type(one).__name__} that is not in the module to wrap "
+                f"({type(module).__name__}); only its submodules can be ignored"
+            )
+        for path, part in one.named_modules():
+            own = [*part._parameters.items(), *part._buffers.items()]
+            for name, tensor in () if is_wrapper(part) else own:
+                if tensor is not None and tensor.is_meta and home_of(tensor) is None:
+                    raise ValueError(
+                        f"{dotted(path, name)!r} of an ignored {type(one).__name__} is on the meta "
+                        "device, and ignored modules are not initialised: give it values before "
+                        "wrapping (to_empty(device='cpu'), then reset_parameters() or a load)"
+                    )
+    held = {id(parameter) for parameter in module.parameters()}
+    for number, parameter in enumerate(parameters):
+        if home_of(parameter) is not None:
+            raise ValueError(
+                f"parameter {number} of ignored_parameters is sharded by a wrapper inside already: "
+                "pass ignored_parameters to that one as well"
+            )
+        if id(parameter) not in held:
+            raise ValueError(
+                f"parameter {number} of ignored_parameters, of shape {tuple(parameter.shape)}, is "
+                f"not in the module to wrap ({type(module).__name__}); only its parameters can be "
+                "ignored"
+            )
+
+
+def _outside_wrappers(module: nn.Module) -> Iterable[nn.Module]:
+    """``module`` and what is in it, wrappers and their insides left out."""
+    if not is_wrapper(module):
+        yield module
+        for child in module.children():
+            yield from _outside_wrappers(child)
