@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -309,6 +311,69 @@ except KeyboardInterrupt:
         os.path.dirname(__file__),
     )
     assert done.stdout.split() == ["interrupted", "0"], done.stderr
+
+
+def test_a_plan_that_is_killed_leaves_nothing_behind(run_script, tmp_path):
+    """Python acts upon no SIGTERM; the compiler notices that its parent is gone."""
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    done = run_script(
+        """
+import os, signal, subprocess, sys, time
+sys.path.insert(0, sys.argv[1])
+import psutil
+
+PLAN = "import sys; sys.path.insert(0, sys.argv[1]); from test_plan import _step; " \
+       "from xla_fsdp import plan; plan(_step(blocks=8), 'v3-8', cache=False, ranks=[0])"
+plan = psutil.Popen([sys.executable, "-c", PLAN, sys.argv[1]], stderr=subprocess.DEVNULL)
+while not (compilers := plan.children()):
+    time.sleep(0.05)
+time.sleep(1)
+plan.send_signal(signal.SIGTERM)
+plan.wait()
+running = psutil.wait_procs(compilers, timeout=60)[1]
+print(*running, [name for name in os.listdir(sys.argv[2]) if name.startswith("xla_fsdp_plan_")])
+""",
+        os.path.dirname(__file__),
+        folders,
+        env={"TMPDIR": str(folders)},
+    )
+    assert done.stdout.split() == ["[]"], (done.stdout, done.stderr)
+
+
+def test_a_damaged_plan_counts_as_missing(tmp_path):
+    """Whichever byte is another, wherever it is cut, and whatever else is in the file."""
+    from xla_fsdp.planning.compiling.cache import CompiledStep, PlanCache
+    from xla_fsdp.planning.records import CompilerMemory
+
+    memory = CompilerMemory(1, 2, 3, 4, 5, 6)
+    step = CompiledStep("key", "traced", "scheduled", "buffers", memory, "", 1.5, True, 2e9)
+    cache = PlanCache.at(tmp_path)
+    cache.write(step)
+    cache.write_programs("key", [0, 1], ["a", "a"])
+    assert cache.read("key") == step and cache.programs("key", [0, 1]) == ["a", "a"]
+    for path, read in (
+        (tmp_path / "key.json.gz", lambda: cache.read("key")),
+        (tmp_path / "key-ranks-0-1.json.gz", lambda: cache.programs("key", [0, 1])),
+    ):
+        whole = path.read_bytes()
+        right = read()
+        for number in range(len(whole)):
+            for other in (whole[number] ^ 1, whole[number] ^ 0x80, 0, 255):
+                path.write_bytes(whole[:number] + bytes([other]) + whole[number + 1 :])
+                assert read() in (None, right)
+            path.write_bytes(whole[:number])
+            assert read() is None
+        record = json.loads(gzip.decompress(whole))
+        wrong = [None, 5, [], {}, "x", [None, 1], "[" * 100_000]
+        if isinstance(record, dict):
+            wrong += [{**record, name: [1]} for name in record]
+            wrong += [{**record, "memory": {**record["memory"], "code": "many"}}]
+            wrong += [{**record, "key": "another"}]
+        for one in wrong:
+            text = one if isinstance(one, str) else json.dumps(one)
+            path.write_bytes(gzip.compress(text.encode()))
+            assert read() is None, one
 
 
 def test_the_example_plans_itself(tmp_path):

@@ -233,6 +233,28 @@ def experts_that_values_choose_are_all_planned():
     assert "experts.2.bias" in traced.untrained and len(traced.untrained) == 6
 
 
+def steps_without_end_say_where():
+    torch_xla, xr, xla_fsdp, _, trace_step = _imports()
+
+    def spins():
+        flag = torch.zeros(1).to("xla") + 1
+        while not (flag * 2).item():
+            pass
+
+    def never_syncs():
+        model = nn.Linear(2, 2).to("xla")
+        stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            model(torch.ones(1, 2).to("xla")).sum().backward()
+            stepper.step()
+
+    for step, words in ((spins, "read 2000 values"), (never_syncs, r"torch_xla.sync\(\)")):
+        with pytest.raises(RuntimeError, match=words) as info:
+            trace_step(step, 0, 8)
+        assert "test_plan_tracing.py" in str(info.value)
+    assert trace_step(_step(), 0, 8).has_optimizer  # the next one is planned
+
+
 def an_optimizer_from_outside_is_put_back():
     torch_xla, xr, xla_fsdp, _, trace_step = _imports()
     model = nn.Linear(8, 8).to("xla")
@@ -368,6 +390,7 @@ CHECKS = [
     a_read_in_mid_step_is_noticed,
     reads_leave_the_rest_of_the_step_alone,
     experts_that_values_choose_are_all_planned,
+    steps_without_end_say_where,
     an_optimizer_from_outside_is_put_back,
     parameters_that_step_themselves,
     micro_batches_are_counted,

@@ -7,8 +7,9 @@ import json
 import os
 import uuid
 import warnings
+import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,13 @@ class PlanCache:
 
     def read(self, key: str) -> CompiledStep | None:
         record = self._load(f"{key}.json.gz")
-        if record is None:
-            return None
         try:
             memory = record.pop("memory")
             step = CompiledStep(memory=CompilerMemory(**memory) if memory else None, **record)
         except (TypeError, KeyError, AttributeError):
             return None
-        return replace(step, from_cache=True)
+        whole = _has_types(step) and (memory is None or _has_types(step.memory))
+        return replace(step, from_cache=True) if whole and step.key == key else None
 
     def write(self, step: CompiledStep) -> None:
         self._store(f"{step.key}.json.gz", asdict(step))
@@ -78,7 +78,8 @@ class PlanCache:
     def programs(self, key: str, ranks: Sequence[int]) -> list[str] | None:
         """The fingerprints that the programs of ``ranks`` had when the first had ``key``."""
         found = self._load(_name(key, ranks))
-        return found if isinstance(found, list) and len(found) == len(ranks) else None
+        whole = isinstance(found, list) and all(isinstance(one, str) for one in found)
+        return found if whole and len(found) == len(ranks) else None
 
     def write_programs(self, key: str, ranks: Sequence[int], programs: Sequence[str]) -> None:
         self._store(_name(key, ranks), list(programs))
@@ -89,7 +90,7 @@ class PlanCache:
         try:
             with gzip.open(self._folder / name, "rt", encoding="utf-8") as file:
                 return json.load(file)
-        except (OSError, ValueError, EOFError):
+        except (OSError, ValueError, EOFError, zlib.error, RecursionError):
             return None
 
     def _store(self, name: str, record: Any) -> None:
@@ -106,6 +107,16 @@ class PlanCache:
                 "cache=FOLDER or cache=False",
                 stacklevel=2,
             )
+
+
+def _has_types(record: Any) -> bool:
+    """Whether every field has the simple type that it is stated with."""
+    kinds: dict[Any, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
+    return all(
+        isinstance(getattr(record, field.name), kinds[str(field.type)])
+        for field in fields(record)
+        if field.type in kinds
+    )
 
 
 def write_whole(place: Path, content: bytes) -> None:

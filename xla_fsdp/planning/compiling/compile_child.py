@@ -1,4 +1,5 @@
-"""Compiles one program for a TPU slice, in a process of its own: ``python compile_child.py DIR``.
+"""Compiles one program for a TPU slice, in a process of its own:
+``python compile_child.py DIR PARENT``.
 
 libtpu reads its settings from the environment when it is loaded, prints what it likes, and ends the
 process when it does not like a program; none of that may happen to the caller. ``DIR/request.json``
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,9 @@ def program_file(request: dict) -> str:
     return "step.stablehlo" if request.get("partitioned") else "step.hlo"
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, parent: int) -> None:
+    watch = threading.Thread(target=_end_with_parent, args=(folder, parent), daemon=True)
+    watch.start()
     request = json.loads((folder / "request.json").read_text())
     os.environ.update(
         TPU_SKIP_MDS_QUERY="1",  # this is not a TPU host
@@ -43,6 +48,14 @@ def main(folder: Path) -> None:
         kind = "memory" if "RESOURCE_EXHAUSTED" in str(error) else type(error).__name__
         result = {"error": str(error), "kind": kind, "seconds": time.monotonic() - began}
     (folder / "result.json").write_text(json.dumps(result))
+
+
+def _end_with_parent(folder: Path, parent: int) -> None:
+    """Whoever asked was killed, and could not tidy up."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 def compile_step(folder: Path, request: dict) -> dict:
@@ -117,4 +130,4 @@ def _donate(ir: Any, module: Any, donated: set[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -94,7 +94,7 @@ def _run(folder: Path, what: str, progress: Progress) -> None:
     began = time.monotonic()
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", compile_child.__name__, str(folder)],
+            [sys.executable, "-m", compile_child.__name__, str(folder), str(os.getpid())],
             stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=_environment(),
         )  # fmt: skip
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,6 +30,8 @@ from ...ranks.rank import pretending
 from ...tpu.topology import Slice
 from .live import assign, is_pending
 
+# More than any step reads, and soon reached by a loop that waits for a value.
+_MANY_READS = 2000
 # Values of tensors this large are not drawn: nothing will ever look at them.
 _LARGE = 1 << 16
 
@@ -97,6 +100,13 @@ class Pretence:
     def read(self, tensors: list[torch.Tensor]) -> None:
         """Pending ``tensors`` are about to be read: they get values, zeros as a rule."""
         self.reads.append(call_site.here())
+        if len(self.reads) >= _MANY_READS:
+            place, times = Counter(self.reads).most_common(1)[0]
+            raise RuntimeError(
+                f"the step has read {len(self.reads)} values, {times} of them at {place}, and has "
+                "not come to an end: nothing runs in a plan, so what is read is zero, and a loop "
+                "that waits for another value never ends. Leave such a loop out of what is planned"
+            )
         self.on_read()
         for tensor in tensors:
             settle([tensor], float(getattr(tensor, _TOLD, 0)))

@@ -11,6 +11,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 
+from ...ranks.cpu import call_site
 from ...ranks.cpu.runtime import ONE_AT_A_TIME
 from ...ranks.rank import current_rank
 from ...tpu.topology import Slice
@@ -20,6 +21,9 @@ from .naming import Naming, plain
 from .pretend import Pretence, StepTraced, settle
 from .steady import SteadyOptimizers, named_state, state_tensors
 from .traced import StepBoundary, TracedProgram
+
+# Of a model or an optimizer without a sync: more than any step makes.
+_MANY_CALLS = 1000
 
 
 @dataclass(frozen=True)
@@ -116,9 +120,11 @@ class _Run:
         # How many optimizer steps there were when a value was read after one.
         self.steps_read: int | None = None
         self.over = False
+        self.calls = 0  # of roots, and of optimizers, since the last cut
 
     def begin(self) -> StepBoundary:
         """The first module is called, or the first optimizer steps: the step begins."""
+        self._count()
         return self.boundary or self._settle()
 
     def state_made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -129,6 +135,7 @@ class _Run:
 
     def cut(self) -> None:
         """Here a real run would compile and execute all that was traced."""
+        self.calls = 0
         if self.over:
             raise StepTraced  # the caller's code caught the first
         if self.boundary is None:
@@ -151,8 +158,18 @@ class _Run:
 
     def repeat(self) -> None:
         """An optimizer steps again, with nothing synced since it did before."""
+        self._count()
         if self.steps_read is not None:
             self._stop()
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.calls > _MANY_CALLS:
+            raise RuntimeError(
+                f"the step has called its model and optimizers {_MANY_CALLS} times without a sync, "
+                f"now at {call_site.here()}: all of it would be one program, which does not end. "
+                "Call torch_xla.sync() after the optimizer's step, and return"
+            )
 
     def end(self) -> None:
         """The step returned without a sync: what it traced is the program."""
