@@ -1,0 +1,71 @@
+"""Modules that compute in float32 within a unit that computes in less.
+
+``MixedPrecision(_module_classes_to_ignore=...)``. torch FSDP makes a unit of each such module, with
+collectives of its own. Here its parameters are gathered with those of the unit, as they are stored
+(see ``wire.py``), and what it is given and returns is cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..tree import map_tensors, tensors_in
+from .options import FSDPOptions
+
+NARROW = (torch.float16, torch.bfloat16)
+
+
+def full_precision_modules(options: FSDPOptions, modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Those of ``modules`` whose parameters and buffers are not cast: instances of the classes that
+    ``options`` name, and what is in them."""
+    policy = options.mixed_precision
+    classes = tuple(policy._module_classes_to_ignore) if policy is not None else ()
+    found: set[nn.Module] = set()
+    for module in modules:
+        if classes and isinstance(module, classes):
+            found.update(module.modules())
+    return found
+
+
+def compute_in_full(options: FSDPOptions, modules: Iterable[nn.Module]) -> None:
+    """Has every instance among ``modules`` of the classes that ``options`` name compute in float32.
+
+    Floating-point inputs of 16 bits become float32, and outputs get the dtype that the inputs had.
+    ``SyncBatchNorm`` computes in float32 by itself, and keeps its input as it is.
+    """
+    policy = options.mixed_precision
+    if policy is None or policy.param_dtype not in NARROW:
+        return
+    classes = tuple(policy._module_classes_to_ignore)
+    for module in modules:
+        if isinstance(module, classes) and not getattr(module, "fsdp_keeps_buffer_dtypes", False):
+            if not any(isinstance(hook, _Widen) for hook in module._forward_pre_hooks.values()):
+                widen = _Widen()
+                module.register_forward_pre_hook(widen, with_kwargs=True)
+                module.register_forward_hook(widen.restore)
+
+
+class _Widen:
+    """The hooks of one module."""
+
+    def __init__(self) -> None:
+        self.given: torch.dtype | None = None  # of the first narrow input of the forward under way
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        narrow = [t.dtype for t in tensors_in((args, kwargs)) if t.dtype in NARROW]
+        self.given = narrow[0] if narrow else None
+        return map_tensors(_widened, (args, kwargs))
+
+    def restore(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        given, self.given = self.given, None
+        if given is None:
+            return output
+        return map_tensors(lambda t: t.to(given) if t.dtype is torch.float32 else t, output)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in NARROW else tensor
