@@ -7,7 +7,8 @@ collectives of its own. Here its parameters are gathered with those of the unit,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from ..tree import map_tensors, tensors_in
 from .options import FSDPOptions
+from .sharded_tensor import ShardedTensor
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -47,6 +49,22 @@ def compute_in_full(options: FSDPOptions, modules: Iterable[nn.Module]) -> None:
                 widen = _Widen()
                 module.register_forward_pre_hook(widen, with_kwargs=True)
                 module.register_forward_hook(widen.restore)
+
+
+def along_with_wide(
+    tensors: Sequence[ShardedTensor], dtypes: Sequence[torch.dtype], small: int
+) -> list[torch.dtype]:
+    """``dtypes``, in which ``tensors`` travel, but float32 for those of 16 bits that go along with
+    others in float32, if there are such: all of up to ``small`` bytes share a collective, and twice
+    the bytes of a few biases cost less than one more.
+    """
+    if not any(tensor.wide for tensor in tensors):
+        return [*dtypes]
+    fits = [math.prod(tensor.layout.padded_shape) * 4 <= small for tensor in tensors]
+    each = list(zip(tensors, dtypes, fits, strict=True))
+    if not any(one.wide and dtype is torch.float32 and fit for one, dtype, fit in each):
+        return [*dtypes]
+    return [torch.float32 if fit and dtype in NARROW else dtype for _, dtype, fit in each]
 
 
 class _Widen:

@@ -16,6 +16,7 @@ import torch
 
 from ..collectives.order import Order, after
 from ..collectives.world import World
+from .full_precision import along_with_wide
 from .layout import LANES, Layout
 from .options import FSDPOptions
 from .secondary import Secondary
@@ -142,19 +143,8 @@ class Wire:
     def _dtypes(
         self, tensors: Sequence[ShardedTensor], dtypes: Sequence[torch.dtype]
     ) -> list[torch.dtype]:
-        """The dtype of each on the wire, being computed with or reduced in ``dtypes``.
-
-        Small ones go along with those that are not cast, if there are such: sooner twice the bytes
-        of a few biases than one more collective.
-        """
-        if not self.world.as_on_tpu or not any(tensor.wide for tensor in tensors):
-            return list(dtypes)
-        fits = [math.prod(tensor.layout.padded_shape) * 4 <= SMALL_BYTES for tensor in tensors]
-        three = list(zip(tensors, dtypes, fits, strict=True))
-        if not any(small and t.wide and d is torch.float32 for t, d, small in three):
-            return list(dtypes)
-        narrow = (torch.float16, torch.bfloat16)
-        return [torch.float32 if small and d in narrow else d for _, d, small in three]
+        """The dtype of each on the wire, being computed with or reduced in ``dtypes``."""
+        return along_with_wide(tensors, dtypes, SMALL_BYTES) if self.world.as_on_tpu else [*dtypes]
 
     # -- reducing -------------------------------------------------------------------------------
 
