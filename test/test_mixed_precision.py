@@ -1,5 +1,6 @@
 """mixed_precision: what is computed, kept, cast and sent in which dtype."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -171,7 +172,10 @@ def refusals(rank):
         refused(f"MixedPrecision.{name} must be", "'bf16'", **{name: "bf16"})
     refused("reduce_dtype=torch.bfloat16 with param_dtype=None", reduce_dtype=NARROW)
     refused("reduce_dtype=torch.float16", reduce_dtype=torch.float16, param_dtype=NARROW)
-    refused("keep_low_precision_grads=True is not possible", keep_low_precision_grads=True)
+    refused("keep_low_precision_grads must be True or False, got 1", keep_low_precision_grads=1)
+    refused("_module_classes_to_ignore must be a list or tuple of classes", "LayerNorm",
+            _module_classes_to_ignore=nn.LayerNorm)  # fmt: skip
+    refused("got [1]", _module_classes_to_ignore=[1])
     refused("cast_forward_inputs must be True or False, got 1", cast_forward_inputs=1)
     policy = MixedPrecision(param_dtype=NARROW)
     for match, options in (
@@ -190,3 +194,196 @@ def refusals(rank):
 
 def test_what_cannot_be_done_is_refused(run_ranks):
     run_ranks(refusals, 2)
+
+
+class Normed(nn.Module):
+    """Norms among what computes in less, one of them with children of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(8)
+        self.first = Noting(nn.LayerNorm(WIDTH))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.second = Noting(nn.BatchNorm1d(WIDTH))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.layer(self.first(x))
+        return x + torch.tanh(self.last(self.second(x)))
+
+
+class Noting(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+        self.met: list[torch.dtype] = []
+
+    def forward(self, x):
+        y = self.norm(x)
+        self.met = [x.dtype, self.norm.weight.dtype, y.dtype]
+        return y
+
+
+def norms(rank, as_on_tpu):
+    """Against torch that computes the same in bfloat16 but for the norms."""
+    import torch_xla
+    from test_special_uses import trace_as_on_tpu
+
+    from xla_fsdp import MixedPrecision
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    if as_on_tpu:
+        trace_as_on_tpu()
+    # Of all ranks the same: batch norms know only of their own.
+    same = torch.cat([inputs(number) for number in range(6)])
+    plain = Normed()
+    plain(same).square().mean().backward()
+    theirs = {name: value.grad for name, value in plain.named_parameters()}
+    wide = (nn.LayerNorm, nn.BatchNorm1d)
+    for options, classes in (
+        ({}, wide),
+        ({"flatten_parameters": True}, list(wide)),
+        ({"shard_param_on_dim_0": True}, None),
+        ({"auto_wrap_policy": lambda module, recurse, **_: recurse or isinstance(module, Noting)},
+         wide),
+    ):  # fmt: skip
+        given = {} if classes is None else {"_module_classes_to_ignore": classes}
+        policy = MixedPrecision(param_dtype=NARROW, buffer_dtype=NARROW, **given)
+        model = FSDP(Normed(), mixed_precision=policy, **options)
+        first = NARROW if classes is None else torch.float32  # torch's default: batch norms
+        for _ in range(2):
+            model.zero_grad()
+            model(same.to("xla")).float().square().mean().backward()
+            torch_xla.sync()
+            assert model.first.met == [NARROW, first, NARROW]
+            assert model.second.met == [NARROW, torch.float32, NARROW]
+        assert model.second.norm.running_mean.dtype is torch.float32
+        ours = gradients(model)
+        assert ours.keys() == theirs.keys()
+        for name, own in ours.items():
+            assert own.dtype is torch.float32
+            assert (own - theirs[name]).norm() <= 0.05 * theirs[name].norm(), name
+
+
+@pytest.mark.parametrize("ranks, as_on_tpu", [(2, False), (4, True)])
+def test_modules_that_stay_in_float32(run_ranks, ranks, as_on_tpu):
+    run_ranks(norms, ranks, as_on_tpu, timeout=500)
+
+
+def narrow_gradients(rank):
+    import torch_xla
+
+    from xla_fsdp import MixedPrecision
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def trained(keep, optimizer, inner):
+        policy = MixedPrecision(
+            param_dtype=NARROW,
+            reduce_dtype=torch.float32 if inner else None,
+            keep_low_precision_grads=keep,
+            _module_classes_to_ignore=[nn.LayerNorm],
+        )
+        model = Normed()
+        model.second = nn.Identity()
+        if inner:
+            model.layer = FSDP(model.layer, mixed_precision=policy)
+        model = FSDP(model, mixed_precision=policy)
+        made = optimizer(model.parameters(), 0.1)
+        for step in range(4):
+            with model.no_sync() if step == 0 else torch.enable_grad():
+                model(inputs(rank, step).to("xla")).float().square().mean().backward()
+            model.clip_grad_norm_(0.5)
+            for name, parameter in model.named_parameters():
+                if step:
+                    low = keep and not name.startswith("first")
+                    assert parameter.grad.dtype is (NARROW if low else torch.float32)
+            if step % 2:
+                made.step()
+                made.zero_grad()
+            torch_xla.sync()
+        return {name: value.cpu() for name, value in model.state_dict().items()}
+
+    momentum = functools.partial(torch.optim.SGD, momentum=0.9)
+    for optimizer, inner in ((torch.optim.SGD, False), (momentum, True)):
+        ours, theirs = (trained(keep, optimizer, inner) for keep in (True, False))
+        for name, value in theirs.items():
+            assert value.dtype is ours[name].dtype
+            torch.testing.assert_close(ours[name], value, rtol=0.05, atol=0.02, msg=name)
+    with pytest.raises(RuntimeError, match="expected dtype"):
+        trained(True, torch.optim.AdamW, False)
+
+
+def test_gradients_may_stay_narrow(run_ranks):
+    run_ranks(narrow_gradients, 2, timeout=500)
+
+
+def scanned_norms(rank):
+    import torch_xla
+
+    from xla_fsdp import MixedPrecision, full_state_dict, scan_blocks
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    torch.manual_seed(9)
+    blocks = [nn.Sequential(Noting(nn.LayerNorm(WIDTH)), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    plain = nn.Sequential(*(nn.Sequential(*block) for block in blocks))
+    every = torch.cat([inputs(r) for r in range(2)])
+    plain(every).square().mean().backward()
+    expected = [(value.detach().clone(), value.grad) for value in plain.parameters()]
+    policy = MixedPrecision(param_dtype=NARROW, _module_classes_to_ignore=[nn.LayerNorm])
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = scan_blocks(blocks, mixed_precision=policy)
+
+        def forward(self, x):
+            return self.blocks(x)
+
+    model = FSDP(Model(), mixed_precision=policy)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    model(inputs(rank).to("xla")).float().square().mean().backward()
+    optimizer.step()
+    torch_xla.sync()
+    assert model.blocks.module[0].met == [NARROW, torch.float32, NARROW]
+    state = full_state_dict(model, rank0_only=False)
+    for own, (value, grad) in zip(state.values(), expected, strict=True):
+        assert (value - own - grad).norm() <= 0.05 * grad.norm()
+
+
+def test_scanned_modules_that_stay_in_float32(run_ranks):
+    run_ranks(scanned_norms, 2)
+
+
+class WideBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def planned(classes):
+    import torch_xla
+
+    from xla_fsdp import MixedPrecision
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    policy = MixedPrecision(param_dtype=NARROW, _module_classes_to_ignore=classes)
+    blocks = [FSDP(WideBlock(), mixed_precision=policy) for _ in range(2)]
+    model = FSDP(nn.Sequential(*blocks), mixed_precision=policy)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.randn(4, 64, 256).to(torch_xla.device())).float().square().mean().backward()
+    optimizer.step()
+
+
+def test_modules_in_float32_need_no_collectives_of_their_own():
+    import xla_fsdp
+
+    without, with_norms = (
+        xla_fsdp.plan(functools.partial(planned, classes), "v5litepod-8")
+        for classes in ([], [nn.LayerNorm])
+    )
+    assert len(with_norms.schedule.collectives) == len(without.schedule.collectives)
+    # The norms and the biases that go along are a few KiB of two times two MiB.
+    assert with_norms.wire_bytes < 1.05 * without.wire_bytes

@@ -18,6 +18,7 @@ from .sharding.first_step import compare_initial_weights, require_all_sharded
 from .sharding.gathering import computing, computing_passes
 from .sharding.ignored import mark_ignored
 from .sharding.mixed_precision import MixedPrecision
+from .sharding.narrow_gradients import narrow_gradients
 from .sharding.optimizer_checks import watch_optimizers
 from .sharding.options import FSDPOptions
 from .sharding.saved_parameters import parameters_saved_as_recipes
@@ -235,6 +236,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         with torch.no_grad():
             for unit in self._wrapped_units():
                 unit.flush()
+                narrow_gradients(unit)
         if self.fsdp_options.sync_on_finalization:
             for unit in self._wrapped_units():  # what is full would be an output of the program
                 unit.leave_backward()

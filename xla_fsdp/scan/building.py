@@ -12,6 +12,7 @@ from ..names import dotted, is_wrapper
 from ..sharding.building import keeps_buffer_dtypes
 from ..sharding.deferred_init import materialize
 from ..sharding.freeing import release_original_
+from ..sharding.full_precision import compute_in_full, full_precision_modules
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
 from .equality import describe, require_same
@@ -36,6 +37,7 @@ class ScanBuilder:
         self._pieces: dict[str, list[torch.Tensor]] = {}  # by block
         self._attributes: dict[str, dict] = {}  # that users hung on the first block's parameters
         self._cast: dict[str, torch.dtype] = {}
+        self._wide: set[nn.Module] = set()  # of the template, whose tensors are not cast
         # Objects met so far, which stay alive so that identities stay unique.
         self._seen: dict[nn.Parameter, int] = {}
 
@@ -59,6 +61,7 @@ class ScanBuilder:
             shard.dtype is torch.float16 for shard in unit.shards
         ):
             unit.wire.divide_in_float16()
+        compute_in_full(self.options, list(self._template.modules()))
         unit.describe_blocks(depth, self._cast)
         unit.note_homes()
         return unit
@@ -111,10 +114,12 @@ class ScanBuilder:
                 if tensor is not None:
                     spots.setdefault(tensor, {})[module, name] = None
                     names.setdefault(tensor, []).append(dotted(path, name))
+        self._wide = full_precision_modules(self.options, list(block.modules()))
         for tensor, known in names.items():
             stack = Stack(known, list(spots[tensor]))
             if isinstance(tensor, nn.Parameter):
-                stack = ParameterStack(known, stack.spots, layout=self._layout(tensor))
+                wide = stack.spots[0][0] in self._wide
+                stack = ParameterStack(known, stack.spots, layout=self._layout(tensor), wide=wide)
                 self._attributes[stack.name] = dict(tensor.__dict__)
             self._stacks[stack.name] = stack
             self._pieces[stack.name] = []
@@ -150,8 +155,8 @@ class ScanBuilder:
             buffers = [agreed[id(buffer)] for buffer in buffers]
             first = buffers[0]
         dtype = self.options.dtype_of_buffers
-        statistics = any(keeps_buffer_dtypes(module) for module, _ in stack.spots)
-        if dtype is None or statistics or not first.is_floating_point():
+        keeps = any(keeps_buffer_dtypes(m) or m in self._wide for m, _ in stack.spots)
+        if dtype is None or keeps or not first.is_floating_point():
             dtype = first.dtype
         if dtype is not first.dtype:
             self._cast[stack.name] = first.dtype

@@ -60,9 +60,11 @@ class ParameterStack(Stack):
 
     Attributes:
         layout: how a block's parameter is cut.
+        wide: whether it is computed with as it is stored, whatever compute_dtype says.
     """
 
     layout: Layout = field(kw_only=True)
+    wide: bool = False
 
     @property
     def value(self) -> nn.Parameter:
@@ -111,7 +113,9 @@ class ScanUnit(Unit):
 
     def note_homes(self) -> None:
         for stack in self.parameters:
-            tensor = ShardedTensor(stack.value, stack.layout, stack.name, world=self.world)
+            tensor = ShardedTensor(
+                stack.value, stack.layout, stack.name, wide=stack.wide, world=self.world
+            )
             set_home(stack.value, tensor)
 
     def describe_blocks(self, depth: int, cast: dict[str, torch.dtype]) -> None:
@@ -127,7 +131,10 @@ class ScanUnit(Unit):
             for stack in self.parameters:
                 row = torch.empty_like(stack.value[0], device="meta")
                 row = nn.Parameter(row, requires_grad=stack.value.requires_grad)
-                index = self.adopt(ShardedTensor(row, stack.layout, dotted(block, stack.name)))
+                tensor = ShardedTensor(
+                    row, stack.layout, dotted(block, stack.name), wide=stack.wide
+                )
+                index = self.adopt(tensor)
                 for module, name in stack.spots:
                     own = tuple(dotted(block, path) for path in paths[module])
                     self.places.append(Place(own, module, name, index, stack.value))
@@ -190,6 +197,6 @@ class ScanUnit(Unit):
     def _block(self, shards: Iterable[torch.Tensor]) -> list[ShardedTensor]:
         return [
             # What stands for a shard in the trace is no Parameter.
-            ShardedTensor(shard, stack.layout, stack.name)  # type: ignore[arg-type]
+            ShardedTensor(shard, stack.layout, stack.name, wide=stack.wide)  # type: ignore[arg-type]
             for shard, stack in zip(shards, self.parameters, strict=True)
         ]

@@ -15,6 +15,7 @@ from ..ranks.rank import is_pretending
 from .attributes import ModuleParameters
 from .deferred_init import is_on_meta, materialize
 from .freeing import release_original_, stamps
+from .full_precision import compute_in_full, full_precision_modules
 from .ignored import is_ignored, note_of, settle_ignored
 from .layout import Layout
 from .options import FSDPOptions
@@ -50,10 +51,14 @@ class UnitBuilder:
         self.unit.wrapped = module
         # All names of every module, the first of which names its parameters.
         self.paths: dict[nn.Module, list[str]] = {}
+        # Whose parameters and buffers are not cast.
+        self.wide: set[nn.Module] = set()
 
     def build(self) -> Unit:
         for path, module in self._modules():
             self.paths.setdefault(module, []).append(path)
+        self.wide = full_precision_modules(self.options, self.paths)
+        compute_in_full(self.options, self.paths)
         ready = materialize(self.module, _left_alone, self.options.param_init_fn)
         if self.options.flatten_parameters:
             for _ in ready:
@@ -105,25 +110,31 @@ class UnitBuilder:
                     layout = Layout.rows(parameter.shape, self.world.size)
                 else:
                     layout = Layout.flat([parameter.shape], self.world.size)
-                self._shard([parameter], layout, dotted(self.paths[module][0], name))
+                key = dotted(self.paths[module][0], name)
+                self._shard([parameter], layout, key, module in self.wide)
             self._put(spot)
 
     def _flatten(self) -> None:
         spots = [spot for module in self.paths for spot in self._spots(module)]
         # Trainable first, then frozen; a vector has one dtype. Each parameter once.
-        groups: dict[tuple[bool, torch.dtype], dict[nn.Parameter, None]] = {}
-        for *_, parameter in sorted(spots, key=lambda spot: not spot[2].requires_grad):
-            if home_of(parameter) is None:
-                groups.setdefault((parameter.requires_grad, parameter.dtype), {})[parameter] = None
-        for number, parameters in enumerate(groups.values()):
+        groups: dict[tuple[bool, torch.dtype, bool], dict[nn.Parameter, None]] = {}
+        taken: set[nn.Parameter] = set()
+        for module, _, parameter in sorted(spots, key=lambda spot: not spot[2].requires_grad):
+            if home_of(parameter) is None and parameter not in taken:
+                taken.add(parameter)
+                kind = parameter.requires_grad, parameter.dtype, module in self.wide
+                groups.setdefault(kind, {})[parameter] = None
+        for number, ((_, _, wide), parameters) in enumerate(groups.items()):
             layout = Layout.flat([p.shape for p in parameters], self.world.size)
-            tensor = self._shard(list(parameters), layout, f"flat_param_{number}")
+            tensor = self._shard(list(parameters), layout, f"flat_param_{number}", wide)
             self.owner.register_parameter(tensor.key, tensor.shard)
             self.unit.flattened.append(tensor)
         for spot in spots:
             self._put(spot)
 
-    def _shard(self, parameters: Sequence[nn.Parameter], layout: Layout, key: str) -> ShardedTensor:
+    def _shard(
+        self, parameters: Sequence[nn.Parameter], layout: Layout, key: str, wide: bool
+    ) -> ShardedTensor:
         with torch.no_grad():
             values = [self._agreed(parameter.detach()) for parameter in parameters]
             self.unit.initial_checksum += sum(map(checksum, values))
@@ -133,7 +144,8 @@ class UnitBuilder:
         if not self.options.flatten_parameters:
             # What users hung on a parameter ("no weight decay", "expert") goes with it.
             shard.__dict__.update(parameters[0].__dict__)
-        tensor = ShardedTensor(shard, layout, key, self.options.flatten_parameters, self.world)
+        flattened = self.options.flatten_parameters
+        tensor = ShardedTensor(shard, layout, key, flattened, wide, self.world)
         for number, parameter in enumerate(parameters):
             set_home(parameter, tensor, number)
             release_original_(parameter)
@@ -165,7 +177,7 @@ class UnitBuilder:
                     continue
                 if buffer not in moved:
                     keeps = keeps_buffer_dtypes(module) or is_ignored(module)
-                    keeps = keeps or not buffer.is_floating_point()
+                    keeps = keeps or module in self.wide or not buffer.is_floating_point()
                     cast = None if keeps else dtype
                     moved[buffer] = self._agreed(buffer).to(device=self.world.device, dtype=cast)
                 if moved[buffer].dtype is not buffer.dtype:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -20,10 +23,16 @@ class MixedPrecision:
             ``torch.float32``, which is ``fp32_reduce_scatter``.
         buffer_dtype: of floating-point buffers. Default: they keep theirs (with ``compute_dtype``
             alone they are cast to it).
-        keep_low_precision_grads: only ``False``: a gradient has the dtype of its shard.
+        keep_low_precision_grads: after a backward gradients have ``param_dtype``, not the dtype of
+            their shard. For optimizers that cope with it: torch's SGD, Adagrad and RMSprop (without
+            ``foreach=True``) do, its Adam and AdamW raise.
         cast_forward_inputs: cast floating-point inputs to ``param_dtype`` in every wrapper that
             has this policy.
         cast_root_forward_inputs: cast them in the outermost wrapper, whatever the former says.
+        _module_classes_to_ignore: classes of modules that compute in the dtype in which their
+            parameters are stored: neither these nor buffers are cast, inputs of 16 bits become
+            float32, and outputs get the dtype of the inputs. Not only where a policy wraps, and
+            without units, or collectives, of their own.
     """
 
     param_dtype: torch.dtype | None = None
@@ -32,6 +41,7 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
 
     def __post_init__(self) -> None:
         for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
@@ -52,10 +62,13 @@ class MixedPrecision:
                 f"{self.param_dtype}: gradients are reduced in param_dtype (reduce_dtype=None) or "
                 "in torch.float32, in nothing else"
             )
-        if self.keep_low_precision_grads:
+        classes = self._module_classes_to_ignore
+        if not isinstance(classes, (list, tuple, set, frozenset)) or not all(
+            isinstance(one, type) and issubclass(one, nn.Module) for one in classes
+        ):
             raise ValueError(
-                "MixedPrecision.keep_low_precision_grads=True is not possible: a gradient has the "
-                "dtype of its shard, as torch wants of .grad; it must be False"
+                "MixedPrecision._module_classes_to_ignore must be a list or tuple of classes of "
+                f"modules (nn.LayerNorm), got {classes!r}"
             )
 
     def casts_inputs(self, root: bool) -> bool:

@@ -23,6 +23,7 @@ class ShardedTensor:
     layout: Layout
     key: str  # name in the wrapper that sharded it
     flattened: bool = False  # registered on the wrapper, not where its members are
+    wide: bool = False  # computed with as it is stored, whatever compute_dtype says
     # Who has the other shards; None for what only a trace knows. Optimizers find it here.
     world: World | None = None
     summoned: object | None = None  # its full parameters outside of a forward, see summon.py

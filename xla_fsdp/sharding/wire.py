@@ -16,6 +16,7 @@ import torch
 
 from ..collectives.order import Order, after
 from ..collectives.world import World
+from .full_precision import along_with_wide
 from .layout import LANES, Layout
 from .options import FSDPOptions
 from .secondary import Secondary
@@ -86,7 +87,8 @@ class Wire:
         nothing else decides, and a parameter gathered before its turn takes up memory.
         ``secondary``: gathered from, if it holds something; else a forward fills it.
         """
-        parts = self.gathered_parts(tensors)
+        dtypes = self._wire_dtypes(tensors)
+        parts = self._parts(tensors, dtypes)
         if backward:
             parts.sort(key=lambda part: (len(part) < 2, -part[0]))
         world = self.world
@@ -112,31 +114,37 @@ class Wire:
             # keeps in between.
             shard = order.turn(shard).view(shape) if in_turn else torch.view_copy(shard, shape)
             name = self.name([tensors[i] for i in part])
-            gathered = world.all_gather(self._cast(shard), name)
+            gathered = world.all_gather(shard.to(dtypes[part[0]]), name)
             if secondary is not None and not kept and not backward:
                 gathered = secondary.keep(part[0], gathered)
             if in_turn:
                 order.gathered(gathered)
             layouts = [tensors[i].layout for i in part]
             for i, piece in zip(part, _unpacked(gathered, layouts), strict=True):
-                full[i] = tensors[i].layout.split(piece)
+                dtype = self._compute_dtype(tensors[i])
+                full[i] = [value.to(dtype) for value in tensors[i].layout.split(piece)]
         for i, tensor in enumerate(tensors):
             if not tensor.layout.numel:
-                shard = self._cast(tensor.shard)
+                shard = tensor.shard.to(self._compute_dtype(tensor))
                 full[i] = [shard.new_zeros(member.shape) for member in tensor.layout.members]
         return [value for i in range(len(tensors)) for value in full[i]]
 
     def gathered_parts(self, tensors: Sequence[ShardedTensor]) -> list[list[int]]:
         """Numbers of the tensors by gather: see :meth:`_parts`."""
-        return self._parts(tensors, (self._compute_dtype(tensor) for tensor in tensors))
+        return self._parts(tensors, self._wire_dtypes(tensors))
+
+    def _wire_dtypes(self, tensors: Sequence[ShardedTensor]) -> list[torch.dtype]:
+        return self._dtypes(tensors, [self._compute_dtype(tensor) for tensor in tensors])
 
     def _compute_dtype(self, tensor: ShardedTensor) -> torch.dtype:
         dtype, own = self.options.compute_dtype, tensor.shard.dtype
-        return dtype if dtype is not None and own.is_floating_point else own
+        return own if dtype is None or tensor.wide or not own.is_floating_point else dtype
 
-    def _cast(self, shard: torch.Tensor) -> torch.Tensor:
-        dtype = self.options.compute_dtype
-        return shard.to(dtype) if dtype is not None and shard.is_floating_point() else shard
+    def _dtypes(
+        self, tensors: Sequence[ShardedTensor], dtypes: Sequence[torch.dtype]
+    ) -> list[torch.dtype]:
+        """The dtype of each on the wire, being computed with or reduced in ``dtypes``."""
+        return along_with_wide(tensors, dtypes, SMALL_BYTES) if self.world.as_on_tpu else [*dtypes]
 
     # -- reducing -------------------------------------------------------------------------------
 
@@ -168,7 +176,10 @@ class Wire:
         shards: dict[int, torch.Tensor] = {}
         arrived = []
         numbers = list(fulls)
-        for part in self._parts([tensors[i] for i in numbers], (f.dtype for f in fulls.values())):
+        sent = [tensors[i] for i in numbers]
+        dtypes = self._dtypes(sent, [full.dtype for full in fulls.values()])
+        fulls = {i: fulls[i].to(dtype) for i, dtype in zip(numbers, dtypes, strict=True)}
+        for part in self._parts(sent, dtypes):
             part = [numbers[i] for i in part]
             own = [tensors[i] for i in part]
             reduced = (self.hook or self.average)(own, [fulls[i] for i in part])

@@ -50,7 +50,8 @@ def _sharded(module: Any) -> Iterator[tuple[int, int, int, int, bool]]:
     if is_wrapper(module):
         unit = module._unit
         for tensor in unit.tensors:
-            dtype = unit.options.compute_dtype or tensor.shard.dtype
+            stored = tensor.shard.dtype
+            dtype = stored if tensor.wide else unit.options.compute_dtype or stored
             yield (
                 id(tensor.shard), tensor.layout.numel, dtype.itemsize, unit.world.size,
                 tensor.shard.requires_grad,

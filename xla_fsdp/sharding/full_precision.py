@@ -1,0 +1,89 @@
+"""Modules that compute in float32 within a unit that computes in less.
+
+``MixedPrecision(_module_classes_to_ignore=...)``. torch FSDP makes a unit of each such module, with
+collectives of its own. Here its parameters are gathered with those of the unit, as they are stored
+(see ``wire.py``), and what it is given and returns is cast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..tree import map_tensors, tensors_in
+from .options import FSDPOptions
+from .sharded_tensor import ShardedTensor
+
+NARROW = (torch.float16, torch.bfloat16)
+
+
+def full_precision_modules(options: FSDPOptions, modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Those of ``modules`` whose parameters and buffers are not cast: instances of the classes that
+    ``options`` name, and what is in them."""
+    policy = options.mixed_precision
+    classes = tuple(policy._module_classes_to_ignore) if policy is not None else ()
+    found: set[nn.Module] = set()
+    for module in modules:
+        if classes and isinstance(module, classes):
+            found.update(module.modules())
+    return found
+
+
+def compute_in_full(options: FSDPOptions, modules: Iterable[nn.Module]) -> None:
+    """Has every instance among ``modules`` of the classes that ``options`` name compute in float32.
+
+    Floating-point inputs of 16 bits become float32, and outputs get the dtype that the inputs had.
+    ``SyncBatchNorm`` computes in float32 by itself, and keeps its input as it is.
+    """
+    policy = options.mixed_precision
+    if policy is None or policy.param_dtype not in NARROW:
+        return
+    classes = tuple(policy._module_classes_to_ignore)
+    for module in modules:
+        if isinstance(module, classes) and not getattr(module, "fsdp_keeps_buffer_dtypes", False):
+            if not any(isinstance(hook, _Widen) for hook in module._forward_pre_hooks.values()):
+                widen = _Widen()
+                module.register_forward_pre_hook(widen, with_kwargs=True)
+                module.register_forward_hook(widen.restore)
+
+
+def along_with_wide(
+    tensors: Sequence[ShardedTensor], dtypes: Sequence[torch.dtype], small: int
+) -> list[torch.dtype]:
+    """``dtypes``, in which ``tensors`` travel, but float32 for those of 16 bits that go along with
+    others in float32, if there are such: all of up to ``small`` bytes share a collective, and twice
+    the bytes of a few biases cost less than one more.
+    """
+    if not any(tensor.wide for tensor in tensors):
+        return [*dtypes]
+    fits = [math.prod(tensor.layout.padded_shape) * 4 <= small for tensor in tensors]
+    each = list(zip(tensors, dtypes, fits, strict=True))
+    if not any(one.wide and dtype is torch.float32 and fit for one, dtype, fit in each):
+        return [*dtypes]
+    return [torch.float32 if fit and dtype in NARROW else dtype for _, dtype, fit in each]
+
+
+class _Widen:
+    """The hooks of one module."""
+
+    def __init__(self) -> None:
+        self.given: torch.dtype | None = None  # of the first narrow input of the forward under way
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        narrow = [t.dtype for t in tensors_in((args, kwargs)) if t.dtype in NARROW]
+        self.given = narrow[0] if narrow else None
+        return map_tensors(_widened, (args, kwargs))
+
+    def restore(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        given, self.given = self.given, None
+        if given is None:
+            return output
+        return map_tensors(lambda t: t.to(given) if t.dtype is torch.float32 else t, output)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in NARROW else tensor
