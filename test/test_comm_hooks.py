@@ -282,3 +282,144 @@ def compressed(rank, on_tpu):
 @pytest.mark.parametrize("ranks,on_tpu", [(2, False), (4, False), (2, True)])
 def test_compressed_gradients_are_right_to_rounding(run_ranks, ranks, on_tpu):
     run_ranks(compressed, ranks, on_tpu)
+
+
+# -- what is remembered, and what is refused ----------------------------------------------------
+
+
+def remembers(rank):
+    """Saved, loaded and resumed as if never interrupted; an infinite gradient leaves no trace."""
+    import torch_xla
+
+    from xla_fsdp.comm_hooks import PowerSGDState, powerSGD_hook
+
+    def fresh(state):
+        model = wrapped(Matrices(), "inner")
+        model.register_comm_hook(state, powerSGD_hook)
+        return model
+
+    def state():
+        return PowerSGDState(min_compression_rate=1, start_powerSGD_iter=0)
+
+    def steps(model, numbers, scale=1.0):
+        for step in numbers:
+            model.zero_grad()
+            (scale * model(batch(rank, step).to("xla")).square().mean()).backward()
+            torch_xla.sync()
+        return {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+
+    first = state()
+    through = fresh(first)
+    steps(through, range(2))
+    saved = first.state_dict()
+    assert saved["iterations"]["cube"] == 2 and saved["matrices"]["cube"]["ranks"] == 2
+    infinite = steps(through, [5], scale=float("inf"))
+    assert not infinite["cube"].isfinite().all()
+    after = first.state_dict()["matrices"]
+    for name, one in saved["matrices"].items():
+        assert torch.equal(after[name]["q"], one["q"])
+        assert torch.equal(after[name]["error"], one["error"]) and one["error"].any()
+    expected = steps(through, range(2, 4))
+
+    second = state()
+    second.load_state_dict(saved)
+    found = steps(fresh(second), range(2, 4))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+    third = state()
+    third.load_state_dict(saved, with_errors=False)
+    assert any((steps(fresh(third), [2])[name] != value).any() for name, value in expected.items())
+
+    # Of other ranks, another rank r, another model, and two models at once.
+    for one in saved["matrices"].values():
+        one["ranks"] = 3
+    second.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="saved by 3 ranks.*with_errors=False"):
+        steps(fresh(second), [0])
+    other = PowerSGDState(None, 3, 0, 1)
+    other.load_state_dict(saved)
+    with pytest.raises(
+        RuntimeError, match="loaded for another 'inner.0.weight'.*the same matrix_approx"
+    ):
+        steps(fresh(other), [0])
+    with pytest.raises(RuntimeError, match="two models have a parameter 'inner.0.weight' and share one"):
+        steps(fresh(first), [0])
+    model = Matrices()
+    model = wrapped(model, "inner", compute_dtype=torch.float16)
+    model.register_comm_hook(state(), powerSGD_hook)
+    with pytest.raises(ValueError, match="are float16, which needs loss scaling"):
+        steps(model, [0])
+
+
+def test_power_sgd_remembers(run_ranks):
+    run_ranks(remembers, 2)
+
+
+def refusals(rank):
+    from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
+
+    from xla_fsdp import comm_hooks, scan_blocks
+
+    def backward(state, hook):
+        model = wrapped(Matrices(), "inner")
+        model.register_comm_hook(state, hook)
+        model(batch(rank, 0).to("xla")).sum().backward()
+
+    model = wrapped(Matrices(), "inner")
+    ours = comm_hooks.bf16_compress_hook
+    for wrong, said in (
+        (3, r"hook\(state, bucket\), got 3"),
+        (torchs.bf16_compress_hook, "is torch's.*xla_fsdp.comm_hooks"),
+        (lambda state, grad, output: None, "function of two arguments.*torch FSDP"),
+        (lambda: None, "function of two arguments"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            model.register_comm_hook(None, wrong)
+    with pytest.raises(ValueError, match="over must be one of 'all', 'replicas', got 'some'"):
+        model.register_comm_hook(None, ours, "some")
+    with pytest.raises(ValueError, match="over='replicas', but .* has none: give replication_gr"):
+        model.register_comm_hook(None, ours, over="replicas")
+    model.module.inner.register_comm_hook(None, ours)
+    with pytest.raises(RuntimeError, match="'?the wrapper'? has a communication hook already"):
+        model.register_comm_hook(None, ours)
+    blocks = scan_blocks([nn.Linear(4, 4) for _ in range(2)])
+    with pytest.raises(ValueError, match="runs scanned blocks.*wrap the blocks one by one"):
+        blocks.register_comm_hook(None, ours)
+    for state, hook, said in (
+        (None, lambda state, bucket: None, "must return the mean gradient"),
+        (None, lambda state, bucket: bucket.gradients()[0], "must be this rank's shard, of shape"),
+        ("group", ours, r"has no state.*register_comm_hook\(None, bf16_compress_hook\)"),
+        (None, comm_hooks.powerSGD_hook, "needs a PowerSGDState"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            backward(state, hook)
+    for name, value in (
+        ("process_group", "world"),
+        ("matrix_approximation_rank", 0),
+        ("start_powerSGD_iter", 1.5),
+        ("min_compression_rate", 0),
+        ("use_error_feedback", 1),
+        ("warm_start", None),
+        ("random_seed", -1),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"{name} must be .*got {value!r}"):
+            comm_hooks.PowerSGDState(**{name: value})
+
+
+def test_what_is_no_hook_is_refused(run_ranks):
+    run_ranks(refusals, 2)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+def test_orthonormal_columns(scale):
+    from xla_fsdp.comm_hooks.orthogonal import orthonormal_columns
+
+    p = torch.randn(20, 4, generator=torch.Generator().manual_seed(1)) * scale
+    p[:, 2] = 3 * p[:, 0]  # says nothing new
+    found = orthonormal_columns(p)
+    right = torch.diag(torch.tensor([1.0, 1.0, 0.0, 1.0]))
+    torch.testing.assert_close(found.t() @ found, right, rtol=1e-5, atol=1e-5)
+    spanned = found @ (found.t() @ (p / scale))
+    torch.testing.assert_close(spanned, p / scale, rtol=1e-4, atol=1e-4)
+    assert not orthonormal_columns(torch.zeros(3, 2)).any()
+    assert orthonormal_columns(torch.full((3, 2), float("nan"))).isnan().all()
