@@ -1,0 +1,216 @@
+"""Accelerate with an FSDP configuration on XLA, against plain training in one process."""
+
+import pytest
+import torch
+from hf_models import (
+    BATCH,
+    CLIP,
+    LAYERS,
+    STEPS,
+    Trained,
+    assert_alike,
+    batch_of,
+    build,
+    groups_of,
+    optimizer_for,
+    plain,
+    rows,
+)
+
+TIMEOUT = 400
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """``reference(name, **kwargs)``: how it trains in plain torch, each once."""
+    known = {}
+
+    def find(name, **kwargs):
+        key = (name, *sorted(kwargs.items()))
+        if key not in known:
+            known[key] = plain(name, **kwargs)
+        return known[key]
+
+    return find
+
+
+def accelerator_for(mixed_precision="no", steps=1, **plugin):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    import xla_fsdp.integrations.accelerate  # noqa: F401
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(**plugin),
+        mixed_precision=mixed_precision,
+        gradient_accumulation_steps=steps,
+    )
+
+
+def by_class(name):
+    return {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": [LAYERS[name]],
+    }
+
+
+def loader_for(name, accelerator, micro=1):
+    size = BATCH // accelerator.num_processes // micro
+    return torch.utils.data.DataLoader(rows(name), batch_size=size, collate_fn=batch_of)
+
+
+def train(accelerator, model, optimizer, loader, trained=None, steps=STEPS, scheduler=None):
+    """As the documentation of Accelerate has it."""
+    trained = trained or Trained()
+    losses = []
+    model.train()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            losses.append(accelerator.reduce(loss.detach(), "mean"))
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            trained.losses.append(sum(one.item() for one in losses) / len(losses))
+            trained.norms.append(norm.item())
+            losses = []
+            if len(trained.losses) == steps:
+                break
+    trained.weights = accelerator.get_state_dict(model)
+    return trained
+
+
+def several(rank, cases):
+    """Each case: model, order of prepare, accumulation, and what the plugin is told."""
+    found = []
+    for name, order, micro, given in cases:
+        accelerator = accelerator_for(steps=micro, **(by_class(name) | given))
+        model = build(name)
+        optimizer = optimizer_for(groups_of(model))
+        loader = loader_for(name, accelerator, micro)
+        if order == "one by one":
+            optimizer = accelerator.prepare(optimizer)
+            loader = accelerator.prepare(loader)
+            model = accelerator.prepare(model)
+        elif order == "optimizer first":
+            optimizer, loader, model = accelerator.prepare(optimizer, loader, model)
+        else:
+            model, loader, optimizer = accelerator.prepare(model, loader, optimizer)
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        assert sizes == [len(group["params"]) for group in groups_of(build(name))]
+        found.append(train(accelerator, model, optimizer, loader))
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    return found
+
+
+CASES = [
+    ("gpt2", "model first", 1, {}),
+    ("gpt2", "one by one", 2, {"fsdp_version": 2, "reshard_after_forward": False}),
+    ("bert", "optimizer first", 1, {"sharding_strategy": "SHARD_GRAD_OP"}),
+    ("bert", "one by one", 1, {"sharding_strategy": "NO_SHARD", "sync_module_states": True}),
+    (
+        "llama",
+        "model first",
+        1,
+        {"sharding_strategy": "HYBRID_SHARD", "backward_prefetch": "BACKWARD_PRE"},
+    ),
+    ("llama", "optimizer first", 1, {"activation_checkpointing": True}),
+    ("gpt2", "model first", 1, {"auto_wrap_policy": "size_based_wrap", "min_num_params": 500}),
+    ("bert", "model first", 1, {"auto_wrap_policy": "no_wrap"}),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_training_is_that_of_one_process(run_ranks, reference, ranks):
+    cases = CASES if ranks > 1 else CASES[:3]
+    found = run_ranks(several, ranks, cases, timeout=TIMEOUT)
+    for number, (name, _, micro, _) in enumerate(cases):
+        assert_alike(found[0][number], reference(name, micro=micro))
+
+
+# -- saving and loading ------------------------------------------------------------------------
+
+
+def halves(step):
+    return 0.5**step
+
+
+def first_half(rank, folder):
+    """Two models, an optimizer with a schedule for each; saved after two steps."""
+    accelerator, parts = two_models()
+    train_two(accelerator, parts, 0, 2)
+    accelerator.save_state(folder)
+    train_two(accelerator, parts, 2, STEPS)
+    whole = [accelerator.get_state_dict(model) for model in parts[:2]]
+    if rank:
+        assert whole == [{}, {}]
+    return whole
+
+
+def second_half(rank, folder):
+    accelerator, parts = two_models(seed=3)
+    accelerator.load_state(folder)
+    assert accelerator.step == 2
+    train_two(accelerator, parts, 2, STEPS)
+    return [accelerator.get_state_dict(model) for model in parts[:2]]
+
+
+def two_models(seed=7):
+    accelerator = accelerator_for(**by_class("gpt2"), state_dict_type="FULL_STATE_DICT")
+    models = [build("gpt2"), torch.nn.Linear(3, 3)]
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape) / 10)
+    optimizers = [optimizer_for(groups_of(models[0])), torch.optim.SGD(models[1].parameters(), 0.1)]
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(one, halves) for one in optimizers]
+    if seed != 7:
+        for group in optimizers[0].param_groups:
+            group["weight_decay"] = 9.0  # is loaded
+    # The layers of the second have no class to go by: it is wrapped as a whole.
+    from xla_fsdp.integrations.sharding import sharding_of, use_sharding
+
+    sharding = sharding_of(accelerator.state)
+    prepared = accelerator.prepare(models[0], *optimizers)
+    use_sharding(accelerator.state, type(sharding)(sharding.options, full_state=True))
+    models[1] = accelerator.prepare(models[1])
+    return accelerator, [prepared[0], models[1], *prepared[1:], *accelerator.prepare(*schedulers)]
+
+
+def train_two(accelerator, parts, start, stop):
+    model, other, *optimizers, one, two = parts
+    size = BATCH // accelerator.num_processes
+    for step in range(start, stop):
+        with accelerator.accumulate(model, other):
+            first = step * BATCH + accelerator.process_index * size
+            batch = batch_of(rows("gpt2")[first : first + size])
+            loss = model(**{k: v.to(accelerator.device) for k, v in batch.items()}).loss
+            loss = loss + other(torch.ones(2, 3, device=accelerator.device)).square().mean()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_([*model.parameters(), *other.parameters()], CLIP)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        # Accelerate makes a step of the schedule for every rank: for one rate on all, by hand.
+        one.scheduler.step()
+        two.scheduler.step()
+
+
+def test_states_are_loaded_by_another_number_of_ranks(run_ranks, tmp_path):
+    expected = run_ranks(first_half, 4, str(tmp_path), timeout=TIMEOUT)[0]
+    files = {path.name for path in tmp_path.iterdir()}
+    assert {"xla_fsdp", "model.safetensors", "model_1.safetensors"} <= files
+    for ranks in (2, 4):
+        found = run_ranks(second_half, ranks, str(tmp_path), timeout=TIMEOUT)[0]
+        for one, other in zip(found, expected, strict=True):
+            for name, value in other.items():
+                torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-5, msg=name)
