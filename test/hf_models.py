@@ -1,6 +1,7 @@
 """Small Hugging Face models from configurations, their data, and how they train in plain torch."""
 
 from dataclasses import dataclass, field
+from inspect import signature
 
 import torch
 import transformers as hf
@@ -59,6 +60,12 @@ def batch_of(some):
     return {key: torch.stack([row[key] for row in some]) for key in some[0]}
 
 
+def counts(model):
+    """Whether the Trainer tells this model the number of labels."""
+    parameters = signature(model.forward).parameters.values()
+    return any(each.kind is each.VAR_KEYWORD for each in parameters)
+
+
 def groups_of(model, decay=0.3):
     """Without decay of biases and norms, as everybody does."""
     spared = ("bias", "LayerNorm.weight", "ln_1.weight", "ln_2.weight", "norm.weight")
@@ -81,8 +88,12 @@ def optimizer_for(groups):
     return torch.optim.AdamW(groups, lr=0.02, eps=1e-3)
 
 
-def plain(name, clip=CLIP, micro=1, steps=STEPS, groups=groups_of, schedule=None):
-    """The whole batch in one process, in plain torch on the CPU."""
+def plain(name, clip=CLIP, micro=1, steps=STEPS, groups=groups_of, schedule=None, count=False):
+    """The whole batch in one process, in plain torch on the CPU.
+
+    ``count``: as the Trainer does it, losses are sums, divided by the number of labels (that of
+    the first word, which no model of languages predicts, counts).
+    """
     model, data = build(name), rows(name)
     model.train()
     optimizer = optimizer_for(groups(model))
@@ -93,7 +104,11 @@ def plain(name, clip=CLIP, micro=1, steps=STEPS, groups=groups_of, schedule=None
         losses = []
         for number in range(micro):
             size = BATCH // micro
-            loss = model(**batch_of(part[number * size : (number + 1) * size])).loss / micro
+            batch = batch_of(part[number * size : (number + 1) * size])
+            if count and counts(model):
+                loss = model(**batch, num_items_in_batch=micro * batch["labels"].numel()).loss
+            else:
+                loss = model(**batch).loss / micro
             loss.backward()
             losses.append(loss.item())
         trained.losses.append(sum(losses))

@@ -214,3 +214,166 @@ def test_states_are_loaded_by_another_number_of_ranks(run_ranks, tmp_path):
         for one, other in zip(found, expected, strict=True):
             for name, value in other.items():
                 torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# -- what people do besides --------------------------------------------------------------------
+
+
+def besides(rank, folder):
+    import os
+
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    # As `accelerate launch` makes it of a config file, version 1.
+    wanted = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "1",
+        "FSDP_SHARDING_STRATEGY": "1",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer",
+        "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        "FSDP_SYNC_MODULE_STATES": "true",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        "FSDP_USE_ORIG_PARAMS": "true",
+        "FSDP_FORWARD_PREFETCH": "false",
+        "FSDP_OFFLOAD_PARAMS": "false",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+    }
+    import torch_xla.core.xla_model as xm
+
+    import xla_fsdp.integrations.accelerate  # noqa: F401
+
+    xm.rendezvous("before")
+    os.environ.update(wanted)
+    xm.rendezvous("set")
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator()
+    xm.rendezvous("made")
+    for name in wanted:
+        os.environ.pop(name, None)
+    assert accelerator.is_local_main_process == (rank == 0)
+    loader = torch.utils.data.DataLoader(rows("bert", 13), batch_size=2, collate_fn=batch_of)
+    model, loader = accelerator.prepare(build("bert").bfloat16(), loader)
+    options = model.fsdp_options
+    assert options.sync_module_states and options.compute_dtype is torch.bfloat16
+    assert {p.dtype for p in model.parameters()} == {torch.float32}  # the shards
+    assert len(model.fsdp_modules(model)) == 3
+    model.eval()
+    seen = []
+    with torch.no_grad():
+        for batch in loader:
+            logits = model(**batch).logits
+            assert logits.dtype is torch.float32
+            seen.append(accelerator.gather_for_metrics((logits, batch["labels"])))
+    logits, labels = (torch.cat(each).cpu() for each in zip(*seen, strict=True))
+    assert torch.equal(labels, batch_of(rows("bert", 13))["labels"])
+    inner = accelerator.unwrap_model(model)
+    assert type(inner).__name__ == "BertForSequenceClassification"
+    state = accelerator.get_state_dict(model)
+    inner.save_pretrained(
+        folder,
+        state_dict=state,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+    )
+    accelerator.save_model(model, os.path.join(folder, "other"))
+    accelerator.wait_for_everyone()
+    return logits
+
+
+def test_evaluation_and_saving_in_bfloat16(run_ranks, tmp_path):
+    from safetensors.torch import load_file
+    from transformers import BertForSequenceClassification
+
+    found = run_ranks(besides, 4, str(tmp_path), timeout=TIMEOUT)[0]
+    model = BertForSequenceClassification.from_pretrained(tmp_path)
+    expected = model(**batch_of(rows("bert", 13))).logits
+    torch.testing.assert_close(found, expected.detach(), rtol=0.02, atol=0.02)  # bfloat16
+    other = load_file(tmp_path / "other" / "model.safetensors")
+    assert all(torch.equal(other[name], value) for name, value in model.state_dict().items())
+
+
+def refused(rank):
+    from accelerate import Accelerator
+    from accelerate.utils import TorchDynamoPlugin
+
+    for given, message in (
+        ({"cpu_offload": True}, "fsdp_offload_params"),
+        ({"cpu_offload": True, "fsdp_version": 2}, "fsdp_offload_params"),
+        ({"ignored_modules": "transformer.wte"}, "fsdp_ignored_modules='transformer.wte'"),
+        ({"auto_wrap_policy": 3}, "auto_wrap_policy must be TRANSFORMER_BASED_WRAP"),
+        ({"mixed_precision": "fp16"}, "use 'bf16'"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            accelerator_for(**given)
+    with pytest.raises(ValueError, match="dynamo_backend=OPENXLA"):
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        plugin = TorchDynamoPlugin(backend="openxla")
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), dynamo_plugin=plugin)
+    wrong = {"auto_wrap_policy": "transformer_based_wrap"}
+    accelerator = accelerator_for(**wrong, transformer_cls_names_to_wrap=["GPT3Block"])
+    with pytest.raises(ValueError, match="of class GPT3Block; it has modules of .*GPT2Block"):
+        accelerator.prepare(build("gpt2"))
+    accelerator = accelerator_for(activation_checkpointing=True)
+    with pytest.raises(ValueError, match="name the layers"):
+        accelerator.prepare(build("gpt2"))
+    accelerator = accelerator_for()
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="has made steps before its model was sharded"):
+        accelerator.prepare(model, optimizer)
+
+
+def without(rank):
+    """Our class under an Accelerate that knows nothing of it."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    import xla_fsdp
+    from xla_fsdp.integrations import accelerate as ours
+
+    xm.rendezvous("before")
+    ours.uninstall()
+    xm.rendezvous("undone")
+    try:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        accelerator = Accelerator()
+        model = xla_fsdp.XlaFullyShardedDataParallel(torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        x = torch.ones(2, 4, device=torch_xla.device())
+        for wrong in (
+            optimizer.step,
+            lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        ):
+            accelerator.backward(model(x).sum())
+            with pytest.raises(RuntimeError, match="import xla_fsdp.integrations.accelerate"):
+                wrong()
+        torch_xla.sync()
+        xm.rendezvous("seen")
+    finally:
+        ours.install()
+
+
+def test_what_does_not_go_is_refused(run_ranks):
+    run_ranks(refused, 2, timeout=TIMEOUT)
+
+
+def test_without_the_import_the_first_step_is_refused(run_ranks):
+    run_ranks(without, 2, timeout=TIMEOUT)
+
+
+def test_a_release_that_nobody_looked_at_is_refused(monkeypatch):
+    from xla_fsdp.integrations import changes
+
+    monkeypatch.setattr(changes, "version", lambda name: "9.9")
+    with pytest.raises(changes.UnknownReleaseError, match="accelerate 9.9 .*pip install 'accel"):
+        changes.Changes("accelerate", ["1.12.0"])

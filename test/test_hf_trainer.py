@@ -15,6 +15,7 @@ from hf_models import (
     assert_alike,
     batch_of,
     build,
+    counts,
     plain,
     rows,
 )
@@ -52,13 +53,18 @@ def reference():
 
     @functools.cache
     def find(name, **kwargs):
-        return plain(name, groups=groups_of_trainer, schedule=in_order, **kwargs)
+        return plain(name, groups=groups_of_trainer, schedule=in_order, count=True, **kwargs)
 
     return find
 
 
 class InOrder(Trainer):
-    """Does not shuffle."""
+    """Does not shuffle, and keeps the losses, of which the logs have four digits."""
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.__dict__.setdefault("kept", []).append(loss)
+        return loss
 
     def _get_train_sampler(self, *args):
         return torch.utils.data.SequentialSampler(self.train_dataset)
@@ -68,11 +74,10 @@ class Noted(TrainerCallback):
     """What a run logs, and that callbacks are called."""
 
     def __init__(self):
-        self.losses, self.norms, self.evaluated = [], [], []
+        self.norms, self.evaluated = [], []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "grad_norm" in logs:
-            self.losses.append(logs["loss"])
             self.norms.append(logs["grad_norm"])
         if "eval_loss" in logs:
             self.evaluated.append(logs["eval_loss"])
@@ -112,7 +117,7 @@ def trainer_for(name, folder, micro=1, settings=None, config=None, **given):
         model=build(name),
         args=TrainingArguments(str(folder), **(options | given)),
         train_dataset=rows(name),
-        eval_dataset=rows(name, 10),
+        eval_dataset=rows(name, 16),
         data_collator=batch_of,
         callbacks=[noted],
     )
@@ -122,7 +127,16 @@ def trainer_for(name, folder, micro=1, settings=None, config=None, **given):
 def trained_by(trainer, noted):
     import xla_fsdp
 
-    return Trained(noted.losses, noted.norms, xla_fsdp.full_state_dict(trainer.model))
+    micro = trainer.args.gradient_accumulation_steps
+    kept = [loss.item() for loss in trainer.kept]
+    losses = [sum(kept[first : first + micro]) for first in range(0, len(kept), micro)]
+    return Trained(losses, noted.norms, xla_fsdp.full_state_dict(trainer.model))
+
+
+def of_all(ranks):
+    """What the ranks have trained together, each on its part of the batch."""
+    losses = [sum(step) / len(step) for step in zip(*(one.losses for one in ranks), strict=True)]
+    return Trained(losses, ranks[0].norms, ranks[0].weights)
 
 
 def several(rank, folder, cases):
@@ -159,19 +173,45 @@ def test_training_is_that_of_one_process(run_ranks, reference, tmp_path, ranks):
     cases = CASES if ranks > 1 else CASES[:2]
     found = run_ranks(several, ranks, str(tmp_path), cases, timeout=TIMEOUT)
     for number, (name, micro, _) in enumerate(cases):
-        trained, loss = found[0][number]
-        expected = reference(name, micro=micro)
-        trained.losses = [round(one, 4) for one in trained.losses]
-        expected_losses = [round(one, 4) for one in expected.losses]
-        assert trained.losses == pytest.approx(expected_losses, abs=2e-4)  # logged with 4 digits
-        assert_alike(Trained(expected.losses, trained.norms, trained.weights), expected)
+        trained, loss = of_all([rank[number][0] for rank in found]), found[0][number][1]
+        assert_alike(trained, reference(name, micro=micro))
         model, info = CLASSES[name].from_pretrained(
             tmp_path / str(number), output_loading_info=True
         )
         assert not info["missing_keys"] and not info["unexpected_keys"]
         for key, value in model.state_dict().items():
             assert torch.equal(value, trained.weights[key]), key
-        some = rows(name, 10)
+        batch = batch_of(rows(name, 16))
+        if counts(model):
+            batch["num_items_in_batch"] = batch["labels"].numel()
         with torch.no_grad():
-            each = [model(**batch_of(some[i : i + 2])).loss.item() for i in range(0, 10, 2)]
-        assert loss == pytest.approx(sum(each) / len(each), rel=1e-4)
+            assert loss == pytest.approx(model(**batch).loss.item(), rel=1e-4)
+
+
+# -- saving, resuming --------------------------------------------------------------------------
+
+
+def saved_half_way(rank, folder):
+    """Trains with a save after each step; the rate and the loss of each are in the logs."""
+    trainer, noted = trainer_for("bert", folder, save_strategy="steps", save_steps=2)
+    trainer.train()
+    return trained_by(trainer, noted)
+
+
+def resumed(rank, folder, checkpoint):
+    trainer, noted = trainer_for("bert", folder)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert trainer.state.global_step == STEPS
+    return trained_by(trainer, noted)
+
+
+def test_a_checkpoint_resumes_on_another_number_of_ranks(run_ranks, reference, tmp_path):
+    expected = reference("bert")
+    assert_alike(of_all(run_ranks(saved_half_way, 4, str(tmp_path), timeout=TIMEOUT)), expected)
+    checkpoint = tmp_path / "checkpoint-2"
+    names = {path.name for path in checkpoint.iterdir()}
+    assert {"config.json", "model.safetensors", "training_args.bin", "xla_fsdp"} <= names
+    rest = Trained(expected.losses[2:], expected.norms[2:], expected.weights)
+    for ranks in (1, 4):
+        found = run_ranks(resumed, ranks, str(tmp_path / "more"), str(checkpoint), timeout=TIMEOUT)
+        assert_alike(of_all(found), rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -33,6 +34,7 @@ class Changes:
             )
         self._wanted: list[tuple[Any, str, Callable[..., Any]]] = []
         self._originals: list[tuple[Any, str, Any]] = []
+        self._lock = threading.Lock()  # ranks may be threads
 
     def around(self, owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """A decorator: ``owner.name(...)`` will be ``decorated(original, ...)``.
@@ -50,20 +52,22 @@ class Changes:
 
     def apply(self) -> None:
         """Makes the changes, unless they are made."""
-        if self._originals:
-            return
-        for owner, name, replacement in self._wanted:
-            original = vars(owner)[name]
-            self._originals.append((owner, name, original))
-            static = isinstance(original, staticmethod)
-            changed = _around(original.__func__ if static else original, replacement)
-            setattr(owner, name, staticmethod(changed) if static else changed)
+        with self._lock:
+            if self._originals:
+                return
+            for owner, name, replacement in self._wanted:
+                original = vars(owner)[name]
+                self._originals.append((owner, name, original))
+                static = isinstance(original, staticmethod)
+                changed = _around(original.__func__ if static else original, replacement)
+                setattr(owner, name, staticmethod(changed) if static else changed)
 
     def undo(self) -> None:
         """Puts everything back that :meth:`apply` has changed."""
-        while self._originals:
-            owner, name, original = self._originals.pop()
-            setattr(owner, name, original)
+        with self._lock:
+            while self._originals:
+                owner, name, original = self._originals.pop()
+                setattr(owner, name, original)
 
 
 def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
