@@ -1,5 +1,7 @@
 """Accelerate with an FSDP configuration on XLA, against plain training in one process."""
 
+import os
+
 import pytest
 import torch
 from hf_models import (
@@ -220,8 +222,6 @@ def test_states_are_loaded_by_another_number_of_ranks(run_ranks, tmp_path):
 
 
 def besides(rank, folder):
-    import os
-
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -308,10 +308,10 @@ def refused(rank):
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             accelerator_for(**given)
-    with pytest.raises(ValueError, match="dynamo_backend=OPENXLA"):
+    with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR"):
         from accelerate.utils import FullyShardedDataParallelPlugin
 
-        plugin = TorchDynamoPlugin(backend="openxla")
+        plugin = TorchDynamoPlugin(backend="inductor")
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), dynamo_plugin=plugin)
     wrong = {"auto_wrap_policy": "transformer_based_wrap"}
     accelerator = accelerator_for(**wrong, transformer_cls_names_to_wrap=["GPT3Block"])
@@ -341,6 +341,7 @@ def without(rank):
 
     xm.rendezvous("before")
     ours.uninstall()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which an Accelerator sets that is given a plugin
     xm.rendezvous("undone")
     try:
         AcceleratorState._reset_state(True)

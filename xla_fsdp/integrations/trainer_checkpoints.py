@@ -119,14 +119,12 @@ def load_random_state(trainer: Trainer, folder: str) -> None:
     On another number of ranks: Python's and numpy's of the first rank, and for torch and XLA seeds
     that follow from its state and the number of the rank, so that two resumptions draw the same.
     """
-    args = trainer.args
-    size = args.world_size
-    names = ["rng_state.pth"] if size == 1 else [f"rng_state_{rank}.pth" for rank in range(size)]
-    saved = sorted(name for name in os.listdir(folder) if name.startswith("rng_state"))
+    saved, rank = ranks_that_saved(folder), trainer.args.process_index
     if not saved:
         return
-    same = sorted(names) == saved
-    name = names[args.process_index] if same else saved[0]
+    same = saved == trainer.args.world_size
+    own = rank if same else 0
+    name = "rng_state.pth" if saved == 1 else f"rng_state_{own}.pth"
     with transformers.trainer.safe_globals():
         state = torch.load(os.path.join(folder, name))
     random.setstate(state["python"])
@@ -134,9 +132,14 @@ def load_random_state(trainer: Trainer, folder: str) -> None:
     if same:
         torch.random.set_rng_state(state["cpu"])
         xm.set_rng_state(state["xla"])
-        return
-    torch.manual_seed(_seed(state["cpu"].numpy().tobytes(), args.process_index))
-    xm.set_rng_state(_seed(str(state["xla"]).encode(), args.process_index))
+    else:
+        torch.manual_seed(_seed(state["cpu"].numpy().tobytes(), rank))
+        xm.set_rng_state(_seed(str(state["xla"]).encode(), rank))
+
+
+def ranks_that_saved(folder: str) -> int:
+    """How many ranks have saved their random states in a checkpoint's folder."""
+    return sum(1 for name in os.listdir(folder) if name.startswith("rng_state"))
 
 
 def _seed(state: bytes, rank: int) -> int:

@@ -27,6 +27,7 @@ from .trainer_checkpoints import (
     load_random_state,
     load_sharded,
     load_training,
+    ranks_that_saved,
     save_training,
     save_whole,
 )
@@ -136,6 +137,19 @@ def _load_rng_state(original: Any, self: Trainer, checkpoint: str | None) -> Non
     if checkpoint is None or not is_sharded(self.model):
         return original(self, checkpoint)
     return load_random_state(self, checkpoint)
+
+
+@changes.around(Trainer, "_inner_training_loop")
+def _training_loop(original: Any, self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """It takes the batch of a rank from the checkpoint, whatever the arguments say now.
+
+    On another number of ranks the batch of all would be another one, and so the steps.
+    """
+    folder = kwargs.get("resume_from_checkpoint")
+    if folder and self.is_fsdp_xla_v1_enabled and not self.args.auto_find_batch_size:
+        if ranks_that_saved(folder) not in (0, self.args.world_size):
+            kwargs["batch_size"] = self.args.train_batch_size
+    return original(self, *args, **kwargs)
 
 
 _reading = threading.Lock()
