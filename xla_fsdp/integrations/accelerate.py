@@ -4,20 +4,21 @@ From then on ``accelerate.Accelerator`` honours its FSDP configuration (a plugin
 the environment that ``accelerate launch`` makes of one) on XLA as it does on GPUs: ``prepare``
 shards models, optimizers made before keep their groups, and norms, saves and loads are those of
 whole models. Accelerators without such a configuration, and models that are not sharded, go their
-usual way.
+usual way, but that all know when the last batch has come.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import accelerate.checkpointing
 import torch
 import torch_xla
 from accelerate import Accelerator, DistributedType
+from accelerate.data_loader import MpDeviceLoaderWrapper
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
@@ -32,6 +33,7 @@ from ..sharding.sharded_tensor import home_of
 from ..sharding.unit import units_in
 from .accelerate_state import load_sharded_state, save_sharded_state
 from .changes import Changes
+from .device_loader import batches_of
 from .fsdp_plugin import sharding_of_plugin
 from .held_shards import average_unsharded, hold_shards, holds_shards
 from .sharding import is_sharded, sharding_of, use_sharding
@@ -154,6 +156,11 @@ def _unwrap_model(
     while is_wrapper(model):
         model = model.module
     return original(self, model, *args, **kwargs)
+
+
+@changes.around(MpDeviceLoaderWrapper, "__iter__")
+def _batches(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
+    return batches_of(original, self)
 
 
 # -- a step ------------------------------------------------------------------------------------
