@@ -19,6 +19,9 @@ PACKAGES = [
 # What examples/train_mnist.py imports as `make demo` calls it.
 DEMO = ["absl-py", "rich", "scikit-learn", "torchvision==0.24.0"]
 
+# What xla_fsdp.integrations was written for; both go with torch 2.9.
+HF = ["transformers==4.57.6", "accelerate==1.12.0"]
+
 setup(
     name="xla_fsdp",
     version="0.1.0",
@@ -48,6 +51,8 @@ setup(
         # but those from 1.31 on refuse the protobuf that tensorboard needs.
         # Those import pkg_resources, which setuptools has until 81.
         "pod": ["cloud-tpu-client==0.10", "absl-py", "google-api-core<1.31", "setuptools<81"],
+        # xla_fsdp.integrations changes the code of these releases in places, and knows no others.
+        "hf": HF,
         "demo": DEMO,
         "examples": [*DEMO, "tensorboard"],
         "test": [

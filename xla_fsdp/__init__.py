@@ -4,6 +4,7 @@ Names are imported when they are first used: ``xla_fsdp.launch`` must be able to
 runtime's environment, and ``xla_fsdp.consolidate`` runs where there is no torch_xla.
 """
 
+import os as _os
 from importlib import import_module as _import_module
 from logging import LogRecord as _LogRecord
 from logging import getLogger as _getLogger
@@ -115,3 +116,8 @@ def _is_not_about_the_cpu(record: _LogRecord) -> bool:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# Scripts that are to use it without a line of their own; transformers is imported by nothing else.
+if _os.environ.get("XLA_FSDP_DROP_IN") == "1":
+    _import_module(".integrations.transformers", __name__)

@@ -8,6 +8,7 @@ norm, which would take the norm of one rank's shards, is replaced by itself behi
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -29,6 +30,9 @@ _FRAMES = 8
 _NOT_ELEMENTWISE = frozenset(
     ["LBFGS", "Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "SOAP"]
 )
+# Where Accelerate's optimizer and its clipping are, which average gradients over the ranks.
+_ACCELERATE = "accelerate.optimizer"
+_ACCELERATOR = "accelerate.accelerator"
 # On an optimizer: how many parameters it had when it was looked at.
 _SEEN = "_xla_fsdp_seen"
 
@@ -62,6 +66,9 @@ def _checked_clipping(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.
         for parameter in each:
             home = home_of(parameter)
             if home is not None and home.layout.size > 1:
+                caller = sys._getframe().f_back
+                if caller is not None and caller.f_globals.get("__name__") == _ACCELERATOR:
+                    raise RuntimeError(_WRONG["Accelerate"])
                 raise RuntimeError(
                     "torch.nn.utils.clip_grad_norm_ takes the norm of this rank's shards (of "
                     f"{home.key!r}, for one), another on each rank: call model.clip_grad_norm_("
@@ -155,12 +162,20 @@ def _caller(frame: FrameType | None) -> str | None:
         if frame.f_code is GradScaler.step.__code__:
             asks = getattr(frame.f_locals.get("self"), "asks_all_ranks", False)
             return None if asks else "GradScaler"
+        if frame.f_code.co_name == "step" and frame.f_globals.get("__name__") == _ACCELERATE:
+            knows = getattr(frame.f_locals.get("self"), "knows_shards", False)
+            # With this in the environment it leaves the gradients of all models alone.
+            told = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on")
+            return None if knows or told else "Accelerate"
     return None
 
 
 _WRONG = {
     "GradScaler": "torch.amp.GradScaler looks for infinities in this rank's shards only, so some "
     "ranks would step and others not: use xla_fsdp.ShardedGradScaler, which asks all ranks",
+    "Accelerate": "Accelerate averages gradients over the ranks, and those of shards are of "
+    "different parameters: import xla_fsdp.integrations.accelerate (with the Trainer "
+    "xla_fsdp.integrations.transformers) at the top of the script",
     "xm.optimizer_step": "xm.optimizer_step averages gradients over the ranks once more, and they "
     "are of different shards: call optimizer.step(), and torch_xla.sync() after it",
 }

@@ -1,0 +1,380 @@
+"""Accelerate with an FSDP configuration on XLA, against plain training in one process."""
+
+import os
+
+import pytest
+import torch
+from hf_models import (
+    BATCH,
+    CLIP,
+    LAYERS,
+    STEPS,
+    Trained,
+    assert_alike,
+    batch_of,
+    build,
+    groups_of,
+    optimizer_for,
+    plain,
+    rows,
+)
+
+TIMEOUT = 400
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """``reference(name, **kwargs)``: how it trains in plain torch, each once."""
+    known = {}
+
+    def find(name, **kwargs):
+        key = (name, *sorted(kwargs.items()))
+        if key not in known:
+            known[key] = plain(name, **kwargs)
+        return known[key]
+
+    return find
+
+
+def accelerator_for(mixed_precision="no", steps=1, **plugin):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    import xla_fsdp.integrations.accelerate  # noqa: F401
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(**plugin),
+        mixed_precision=mixed_precision,
+        gradient_accumulation_steps=steps,
+    )
+
+
+def by_class(name):
+    return {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": [LAYERS[name]],
+    }
+
+
+def loader_for(name, accelerator, micro=1):
+    size = BATCH // accelerator.num_processes // micro
+    return torch.utils.data.DataLoader(rows(name), batch_size=size, collate_fn=batch_of)
+
+
+def train(accelerator, model, optimizer, loader, trained=None, steps=STEPS, scheduler=None):
+    """As the documentation of Accelerate has it."""
+    trained = trained or Trained()
+    losses = []
+    model.train()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            losses.append(accelerator.reduce(loss.detach(), "mean"))
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            trained.losses.append(sum(one.item() for one in losses) / len(losses))
+            trained.norms.append(norm.item())
+            losses = []
+            if len(trained.losses) == steps:
+                break
+    trained.weights = accelerator.get_state_dict(model)
+    return trained
+
+
+def several(rank, cases):
+    """Each case: model, order of prepare, accumulation, and what the plugin is told."""
+    found = []
+    for name, order, micro, given in cases:
+        accelerator = accelerator_for(steps=micro, **(by_class(name) | given))
+        model = build(name)
+        optimizer = optimizer_for(groups_of(model))
+        loader = loader_for(name, accelerator, micro)
+        if order == "one by one":
+            optimizer = accelerator.prepare(optimizer)
+            loader = accelerator.prepare(loader)
+            model = accelerator.prepare(model)
+        elif order == "optimizer first":
+            optimizer, loader, model = accelerator.prepare(optimizer, loader, model)
+        else:
+            model, loader, optimizer = accelerator.prepare(model, loader, optimizer)
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        assert sizes == [len(group["params"]) for group in groups_of(build(name))]
+        found.append(train(accelerator, model, optimizer, loader))
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    return found
+
+
+CASES = [
+    ("gpt2", "model first", 1, {}),
+    ("gpt2", "one by one", 2, {"fsdp_version": 2, "reshard_after_forward": False}),
+    ("bert", "optimizer first", 1, {"sharding_strategy": "SHARD_GRAD_OP"}),
+    ("bert", "one by one", 1, {"sharding_strategy": "NO_SHARD", "sync_module_states": True}),
+    (
+        "llama",
+        "model first",
+        1,
+        {"sharding_strategy": "HYBRID_SHARD", "backward_prefetch": "BACKWARD_PRE"},
+    ),
+    ("llama", "optimizer first", 1, {"activation_checkpointing": True}),
+    ("gpt2", "model first", 1, {"auto_wrap_policy": "size_based_wrap", "min_num_params": 500}),
+    ("bert", "model first", 1, {"auto_wrap_policy": "no_wrap"}),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_training_is_that_of_one_process(run_ranks, reference, ranks):
+    cases = CASES if ranks > 1 else CASES[:3]
+    found = run_ranks(several, ranks, cases, timeout=TIMEOUT)
+    for number, (name, _, micro, _) in enumerate(cases):
+        assert_alike(found[0][number], reference(name, micro=micro))
+
+
+# -- saving and loading ------------------------------------------------------------------------
+
+
+def halves(step):
+    return 0.5**step
+
+
+def first_half(rank, folder):
+    """Two models, an optimizer with a schedule for each; saved after two steps."""
+    accelerator, parts = two_models()
+    train_two(accelerator, parts, 0, 2)
+    accelerator.save_state(folder)
+    train_two(accelerator, parts, 2, STEPS)
+    whole = [accelerator.get_state_dict(model) for model in parts[:2]]
+    if rank:
+        assert whole == [{}, {}]
+    return whole
+
+
+def second_half(rank, folder):
+    accelerator, parts = two_models(seed=3)
+    accelerator.load_state(folder)
+    assert accelerator.step == 2
+    train_two(accelerator, parts, 2, STEPS)
+    return [accelerator.get_state_dict(model) for model in parts[:2]]
+
+
+def two_models(seed=7):
+    accelerator = accelerator_for(**by_class("gpt2"), state_dict_type="FULL_STATE_DICT")
+    models = [build("gpt2"), torch.nn.Linear(3, 3)]
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape) / 10)
+    optimizers = [optimizer_for(groups_of(models[0])), torch.optim.SGD(models[1].parameters(), 0.1)]
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(one, halves) for one in optimizers]
+    if seed != 7:
+        for group in optimizers[0].param_groups:
+            group["weight_decay"] = 9.0  # is loaded
+    # The layers of the second have no class to go by: it is wrapped as a whole.
+    from xla_fsdp.integrations.sharding import sharding_of, use_sharding
+
+    sharding = sharding_of(accelerator.state)
+    prepared = accelerator.prepare(models[0], *optimizers)
+    use_sharding(accelerator.state, type(sharding)(sharding.options, full_state=True))
+    models[1] = accelerator.prepare(models[1])
+    return accelerator, [prepared[0], models[1], *prepared[1:], *accelerator.prepare(*schedulers)]
+
+
+def train_two(accelerator, parts, start, stop):
+    model, other, *optimizers, one, two = parts
+    size = BATCH // accelerator.num_processes
+    for step in range(start, stop):
+        with accelerator.accumulate(model, other):
+            first = step * BATCH + accelerator.process_index * size
+            batch = batch_of(rows("gpt2")[first : first + size])
+            loss = model(**{k: v.to(accelerator.device) for k, v in batch.items()}).loss
+            loss = loss + other(torch.ones(2, 3, device=accelerator.device)).square().mean()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_([*model.parameters(), *other.parameters()], CLIP)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        # Accelerate makes a step of the schedule for every rank: for one rate on all, by hand.
+        one.scheduler.step()
+        two.scheduler.step()
+
+
+def test_states_are_loaded_by_another_number_of_ranks(run_ranks, tmp_path):
+    expected = run_ranks(first_half, 4, str(tmp_path), timeout=TIMEOUT)[0]
+    files = {path.name for path in tmp_path.iterdir()}
+    assert {"xla_fsdp", "model.safetensors", "model_1.safetensors"} <= files
+    for ranks in (2, 4):
+        found = run_ranks(second_half, ranks, str(tmp_path), timeout=TIMEOUT)[0]
+        for one, other in zip(found, expected, strict=True):
+            for name, value in other.items():
+                torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# -- what people do besides --------------------------------------------------------------------
+
+
+def besides(rank, folder):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    # As `accelerate launch` makes it of a config file, version 1.
+    wanted = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "1",
+        "FSDP_SHARDING_STRATEGY": "1",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer",
+        "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        "FSDP_SYNC_MODULE_STATES": "true",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        "FSDP_USE_ORIG_PARAMS": "true",
+        "FSDP_FORWARD_PREFETCH": "false",
+        "FSDP_OFFLOAD_PARAMS": "false",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+    }
+    import torch_xla.core.xla_model as xm
+
+    import xla_fsdp.integrations.accelerate  # noqa: F401
+
+    xm.rendezvous("before")
+    os.environ.update(wanted)
+    xm.rendezvous("set")
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator()
+    xm.rendezvous("made")
+    for name in wanted:
+        os.environ.pop(name, None)
+    assert accelerator.is_local_main_process == (rank == 0)
+    loader = torch.utils.data.DataLoader(rows("bert", 13), batch_size=2, collate_fn=batch_of)
+    model, loader = accelerator.prepare(build("bert").bfloat16(), loader)
+    options = model.fsdp_options
+    assert options.sync_module_states and options.compute_dtype is torch.bfloat16
+    assert {p.dtype for p in model.parameters()} == {torch.float32}  # the shards
+    assert len(model.fsdp_modules(model)) == 3
+    model.eval()
+    seen = []
+    with torch.no_grad():
+        for batch in loader:
+            logits = model(**batch).logits
+            assert logits.dtype is torch.float32
+            seen.append(accelerator.gather_for_metrics((logits, batch["labels"])))
+    logits, labels = (torch.cat(each).cpu() for each in zip(*seen, strict=True))
+    assert torch.equal(labels, batch_of(rows("bert", 13))["labels"])
+    inner = accelerator.unwrap_model(model)
+    assert type(inner).__name__ == "BertForSequenceClassification"
+    state = accelerator.get_state_dict(model)
+    inner.save_pretrained(
+        folder,
+        state_dict=state,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+    )
+    accelerator.save_model(model, os.path.join(folder, "other"))
+    accelerator.wait_for_everyone()
+    return logits
+
+
+def test_evaluation_and_saving_in_bfloat16(run_ranks, tmp_path):
+    from safetensors.torch import load_file
+    from transformers import BertForSequenceClassification
+
+    found = run_ranks(besides, 4, str(tmp_path), timeout=TIMEOUT)[0]
+    model = BertForSequenceClassification.from_pretrained(tmp_path)
+    expected = model(**batch_of(rows("bert", 13))).logits
+    torch.testing.assert_close(found, expected.detach(), rtol=0.02, atol=0.02)  # bfloat16
+    other = load_file(tmp_path / "other" / "model.safetensors")
+    assert all(torch.equal(other[name], value) for name, value in model.state_dict().items())
+
+
+def refused(rank):
+    from accelerate import Accelerator
+    from accelerate.utils import TorchDynamoPlugin
+
+    for given, message in (
+        ({"cpu_offload": True}, "fsdp_offload_params"),
+        ({"cpu_offload": True, "fsdp_version": 2}, "fsdp_offload_params"),
+        ({"ignored_modules": "transformer.wte"}, "fsdp_ignored_modules='transformer.wte'"),
+        ({"auto_wrap_policy": 3}, "auto_wrap_policy must be TRANSFORMER_BASED_WRAP"),
+        ({"mixed_precision": "fp16"}, "use 'bf16'"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            accelerator_for(**given)
+    with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR"):
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        plugin = TorchDynamoPlugin(backend="inductor")
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), dynamo_plugin=plugin)
+    wrong = {"auto_wrap_policy": "transformer_based_wrap"}
+    accelerator = accelerator_for(**wrong, transformer_cls_names_to_wrap=["GPT3Block"])
+    with pytest.raises(ValueError, match="of class GPT3Block; it has modules of .*GPT2Block"):
+        accelerator.prepare(build("gpt2"))
+    accelerator = accelerator_for(activation_checkpointing=True)
+    with pytest.raises(ValueError, match="name the layers"):
+        accelerator.prepare(build("gpt2"))
+    accelerator = accelerator_for()
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="has made steps before its model was sharded"):
+        accelerator.prepare(model, optimizer)
+
+
+def without(rank):
+    """Our class under an Accelerate that knows nothing of it."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    import xla_fsdp
+    from xla_fsdp.integrations import accelerate as ours
+
+    xm.rendezvous("before")
+    ours.uninstall()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which an Accelerator sets that is given a plugin
+    xm.rendezvous("undone")
+    try:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        accelerator = Accelerator()
+        model = xla_fsdp.XlaFullyShardedDataParallel(torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        x = torch.ones(2, 4, device=torch_xla.device())
+        for wrong in (
+            optimizer.step,
+            lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        ):
+            accelerator.backward(model(x).sum())
+            with pytest.raises(RuntimeError, match="import xla_fsdp.integrations.accelerate"):
+                wrong()
+        torch_xla.sync()
+        xm.rendezvous("seen")
+    finally:
+        ours.install()
+
+
+def test_what_does_not_go_is_refused(run_ranks):
+    run_ranks(refused, 2, timeout=TIMEOUT)
+
+
+def test_without_the_import_the_first_step_is_refused(run_ranks):
+    run_ranks(without, 2, timeout=TIMEOUT)
+
+
+def test_a_release_that_nobody_looked_at_is_refused(monkeypatch):
+    from xla_fsdp.integrations import changes
+
+    monkeypatch.setattr(changes, "version", lambda name: "9.9")
+    with pytest.raises(changes.UnknownReleaseError, match="accelerate 9.9 .*pip install 'accel"):
+        changes.Changes("accelerate", ["1.12.0"])

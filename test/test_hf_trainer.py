@@ -1,0 +1,217 @@
+"""The Trainer with an FSDP configuration on XLA, against plain training in one process."""
+
+import functools
+import os
+
+import pytest
+import torch
+import transformers as hf
+from hf_models import (
+    BATCH,
+    CLIP,
+    LAYERS,
+    STEPS,
+    Trained,
+    assert_alike,
+    batch_of,
+    build,
+    counts,
+    plain,
+    rows,
+)
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+TIMEOUT = 400
+
+
+def in_order(step):
+    """The Trainer's default schedule: the rate falls to zero over the steps."""
+    return max(0.0, 1 - step / STEPS)
+
+
+def groups_of_trainer(model):
+    """The Trainer's: no decay of what is called a bias or a norm, or is in a layer norm."""
+    spared = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+        if isinstance(module, torch.nn.LayerNorm)
+        or any(
+            word in f"{path}.{name}".lower() for word in ("bias", "layernorm", "rmsnorm", "norm.")
+        )
+    }
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for n, p in named if n not in spared], "weight_decay": 0.3},
+        {"params": [p for n, p in named if n in spared], "weight_decay": 0.0},
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """``reference(name, **kwargs)``: how it trains in plain torch, each once."""
+
+    @functools.cache
+    def find(name, **kwargs):
+        return plain(name, groups=groups_of_trainer, schedule=in_order, count=True, **kwargs)
+
+    return find
+
+
+class InOrder(Trainer):
+    """Does not shuffle, and keeps the losses, of which the logs have four digits."""
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.__dict__.setdefault("kept", []).append(loss)
+        return loss
+
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class Noted(TrainerCallback):
+    """What a run logs, and that callbacks are called."""
+
+    def __init__(self):
+        self.norms, self.evaluated = [], []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "grad_norm" in logs:
+            self.norms.append(logs["grad_norm"])
+        if "eval_loss" in logs:
+            self.evaluated.append(logs["eval_loss"])
+
+
+def trainer_for(name, folder, micro=1, settings=None, config=None, **given):
+    import torch_xla.runtime as xr
+    from accelerate.state import AcceleratorState, GradientState
+
+    import xla_fsdp.integrations.transformers  # noqa: F401
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    fsdp_config = {
+        "xla": True,
+        "xla_fsdp_settings": settings or {},
+        "transformer_layer_cls_to_wrap": [LAYERS[name]],
+    }
+    options = {
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": fsdp_config | (config or {}),
+        "per_device_train_batch_size": BATCH // xr.world_size() // micro,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": micro,
+        "num_train_epochs": 1,
+        "learning_rate": 0.02,
+        "adam_epsilon": 1e-3,
+        "weight_decay": 0.3,
+        "max_grad_norm": CLIP,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    noted = Noted()
+    trainer = InOrder(
+        model=build(name),
+        args=TrainingArguments(str(folder), **(options | given)),
+        train_dataset=rows(name),
+        eval_dataset=rows(name, 16),
+        data_collator=batch_of,
+        callbacks=[noted],
+    )
+    return trainer, noted
+
+
+def trained_by(trainer, noted):
+    import xla_fsdp
+
+    micro = trainer.args.gradient_accumulation_steps
+    kept = [loss.item() for loss in trainer.kept]
+    losses = [sum(kept[first : first + micro]) for first in range(0, len(kept), micro)]
+    return Trained(losses, noted.norms, xla_fsdp.full_state_dict(trainer.model))
+
+
+def of_all(ranks):
+    """What the ranks have trained together, each on its part of the batch."""
+    losses = [sum(step) / len(step) for step in zip(*(one.losses for one in ranks), strict=True)]
+    return Trained(losses, ranks[0].norms, ranks[0].weights)
+
+
+def several(rank, folder, cases):
+    """Each case: the model, micro-batches, arguments."""
+    found = []
+    for number, (name, micro, given) in enumerate(cases):
+        path = os.path.join(folder, str(number))
+        trainer, noted = trainer_for(name, path, micro, **given)
+        trainer.train()
+        loss = trainer.evaluate()["eval_loss"]
+        trainer.save_model()
+        found.append((trained_by(trainer, noted), loss))
+    return found
+
+
+CASES = [
+    ("gpt2", 1, {}),
+    ("bert", 2, {"fsdp": "shard_grad_op"}),
+    ("llama", 1, {"config": {"xla_fsdp_grad_ckpt": True}}),
+    ("t5", 1, {}),
+    ("vit", 1, {"settings": {"flatten_parameters": False, "backward_prefetch": "backward_post"}}),
+]
+CLASSES = {
+    "gpt2": hf.GPT2LMHeadModel,
+    "bert": hf.BertForSequenceClassification,
+    "llama": hf.LlamaForCausalLM,
+    "t5": hf.T5ForConditionalGeneration,
+    "vit": hf.ViTForImageClassification,
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_training_is_that_of_one_process(run_ranks, reference, tmp_path, ranks):
+    cases = CASES if ranks > 1 else CASES[:2]
+    found = run_ranks(several, ranks, str(tmp_path), cases, timeout=TIMEOUT)
+    for number, (name, micro, _) in enumerate(cases):
+        trained, loss = of_all([rank[number][0] for rank in found]), found[0][number][1]
+        assert_alike(trained, reference(name, micro=micro))
+        model, info = CLASSES[name].from_pretrained(
+            tmp_path / str(number), output_loading_info=True
+        )
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, trained.weights[key]), key
+        batch = batch_of(rows(name, 16))
+        if counts(model):
+            batch["num_items_in_batch"] = batch["labels"].numel()
+        with torch.no_grad():
+            assert loss == pytest.approx(model(**batch).loss.item(), rel=1e-4)
+
+
+# -- saving, resuming --------------------------------------------------------------------------
+
+
+def saved_half_way(rank, folder):
+    """Trains with a save after each step; the rate and the loss of each are in the logs."""
+    trainer, noted = trainer_for("bert", folder, save_strategy="steps", save_steps=2)
+    trainer.train()
+    return trained_by(trainer, noted)
+
+
+def resumed(rank, folder, checkpoint):
+    trainer, noted = trainer_for("bert", folder)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert trainer.state.global_step == STEPS
+    return trained_by(trainer, noted)
+
+
+def test_a_checkpoint_resumes_on_another_number_of_ranks(run_ranks, reference, tmp_path):
+    expected = reference("bert")
+    assert_alike(of_all(run_ranks(saved_half_way, 4, str(tmp_path), timeout=TIMEOUT)), expected)
+    checkpoint = tmp_path / "checkpoint-2"
+    names = {path.name for path in checkpoint.iterdir()}
+    assert {"config.json", "model.safetensors", "training_args.bin", "xla_fsdp"} <= names
+    rest = Trained(expected.losses[2:], expected.norms[2:], expected.weights)
+    for ranks in (1, 4):
+        found = run_ranks(resumed, ranks, str(tmp_path / "more"), str(checkpoint), timeout=TIMEOUT)
+        assert_alike(of_all(found), rest)

@@ -1,0 +1,251 @@
+"""Accelerate on XLA with this package's sharding: ``import xla_fsdp.integrations.accelerate``.
+
+From then on ``accelerate.Accelerator`` honours its FSDP configuration (a plugin, a config file, or
+the environment that ``accelerate launch`` makes of one) on XLA as it does on GPUs: ``prepare``
+shards models, optimizers made before keep their groups, and norms, saves and loads are those of
+whole models. Accelerators without such a configuration, and models that are not sharded, go their
+usual way, but that all know when the last batch has come.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import accelerate.checkpointing
+import torch
+import torch_xla
+from accelerate import Accelerator, DistributedType
+from accelerate.data_loader import MpDeviceLoaderWrapper
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
+from accelerate.utils.operations import convert_to_fp32
+from torch import nn
+
+from ..checkpoint.full_state import full_state_dict
+from ..names import is_wrapper
+from ..ranks.rank import current_rank
+from ..sharding.clipping import clip_grad_norm_ as clip_shards
+from ..sharding.sharded_tensor import home_of
+from ..sharding.unit import units_in
+from .accelerate_state import load_sharded_state, save_sharded_state
+from .changes import Changes
+from .device_loader import batches_of
+from .fsdp_plugin import sharding_of_plugin
+from .held_shards import average_unsharded, hold_shards, holds_shards
+from .sharding import is_sharded, sharding_of, use_sharding
+
+__all__ = ["Accelerator", "install", "uninstall"]
+
+changes = Changes("accelerate", ["1.12.0"])
+install = changes.apply
+uninstall = changes.undo
+
+# On an AcceleratedOptimizer: its gradients are those of the whole batch already.
+_AVERAGED = "_xla_fsdp_averaged"
+
+
+# -- who is there, and what was asked for ------------------------------------------------------
+
+
+@changes.around(PartialState, "__init__")
+def _state_of_process(original: Any, self: PartialState, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    rank = current_rank()
+    if rank is not None and self.distributed_type == DistributedType.XLA:
+        # Left at -1 without LOCAL_RANK: no rank would be the first of its host, and none print.
+        self.local_process_index = rank.rank
+
+
+@changes.around(AcceleratorState, "__init__")
+def _state(original: Any, self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+    before = {name: os.environ.get(name) for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")}
+    original(self, *args, **kwargs)
+    plugin = kwargs.get("fsdp_plugin")
+    if plugin is None or self.distributed_type != DistributedType.XLA or sharding_of(self):
+        return
+    for name, value in before.items():  # they make float32 bfloat16, parameters too
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    try:
+        if self.dynamo_plugin.backend != DynamoBackend.NO:
+            raise ValueError(
+                f"dynamo_backend={self.dynamo_plugin.backend.value} does not go with sharding on "
+                "XLA, which compiles every step as it is: set it to 'no'"
+            )
+        use_sharding(self, sharding_of_plugin(plugin, self.mixed_precision))
+    except Exception:
+        AcceleratorState._reset_state(True)
+        raise
+
+
+@changes.around(FullyShardedDataParallelPlugin, "__post_init__")
+def _plugin(original: Any, self: FullyShardedDataParallelPlugin) -> None:
+    """Without looking for a GPU, which it wants for ``sync_module_states``."""
+    wanted = self.sync_module_states
+    if wanted is None:
+        wanted = _flag("FSDP_SYNC_MODULE_STATES")
+    lean = self.cpu_ram_efficient_loading
+    if lean is None:
+        lean = _flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    version = self.fsdp_version or int(os.environ.get("FSDP_VERSION", "1"))
+    if version == 1:
+        self.sync_module_states = False
+    self.cpu_ram_efficient_loading = False
+    original(self)
+    self.cpu_ram_efficient_loading = lean
+    if version == 1:
+        self.sync_module_states = wanted or lean
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("true", "1", "yes", "on", "y", "t")
+
+
+# -- prepare -----------------------------------------------------------------------------------
+
+
+@changes.around(Accelerator, "__init__")
+def _accelerator(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    if sharding_of(self.state) is not None:
+        self.native_amp = False  # the wrapper computes in its own dtype
+
+
+@changes.around(Accelerator, "prepare_model")
+def _prepare_model(
+    original: Any,
+    self: Accelerator,
+    model: nn.Module,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> nn.Module:
+    sharding = sharding_of(self.state)
+    if not is_sharded(model):
+        if sharding is None:
+            return original(self, model, device_placement, evaluation_mode)
+        model = sharding.shard(model)
+        if "mixed_precision" in sharding.options:
+            model.register_forward_hook(_in_float32)
+    for optimizer in self._optimizers:
+        hold_shards(optimizer.optimizer)
+    if not any(model is known for known in self._models):
+        self._models.append(model)
+    return model
+
+
+def _in_float32(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return convert_to_fp32(outputs)
+
+
+@changes.around(Accelerator, "prepare_optimizer")
+def _prepare_optimizer(
+    original: Any, self: Accelerator, optimizer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    hold_shards(getattr(optimizer, "optimizer", optimizer))
+    return original(self, optimizer, *args, **kwargs)
+
+
+@changes.around(Accelerator, "unwrap_model")
+def _unwrap_model(
+    original: Any, self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
+) -> nn.Module:
+    """The model itself; layers inside stay wrapped, and its parameters are shards."""
+    while is_wrapper(model):
+        model = model.module
+    return original(self, model, *args, **kwargs)
+
+
+@changes.around(MpDeviceLoaderWrapper, "__iter__")
+def _batches(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
+    return batches_of(original, self)
+
+
+# -- a step ------------------------------------------------------------------------------------
+
+
+@changes.around(AcceleratedOptimizer, "step")
+def _step(original: Any, self: AcceleratedOptimizer, closure: Any = None) -> None:
+    if not holds_shards(self.optimizer):
+        return original(self, closure)
+    self.knows_shards = True
+    stepping = self.gradient_state.sync_gradients
+    if stepping:
+        _average(self)
+        setattr(self, _AVERAGED, False)
+    # Shards arrive averaged: to be averaged once more would mix those of different parameters.
+    self.gradient_state.is_xla_gradients_synced = True
+    original(self, closure)
+    if stepping:
+        torch_xla.sync()
+
+
+def _average(optimizer: AcceleratedOptimizer) -> None:
+    if not getattr(optimizer, _AVERAGED, False):
+        average_unsharded(optimizer.optimizer)
+        setattr(optimizer, _AVERAGED, True)
+
+
+@changes.around(Accelerator, "clip_grad_norm_")
+def _clip(
+    original: Any,
+    self: Accelerator,
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    norm_type: float = 2,
+) -> torch.Tensor:
+    given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not any(home_of(parameter) is not None for parameter in given):
+        return original(self, given, max_norm, norm_type)
+    for optimizer in self._optimizers:
+        _average(optimizer)
+    wanted = {id(parameter) for parameter in given}
+    units = {
+        unit: None
+        for model in self._models
+        for _, unit in units_in(model)
+        if any(id(shard) in wanted for shard in unit.shards)
+    }
+    return clip_shards(list(units), given, max_norm, norm_type)
+
+
+# -- saving and loading ------------------------------------------------------------------------
+
+
+@changes.around(Accelerator, "get_state_dict")
+def _get_state_dict(
+    original: Any, self: Accelerator, model: nn.Module, unwrap: bool = True
+) -> dict[str, Any]:
+    """The whole model's on the first rank, ``{}`` on the others; must be called on all."""
+    if not is_sharded(model):
+        return original(self, model, unwrap)
+    return full_state_dict(model)
+
+
+@changes.around(Accelerator, "save_state")
+def _save_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    if not any(map(is_sharded, self._models)):
+        return original(self, *args, **kwargs)
+    return save_sharded_state(original, self, *args, **kwargs)
+
+
+@changes.around(Accelerator, "load_state")
+def _load_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> None:
+    if not any(map(is_sharded, self._models)):
+        return original(self, *args, **kwargs)
+    return load_sharded_state(original, self, *args, **kwargs)
+
+
+_reading = threading.Lock()
+
+
+@changes.around(accelerate.checkpointing, "load")
+def _load(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """It edits which classes torch.load trusts, and puts them back: a list of the whole process."""
+    with _reading:
+        return original(*args, **kwargs)
+
+
+install()

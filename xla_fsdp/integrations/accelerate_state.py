@@ -1,0 +1,142 @@
+"""``save_state`` and ``load_state`` of sharded models: a checkpoint of this package in the folder.
+
+Accelerate goes on to name folders, to remove old ones, to write random states and registered
+objects; of models, optimizers and schedulers it is shown none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import clean_state_dict_for_safetensors
+from safetensors.torch import save_file
+from torch import nn
+
+from ..checkpoint.full_state import full_state_dict
+from ..checkpoint.loading import load_checkpoint
+from ..checkpoint.meeting import Meeting
+from ..checkpoint.saving import save_checkpoint
+from .held_shards import JoinedOptimizers
+from .sharding import sharding_of
+
+FOLDER = "xla_fsdp"
+
+
+def save_sharded_state(
+    original: Callable[..., Any], accelerator: Accelerator, *args: Any, **kwargs: Any
+) -> Any:
+    """``Accelerator.save_state``; must be called on every rank.
+
+    ``xla_fsdp/`` in the folder holds models, optimizers and schedulers, for any number of ranks.
+    With the state dict type FULL_STATE_DICT there is ``model.safetensors`` beside it, of whole
+    parameters (``model_1.safetensors`` of a second model).
+    """
+    with _shown_nothing(accelerator) as (models, optimizers):
+        folder = original(accelerator, *args, **kwargs)
+    Meeting().gather("save_state", None)  # the folder is there for all
+    extra = {
+        "step": accelerator.step,
+        "schedulers": [each.state_dict() for each in accelerator._schedulers],
+    }
+    save_checkpoint(
+        os.path.join(folder, FOLDER),
+        _joined_models(models),
+        _joined_optimizers(optimizers),
+        step=accelerator.save_iteration,
+        extra=extra,
+        keep_last=1,
+    )
+    sharding = sharding_of(accelerator.state)
+    if sharding is not None and sharding.full_state:
+        for number, model in enumerate(models):
+            state = full_state_dict(model)
+            if accelerator.is_main_process:
+                name = f"model_{number}.safetensors" if number else "model.safetensors"
+                save_file(clean_state_dict_for_safetensors(state), os.path.join(folder, name))
+    accelerator.wait_for_everyone()
+    return folder
+
+
+def load_sharded_state(
+    original: Callable[..., Any], accelerator: Accelerator, *args: Any, **kwargs: Any
+) -> None:
+    """``Accelerator.load_state`` of what was saved by any number of ranks; called on every rank."""
+    folders: list[str] = []
+
+    def note(models: list[nn.Module], folder: str) -> None:
+        folders.append(folder)
+
+    handle = accelerator.register_load_state_pre_hook(note)
+    try:
+        with _shown_nothing(accelerator) as (models, optimizers):
+            original(accelerator, *args, **kwargs)
+    finally:
+        handle.remove()
+    joined = _joined_optimizers(optimizers)
+    loaded = load_checkpoint(
+        os.path.join(folders[0], FOLDER), _joined_models(models), joined, restore_rng=True
+    )
+    if isinstance(joined, JoinedOptimizers):
+        joined.give_back()
+    assert loaded is not None, "missing_ok was not given"
+    accelerator.step = loaded.extra["step"]
+    saved = loaded.extra["schedulers"]
+    if len(saved) != len(accelerator._schedulers):
+        raise ValueError(
+            f"{folders[0]} has the state of {len(saved)} schedulers, and "
+            f"{len(accelerator._schedulers)} are prepared: prepare the same ones before load_state"
+        )
+    for scheduler, state in zip(accelerator._schedulers, saved, strict=True):
+        scheduler.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def _shown_nothing(
+    accelerator: Accelerator,
+) -> Iterator[tuple[list[nn.Module], list[torch.optim.Optimizer]]]:
+    """Within, the accelerator has no models, optimizers and so on, but hooks get the models."""
+    names = ("_models", "_optimizers", "_schedulers", "_dataloaders")
+    hooks = ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
+    before = {name: getattr(accelerator, name) for name in (*names, *hooks)}
+    models = before["_models"]
+    for loader in before["_dataloaders"]:
+        if getattr(getattr(loader, "dataloader", loader), "use_stateful_dataloader", False):
+            raise ValueError(
+                "use_stateful_dataloader=True: where such a loader is can not be saved beside "
+                "sharded models; leave the option out and use accelerator.skip_first_batches"
+            )
+    try:
+        for name in names:
+            setattr(accelerator, name, [])
+        for name in hooks:
+            shown = ((key, _showing(models, hook)) for key, hook in before[name].items())
+            setattr(accelerator, name, OrderedDict(shown))
+        yield list(models), [each.optimizer for each in before["_optimizers"]]
+    finally:
+        for name, value in before.items():
+            setattr(accelerator, name, value)
+
+
+def _showing(models: list[nn.Module], hook: Callable[..., None]) -> Callable[..., None]:
+    def call(_: Any, *rest: Any) -> None:
+        hook(models, *rest)
+
+    return call
+
+
+def _joined_models(models: list[nn.Module]) -> nn.Module:
+    return models[0] if len(models) == 1 else nn.ModuleList(models)
+
+
+def _joined_optimizers(
+    optimizers: list[torch.optim.Optimizer],
+) -> torch.optim.Optimizer | None:
+    if not optimizers:
+        return None
+    return optimizers[0] if len(optimizers) == 1 else JoinedOptimizers(optimizers)

@@ -1,0 +1,74 @@
+"""Optimizers that were made before their model was sharded, and several seen as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch import nn
+
+from ..sharding.sharded_tensor import home_of
+
+
+def hold_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Has ``optimizer`` optimize the shards of the parameters that it was made with.
+
+    Its groups keep their options, and each shard is in the group of its parameter.
+
+    Raises:
+        ValueError: it has made steps already, so that its state is of whole parameters; or
+            parameters of several groups are in one flattened vector.
+    """
+    groups_of: dict[nn.Parameter, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        shards: dict[nn.Parameter, None] = {}
+        for parameter in group["params"]:
+            home = home_of(parameter)
+            shard = parameter if home is None else home.shard
+            if shard is not parameter and optimizer.state.get(parameter):
+                raise ValueError(
+                    f"this {type(optimizer).__name__} has made steps before its model was sharded, "
+                    "and its state is of whole parameters: prepare the model before the first "
+                    "step, and load the state with xla_fsdp.load_full_optim_state_dict"
+                )
+            if groups_of.setdefault(shard, number) != number:
+                raise ValueError(
+                    f"parameters of groups {groups_of[shard]} and {number} of this "
+                    f"{type(optimizer).__name__} are in one vector with flatten_parameters: leave "
+                    "that option out, or use one group"
+                )
+            shards[shard] = None
+        group["params"] = list(shards)
+
+
+def holds_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether one of its parameters is a shard."""
+    return any(home_of(p) is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def average_unsharded(optimizer: torch.optim.Optimizer) -> None:
+    """Averages, over all ranks, the gradients of parameters that every rank has whole."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    gradients = [p.grad for p in parameters if home_of(p) is None and p.grad is not None]
+    if gradients and xr.world_size() > 1:
+        xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1.0 / xr.world_size())
+
+
+class JoinedOptimizers(torch.optim.Optimizer):
+    """Several optimizers as one, for a checkpoint: their groups in order, and all their state."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        self.defaults: dict[str, Any] = {}
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+        self.state = {k: v for each in optimizers for k, v in each.state.items()}  # type: ignore[assignment]
+
+    def give_back(self) -> None:
+        """Each optimizer gets the state of its own parameters."""
+        for each in self.optimizers:
+            each.state.clear()
+            for group in each.param_groups:
+                each.state.update({p: self.state[p] for p in group["params"] if p in self.state})

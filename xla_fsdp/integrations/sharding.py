@@ -1,0 +1,167 @@
+"""How a model is to be wrapped, as Accelerate's and the Trainer's configurations say it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch_xla.runtime as xr
+from torch import nn
+
+from ..names import is_wrapper
+from ..ranks.rank import current_rank
+from ..remat import checkpoint_module
+from ..sharding.options import FSDPOptions
+from ..sharding.strategy import ShardingStrategy
+from ..wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from ..wrapper import XlaFullyShardedDataParallel
+
+# How many neighbouring ranks share a copy of the parameters with a hybrid strategy.
+SHARD_SIZE = "XLA_FSDP_HYBRID_SHARD_SIZE"
+
+
+# On the state that the accelerators of a rank share.
+_SHARDING = "xla_fsdp_sharding"
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a wrapper of this package is in ``model``, or is it."""
+    return any(is_wrapper(module) for module in model.modules())
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is to be wrapped.
+
+    Attributes:
+        options: of :class:`~xla_fsdp.XlaFullyShardedDataParallel`.
+        layers: names of the classes that are wrapped by themselves; ``None``: those that the model
+            lists in ``_no_split_modules``; empty: none.
+        min_parameters: instead of by class, wrap what has so many parameters; 0: by class.
+        policy: instead of both, ``policy(module, recurse, unwrapped)``.
+        checkpointing: whether what is wrapped by itself recomputes its activations.
+        full_precision: whether trainable parameters are to be float32, computed with in less.
+        full_state: whether saves are to have the whole parameters besides.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    layers: Sequence[str] | None = ()
+    min_parameters: int = 0
+    policy: Callable[..., bool] | None = None
+    checkpointing: bool = False
+    full_precision: bool = False
+    full_state: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = set(self.options) - set(FSDPOptions.__dataclass_fields__)
+        if unknown:
+            raise ValueError(
+                f"{', '.join(sorted(unknown))}: the wrapper has no such option; it has "
+                f"{', '.join(FSDPOptions.__dataclass_fields__)}"
+            )
+
+    def shard(self, model: nn.Module) -> XlaFullyShardedDataParallel:
+        """``model``, wrapped. Its parameters may be on the CPU, the device or the meta device.
+
+        Raises:
+            ValueError: no module is of a class in ``layers``, or nothing is to be checkpointed.
+        """
+        policy = self._policy_for(model)
+        if self.checkpointing and policy is None:
+            raise ValueError(
+                "activation checkpointing recomputes what is wrapped by itself, and nothing is: "
+                "name the layers (fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP and "
+                "fsdp_transformer_layer_cls_to_wrap, or transformer_layer_cls_to_wrap of the "
+                "Trainer's fsdp_config)"
+            )
+        if self.full_precision:
+            for parameter in model.parameters():
+                if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                    parameter.data = parameter.data.float()
+        if self.checkpointing and getattr(getattr(model, "config", None), "use_cache", False):
+            model.config.use_cache = False  # a recomputed layer would fill the cache again
+        wrapper = _checkpointed if self.checkpointing else None
+        return XlaFullyShardedDataParallel(
+            model, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **self.options
+        )
+
+    def _policy_for(self, model: nn.Module) -> Callable[..., bool] | None:
+        if self.policy is not None:
+            return functools.partial(_asked, self.policy)
+        if self.min_parameters:
+            return functools.partial(
+                size_based_auto_wrap_policy, min_num_params=self.min_parameters
+            )
+        names = self.layers
+        if names is None:
+            names = list(getattr(model, "_no_split_modules", None) or ())
+        if not names:
+            return None
+        there = {type(module).__name__: type(module) for module in model.modules()}
+        missing = [name for name in names if name not in there]
+        if missing and (self.layers is not None or len(missing) == len(names)):
+            raise ValueError(
+                f"no layer of {type(model).__name__} is of class {', '.join(missing)}; it has "
+                f"modules of {', '.join(sorted(there))}"
+            )
+        classes = {there[name] for name in names if name in there}
+        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+
+
+def _asked(policy: Callable[..., bool], module: nn.Module, recurse: bool, unwrapped_params: int):  # type: ignore[no-untyped-def]
+    """Policies of others call the last argument otherwise."""
+    return policy(module, recurse, unwrapped_params)
+
+
+def _checkpointed(module: nn.Module, **options: Any) -> nn.Module:
+    return XlaFullyShardedDataParallel(checkpoint_module(module), **options)
+
+
+def meant_by_name(strategy: str) -> dict[str, Any]:
+    """The options for a sharding strategy by torch's name for it.
+
+    With the hybrid ones the ranks of a host share a copy, as on GPUs, or so many neighbouring ranks
+    as the environment's ``XLA_FSDP_HYBRID_SHARD_SIZE`` says.
+
+    Raises:
+        ValueError: there is none of that name, or the ranks do not divide.
+    """
+    name = strategy.upper().removeprefix("SHARDINGSTRATEGY.")
+    name = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}.get(name, name)
+    if name not in ShardingStrategy.__members__:
+        allowed = ", ".join(ShardingStrategy.__members__)
+        raise ValueError(f"sharding strategy must be one of {allowed}, got {strategy!r}")
+    found = ShardingStrategy[name]
+    if "HYBRID" not in name:
+        return {"sharding_strategy": found}
+    size, world = _ranks_of_a_host(), xr.world_size()
+    if size < 1 or world % size:
+        raise ValueError(
+            f"{strategy} has {size} ranks share a copy of the parameters; {world} ranks are not "
+            f"a multiple of it: set {SHARD_SIZE}"
+        )
+    rows = [list(range(first, first + size)) for first in range(0, world, size)]
+    return {"sharding_strategy": found, "device_mesh": rows}
+
+
+def _ranks_of_a_host() -> int:
+    given = os.environ.get(SHARD_SIZE)
+    if given is not None:
+        return int(given) if given.isdigit() else 0
+    if current_rank() is not None:  # CPU ranks are one process
+        return xr.world_size()
+    return xr.local_device_count()
+
+
+def sharding_of(state: Any) -> Sharding | None:
+    """How the accelerators that share ``state`` wrap models; ``None``: not at all."""
+    return vars(state).get(_SHARDING)
+
+
+def use_sharding(state: Any, sharding: Sharding) -> None:
+    """Has all accelerators that share ``state`` wrap models so."""
+    setattr(state, _SHARDING, sharding)
