@@ -41,12 +41,13 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
             did (a forward that depends on something that changed in between).
     """
     forward = module.forward
-    if not (isinstance(forward, functools.partial) and forward.func is _checkpointed):
-        module.forward = functools.partial(_checkpointed, module, forward)
+    if not (isinstance(forward, functools.partial) and forward.func is recomputed):
+        module.forward = functools.partial(recomputed, module, forward)
     return module
 
 
-def _checkpointed(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+def recomputed(module: nn.Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """``forward(*args, **kwargs)``, a function of ``module``, computed again in the backward."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     replay = _Replay(module, forward, args, kwargs)

@@ -11,6 +11,7 @@ from torch import nn
 
 from .collectives.order import BackwardPrefetch
 from .collectives.world import World
+from .libraries import adapt
 from .names import is_wrapper
 from .sharding import metadata
 from .sharding.building import UnitBuilder
@@ -170,6 +171,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         self._unit = builder.build()
         self._fsdp_wrapped_module = module
         watch_optimizers()
+        adapt(module)
         # Unknown until the first forward: the outermost wrapper is the root.
         self._is_root: bool | None = None
         self._register_state_dict_hook(metadata.clean_state_dict_keys)

@@ -22,7 +22,6 @@ from .stored import Stored, describe, is_dense, sent_by_first_rank
 T = TypeVar("T")
 
 
-@at_rest()
 def full_state_dict(
     model: nn.Module, *, rank0_only: bool = True, offload_to_cpu: bool = True
 ) -> dict[str, Any]:
@@ -45,12 +44,25 @@ def full_state_dict(
             sharded over groups whose copies may differ.
         MetadataMismatchError: ranks have different models.
     """
+    return gather_state(model, lambda name: True, rank0_only, offload_to_cpu)
+
+
+@at_rest()
+def gather_state(
+    model: nn.Module, wanted: Callable[[str], bool], rank0_only: bool, offload_to_cpu: bool
+) -> dict[str, Any]:
+    """What :func:`full_state_dict` returns, of it what has a name that is ``wanted``.
+
+    Parameters of which no name is wanted are not gathered, unless one vector has others.
+    """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
-    wanted = meeting.rank == 0 or not rank0_only
-    to = (CPU if offload_to_cpu else torch_xla.device()) if wanted else None
+    getting = meeting.rank == 0 or not rank0_only
+    to = (CPU if offload_to_cpu else torch_xla.device()) if getting else None
     found: dict[str, Any] = {}
     for part in parts_of(inventory):
+        if not any(wanted(name) for held in part.members for name in held.names):
+            continue
         whole = gather_members(part, part.holder, to)
         for held, value in zip(part.members, whole or (), strict=whole is not None):
             found.update(dict.fromkeys(held.names, value))
@@ -60,6 +72,8 @@ def full_state_dict(
         if to is None:
             return
         for buffer in inventory.buffers:
+            if not any(map(wanted, buffer.names)):
+                continue
             value = buffer.value()
             value = value.clone() if to == CPU else value.to(to)
             found.update(dict.fromkeys(buffer.names, value))
@@ -68,7 +82,8 @@ def full_state_dict(
 
     meeting.together("gather the state of the model", add_rest)
     names = dict.fromkeys(name for name in _names(model) if name in found)
-    return {name: found[name] for name in [*names, *(n for n in found if n not in names)]}
+    order = [*names, *(name for name in found if name not in names)]
+    return {name: found[name] for name in order if wanted(name)}
 
 
 @at_rest()

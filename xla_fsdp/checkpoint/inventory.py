@@ -15,6 +15,7 @@ from torch import nn
 
 from ..collectives.world import World
 from ..names import dotted, is_wrapper
+from ..sharding.around import name_held_outside
 from ..sharding.layout import Layout
 from ..sharding.metadata import Units, sharded_names
 from ..sharding.unit import Unit, units_in
@@ -116,13 +117,19 @@ def take_inventory(model: nn.Module) -> Inventory:
     """Raises:
     TypeError: ``model`` is no module.
     ValueError: it is sharded over groups whose copies are independent of each other, or has
-        parameters on the meta device.
+        parameters on the meta device, or parameters that a wrapper around it holds.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     units = list(units_in(model))
     for _, unit in units:
         unit.settle()  # what an exception in a forward left behind
+    outside = name_held_outside(model, [unit for _, unit in units])
+    if outside is not None:
+        raise ValueError(
+            f"parameters of {outside!r} belong to a wrapper around the given module, which has "
+            "only this rank's shards of them: give the wrapper (model, not model.module)"
+        )
     rank, size = xr.global_ordinal(), xr.world_size()
     sharded = list(_sharded(units, rank, size))
     holders = {held.holder for held in sharded}

@@ -47,6 +47,8 @@ class ModuleParameters(dict[str, "nn.Parameter | None"]):
     def __init__(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
         super().__init__(parameters)
         self.wholes: dict[str, Whole] = {}
+        # References to the wrappers of the units that shard them, see around.py.
+        self.holders: list[Any] = []
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from ..collectives.world import World
 from ..names import dotted, is_wrapper
 from ..ranks.rank import is_pretending
+from .around import refer_to
 from .attributes import ModuleParameters
 from .deferred_init import is_on_meta, materialize
 from .freeing import release_original_, stamps
@@ -77,6 +78,7 @@ class UnitBuilder:
         for module, paths in self.paths.items():
             self.unit.ignored += settle_ignored(paths[0], module, self.world.device)
         self._move_buffers()
+        refer_to(self.owner, self.unit)
         self.unit.initial_stamps = stamps(self.unit.shards)
         if self.options.compute_dtype is None and any(
             shard.dtype is torch.float16 for shard in self.unit.shards

@@ -17,7 +17,8 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ..names import is_wrapper
-from .attributes import ModuleParameters, refuse_replacement
+from .around import name_held_outside
+from .attributes import refuse_replacement
 from .gathering import computing_passes
 from .sharded_tensor import ShardedTensor, users_attributes
 from .unit import Unit
@@ -113,13 +114,12 @@ def _require_possible(
                 f"with_grads=True, but gradients of {unit.title!r} are not reduced yet: run the "
                 "first backward outside of no_sync before, or zero_grad()"
             )
-    held = {place.module for unit in units for place in unit.places}
-    for name, inner in module.named_modules() if recurse else ():
-        if isinstance(inner._parameters, ModuleParameters) and inner not in held:
-            raise ValueError(
-                f"parameters of {name or type(inner).__name__!r} belong to a wrapper around the "
-                "given module: summon those of that wrapper (recurse=False: of no other)"
-            )
+    outside = name_held_outside(module, units) if recurse else None
+    if outside is not None:
+        raise ValueError(
+            f"parameters of {outside!r} belong to a wrapper around the given module: summon those "
+            "of that wrapper (recurse=False: of no other)"
+        )
 
 
 def _unit_of(wrapper: nn.Module) -> Unit:

@@ -1,0 +1,123 @@
+"""Folders of the hub into models that are never whole, and experts in static shapes."""
+
+import hf_small
+import pytest
+import torch
+
+
+def loaded(rank, folder):
+    from functools import partial
+
+    from xla_fsdp import full_state_dict
+    from xla_fsdp.integrations.pretrained import load_pretrained, without_values
+
+    found = {}
+    for name, kind in (("gpt2", "gpt2"), ("llama", "llama"), ("t5", "t5"), ("gpt2", "base")):
+        wrap = partial(hf_small.wrap, name=name, param_init_fn=without_values)
+        cls = type(hf_small.build(name))
+        model = load_pretrained(cls, f"{folder}/{kind}", wrap)
+        found[kind] = full_state_dict(model)
+        if kind == "llama":
+            scores = model(hf_small.batch().to(model.device)).logits.cpu()
+    with pytest.raises(ValueError, match="lacks"):
+        load_pretrained(type(hf_small.build("gpt2")), f"{folder}/flawed", wrap)
+    with pytest.raises(TypeError, match="must be a model of transformers"):
+        load_pretrained(torch.nn.Linear, folder, wrap)
+    return found, scores
+
+
+def test_folder_into_a_model_without_values(run_ranks, tmp_path):
+    for name in ("gpt2", "llama", "t5"):
+        hf_small.build(name).save_pretrained(tmp_path / name)
+    gpt2 = hf_small.build("gpt2")
+    gpt2.transformer.save_pretrained(tmp_path / "base")
+    state = gpt2.state_dict()
+    del state["transformer.wpe.weight"]
+    gpt2.save_pretrained(tmp_path / "flawed", state_dict=state)
+    (found, scores), _ = run_ranks(loaded, 2, str(tmp_path))
+    for kind, state in found.items():
+        expected = hf_small.build({"base": "gpt2"}.get(kind, kind)).state_dict()
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(state[name], value), name
+    plain = hf_small.build("llama")(hf_small.batch()).logits
+    torch.testing.assert_close(scores, plain)
+
+
+def trained(model, ids, step, total, chunks=1):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for number in range(3):
+        part = ids(number)
+        loss = model(input_ids=part, labels=part, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        step()
+    return [loss.item() for loss in losses]
+
+
+def experts(rank):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    from xla_fsdp import compilation_counts, full_state_dict
+    from xla_fsdp.integrations.experts import use_static_experts
+
+    ids = [hf_small.batch(number).chunk(2)[rank].to(torch_xla.device()) for number in range(3)]
+    model = hf_small.wrap(hf_small.build("mixtral").train(), "mixtral")
+    names = [f"model.layers.{number}.block_sparse_moe" for number in range(2)]
+    assert use_static_experts(model) == names
+    counts = []
+
+    def step():
+        torch_xla.sync()
+        xm.rendezvous("stepped")
+        counts.append(sum(compilation_counts()))
+        xm.rendezvous("counted")
+
+    losses = trained(model, ids.__getitem__, step, 2)
+    assert counts[1] == counts[2]  # the same program whatever the router does
+    return losses, full_state_dict(model, rank0_only=False)
+
+
+def test_experts_in_static_shapes(run_ranks):
+    from xla_fsdp.integrations.experts import use_static_experts
+
+    assert use_static_experts(hf_small.build("gpt2")) == []
+    plain = hf_small.build("mixtral").train()
+    expected = trained(plain, hf_small.batch, lambda: None, 1)
+    (first, state), (second, _) = run_ranks(experts, 2)
+    for one, other, loss in zip(first, second, expected, strict=True):
+        assert (one + other) / 2 == pytest.approx(loss, rel=1e-5)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_are_planned(elsewhere):
+    assert elsewhere(planned) == []
+
+
+def planned():
+    """The names of parameters that get no gradient in a plan."""
+    import xla_fsdp
+    from xla_fsdp.integrations.experts import use_static_experts
+
+    missing = []
+
+    def step():
+        import torch_xla
+
+        model = hf_small.wrap(hf_small.build("mixtral").train(), "mixtral")
+        use_static_experts(model)
+        ids = torch.zeros(2, 8, dtype=torch.long, device=torch_xla.device())
+
+        def run():
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            missing.extend(n for n, p in model.named_parameters() if p.grad is None)
+
+        return run
+
+    xla_fsdp.plan(step, "v5e:2x2", progress=False)
+    return missing

@@ -1,0 +1,211 @@
+"""Models of transformers while they are sharded: their own methods answer as on the plain model."""
+
+import os
+
+import hf_small
+import pytest
+import torch
+from safetensors.torch import load_file
+
+
+def prompts(rank):
+    """Other batches and lengths on every rank; the first prompt is padded on the left."""
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(3, 50, (2 + rank % 2, 5 + rank), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[0, :2], mask[0, :2] = 2, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+WAYS = {
+    "greedy": dict(max_new_tokens=12, do_sample=False),
+    "sample": dict(max_new_tokens=9, do_sample=True, top_k=20, temperature=0.8),
+    "beams": dict(max_new_tokens=8, num_beams=3, do_sample=False, num_return_sequences=2),
+}
+
+
+def generated(model, rank, way):
+    torch.manual_seed(7 + rank)
+    # Ranks end at different steps.
+    more = {"max_new_tokens": WAYS[way]["max_new_tokens"] + 2 * rank}
+    return model.generate(**prompts(rank), **{**WAYS[way], **more})
+
+
+def generate_on_ranks(rank, names):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    from xla_fsdp import compilation_counts
+    from xla_fsdp.collectives.world import World
+
+    found = {}
+    for name in names:
+        model = hf_small.wrap(hf_small.build(name), name)
+        for way in WAYS:
+            found[name, way] = generated(model, rank, way)
+    if names == ["gpt2"]:  # inside, on the device, and nothing new for another number of tokens
+        xm.rendezvous("counts are the process's")
+        before = sum(compilation_counts())
+        xm.rendezvous("counted")
+        inputs = {key: value.to(torch_xla.device()) for key, value in prompts(rank).items()}
+        again = model.module.generate(**inputs, max_new_tokens=11 + 2 * rank, do_sample=False)
+        assert again.device.type == "xla"
+        found["again"] = again.cpu()
+        xm.rendezvous("generated")
+        found["compiled"] = sum(compilation_counts()) - before
+        # Every wrapper gathers once a token.
+        found["gathers"] = []
+        gather = World.all_gather
+        for tokens in (2, 5):
+            labels = []
+            xm.rendezvous("count gathers")
+            if rank == 0:
+
+                def counting(world, shard, label="", labels=labels):
+                    if world.rank == 0:
+                        labels.append(label)
+                    return gather(world, shard, label)
+
+                World.all_gather = counting
+            xm.rendezvous("counting")
+            model.generate(**inputs, min_new_tokens=tokens, max_new_tokens=tokens)
+            xm.rendezvous("gathers counted")
+            World.all_gather = gather
+            found["gathers"].append(len(labels))
+    return found
+
+
+@pytest.mark.parametrize("names,ranks", [(["gpt2"], 1), (["llama", "t5"], 2), (["gpt2"], 4)])
+def test_tokens_are_those_of_the_plain_model(run_ranks, names, ranks):
+    results = run_ranks(generate_on_ranks, ranks, names, timeout=300)
+    for name in names:
+        model = hf_small.build(name)
+        for rank, found in enumerate(results):
+            for way in WAYS:
+                assert torch.equal(found[name, way], generated(model, rank, way)), (name, way, rank)
+            if name == "gpt2":
+                fewer = {"max_new_tokens": 11 + 2 * rank, "do_sample": False}
+                plain = model.generate(**prompts(rank), **fewer)
+                assert torch.equal(found["again"], plain)
+    if names == ["gpt2"]:
+        assert [found["compiled"] for found in results] == [0] * ranks
+        two, five = results[0]["gathers"]
+        assert two and five * 2 == two * 5
+
+
+def others(rank, folder):
+    import torch_xla
+
+    from xla_fsdp.integrations.generation import set_length_buckets
+
+    plain = hf_small.build("gpt2")
+    counts = plain.num_parameters(), plain.num_parameters(exclude_embeddings=True)
+    state = plain.state_dict()
+    state = {name: value.clone() for name, value in state.items()}
+    model = hf_small.wrap(plain, "gpt2")
+    assert (model.num_parameters(), model.num_parameters(exclude_embeddings=True)) == counts
+    # Whole weights, whoever is asked, on another dtype too.
+    model.save_pretrained(f"{folder}/wrapper")
+    model.module.save_pretrained(f"{folder}/inside", max_shard_size="4KB")
+    model.module.transformer.save_pretrained(f"{folder}/part")
+    if rank == 0:
+        for kind in ("wrapper", "inside"):
+            loaded, info = type(plain).from_pretrained(f"{folder}/{kind}", output_loading_info=True)
+            assert not any(info.values()), info
+            for name, value in loaded.state_dict().items():
+                assert torch.equal(value, state[name])
+        assert "model.safetensors.index.json" in os.listdir(f"{folder}/inside")
+        part = hf_small.GPT2Model.from_pretrained(f"{folder}/part")
+        for name, value in part.state_dict().items():
+            assert torch.equal(value, state[f"transformer.{name}"])
+    for wrong in ({"is_main_process": False}, {"state_dict": model.state_dict()}):
+        with pytest.raises(ValueError, match="is_main_process is false on rank 0|shards of rank"):
+            model.save_pretrained(f"{folder}/wrong", **wrong)
+    assert not os.path.exists(f"{folder}/wrong")
+    # Failures of rank 0 are everybody's.
+    with pytest.raises(Exception, match="File exists|rank 0 could not write|Not a directory"):
+        model.save_pretrained(f"{folder}/wrapper/config.json/under")
+    with pytest.raises(RuntimeError, match="before wrapping"):
+        model.resize_token_embeddings(60)
+    assert model.module.resize_token_embeddings() is model.module.transformer.wte
+    # Options of generate.
+    ids = hf_small.batch()
+    for wrong, text in [
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive"),
+        ({"prefill_chunk_size": 2}, "prefill_chunk_size"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            model.generate(ids, max_new_tokens=2, **wrong)
+    for wrong, kind in (([4, 2], ValueError), ([0], ValueError), ([2.0], TypeError)):
+        with pytest.raises(kind, match="lengths must be"):
+            set_length_buckets(model, wrong)
+    set_length_buckets(model, [7, 11])
+    scores = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, output_scores=True)
+    assert scores.past_key_values is None
+    # Recomputation: the same gradients, and what it cannot do is said.
+    ids = ids.to(torch_xla.device())
+    model.train()
+    gradients = []
+    for how in (None, {}, {"use_reentrant": False}):
+        if how is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how or None)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        torch_xla.sync()
+        model.zero_grad()
+    for name, value in gradients[0].items():
+        for other in gradients[1:]:
+            torch.testing.assert_close(other[name].cpu(), value.cpu(), rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match="gradient_checkpointing"):
+        model.generate(ids)
+    with pytest.raises(ValueError, match="debug=True"):
+        model.gradient_checkpointing_enable({"use_reentrant": False, "debug": True})
+    return scores.sequences, torch.stack(scores.scores)
+
+
+def test_other_methods(run_ranks, tmp_path):
+    model = hf_small.build("gpt2")
+    plain = model.generate(
+        hf_small.batch(), max_new_tokens=3, return_dict_in_generate=True, output_scores=True
+    )
+    for sequences, scores in run_ranks(others, 2, str(tmp_path)):
+        assert torch.equal(sequences, plain.sequences)
+        torch.testing.assert_close(scores, torch.stack(plain.scores))
+    assert load_file(tmp_path / "wrapper" / "model.safetensors")
+
+
+def before_wrapping(rank):
+    """Told to recompute, and resized, before it is wrapped; compared with itself unwrapped."""
+    import torch_xla
+
+    model = hf_small.build("llama").train()
+    model.resize_token_embeddings(60, mean_resizing=False)
+    ids = hf_small.batch()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    sharded = hf_small.wrap(model, "llama")
+    part = ids.chunk(2)[rank].to(torch_xla.device())
+    sharded(input_ids=part, labels=part, use_cache=False).loss.backward()
+    torch_xla.sync()
+    with sharded.summon_full_params(sharded, with_grads=True):
+        for name, parameter in sharded.named_parameters():
+            torch.testing.assert_close(parameter.grad.cpu(), expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_told_before_wrapping(run_ranks):
+    run_ranks(before_wrapping, 2)
+
+
+def test_the_state_of_a_part_is_not_taken_from_shards(run_ranks):
+    def refused(rank):
+        from xla_fsdp import full_state_dict
+
+        model = hf_small.wrap(hf_small.build("gpt2"), "gpt2")
+        with pytest.raises(ValueError, match="belong to a wrapper around"):
+            full_state_dict(model.module)
+
+    run_ranks(refused, 2)

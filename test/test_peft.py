@@ -1,0 +1,145 @@
+"""Adapters of peft on sharded models: trained, saved, loaded and merged as on plain ones."""
+
+import os
+import shutil
+
+import hf_small
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+
+STEPS = 4
+
+
+def adapted(name="gpt2", **more):
+    targets = {"gpt2": ["c_attn", "c_fc"], "llama": ["q_proj", "down_proj"]}[name]
+    model = hf_small.build(name)
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=2,
+        target_modules=targets,
+        init_lora_weights=False,
+        fan_in_fan_out=name == "gpt2",
+        task_type="CAUSAL_LM",
+        **more,
+    )
+    return get_peft_model(model, config).train()
+
+
+def train(model, ids_of, step=lambda: None):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.2)
+    losses = []
+    for number in range(STEPS):
+        ids = ids_of(number)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        step()
+    return [loss.item() for loss in losses]
+
+
+def on_ranks(rank, ranks, name, folder, options, more):
+    import torch_xla
+
+    from xla_fsdp.integrations.peft import save_merged
+
+    model = hf_small.wrap(adapted(name, **more), name, **options)
+
+    def part(number):
+        return hf_small.batch(number).chunk(ranks)[rank].to(torch_xla.device())
+
+    losses = train(model, part, torch_xla.sync)
+    model.save_pretrained(f"{folder}/adapter")
+    model.module.save_pretrained(f"{folder}/inside", safe_serialization=False)
+    save_merged(model, f"{folder}/merged")
+    model.eval()
+    tokens = model.generate(input_ids=hf_small.batch(9), max_new_tokens=5, do_sample=False)
+    # What was trained is loaded back, and nothing of it left as it is.
+    again = hf_small.wrap(adapted(name, **more), name, **options)
+    again.load_adapter(f"{folder}/adapter", "default")
+    again.save_pretrained(f"{folder}/again")
+    for merge in (again.merge_and_unload, again.merge_adapter):
+        with pytest.raises(RuntimeError, match="save_merged"):
+            merge()
+    with pytest.raises(RuntimeError, match="new to a wrapped model"):
+        again.load_adapter(f"{folder}/adapter", "second")
+    return losses, tokens
+
+
+@pytest.mark.parametrize(
+    "name,ranks,options,more",
+    [
+        ("gpt2", 2, {}, {"modules_to_save": ["ln_f"]}),
+        ("llama", 4, {}, {}),
+        ("llama", 2, {"flatten_parameters": True}, {}),
+    ],
+)
+def test_lora(run_ranks, tmp_path, name, ranks, options, more):
+    plain = adapted(name, **more)
+    expected = train(plain, hf_small.batch)
+    plain.eval().save_pretrained(tmp_path / "plain")
+    results = run_ranks(on_ranks, ranks, ranks, name, str(tmp_path), options, more, timeout=300)
+    for number, loss in enumerate(expected):
+        mean = sum(losses[number] for losses, _ in results) / ranks
+        assert mean == pytest.approx(loss, rel=1e-5)
+    files = {
+        kind: load_file(tmp_path / kind / "adapter_model.safetensors")
+        for kind in ("plain", "adapter", "again")
+    }
+    assert files["plain"] and files["plain"].keys() == files["adapter"].keys()
+    for key, value in files["plain"].items():
+        torch.testing.assert_close(files["adapter"][key], value, rtol=1e-4, atol=1e-5)
+        assert torch.equal(files["again"][key], files["adapter"][key])
+    # Loaded by the library, onto the plain base model.
+    reloaded = PeftModel.from_pretrained(hf_small.build(name), tmp_path / "inside")
+    ids = hf_small.batch(9)
+    torch.testing.assert_close(reloaded(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+    merged = type(hf_small.build(name)).from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+    tokens = plain.generate(input_ids=ids, max_new_tokens=5, do_sample=False)
+    assert all(torch.equal(found, tokens) for _, found in results)
+
+
+def prompts(rank, folder):
+    model = hf_small.build("gpt2")
+    model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    own = model.prompt_encoder.default.embedding.weight.detach().clone()
+    model = hf_small.wrap(model, "gpt2")
+    model.save_pretrained(f"{folder}/prompts")
+    return own
+
+
+def wrong_order(rank):
+    from xla_fsdp.integrations.peft import save_merged
+
+    model = hf_small.wrap(hf_small.build("gpt2"), "gpt2")
+    config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+    for one in (model, model.module):
+        with pytest.raises(RuntimeError, match="Call get_peft_model first"):
+            get_peft_model(one, config)
+    with pytest.raises(TypeError, match="wrapper around a PeftModel"):
+        save_merged(model, "nowhere")
+
+
+def test_prompts_and_the_other_order(run_ranks, tmp_path):
+    own = run_ranks(prompts, 2, str(tmp_path))[0]
+    saved = load_file(tmp_path / "prompts" / "adapter_model.safetensors")
+    assert torch.equal(saved["prompt_embeddings"], own)
+    run_ranks(wrong_order, 2)
+
+
+def damaged(rank, folder):
+    model = hf_small.wrap(adapted(), "gpt2")
+    with pytest.raises(ValueError, match="does not fit"):
+        model.load_adapter(folder, "default")
+
+
+def test_another_adapter_is_refused(run_ranks, tmp_path):
+    adapted("llama").save_pretrained(tmp_path / "other")
+    run_ranks(damaged, 2, str(tmp_path / "other"))
+    assert os.path.exists(tmp_path / "other")
+    shutil.rmtree(tmp_path / "other")

@@ -1,0 +1,78 @@
+"""Models of transformers while they are sharded: what their own methods do otherwise.
+
+Imported with the first wrapper of a process that uses transformers. Models that are not sharded go
+the usual way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import nn
+from transformers.generation.utils import GenerationMixin
+
+# Not out of transformers itself, which imports names late and not safely from several threads.
+from transformers.modeling_utils import ModuleUtilsMixin, PreTrainedModel
+
+from ..sharding.around import is_sharded
+from .changes import Changes
+from .generation import generate_sharded
+from .recomputation import recompute_through_checkpoint_module
+from .saving import count_whole, save_whole
+
+changes = Changes("transformers", ["4.57.6"])
+
+
+def adapt(module: nn.Module) -> None:
+    """Called with what is being wrapped, which may have been told before to recompute."""
+    recompute_through_checkpoint_module(module)
+
+
+@changes.around(PreTrainedModel, "save_pretrained")
+def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    if is_sharded(model):
+        return save_whole(original, model, *args, **kwargs)
+    return original(model, *args, **kwargs)
+
+
+@changes.around(GenerationMixin, "generate")
+def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    if is_sharded(model):
+        return generate_sharded(original, model, *args, **kwargs)
+    return original(model, *args, **kwargs)
+
+
+@changes.around(PreTrainedModel, "gradient_checkpointing_enable")
+def _recompute(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(model, *args, **kwargs)
+    if is_sharded(model):
+        recompute_through_checkpoint_module(model)
+    return result
+
+
+@changes.around(PreTrainedModel, "resize_token_embeddings")
+def _resize(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    size = args[0] if args else kwargs.get("new_num_tokens")
+    multiple = args[1] if len(args) > 1 else kwargs.get("pad_to_multiple_of")
+    # Without a size the method only returns the embeddings.
+    if is_sharded(model) and not (size is None and multiple is None):
+        _refuse_resize(type(model).__name__)
+    return original(model, *args, **kwargs)
+
+
+@changes.around(ModuleUtilsMixin, "num_parameters")
+def _count(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    if is_sharded(model):
+        return count_whole(model, *args, **kwargs)
+    return original(model, *args, **kwargs)
+
+
+def _refuse_resize(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"resize_token_embeddings of {name} was called on a wrapped model, whose embeddings are "
+        "shards of the size that they had: call it before wrapping, and make the optimizer after"
+    )
+
+
+changes.apply()

@@ -1,0 +1,239 @@
+"""Adapters of peft on sharded models: saved whole, loaded, merged; and made before wrapping only.
+
+Imported with the first wrapper of a process that uses peft. ``get_peft_model`` comes first and
+wrapping afterwards; then training needs nothing else, and ``save_pretrained`` of the wrapper writes
+adapters that ``PeftModel.from_pretrained`` loads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from peft.peft_model import PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.save_and_load import load_peft_weights
+from safetensors import safe_open
+from torch import nn
+
+from ..checkpoint.full_state import load_full_state_dict
+from ..checkpoint.meeting import Meeting
+from ..names import dotted
+from ..sharding.around import is_sharded
+from ..sharding.summon import summon_full_params
+from .changes import Changes
+from .saving import outermost, owned, save_whole
+
+__all__ = ["adapt", "save_merged"]
+
+changes = Changes("peft", ["0.21.2"])
+
+
+def adapt(module: nn.Module) -> None:
+    """Called with what is being wrapped; what there is to change is changed by the import."""
+
+
+@changes.around(PeftModel, "save_pretrained")
+def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_sharded(model):
+        return original(model, *args, **kwargs)
+    if any(config.is_prompt_learning for config in model.peft_config.values()):
+        return _save_summoned(original, model, *args, **kwargs)
+    result = save_whole(original, model, *args, wanted=_adapter_names(model), **kwargs)
+    folder = args[0] if args else kwargs["save_directory"]
+
+    def check() -> None:
+        for name in kwargs.get("selected_adapters") or list(model.peft_config):
+            _require_tensors(os.path.join(folder, "" if name == "default" else name), name)
+
+    if kwargs.get("state_dict") is None:
+        Meeting().first("look at the adapters that it wrote", check)
+    return result
+
+
+@changes.around(PeftModel, "load_adapter")
+def _load(
+    original: Callable[..., Any],
+    model: Any,
+    model_id: Any,
+    adapter_name: str,
+    is_trainable: bool = False,
+    **kwargs: Any,
+) -> Any:
+    if not is_sharded(model):
+        return original(model, model_id, adapter_name, is_trainable=is_trainable, **kwargs)
+    if adapter_name not in model.peft_config:
+        raise RuntimeError(
+            f"adapter {adapter_name!r} would be new to a wrapped model, whose parameters are "
+            f"sharded: add it before wrapping; there are {sorted(model.peft_config)}"
+        )
+    return load_adapter_weights(model, model_id, adapter_name)
+
+
+@changes.around(BaseTuner, "inject_adapter")
+def _inject(original: Callable[..., Any], tuner: Any, model: Any, *args: Any, **kw: Any) -> Any:
+    if is_sharded(model):
+        raise RuntimeError(
+            f"adapters were to be put into {type(model).__name__}, which is wrapped: they would "
+            "not be sharded, and their gradients not averaged over the ranks. Call get_peft_model "
+            "first, and wrap what it returns"
+        )
+    return original(tuner, model, *args, **kw)
+
+
+@changes.around(BaseTuner, "_unload_and_optionally_merge")
+def _unload(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse_merge(tuner)
+    return original(tuner, *args, **kwargs)
+
+
+@changes.around(BaseTuner, "merge_adapter")
+def _merge(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse_merge(tuner)
+    return original(tuner, *args, **kwargs)
+
+
+def load_adapter_weights(model: Any, folder: str | os.PathLike, adapter: str) -> None:
+    """Loads a folder of ``save_pretrained`` into ``adapter`` of a sharded ``PeftModel``; every rank
+    must call it, and see the folder.
+
+    Raises:
+        ValueError: the folder has something else than what the adapter has.
+    """
+    found = load_peft_weights(os.fspath(folder), device="cpu")
+    root, path = outermost(model)
+    wanted = _adapter_names(model)
+    names = {_without(adapter, name): name for name, _ in owned(model) if wanted(name)}
+    unknown = [name for name in found if name not in names]
+    missing = [name for name in names if name not in found and f".{adapter}" in names[name]]
+    if unknown or missing or not found:
+        raise ValueError(
+            f"{folder} does not fit adapter {adapter!r}: it has {unknown[:3]}, which the adapter "
+            f"has not, and lacks {missing[:3]}"
+        )
+    state = {dotted(path, names[name]): value for name, value in found.items()}
+    load_full_state_dict(root, state, strict=False)
+
+
+def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> None:
+    """Saves the base model with the active adapters merged into it, as ``merge_and_unload()`` and
+    ``save_pretrained(folder, **kwargs)`` would; every rank must call it. The model stays as it is.
+
+    Rank 0 has the whole model on the host meanwhile.
+
+    Raises:
+        TypeError: ``model`` is no wrapped ``PeftModel``.
+    """
+    peft_model: Any = getattr(model, "module", model)
+    if not isinstance(peft_model, PeftModel) or not is_sharded(model):
+        raise TypeError(
+            f"model must be a wrapper around a PeftModel, got {type(peft_model).__name__}; "
+            "without a wrapper: model.merge_and_unload().save_pretrained(folder)"
+        )
+    root, _ = outermost(peft_model)
+    base: Any = peft_model.get_base_model()
+    meeting = Meeting()
+    state: dict[str, Any] = {}
+
+    def merge() -> None:
+        layers: list[Any] = [m for m in base.modules() if isinstance(m, BaseTunerLayer)]
+        try:
+            for layer in layers:
+                layer.merge()
+            state.update(_as_without_adapters(base))
+        finally:
+            for layer in layers:  # it was into what is summoned, and is dropped with it
+                layer.merged_adapters.clear()
+
+    with summon_full_params(root, writeback=False, rank0_only=True, offload_to_cpu=True):
+        meeting.first("merge the adapters", merge)
+    meeting.first(
+        f"write {folder}", lambda: base.save_pretrained(folder, state_dict=state, **kwargs)
+    )
+
+
+def _as_without_adapters(base: nn.Module) -> dict[str, Any]:
+    """The state dict of ``base`` under the names that it had before adapters came into it."""
+    tuned, trained = [], []
+    for name, module in base.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            tuned.append(f"{name}.")
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            trained.append((f"{name}.", f"{name}.modules_to_save.{module.active_adapters[0]}."))
+    found = {}
+    for name, value in base.state_dict().items():
+        layer = next((one for one in tuned if name.startswith(one)), None)
+        around = next((both for both in trained if name.startswith(both[0])), None)
+        if layer is not None:
+            inner = name[len(layer) :]
+            if inner.startswith("base_layer."):
+                found[layer + inner.removeprefix("base_layer.")] = value
+        elif around is not None:
+            if name.startswith(around[1]):
+                found[around[0] + name[len(around[1]) :]] = value
+        else:
+            found[name] = value
+    return found
+
+
+def _adapter_names(model: Any) -> Callable[[str], bool]:
+    """Tells which parameters of ``model`` may have to be saved with its adapters: theirs, what is
+    trained besides, and embeddings, which peft saves where they were changed."""
+    names, bases, others = [], [], set()
+    for name, module in model.named_modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            names.append(f"{name}.")
+            if isinstance(module, BaseTunerLayer):
+                bases.append(f"{name}.base_layer.")
+        elif isinstance(module, nn.Embedding):
+            others.add(dotted(name, "weight"))
+    others |= {name for name, held in owned(model) if held.holder.requires_grad}
+
+    def wanted(name: str) -> bool:
+        if name in others:
+            return True
+        return name.startswith(tuple(names)) and not name.startswith(tuple(bases))
+
+    return wanted
+
+
+def _without(adapter: str, name: str) -> str:
+    """The name in a file of a parameter called ``name``: without that of the adapter."""
+    return ".".join(part for part in name.split(".") if part != adapter)
+
+
+def _require_tensors(folder: str, adapter: str) -> None:
+    """Raises RuntimeError if the file of an adapter in ``folder`` has nothing in it."""
+    path = os.path.join(folder, "adapter_model.safetensors")
+    if not os.path.exists(path):  # saved as a torch file
+        return
+    with safe_open(path, framework="pt") as file:
+        if file.keys():
+            return
+    os.remove(path)
+    raise RuntimeError(
+        f"peft found no tensors of adapter {adapter!r} in the wrapped model, so {path} had nothing "
+        "in it and was removed: please report the model and its wrapping; "
+        "xla_fsdp.full_state_dict(model) has the weights"
+    )
+
+
+def _save_summoned(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
+    """For adapters that are computed when they are saved (prompts): with everything in full."""
+    root, _ = outermost(model)
+    with summon_full_params(root, writeback=False, rank0_only=True, offload_to_cpu=True):
+        Meeting().first("write the adapters", lambda: original(model, *args, **kwargs))
+
+
+def _refuse_merge(tuner: nn.Module) -> None:
+    if is_sharded(tuner):
+        raise RuntimeError(
+            "adapters can not be merged into a wrapped model, whose weights are shards: "
+            "xla_fsdp.integrations.peft.save_merged(model, folder) writes the merged model, and "
+            "leaves this one as it is"
+        )
+
+
+changes.apply()

@@ -1,0 +1,114 @@
+"""Weights of a folder of the hub into a sharded model that is never whole."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.weights import load_weights
+
+__all__ = ["without_values", "load_pretrained"]
+
+
+def load_pretrained(
+    model_class: Any, folder: str | os.PathLike, wrap: Callable[[Any], nn.Module], **config: Any
+) -> Any:
+    """What ``model_class.from_pretrained(folder)`` loads, sharded; every rank must call it.
+
+    The model is built without values, wrapped, and each rank reads its own part of each parameter:
+    in memory is one shard of a parameter at a time beyond the shards, and while wrapping one
+    submodule with zeros in it. Use it like this::
+
+        model = load_pretrained(
+            LlamaForCausalLM, "llama-3-8b",
+            lambda model: FSDP(model, auto_wrap_policy=policy, param_init_fn=without_values),
+        )
+
+    Args:
+        model_class: a class of transformers such as ``LlamaForCausalLM``, no ``Auto`` class.
+        folder: local, made by ``save_pretrained`` or downloaded: ``config.json`` and safetensors.
+        wrap: gets the model on the meta device, and returns it wrapped.
+        config: entries of the configuration to set, e.g. ``attn_implementation="eager"``.
+
+    Returns:
+        What ``wrap`` returned, in evaluation, as ``from_pretrained`` leaves it. ``dtype`` is that
+        of the configuration.
+
+    Raises:
+        ModelMismatchError: names or shapes do not fit, or some are missing.
+        TypeError, ValueError: an argument that can not be used.
+    """
+    if not inspect.isclass(model_class) or not hasattr(model_class, "config_class"):
+        raise TypeError(f"model_class must be a model of transformers, got {model_class!r}")
+    settings = model_class.config_class.from_pretrained(folder, **config)
+    with torch.device("meta"):
+        model = model_class._from_config(settings, dtype=settings.dtype)
+    _compute_buffers(model)
+    own = set(model.state_dict())
+    ignored = list(model._keys_to_ignore_on_load_unexpected or ())
+    prefix = f"{model.base_model_prefix}."
+    wrapped = wrap(model)
+
+    def rename(name: str) -> str | None:
+        """Files of the model without a head lack its prefix, or have one too many."""
+        if name in own:
+            return name
+        if prefix + name in own:
+            return prefix + name
+        if name.startswith(prefix) and name[len(prefix) :] in own:
+            return name[len(prefix) :]
+        return None if any(re.search(pattern, name) for pattern in ignored) else name
+
+    load_weights(wrapped, folder, rename=rename)
+    return wrapped.eval()
+
+
+def without_values(module: nn.Module) -> None:
+    """As ``param_init_fn`` of a wrapper: zeros for what is loaded afterwards."""
+    module.to_empty(device="cpu", recurse=False)
+    with torch.no_grad():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.zero_()
+
+
+def _compute_buffers(model: Any) -> None:
+    """Gives values to the buffers of ``model``, which are computed from its configuration.
+
+    A module that has some is built once more, alone: their values are nowhere else.
+    """
+    built: dict[tuple, nn.Module] = {}
+    for name, module in model.named_modules():
+        lacking = [key for key, b in module._buffers.items() if b is not None and b.is_meta]
+        if not lacking:
+            continue
+        config = getattr(module, "config", None) or model.config
+        kind = type(module), id(config)
+        if kind not in built:
+            needed = [
+                parameter.name
+                for parameter in inspect.signature(type(module)).parameters.values()
+                if parameter.default is parameter.empty
+                and parameter.kind < parameter.VAR_POSITIONAL
+            ]
+            if needed[1:] or needed[:1] != ["config"]:
+                raise ValueError(
+                    f"{name!r} ({type(module).__name__}) has buffers {lacking} whose values are "
+                    f"not in the file, and takes {needed}, not a configuration: build the model "
+                    "on the CPU (without torch.device('meta')), wrap it and call load_weights"
+                )
+            built[kind] = type(module)(config)
+        for key in lacking:
+            value = built[kind]._buffers[key]
+            assert value is not None
+            module._buffers[key] = value.clone()
+            # Rotary embeddings keep the same tensor as an attribute.
+            for attribute, held in list(vars(module).items()):
+                if isinstance(held, torch.Tensor) and held.is_meta:
+                    setattr(module, attribute, getattr(built[kind], attribute).clone())
