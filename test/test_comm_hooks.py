@@ -342,7 +342,9 @@ def remembers(rank):
         RuntimeError, match="loaded for another 'inner.0.weight'.*the same matrix_approx"
     ):
         steps(fresh(other), [0])
-    with pytest.raises(RuntimeError, match="two models have a parameter 'inner.0.weight' and share one"):
+    with pytest.raises(
+        RuntimeError, match="two models have a parameter 'inner.0.weight' and share one"
+    ):
         steps(fresh(first), [0])
     model = Matrices()
     model = wrapped(model, "inner", compute_dtype=torch.float16)
