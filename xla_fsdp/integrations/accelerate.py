@@ -150,7 +150,7 @@ def _prepare_optimizer(
 
 @changes.around(Accelerator, "unwrap_model")
 def _unwrap_model(
-    original: Any, self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
+    original: Any, self: Accelerator, model: Any, *args: Any, **kwargs: Any
 ) -> nn.Module:
     """The model itself; layers inside stay wrapped, and its parameters are shards."""
     while is_wrapper(model):

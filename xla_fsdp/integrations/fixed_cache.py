@@ -25,7 +25,7 @@ class FixedCache(Cache):
         # How many positions were filled before the forward under way; on the device if it is.
         self.seen: int | torch.Tensor = 0
 
-    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:  # type: ignore[override]
+    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         return self.seen
 
     def get_mask_sizes(self, cache_position: torch.Tensor, layer_idx: int) -> tuple[int, int]:

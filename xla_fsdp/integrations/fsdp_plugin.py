@@ -99,6 +99,8 @@ def _precision(
     if policy is None:
         # Buffers keep their dtype: rotary frequencies in bfloat16 would be other frequencies.
         return MixedPrecision(torch.bfloat16) if mixed_precision == "bf16" else None
-    names = ("param_dtype", "reduce_dtype", "buffer_dtype", "keep_low_precision_grads")
-    names += ("cast_forward_inputs", "cast_root_forward_inputs")
+    names = [
+        *("param_dtype", "reduce_dtype", "buffer_dtype", "keep_low_precision_grads"),
+        *("cast_forward_inputs", "cast_root_forward_inputs"),
+    ]
     return MixedPrecision(**{n: getattr(policy, n) for n in names if hasattr(policy, n)})

@@ -82,8 +82,9 @@ class Sharding:
             for parameter in model.parameters():
                 if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
                     parameter.data = parameter.data.float()
-        if self.checkpointing and getattr(getattr(model, "config", None), "use_cache", False):
-            model.config.use_cache = False  # a recomputed layer would fill the cache again
+        config: Any = getattr(model, "config", None)
+        if self.checkpointing and getattr(config, "use_cache", False):
+            config.use_cache = False  # a recomputed layer would fill the cache again
         wrapper = _checkpointed if self.checkpointing else None
         return XlaFullyShardedDataParallel(
             model, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **self.options
