@@ -23,30 +23,30 @@ WORDS = dict(vocab_size=50, eos_token_id=1, pad_token_id=2)
 ATTENTION = dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
 WIDTHS = dict(hidden_size=16, intermediate_size=24, max_position_embeddings=64)
 NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-# Large weights: logits must be far enough apart for all ways of computing to agree.
-LARGE = dict(initializer_range=0.4)
 
 
-def _gpt2():
+def _gpt2(**weights):
     sizes = dict(n_embd=16, n_layer=2, n_head=2, n_positions=64)
-    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, **sizes, **WORDS, **NO_DROPOUT, **LARGE))
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, **sizes, **WORDS, **NO_DROPOUT, **weights))
 
 
-def _llama():
-    return LlamaForCausalLM(LlamaConfig(bos_token_id=0, **WIDTHS, **ATTENTION, **WORDS, **LARGE))
+def _llama(**weights):
+    return LlamaForCausalLM(LlamaConfig(bos_token_id=0, **WIDTHS, **ATTENTION, **WORDS, **weights))
 
 
-def _mixtral():
+def _mixtral(**weights):
     experts = dict(num_local_experts=4, num_experts_per_tok=2)
     return MixtralForCausalLM(
-        MixtralConfig(bos_token_id=0, **WIDTHS, **ATTENTION, **WORDS, **LARGE, **experts)
+        MixtralConfig(bos_token_id=0, **WIDTHS, **ATTENTION, **WORDS, **weights, **experts)
     )
 
 
-def _t5():
+def _t5(initializer_range):
     sizes = dict(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
     words = dict(WORDS, decoder_start_token_id=2)
-    return T5ForConditionalGeneration(T5Config(**sizes, **words, initializer_factor=3.0))
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, **words, initializer_factor=initializer_range * 7.5)
+    )
 
 
 BLOCKS = {
@@ -57,10 +57,14 @@ BLOCKS = {
 }
 
 
-def build(name):
-    """The same weights at every call, in evaluation."""
+def build(name, spread=0.4):
+    """The same weights at every call, in evaluation.
+
+    Large ones put logits far enough apart for all ways of computing to choose the same tokens. In
+    training they would multiply rounding errors from step to step.
+    """
     torch.manual_seed(0)
-    return BLOCKS[name][0]().eval()
+    return BLOCKS[name][0](initializer_range=spread).eval()
 
 
 def wrap(model, name, **options):

@@ -10,11 +10,12 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
 STEPS = 4
+SPREAD = 0.1
 
 
 def adapted(name="gpt2", **more):
     targets = {"gpt2": ["c_attn", "c_fc"], "llama": ["q_proj", "down_proj"]}[name]
-    model = hf_small.build(name)
+    model = hf_small.build(name, SPREAD)
     torch.manual_seed(1)
     config = LoraConfig(
         r=2,
@@ -74,8 +75,7 @@ def on_ranks(rank, ranks, name, folder, options, more):
     "name,ranks,options,more",
     [
         ("gpt2", 2, {}, {"modules_to_save": ["ln_f"]}),
-        ("llama", 4, {}, {}),
-        ("llama", 2, {"flatten_parameters": True}, {}),
+        ("llama", 4, {"flatten_parameters": True}, {}),
     ],
 )
 def test_lora(run_ranks, tmp_path, name, ranks, options, more):
@@ -95,11 +95,11 @@ def test_lora(run_ranks, tmp_path, name, ranks, options, more):
         torch.testing.assert_close(files["adapter"][key], value, rtol=1e-4, atol=1e-5)
         assert torch.equal(files["again"][key], files["adapter"][key])
     # Loaded by the library, onto the plain base model.
-    reloaded = PeftModel.from_pretrained(hf_small.build(name), tmp_path / "inside")
+    reloaded = PeftModel.from_pretrained(hf_small.build(name, SPREAD), tmp_path / "inside")
     ids = hf_small.batch(9)
-    torch.testing.assert_close(reloaded(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(reloaded(ids).logits, plain(ids).logits, rtol=1e-3, atol=1e-3)
     merged = type(hf_small.build(name)).from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(merged(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(merged(ids).logits, plain(ids).logits, rtol=1e-3, atol=1e-3)
     tokens = plain.generate(input_ids=ids, max_new_tokens=5, do_sample=False)
     assert all(torch.equal(found, tokens) for _, found in results)
 

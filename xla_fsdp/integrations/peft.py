@@ -201,7 +201,9 @@ def _adapter_names(model: Any) -> Callable[[str], bool]:
 
 def _without(adapter: str, name: str) -> str:
     """The name in a file of a parameter called ``name``: without that of the adapter."""
-    return ".".join(part for part in name.split(".") if part != adapter)
+    name = name.replace(f".modules_to_save.{adapter}.", ".")
+    parts = name.split(".")  # it comes last, or before the name of a parameter
+    return ".".join(parts[:-2] + [part for part in parts[-2:] if part != adapter])
 
 
 def _require_tensors(folder: str, adapter: str) -> None:
