@@ -1,5 +1,6 @@
 """Models of transformers while they are sharded: their own methods answer as on the plain model."""
 
+import copy
 import os
 
 import hf_small
@@ -164,6 +165,27 @@ def others(rank, folder):
     return scores.sequences, torch.stack(scores.scores)
 
 
+def narrow(rank):
+    """Masks that are added to the scores, in bfloat16, and a prompt that is padded on the left."""
+    model = hf_small.build("llama")
+    model.set_attn_implementation("eager")
+    plain = model.generate(**prompts(rank), max_new_tokens=3, do_sample=False)
+    exact = hf_small.wrap(model, "llama")
+    found = exact.generate(**prompts(rank), max_new_tokens=3, do_sample=False)
+    assert torch.equal(found, plain)
+    model = hf_small.build("llama")
+    model.set_attn_implementation("eager")
+    model = hf_small.wrap(model, "llama", compute_dtype=torch.bfloat16)
+    out = model.generate(
+        **prompts(rank), max_new_tokens=2, output_scores=True, return_dict_in_generate=True
+    )
+    assert torch.stack(out.scores).isfinite().all()
+
+
+def test_added_masks(run_ranks):
+    run_ranks(narrow, 2)
+
+
 def test_other_methods(run_ranks, tmp_path):
     model = hf_small.build("gpt2")
     plain = model.generate(
@@ -203,9 +225,14 @@ def test_told_before_wrapping(run_ranks):
 def test_the_state_of_a_part_is_not_taken_from_shards(run_ranks):
     def refused(rank):
         from xla_fsdp import full_state_dict
+        from xla_fsdp.sharding.around import holders_outside
 
         model = hf_small.wrap(hf_small.build("gpt2"), "gpt2")
         with pytest.raises(ValueError, match="belong to a wrapper around"):
             full_state_dict(model.module)
+        # A copy's modules know the copy; those that are copied alone, nobody.
+        twin = copy.deepcopy(model)
+        assert holders_outside(twin.module) == [twin]
+        assert holders_outside(copy.deepcopy(model.module)) == []
 
     run_ranks(refused, 2)

@@ -154,6 +154,9 @@ class Decoding:
             )
         if mask.dtype is torch.bool:
             mask = mask | ~mask.any(-1, keepdim=True)
+        else:  # to be added to scores, and in bfloat16 the least number becomes -inf
+            closed = mask <= torch.finfo(mask.dtype).min / 2
+            mask = mask.masked_fill(closed.all(-1, keepdim=True), 0.0)
         return _filled(mask, 2, width)
 
     def _compute(self, padded: dict[str, Any], length: int) -> torch.Tensor:
