@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from xla_fsdp.testing import CollectiveMismatchError
+
 
 def prompts(rank):
     """Other batches and lengths on every rank; the first prompt is padded on the left."""
@@ -129,6 +131,8 @@ def others(rank, folder):
     with pytest.raises(RuntimeError, match="before wrapping"):
         model.resize_token_embeddings(60)
     assert model.module.resize_token_embeddings() is model.module.transformer.wte
+    with pytest.raises(RuntimeError, match="uploads from rank 0"):
+        model.push_to_hub("somebody/something")
     # Options of generate.
     ids = hf_small.batch()
     for wrong, text in [
@@ -236,3 +240,16 @@ def test_the_state_of_a_part_is_not_taken_from_shards(run_ranks):
         assert holders_outside(copy.deepcopy(model.module)) == []
 
     run_ranks(refused, 2)
+
+
+def only_rank_0(rank, method, args):
+    model = hf_small.wrap(hf_small.build("gpt2"), "gpt2")
+    if rank == 0:
+        getattr(model, method)(*args)
+
+
+def test_called_on_one_rank_only(run_ranks, tmp_path):
+    for method, args in (("save_pretrained", [str(tmp_path)]), ("generate", [hf_small.batch()])):
+        with pytest.raises(CollectiveMismatchError, match="xla_fsdp"):
+            run_ranks(only_rank_0, 2, method, args)
+    assert not os.listdir(tmp_path)

@@ -61,6 +61,16 @@ def _resize(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any)
     return original(model, *args, **kwargs)
 
 
+@changes.around(PreTrainedModel, "push_to_hub")
+def _push(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    if is_sharded(model):
+        raise RuntimeError(
+            "push_to_hub of a wrapped model would upload once a rank: call "
+            "save_pretrained(folder, push_to_hub=True) on every rank, which uploads from rank 0"
+        )
+    return original(model, *args, **kwargs)
+
+
 @changes.around(ModuleUtilsMixin, "num_parameters")
 def _count(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     if is_sharded(model):
