@@ -20,7 +20,7 @@ PACKAGES = [
 DEMO = ["absl-py", "rich", "scikit-learn", "torchvision==0.24.0"]
 
 # What xla_fsdp.integrations was written for; both go with torch 2.9.
-HF = ["transformers==4.57.6", "accelerate==1.12.0"]
+HF = ["transformers==4.57.6", "accelerate==1.12.0", "peft==0.21.2"]
 
 setup(
     name="xla_fsdp",
