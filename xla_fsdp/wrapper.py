@@ -237,7 +237,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
     def _end_backward(self) -> None:
         with torch.no_grad():
             for unit in self._wrapped_units():
-                unit.flush()
+                unit.gradients.flush()
                 narrow_gradients(unit)
         if self.fsdp_options.sync_on_finalization:
             for unit in self._wrapped_units():  # what is full would be an output of the program
