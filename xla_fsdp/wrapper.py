@@ -24,6 +24,7 @@ from .sharding.optimizer_checks import watch_optimizers
 from .sharding.options import FSDPOptions
 from .sharding.saved_parameters import parameters_saved_as_recipes
 from .sharding.strategy import ShardingStrategy
+from .sharding.transforms import require_plain_call, require_uncompiled
 from .sharding.unit import units_in
 from .tree import cast_floats, tensors_in
 from .wrap import recursive_wrap, require_forward, require_unwrapped
@@ -184,6 +185,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         return self._run(self.module, args, kwargs)
 
     def _run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        require_plain_call(type(self.module).__name__)
         unit = self._unit
         dtype = self.fsdp_options.dtype_of_inputs(root=self._is_root is not False)
         if dtype is not None:
@@ -231,13 +233,14 @@ class XlaFullyShardedDataParallel(WrapperMethods):
                 module._unit.order = self._unit.order
                 module._unit.on_backward_end = None
         self._unit.on_backward_end = self._end_backward
+        require_uncompiled(self)
         require_all_sharded(self)
         compare_initial_weights(self._unit.world, list(units_in(self)))
 
     def _end_backward(self) -> None:
         with torch.no_grad():
             for unit in self._wrapped_units():
-                unit.flush()
+                unit.gradients.flush()
                 narrow_gradients(unit)
         if self.fsdp_options.sync_on_finalization:
             for unit in self._wrapped_units():  # what is full would be an output of the program

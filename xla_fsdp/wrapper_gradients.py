@@ -52,7 +52,7 @@ class GradientMethods(nn.Module):
         """
         super().zero_grad(set_to_none)
         for unit in self._wrapped_units():
-            unit.forget_unsynced()
+            unit.gradients.forget()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -62,14 +62,14 @@ class GradientMethods(nn.Module):
         memory.
         """
         units = self._wrapped_units()
-        before = [unit.require_sync for unit in units]
+        before = [unit.gradients.require_sync for unit in units]
         for unit in units:
-            unit.require_sync = False
+            unit.gradients.require_sync = False
         try:
             yield
         finally:
             for unit, value in zip(units, before, strict=True):
-                unit.require_sync = value
+                unit.gradients.require_sync = value
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divides gradients by ``pre`` before and by ``post`` after the reduction.

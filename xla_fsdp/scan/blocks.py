@@ -14,6 +14,7 @@ from ..names import WRAPPED_PREFIX, dotted
 from ..sharding import metadata
 from ..sharding.optimizer_checks import watch_optimizers
 from ..sharding.options import FSDPOptions
+from ..sharding.transforms import require_plain_call
 from ..tpu import compiler_options
 from ..tree import cast_floats
 from ..wrapper import XlaFullyShardedDataParallel
@@ -96,6 +97,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """All blocks on ``x``; ``args`` and ``kwargs`` go to each."""
+        require_plain_call(type(self).__name__)
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             raise TypeError(
                 "scanned blocks take a floating-point tensor first, got "

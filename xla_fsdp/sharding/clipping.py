@@ -10,6 +10,7 @@ from torch import nn
 
 from ..collectives.groups import checked_groups
 from ..collectives.world import World
+from .sharded_tensor import require_reduced
 from .unit import Unit
 
 
@@ -43,11 +44,14 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: ``max_norm`` or ``norm_type`` is not positive.
+        RuntimeError: ``no_sync`` holds gradients that are not reduced yet.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value}")
+    parameters = list(parameters)
+    require_reduced(parameters, "clip_grad_norm_")
     worlds = {id(shard): unit.world for unit in units for shard in unit.shards}
     by_world: dict[World | None, list[torch.Tensor]] = {}
     # A world without a gradient on this rank still takes part in the reduction.

@@ -22,7 +22,7 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .ignored import note_of
-from .sharded_tensor import home_of
+from .sharded_tensor import home_of, require_reduced
 
 # Frames between the hook and who calls the step: torch's own wrapper, and a scheduler's.
 _FRAMES = 8
@@ -54,6 +54,8 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         _warn_of_empty_groups(optimizer)
         _warn_of_unreduced(optimizer)
         optimizer.__dict__[_SEEN] = number
+    for group in optimizer.param_groups:
+        require_reduced(group["params"], f"{type(optimizer).__name__}.step()")
     caller = _caller(sys._getframe())
     if caller is not None and xr.world_size() > 1 and _has_shards(optimizer):
         raise RuntimeError(_WRONG[caller])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ class ShardedTensor:
     # Who has the other shards; None for what only a trace knows. Optimizers find it here.
     world: World | None = None
     summoned: object | None = None  # its full parameters outside of a forward, see summon.py
+    unreduced: int = 0  # units that hold full gradients of it, inside no_sync
 
 
 @dataclass(frozen=True)
@@ -64,3 +66,16 @@ def home_of(parameter: object) -> ShardedTensor | None:
 def number_at_home(parameter: nn.Parameter) -> int:
     """Which member of its :func:`home_of` a parameter is."""
     return getattr(parameter, _HOME)[1]
+
+
+def require_reduced(parameters: Iterable[object], what: str) -> None:
+    """Raises RuntimeError if ``no_sync`` holds gradients of one of ``parameters``, of which
+    ``what`` would know nothing."""
+    for parameter in parameters:
+        home = home_of(parameter)
+        if home is not None and home.unreduced:
+            raise RuntimeError(
+                f"{what} while gradients of {home.key!r} are held by no_sync and not reduced yet, "
+                "so they would be missing: run the last backward before it outside of no_sync(), "
+                "or drop them with model.zero_grad()"
+            )

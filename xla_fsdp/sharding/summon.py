@@ -109,7 +109,7 @@ def _require_possible(
             raise RuntimeError(
                 f"parameters of {unit.title!r} are summoned already: leave that context before"
             )
-        if with_grads and unit.has_unsynced:
+        if with_grads and unit.gradients.are_held:
             raise RuntimeError(
                 f"with_grads=True, but gradients of {unit.title!r} are not reduced yet: run the "
                 "first backward outside of no_sync before, or zero_grad()"

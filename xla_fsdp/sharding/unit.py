@@ -22,6 +22,7 @@ from .ignored import note_again
 from .options import FSDPOptions
 from .secondary import Secondaries, Secondary
 from .sharded_tensor import Place, ShardedTensor, set_home
+from .unreduced import UnitGradients
 from .wire import Wire
 
 
@@ -52,18 +53,16 @@ class Unit:
             self.placeholder = torch.zeros(1, device=world.device)
         else:  # data: a constant would make the first step's program another than the second's
             self.placeholder = torch.zeros(1, device="cpu").to(world.device)
-        self.require_sync = True
         # Whether modules hold full parameters outside of a forward, see summon.py.
         self.summoned = False
         self.wire = Wire(options, world)
         self.carrier = Carrier(self.wire)
+        self.gradients = UnitGradients(self.tensors, self.wire, self.carrier)
         # Only with reshard_after_forward=<int>.
         size = options.reshard_after_forward
         self.secondaries = None if isinstance(size, bool) else Secondaries(world, size)
         # Shared by the units of a model once its root is known.
         self.order = Order()
-        # Full gradients of the micro-batches inside no_sync, by index in `tensors`.
-        self._unsynced: dict[int, torch.Tensor] = {}
         self._installed: Pass | None = None
         self._computing = 0
         # Passes whose backward is under way, by autograd graph task (checkpointed layers run a
@@ -302,45 +301,12 @@ class Unit:
     def reduce(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        """A gradient shard for every sharded tensor, from the full gradients of its members.
-
-        ``None`` where no member got a gradient or none is needed, and inside ``no_sync``.
-        """
-        reached: dict[int, Sequence[torch.Tensor | None]] = {}
-        first = 0
-        for number, tensor in enumerate(self.tensors):
-            members = grads[first : first + len(tensor.layout.members)]
-            first += len(tensor.layout.members)
-            if needed[number] and any(grad is not None for grad in members):
-                reached[number] = members
-        held = {
-            number: self._unsynced.pop(number) for number in reached if number in self._unsynced
-        }
-        if not self.require_sync:
-            self._unsynced.update(self.wire.joined(self.tensors, reached, held))
-            return [None] * len(self.tensors)
-        shards, arrived = self.carrier.reduce(self.tensors, reached, held)
+        """As :meth:`UnitGradients.reduce`."""
+        shards, arrived = self.gradients.reduce(grads, needed)
         # At the end of the backward the order forgets.
         if self.world.as_on_tpu and torch._C._current_graph_task_id() in self._backward:
             self.order.reduced(arrived)
-        return [shards.get(number) for number in range(len(self.tensors))]
-
-    @property
-    def has_unsynced(self) -> bool:
-        """Whether ``no_sync`` gathered something that is not reduced yet."""
-        return bool(self._unsynced)
-
-    def forget_unsynced(self) -> None:
-        """Drops what ``no_sync`` gathered."""
-        self._unsynced = {}
-
-    def flush(self) -> None:
-        """Reduces what ``no_sync`` gathered for tensors that the last backward did not reach."""
-        if self.require_sync and self._unsynced:
-            for number, grad in self.wire.reduce(self.tensors, self._unsynced)[0].items():
-                shard = self.tensors[number].shard
-                shard.grad = grad if shard.grad is None else shard.grad + grad
-            self._unsynced = {}
+        return shards
 
     def refresh_rnns(self) -> None:
         """Has recurrent modules, which compute with a list of their own, see their attributes."""

@@ -1,0 +1,180 @@
+"""Several backwards before a step, each reduced or held by no_sync: as one batch in plain torch."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from test_comm_hooks import full, hybrid
+from test_special_uses import inputs, mlp, trace_as_on_tpu, wrapped
+from torch import nn
+
+CLIP, STEPS = 0.3, 2
+NARROW = torch.bfloat16
+
+
+def expected(ranks: int, batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Norms before clipping, and weights, of plain training on all ranks' batches."""
+    model, norms = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for step in range(STEPS):
+        for number in range(batches):
+            every = torch.cat([inputs(rank, 10 * step + number) for rank in range(ranks)])
+            (model(every).square().mean() / batches).backward()
+        grads = [p.grad for p in model.parameters()]
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        for grad in grads:
+            grad.mul_((CLIP / (norm + 1e-6)).clamp(max=1.0))
+        norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {name: value.detach() for name, value in model.named_parameters()}
+
+
+def accumulated(rank: int, pattern: str, options: dict[str, Any], sync_between: bool):
+    """As :func:`expected`; ``pattern``: ``h`` for each backward inside no_sync, ``r`` outside."""
+    import torch_xla
+
+    model, norms = wrapped(mlp(), "1", **options), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for step in range(STEPS):
+        for number, way in enumerate(pattern):
+            with model.no_sync() if way == "h" else contextlib.nullcontext():
+                x = inputs(rank, 10 * step + number).to("xla")
+                (model(x).float().square().mean() / len(pattern)).backward()
+            if sync_between:
+                torch_xla.sync()
+        norms.append(model.clip_grad_norm_(CLIP))
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+    return [norm.item() for norm in norms], full(model, dict(model.named_parameters()))
+
+
+def cases(rank, on_tpu, all_options):
+    import torch_xla.runtime as xr
+
+    if on_tpu:
+        trace_as_on_tpu()
+    reference = expected(xr.world_size(), 4)
+    for options, patterns in all_options:
+        options = hybrid(rank) | {"compute_dtype": NARROW} if options == "hybrid" else options
+        tolerance = 0.02 if "compute_dtype" in options else 1e-4
+        for number, pattern in enumerate(patterns):
+            norms, weights = accumulated(rank, pattern, options, bool(number % 2))
+            torch.testing.assert_close(norms, reference[0], rtol=tolerance, atol=tolerance)
+            for name, value in reference[1].items():
+                error = (weights[name] - value).norm() / value.norm()
+                assert error < tolerance, (name, error, options, pattern)
+
+
+WIDE = {"compute_dtype": NARROW, "fp32_reduce_scatter": True}
+ALL = ["rrrr", "hhhr", "hrhr", "rhhr"]
+
+
+@pytest.mark.parametrize(
+    "ranks,on_tpu,options",
+    [
+        (2, False, [({}, ALL), ({"compute_dtype": NARROW}, ["hrhr"])]),
+        (2, True, [({"flatten_parameters": True}, ["hrhr"]), (WIDE, ["rhhr"])]),
+        (4, False, [({"reshard_after_forward": False}, ["rhhr"]), ("hybrid", ["hrhr", "rrrr"])]),
+    ],
+)
+def test_any_mixture_equals_plain_training(run_ranks, ranks, on_tpu, options):
+    run_ranks(cases, ranks, on_tpu, options)
+
+
+def left_over(rank):
+    """A step or a clipping would not know of what no_sync holds."""
+    import torch_xla
+
+    model = wrapped(mlp(), "1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    other = wrapped(mlp())
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.3)
+
+    def backward(hold):
+        with model.no_sync() if hold else contextlib.nullcontext():
+            model(inputs(rank).to("xla")).square().mean().backward()
+
+    backward(False)
+    backward(True)
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\) while gradients of '0.weight' are held"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="clip_grad_norm_ while .* outside of no_sync"):
+        model.clip_grad_norm_(1.0)
+    other(inputs(rank).to("xla")).sum().backward()
+    other_optimizer.step()
+    backward(False)  # a remedy
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    backward(True)
+    model.zero_grad()  # the other
+    backward(False)
+    optimizer.step()
+    torch_xla.sync()
+
+
+def test_what_no_sync_holds_is_missed_by_no_step(run_ranks):
+    run_ranks(left_over, 2)
+
+
+V5E, WIDTH, DEPTH = "v5e:2x4", 512, 3
+
+
+def planned(hold: bool, last: bool):
+    """What a rank sends and needs in a micro-batch that is a program of its own, not the first.
+
+    ``last``: the one that is reduced whatever ``hold`` says, and that the optimizer's step follows.
+    """
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import plan
+
+    def step():
+        layers = (FSDP(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(DEPTH))
+        model = FSDP(nn.Sequential(*layers))
+        trained = list(model.parameters()) if last else [nn.Parameter(torch.zeros(1).to("xla"))]
+        optimizer = torch.optim.SGD(trained, lr=0.1)  # a plan ends with the first optimizer's step
+        x = torch.randn(64, WIDTH).to("xla")
+        for number in range(2):
+            wait = hold and not (last and number == 1)
+            with model.no_sync() if wait else contextlib.nullcontext():
+                model(x).tanh().square().mean().backward()
+            if number == 0:
+                torch_xla.sync()
+        if not last:
+            trained[0].grad = torch.ones(1).to("xla")
+        optimizer.step()
+        return model, optimizer
+
+    report = plan(step, V5E, cache=False, progress=False, ranks=[0])
+    sent = collections.Counter()
+    for one in report.schedule.collectives:
+        sent[one.asked or one.kind] += one.wire_bytes * one.times
+    return report.memory, sent
+
+
+def bytes_and_memory():
+    gradient = DEPTH * WIDTH * WIDTH * 4
+    reduction = gradient * 7 // 8
+    for last in (False, True):
+        (each, sent_each), (held, sent_held) = planned(False, last), planned(True, last)
+        assert sent_each["all-gather"] == sent_held["all-gather"] > 0
+        assert sent_each["reduce-scatter"] == reduction
+        assert sent_held["reduce-scatter"] == (reduction if last else 0)
+        # Held: gradients in full instead of shards, written where they were read, and only once.
+        more = held.arguments - each.arguments
+        assert more == reduction, (more, reduction)
+        if not last:
+            assert held.aliased - each.aliased == reduction
+            assert held.outputs - held.aliased < 4096
+            assert gradient <= held.peak - each.peak + gradient // 8 < 1.5 * gradient
+
+
+def test_bytes_and_memory_of_both_ways(elsewhere):
+    elsewhere(bytes_and_memory)

@@ -1,0 +1,82 @@
+"""The full gradients of one unit: reduced at once, or summed up inside ``no_sync`` until later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .carrier import Carrier
+from .sharded_tensor import ShardedTensor
+from .wire import Wire
+
+
+class UnitGradients:
+    """What becomes of the full gradients of a unit's members.
+
+    Attributes:
+        require_sync: whether a backward reduces; ``False`` inside ``no_sync``.
+    """
+
+    def __init__(self, tensors: list[ShardedTensor], wire: Wire, carrier: Carrier) -> None:
+        self._tensors = tensors  # the unit's own list, which grows while it is built
+        self._wire = wire
+        self._carrier = carrier
+        self.require_sync = True
+        # Full gradients of the micro-batches inside no_sync, by index in `tensors`.
+        self._unsynced: dict[int, torch.Tensor] = {}
+
+    def reduce(
+        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
+    ) -> tuple[list[torch.Tensor | None], Sequence[torch.Tensor]]:
+        """A gradient shard for every sharded tensor, from the full gradients of its members, and
+        what came out of the collectives.
+
+        ``None`` where no member got a gradient or none is needed, and inside ``no_sync``.
+        """
+        reached: dict[int, Sequence[torch.Tensor | None]] = {}
+        first = 0
+        for number, tensor in enumerate(self._tensors):
+            members = grads[first : first + len(tensor.layout.members)]
+            first += len(tensor.layout.members)
+            if needed[number] and any(grad is not None for grad in members):
+                reached[number] = members
+        if not self.require_sync:
+            self._hold(self._wire.joined(self._tensors, reached, {}))
+            return [None] * len(self._tensors), ()
+        held = {number: self._unsynced[number] for number in reached if number in self._unsynced}
+        self._forget(held)
+        shards, arrived = self._carrier.reduce(self._tensors, reached, held)
+        return [shards.get(number) for number in range(len(self._tensors))], arrived
+
+    @property
+    def are_held(self) -> bool:
+        """Whether ``no_sync`` gathered something that is not reduced yet."""
+        return bool(self._unsynced)
+
+    def forget(self) -> None:
+        """Drops what ``no_sync`` gathered."""
+        self._forget(dict(self._unsynced))
+
+    def flush(self) -> None:
+        """Reduces what ``no_sync`` gathered for tensors that the last backward did not reach."""
+        if self.require_sync and self._unsynced:
+            for number, grad in self._wire.reduce(self._tensors, self._unsynced)[0].items():
+                shard = self._tensors[number].shard
+                shard.grad = grad if shard.grad is None else shard.grad + grad
+            self.forget()
+
+    def _hold(self, fulls: dict[int, torch.Tensor]) -> None:
+        for number, full in fulls.items():
+            if number in self._unsynced:
+                # In place, so that a program can write the sum where it read the one before.
+                self._unsynced[number].add_(full)
+            else:
+                # No view: torch_xla would keep what it is a view of as well.
+                self._unsynced[number] = torch.view_copy(full, full.shape)
+                self._tensors[number].unreduced += 1
+
+    def _forget(self, numbers: dict[int, torch.Tensor]) -> None:
+        for number in numbers:
+            del self._unsynced[number]
+            self._tensors[number].unreduced -= 1
