@@ -15,6 +15,7 @@ from ..layers import linear
 from ..names import dotted, is_wrapper
 from ..tree import map_tensors, tensors_in
 from .attributes import refuse_replacement, watch_place
+from .awaited import Awaited
 from .carrier import Carrier
 from .freeing import Stamp
 from .gathering import Pass
@@ -43,6 +44,8 @@ class Unit:
         # What the unit's wrapper is around, and parameters in it that stay whole: see ignored.py.
         self.wrapped: nn.Module | None = None
         self.ignored: list[nn.Parameter] = []
+        # What a load must give values before the first forward.
+        self.awaited: list[Awaited] = []
         # Of the whole parameters as this rank built them, and of the shards cut out of these.
         self.initial_checksum = 0
         self.initial_stamps: list[Stamp] = []
@@ -130,6 +133,8 @@ class Unit:
         for tensor in self.tensors:
             set_home(tensor.shard, tensor)
         note_again(self.ignored)
+        for one in self.awaited:
+            one.wait_on()
 
     # -- forward --------------------------------------------------------------------------------
 
