@@ -17,7 +17,7 @@ from .sharding.attributes import ModuleParameters, refuse_replacement
 from .sharding.awaited import still_awaited
 from .sharding.gathering import in_method
 from .sharding.options import FSDPOptions
-from .sharding.summon import require_no_scanned, summon_full_params
+from .sharding.summon import full_params_of, require_no_scanned, summon_full_params
 from .sharding.unit import units_in
 from .wrapper_gradients import GradientMethods
 
@@ -204,6 +204,18 @@ class WrapperMethods(GradientMethods):
     def sharded_params(self) -> list[nn.Parameter]:
         """The shards that this wrapper (not those inside it) gathers."""
         return self._unit.shards
+
+    @property
+    def full_params(self) -> list[torch.Tensor]:
+        """The full parameters that this wrapper (not those inside it) gathers, in the order of
+        ``sharded_params``; those of a flattened vector one by one. A list of its own: putting
+        others in it changes nothing.
+
+        Raises:
+            RuntimeError: outside of a forward, backward and ``summon_full_params``, where there are
+                none (``torch_xla``'s class has tensors of one element there).
+        """
+        return full_params_of(self._unit)
 
     def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """``list(named_parameters())``: names here are the original ones."""

@@ -143,6 +143,11 @@ class Unit:
         """Whether a forward of this unit is under way (a module may call itself)."""
         return self._computing > 0
 
+    @property
+    def held(self) -> Pass | None:
+        """The pass with whose full parameters the modules compute now."""
+        return self._installed
+
     def begin(self, inputs: Any, keep: bool) -> Pass:
         """Gathers for a forward on ``inputs`` and gives the modules their full parameters.
 
