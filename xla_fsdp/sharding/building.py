@@ -21,6 +21,7 @@ from .full_precision import compute_in_full, full_precision_modules
 from .ignored import is_ignored, note_of, settle_ignored
 from .layout import Layout
 from .options import FSDPOptions
+from .shard_hooks import guard_hooks
 from .sharded_tensor import Place, ShardedTensor, home_of, number_at_home, set_home
 from .unit import Unit
 
@@ -160,6 +161,7 @@ class UnitBuilder:
             set_home(parameter, tensor, number)
             release_original_(parameter)
         set_home(shard, tensor)
+        guard_hooks(shard)
         if late:
             self.late[tensor] = late
         return tensor

@@ -22,6 +22,7 @@ from .gathering import Pass
 from .ignored import note_again
 from .options import FSDPOptions
 from .secondary import Secondaries, Secondary
+from .shard_hooks import accumulate, guard_hooks
 from .sharded_tensor import Place, ShardedTensor, set_home
 from .wire import Wire
 
@@ -132,6 +133,7 @@ class Unit:
         """Notes on every parameter that an optimizer sees what it is a shard of."""
         for tensor in self.tensors:
             set_home(tensor.shard, tensor)
+            guard_hooks(tensor.shard)
         note_again(self.ignored)
         for one in self.awaited:
             one.wait_on()
@@ -348,8 +350,7 @@ class Unit:
         """Reduces what ``no_sync`` gathered for tensors that the last backward did not reach."""
         if self.require_sync and self._unsynced:
             for number, grad in self.wire.reduce(self.tensors, self._unsynced)[0].items():
-                shard = self.tensors[number].shard
-                shard.grad = grad if shard.grad is None else shard.grad + grad
+                accumulate(self.tensors[number].shard, grad)
             self._unsynced = {}
 
     def refresh_rnns(self) -> None:
