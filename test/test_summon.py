@@ -316,3 +316,52 @@ def test_with_gradients(run_ranks, ranks):
 
 def test_parts_of_a_model_and_what_is_refused(run_ranks):
     run(run_ranks, parts)
+
+
+class Looking(nn.Module):
+    """Notes what ``full_params`` of its wrapper are in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 3)
+        self.look = None
+        self.seen = []
+
+    def forward(self, x):
+        self.seen = self.look()
+        own = [self.inner.weight, self.inner.bias]
+        assert all(a is b for a, b in zip(self.seen, own, strict=True))
+        return self.inner(x)
+
+
+def full_lists(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    shapes = [(3, WIDTH), (3,)]
+    for flat in (False, True):
+        model = FSDP(Looking(), flatten_parameters=flat)
+        with pytest.raises(RuntimeError, match="only its shards.*summon_full_params"):
+            model.full_params  # noqa: B018
+        module = model.module
+        module.look = lambda model=model: [*model.full_params]
+        module.seen = []
+        model(torch.ones(2, WIDTH).to("xla")).sum().backward()
+        assert len(module.seen) == 2
+        with FSDP.summon_full_params(model):
+            assert [tuple(p.shape) for p in model.full_params] == shapes
+            held = list(model.parameters())
+            assert all(a is b for a, b in zip(model.full_params, held, strict=True))
+        only_one = FSDP.summon_full_params(model, writeback=False, rank0_only=True)
+        with only_one:
+            if rank == 0:
+                assert len(model.full_params) == 2
+            else:
+                with pytest.raises(RuntimeError, match="this rank has only its shards"):
+                    model.full_params  # noqa: B018
+        with pytest.raises(AttributeError):
+            model.full_params = []
+    assert FSDP(nn.Tanh()).full_params == []
+
+
+def test_lists_of_full_parameters(run_ranks):
+    run_ranks(full_lists, 2)

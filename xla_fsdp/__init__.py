@@ -35,6 +35,7 @@ if _TYPE_CHECKING:
     from .ranks.launch import CollectiveMismatchError, RankError, RankTimeoutError, launch
     from .remat import checkpoint_module
     from .scan.blocks import scan_blocks
+    from .sharding.awaited import loaded_later
     from .sharding.mixed_precision import MixedPrecision
     from .sharding.strategy import ShardingStrategy
     from .tpu.topology import UnknownTopologyError
@@ -62,6 +63,7 @@ _HOMES = {
     "ShardedGradScaler": "grad_scaler",
     "BackwardPrefetch": "collectives.order",
     "MixedPrecision": "sharding.mixed_precision",
+    "loaded_later": "sharding.awaited",
     "ShardingStrategy": "sharding.strategy",
     "SyncBatchNorm": "layers.batch_norm",
     "checkpoint_module": "remat",

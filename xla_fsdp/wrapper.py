@@ -15,7 +15,7 @@ from .libraries import adapt
 from .names import is_wrapper
 from .sharding import metadata
 from .sharding.building import UnitBuilder
-from .sharding.first_step import compare_initial_weights, require_all_sharded
+from .sharding.first_step import compare_initial_weights, require_all_sharded, require_values
 from .sharding.gathering import computing, computing_passes
 from .sharding.ignored import mark_ignored
 from .sharding.mixed_precision import MixedPrecision
@@ -226,6 +226,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
     def _become_root(self) -> None:
         for unit in self._wrapped_units():
             unit.require_not_summoned()
+        require_values(self, "the first forward came")
         for path, module in self.named_modules():
             if isinstance(module, XlaFullyShardedDataParallel):
                 module._is_root = module is self

@@ -14,9 +14,10 @@ from torch import nn
 from .names import WRAPPED, is_wrapper
 from .sharding import metadata
 from .sharding.attributes import ModuleParameters, refuse_replacement
+from .sharding.awaited import still_awaited
 from .sharding.gathering import in_method
 from .sharding.options import FSDPOptions
-from .sharding.summon import require_no_scanned, summon_full_params
+from .sharding.summon import full_params_of, require_no_scanned, summon_full_params
 from .sharding.unit import units_in
 from .wrapper_gradients import GradientMethods
 
@@ -116,7 +117,11 @@ class WrapperMethods(GradientMethods):
                     f"they can not move to {found}. For the values on the host call "
                     "xla_fsdp.full_state_dict(model), for a model there consolidate a checkpoint"
                 )
-        return super()._apply(fn, recurse)
+        waiting = still_awaited(vars(self)["_unit"].awaited) if is_wrapper(self) else []
+        super()._apply(fn, recurse)
+        for one in waiting:
+            one.wait_on()
+        return self
 
     def __getitem__(self, key: Any) -> Any:
         """Items of the wrapped module, should it be an ``nn.Sequential``."""
@@ -130,6 +135,7 @@ class WrapperMethods(GradientMethods):
 
     def __deepcopy__(self, memo: dict) -> WrapperMethods:
         self._settle()
+        still_awaited(self._unit.awaited)
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
@@ -198,6 +204,18 @@ class WrapperMethods(GradientMethods):
     def sharded_params(self) -> list[nn.Parameter]:
         """The shards that this wrapper (not those inside it) gathers."""
         return self._unit.shards
+
+    @property
+    def full_params(self) -> list[torch.Tensor]:
+        """The full parameters that this wrapper (not those inside it) gathers, in the order of
+        ``sharded_params``; those of a flattened vector one by one. A list of its own: putting
+        others in it changes nothing.
+
+        Raises:
+            RuntimeError: outside of a forward, backward and ``summon_full_params``, where there are
+                none (``torch_xla``'s class has tensors of one element there).
+        """
+        return full_params_of(self._unit)
 
     def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """``list(named_parameters())``: names here are the original ones."""

@@ -25,6 +25,7 @@ from ..consolidate.format.manifest import (
 )
 from ..consolidate.format.rank_file import Item
 from ..consolidate.format.strict import write_json
+from ..sharding.first_step import require_values
 from .inventory import Held, HeldBuffer, Inventory, take_inventory
 from .optimizers import HeldState, describe_optimizer
 
@@ -73,6 +74,7 @@ def take_contents(
         TypeError, ValueError, CheckpointError: something that cannot be saved.
     """
     inventory = take_inventory(model)
+    require_values(model, "saving came")
     first = inventory.rank == 0
     described: Optimizer | None = None
     states: list[HeldState] = []

@@ -11,6 +11,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
 
+from ..sharding.awaited import about_to_fill, was_filled
 from ..sharding.freeing import assign_
 from .inventory import Held, HeldBuffer, Inventory
 from .matching import Match
@@ -70,6 +71,7 @@ def new_values(inventory: Inventory, match: Match) -> Iterator[tuple[torch.Tenso
     for holder, members in inventory.by_holder().items():
         found = {held: match.parameters.get(held) for held in members}
         if any(found.values()):
+            about_to_fill(holder, ((h.first, h.member) for h, stored in found.items() if stored))
             start = None if all(found.values()) else holder
             yield holder, part_of(holder.shape, holder.dtype, found, start)
     rows: dict[torch.Tensor, list[tuple[HeldBuffer, Stored]]] = {}
@@ -99,6 +101,8 @@ def assign(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         arrived: Any = xm.send_cpu_data_to_device([value for _, value in here], device)
         moved += [(tensor, value) for (tensor, _), value in zip(here, arrived, strict=True)]
     assign_([tensor for tensor, _ in moved], [value for _, value in moved])
+    for tensor, _ in moved:
+        was_filled(tensor)
     with torch.no_grad():
         for tensor, value in pairs:
             if tensor.device.type != "xla":

@@ -12,6 +12,7 @@ from torch import nn
 from ..collectives.world import World
 from ..consolidate.errors import ModelMismatchError
 from ..names import dotted
+from ..sharding.first_step import require_values
 from .filling import fill_model
 from .matching import LoadedKeys, Match, match_model
 from .meeting import Meeting
@@ -57,6 +58,7 @@ def gather_state(
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
+    require_values(model, "full_state_dict came")
     getting = meeting.rank == 0 or not rank0_only
     to = (CPU if offload_to_cpu else torch_xla.device()) if getting else None
     found: dict[str, Any] = {}

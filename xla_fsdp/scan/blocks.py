@@ -12,6 +12,7 @@ from torch import nn
 from ..collectives.world import World
 from ..names import WRAPPED_PREFIX, dotted
 from ..sharding import metadata
+from ..sharding.first_step import require_values
 from ..sharding.optimizer_checks import watch_optimizers
 from ..sharding.options import FSDPOptions
 from ..sharding.transforms import require_plain_call
@@ -107,6 +108,8 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         if dtype is not None:
             x, args, kwargs = (cast_floats(value, dtype) for value in (x, args, kwargs))
         unit = self._unit
+        if unit.awaited:
+            require_values(self, "the first forward came")
         run = Run(unit, x, (args, kwargs))
         # Nothing is gathered early for what comes next: it would be there during the whole loop.
         unit.order.forward_over()

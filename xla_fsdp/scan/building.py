@@ -9,6 +9,7 @@ from torch import nn
 
 from ..collectives.world import World
 from ..names import dotted, is_wrapper
+from ..sharding.awaited import Awaited, Key, comes_later
 from ..sharding.building import keeps_buffer_dtypes
 from ..sharding.deferred_init import materialize
 from ..sharding.freeing import release_original_
@@ -37,6 +38,7 @@ class ScanBuilder:
         self._pieces: dict[str, list[torch.Tensor]] = {}  # by block
         self._attributes: dict[str, dict] = {}  # that users hung on the first block's parameters
         self._cast: dict[str, torch.dtype] = {}
+        self._late: dict[str, dict[Key, str]] = {}  # by stack, what has no values
         self._wide: set[nn.Module] = set()  # of the template, whose tensors are not cast
         # Objects met so far, which stay alive so that identities stay unique.
         self._seen: dict[nn.Parameter, int] = {}
@@ -61,6 +63,10 @@ class ScanBuilder:
             shard.dtype is torch.float16 for shard in unit.shards
         ):
             unit.wire.divide_in_float16()
+        for name, keys in self._late.items():
+            stack = self._stacks[name]
+            spot = None if isinstance(stack, ParameterStack) else stack.spots[0]
+            unit.awaited.append(Awaited(stack.value, keys, spot))
         compute_in_full(self.options, list(self._template.modules()))
         unit.describe_blocks(depth, self._cast)
         unit.note_homes()
@@ -86,9 +92,18 @@ class ScanBuilder:
             self._find_stacks(block)
         for name, stack in self._stacks.items():
             if isinstance(stack, ParameterStack):
-                self._pieces[name].append(self._cut(block.get_parameter(name), stack.layout))
+                own = block.get_parameter(name)
+                self._note_late(own, name, number * stack.numel)
+                self._pieces[name].append(self._cut(own, stack.layout))
             else:
+                self._note_late(block.get_buffer(name), name, number)
                 self._pieces[name].append(block.get_buffer(name))
+
+    def _note_late(self, tensor: torch.Tensor, name: str, first: int) -> None:
+        """Notes that ``tensor``, which begins at ``first`` in its stack, comes with a load."""
+        if comes_later(tensor):
+            block = len(self._late.setdefault(name, {}))
+            self._late[name][first, 0] = dotted(str(block), name)
 
     @staticmethod
     def _require_block(block: nn.Module, number: int) -> None:

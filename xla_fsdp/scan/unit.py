@@ -67,6 +67,11 @@ class ParameterStack(Stack):
     wide: bool = False
 
     @property
+    def numel(self) -> int:
+        """Elements of one block's shard."""
+        return torch.Size(self.layout.shard_shape).numel()
+
+    @property
     def value(self) -> nn.Parameter:
         """``(depth, *shard_shape)``; inside of the loop a full parameter, which is none."""
         module, name = self.spots[0]

@@ -14,12 +14,14 @@ from ..names import dotted, is_wrapper
 from ..ranks.rank import is_pretending
 from .around import refer_to
 from .attributes import ModuleParameters
+from .awaited import Awaited, comes_later
 from .deferred_init import is_on_meta, materialize
 from .freeing import release_original_, stamps
 from .full_precision import compute_in_full, full_precision_modules
 from .ignored import is_ignored, note_of, settle_ignored
 from .layout import Layout
 from .options import FSDPOptions
+from .shard_hooks import guard_hooks
 from .sharded_tensor import Place, ShardedTensor, home_of, number_at_home, set_home
 from .unit import Unit
 
@@ -54,6 +56,8 @@ class UnitBuilder:
         self.paths: dict[nn.Module, list[str]] = {}
         # Whose parameters and buffers are not cast.
         self.wide: set[nn.Module] = set()
+        # Members without values until a load, see awaited.py.
+        self.late: dict[ShardedTensor, list[int]] = {}
 
     def build(self) -> Unit:
         for path, module in self._modules():
@@ -77,6 +81,10 @@ class UnitBuilder:
                 self._shard_each(self._spots(module))
         for module, paths in self.paths.items():
             self.unit.ignored += settle_ignored(paths[0], module, self.world.device)
+        for tensor, members in self.late.items():
+            first = self.unit.adopt(tensor)
+            names = {(0, member): self.unit.name_of(first + member) for member in members}
+            self.unit.awaited.append(Awaited(tensor.shard, names))
         self._move_buffers()
         refer_to(self.owner, self.unit)
         self.unit.initial_stamps = stamps(self.unit.shards)
@@ -143,6 +151,7 @@ class UnitBuilder:
             cut = layout.cut(values, self.world.rank)
             cut = cut.to(self.world.device)
             shard = nn.Parameter(cut, requires_grad=parameters[0].requires_grad)
+        late = [number for number, one in enumerate(parameters) if comes_later(one)]
         if not self.options.flatten_parameters:
             # What users hung on a parameter ("no weight decay", "expert") goes with it.
             shard.__dict__.update(parameters[0].__dict__)
@@ -152,6 +161,9 @@ class UnitBuilder:
             set_home(parameter, tensor, number)
             release_original_(parameter)
         set_home(shard, tensor)
+        guard_hooks(shard)
+        if late:
+            self.late[tensor] = late
         return tensor
 
     def _agreed(self, value: torch.Tensor) -> torch.Tensor:
@@ -186,6 +198,9 @@ class UnitBuilder:
                     for path in self.paths[module]:
                         self.unit.buffer_dtypes[dotted(path, name)] = buffer.dtype
                 module._buffers[name] = moved[buffer]
+                if comes_later(buffer):
+                    names = {(0, 0): dotted(self.paths[module][0], name)}
+                    self.unit.awaited.append(Awaited(moved[buffer], names, (module, name)))
 
 
 def _left_alone(module: nn.Module) -> bool:

@@ -15,8 +15,11 @@ _REAL = "_xla_fsdp_real"
 
 def is_on_meta(module: nn.Module) -> bool:
     """Whether the module itself (not its children) has parameters or buffers without values."""
-    own = [*module._parameters.values(), *module._buffers.values()]
-    return any(tensor is not None and tensor.is_meta for tensor in own)
+    return any(map(_is_meta, (*module._parameters.values(), *module._buffers.values())))
+
+
+def _is_meta(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta
 
 
 def materialize(
@@ -88,9 +91,14 @@ def _initialize(
             setattr(meta, _REAL, real)
         module._parameters[key] = real
     if is_on_meta(module):
+        left = [
+            n for n, t in (*module._parameters.items(), *module._buffers.items()) if _is_meta(t)
+        ]
+        unsaved = [name for name in left if name in module._non_persistent_buffers_set]
+        more = f" (no checkpoint has {unsaved[0]!r}, which is not persistent)" if unsaved else ""
         raise RuntimeError(
-            f"param_init_fn left tensors of {_described(module, name)} on the meta device; "
-            "it must give values to the module it is called with"
+            f"param_init_fn left {', '.join(map(repr, left))} of {_described(module, name)} on the "
+            f"meta device; it must give values to the module it is called with{more}"
         )
 
 

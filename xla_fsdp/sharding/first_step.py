@@ -9,9 +9,17 @@ from torch import nn
 
 from ..collectives.world import World
 from ..ranks.rank import is_pretending
+from .awaited import require_come
 from .freeing import stamps
 from .ignored import note_of
 from .unit import Unit, units_in
+
+
+def require_values(model: nn.Module, doing: str) -> None:
+    """Raises RuntimeError if ``doing`` comes before parameters of ``model`` have values."""
+    units = [*units_in(model)]
+    if any(unit.awaited for _, unit in units):
+        require_come([(f"{path}." if path else "", unit.awaited) for path, unit in units], doing)
 
 
 def require_all_sharded(root: nn.Module) -> None:

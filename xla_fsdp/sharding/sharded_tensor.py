@@ -10,6 +10,7 @@ from torch import nn
 
 from ..collectives.world import World
 from .layout import Layout
+from .shard_hooks import REPLACED
 
 
 @dataclass(eq=False)
@@ -54,7 +55,8 @@ def set_home(parameter: nn.Parameter, tensor: ShardedTensor, number: int = 0) ->
 
 def users_attributes(shard: nn.Parameter) -> dict[str, Any]:
     """What users hung on a parameter, and sharding on its shard."""
-    return {name: value for name, value in vars(shard).items() if name != _HOME}
+    ours = REPLACED | {_HOME}
+    return {name: value for name, value in vars(shard).items() if name not in ours}
 
 
 def home_of(parameter: object) -> ShardedTensor | None:

@@ -83,6 +83,25 @@ def summon_full_params(
         summoned.write_back()
 
 
+def full_params_of(unit: Unit) -> list[torch.Tensor]:
+    """The full parameters of ``unit`` while it holds them: summoned, or in its forward or backward.
+
+    Raises:
+        RuntimeError: it holds none.
+    """
+    if unit.summoned:
+        wholes = [_of(tensor) for tensor in unit.tensors]
+        if all(whole.parameters for whole in wholes):  # with rank0_only: not on other ranks
+            return [parameter for whole in wholes for parameter in whole.parameters]
+    held = unit.held
+    if held is None and unit.tensors:
+        raise RuntimeError(
+            f"full_params of {unit.title!r}: this rank has only its shards (sharded_params) now. "
+            "Read full parameters within FSDP.summon_full_params(model), or in the forward"
+        )
+    return [] if held is None else list(held.full)
+
+
 def require_no_scanned(units: Sequence[Unit]) -> None:
     """Raises ValueError if one of ``units`` is that of scanned blocks."""
     if any(hasattr(unit, "template") for unit in units):

@@ -15,12 +15,14 @@ from ..layers import linear
 from ..names import dotted, is_wrapper
 from ..tree import map_tensors, tensors_in
 from .attributes import refuse_replacement, watch_place
+from .awaited import Awaited
 from .carrier import Carrier
 from .freeing import Stamp
 from .gathering import Pass
 from .ignored import note_again
 from .options import FSDPOptions
 from .secondary import Secondaries, Secondary
+from .shard_hooks import guard_hooks
 from .sharded_tensor import Place, ShardedTensor, set_home
 from .unreduced import UnitGradients
 from .wire import Wire
@@ -44,6 +46,8 @@ class Unit:
         # What the unit's wrapper is around, and parameters in it that stay whole: see ignored.py.
         self.wrapped: nn.Module | None = None
         self.ignored: list[nn.Parameter] = []
+        # What a load must give values before the first forward.
+        self.awaited: list[Awaited] = []
         # Of the whole parameters as this rank built them, and of the shards cut out of these.
         self.initial_checksum = 0
         self.initial_stamps: list[Stamp] = []
@@ -128,7 +132,10 @@ class Unit:
         """Notes on every parameter that an optimizer sees what it is a shard of."""
         for tensor in self.tensors:
             set_home(tensor.shard, tensor)
+            guard_hooks(tensor.shard)
         note_again(self.ignored)
+        for one in self.awaited:
+            one.wait_on()
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -136,6 +143,11 @@ class Unit:
     def computing(self) -> bool:
         """Whether a forward of this unit is under way (a module may call itself)."""
         return self._computing > 0
+
+    @property
+    def held(self) -> Pass | None:
+        """The pass with whose full parameters the modules compute now."""
+        return self._installed
 
     def begin(self, inputs: Any, keep: bool) -> Pass:
         """Gathers for a forward on ``inputs`` and gives the modules their full parameters.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .carrier import Carrier
+from .shard_hooks import accumulate
 from .sharded_tensor import ShardedTensor
 from .wire import Wire
 
@@ -62,8 +63,7 @@ class UnitGradients:
         """Reduces what ``no_sync`` gathered for tensors that the last backward did not reach."""
         if self.require_sync and self._unsynced:
             for number, grad in self._wire.reduce(self._tensors, self._unsynced)[0].items():
-                shard = self._tensors[number].shard
-                shard.grad = grad if shard.grad is None else shard.grad + grad
+                accumulate(self._tensors[number].shard, grad)
             self.forget()
 
     def _hold(self, fulls: dict[int, torch.Tensor]) -> None:

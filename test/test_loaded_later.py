@@ -1,0 +1,192 @@
+"""Models on the meta device whose values come with a load, and what is said when they do not."""
+
+import copy
+
+import pytest
+import torch
+from test_special_uses import WIDTH, assert_same_gradients, inputs, whole
+from torch import nn
+
+
+class Conv1D(nn.Module):
+    """As in GPT-2: a linear layer with a transposed weight, and no ``reset_parameters``."""
+
+    def __init__(self, out, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, out).normal_(std=0.3))
+        self.bias = nn.Parameter(torch.zeros(out))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(13)
+        self.embed = nn.Linear(WIDTH, 5, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(Conv1D(WIDTH, 5), nn.Tanh(), Conv1D(5, WIDTH)) for _ in range(2)
+        )
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 5))
+        self.head = nn.Linear(5, WIDTH)
+        self.back = nn.Linear(WIDTH, 5, bias=False)
+        self.back.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.back(self.head(x * self.scale))
+
+
+def built(kind, init=None):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import loaded_later
+
+    init = init or loaded_later
+    with torch.device("meta"):
+        model = Model()
+    if kind == "nested":
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = FSDP(block, param_init_fn=init)
+    return FSDP(model, param_init_fn=init, flatten_parameters=kind == "flat")
+
+
+def raises_naming(names, absent, doing="the first forward came", call=None):
+    with pytest.raises(RuntimeError, match=f"{doing} before") as caught:
+        call()
+    for name in names:
+        assert repr(name) in str(caught.value), (name, str(caught.value))
+    for name in absent:
+        assert repr(name) not in str(caught.value)
+
+
+def loads(rank, folder):
+    import torch_xla
+    import torch_xla.runtime as xr
+    from safetensors.torch import save_file
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import (
+        full_state_dict,
+        load_checkpoint,
+        load_full_state_dict,
+        load_weights,
+        save_checkpoint,
+    )
+
+    plain = Model()
+    state = {n: v.clone() for n, v in plain.state_dict().items() if n != "back.weight"}
+    if rank == 0:
+        save_file(state, f"{folder}/model.safetensors")
+        part = {name: value for name, value in state.items() if not name.startswith("head")}
+        save_file(part, f"{folder}/part.safetensors")
+    saved = save_checkpoint(f"{folder}/run", FSDP(Model()), step=1)
+    shards = {kind: FSDP(Model(), flatten_parameters=kind == "flat") for kind in ("root", "flat")}
+    every = torch.cat([inputs(r) for r in range(xr.world_size())])
+    plain(every).square().mean().backward()
+    x = inputs(rank).to("xla")
+    for kind in ("root", "nested", "flat"):
+        model = built(kind)
+        names = ["embed.weight", "blocks.0.0.weight", "head.bias", "scale"]
+        raises_naming(names[:3], [], call=lambda m=model: m(x))
+        raises_naming(names[:3], [], "saving came",
+                      lambda m=model: save_checkpoint(f"{folder}/none", m, step=1))  # fmt: skip
+        raises_naming(names[:3], [], "full_state_dict came", lambda m=model: full_state_dict(m))
+        model = copy.deepcopy(model).double().float()
+        raises_naming(names[:3], [], call=lambda m=model: m(x))
+        loaded = load_weights(model, f"{folder}/part.safetensors", strict=False)
+        assert loaded.missing_keys == ["head.weight", "head.bias"]
+        raises_naming(["head.weight", "head.bias"], names[:2] + ["scale"],
+                      call=lambda m=model: m(x))  # fmt: skip
+        if kind == "nested":  # the rest by hand
+            with FSDP.summon_full_params(model), torch.no_grad():
+                model.head.weight.copy_(state["head.weight"])
+                model.head.bias.copy_(state["head.bias"])
+        elif kind == "flat":
+            load_weights(model, folder)
+        else:
+            load_checkpoint(saved, model)
+        model(x).square().mean().backward()
+        torch_xla.sync()
+        assert_same_gradients(model, plain)
+    for kind in ("root", "flat"):
+        model = built(kind)
+        model.load_state_dict(shards[kind].state_dict())
+        assert torch.equal(model(x).cpu(), shards[kind](x).cpu())
+    model = built("nested")
+    load_full_state_dict(model, state if rank == 0 else None)
+    found = whole(model, model.state_dict())
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    model(x)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_values_come_with_a_load_or_are_missed(run_ranks, tmp_path, ranks):
+    run_ranks(loads, ranks, str(tmp_path), timeout=500)
+
+
+class Positions(nn.Module):
+    """A buffer that no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("steps", torch.arange(WIDTH).float(), persistent=False)
+
+    def forward(self, x):
+        return x * self.weight + self.steps
+
+
+def buffers(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import load_full_state_dict, loaded_later
+
+    with torch.device("meta"):
+        model = nn.Sequential(Positions())
+    with pytest.raises(RuntimeError, match="'steps' of module '0'.*no checkpoint has 'steps'"):
+        FSDP(model, param_init_fn=loaded_later)
+
+    def init(module):
+        loaded_later(module)
+        module.steps = torch.arange(WIDTH).float()
+
+    with torch.device("meta"):
+        model = nn.Sequential(Positions())
+    model = FSDP(model, param_init_fn=init)
+    load_full_state_dict(model, {"0.weight": torch.ones(WIDTH)})
+    expected = nn.Sequential(Positions())(inputs(rank))
+    assert torch.equal(model(inputs(rank).to("xla")).cpu(), expected)
+
+
+def scanned(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import load_full_state_dict, loaded_later, scan_blocks
+
+    def model(device, **options):
+        torch.manual_seed(3)
+        with torch.device(device):
+            blocks = [nn.Sequential(Conv1D(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+        return blocks if not options else FSDP(nn.Sequential(scan_blocks(blocks, **options)))
+
+    plain = nn.Sequential(*model("cpu"))
+    sharded = model("meta", param_init_fn=loaded_later)
+    x = inputs(rank)
+    raises_naming(["0.0.0.weight", "0.2.0.bias"], [], call=lambda: sharded(x.to("xla")))
+    state = {f"0.{name}": value for name, value in plain.state_dict().items()}
+    part = {name: value for name, value in state.items() if not name.startswith("0.1")}
+    load_full_state_dict(sharded, part, strict=False)
+    raises_naming(["0.1.0.weight", "0.1.0.bias"], ["0.0.0.weight"],
+                  call=lambda: sharded(x.to("xla")))  # fmt: skip
+    load_full_state_dict(sharded, state)
+    torch.testing.assert_close(sharded(x.to("xla")).cpu(), plain(x), rtol=1e-4, atol=1e-5)
+
+
+def both(rank):
+    buffers(rank)
+    scanned(rank)
+
+
+def test_buffers_that_no_checkpoint_has_and_scanned_blocks(run_ranks):
+    run_ranks(both, 2, timeout=300)

@@ -1,0 +1,253 @@
+"""Ways to train that mix forwards, losses, frozen parts and hooks: each equals plain torch.
+
+Everything runs on the same ranks in one launch: plain torch on all ranks' data against the model
+sharded over them.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_special_uses import WIDTH, assert_same_gradients, inputs, trace_as_on_tpu, whole
+from torch import nn
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained low-rank update beside it, as LoRA has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Model(nn.Module):
+    """Tied across units, frozen and trained in one, and a frozen layer by itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(17)
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(Adapted() for _ in range(2))
+        self.frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.embed.weight
+        self.value = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.frozen(x)
+        return self.head(x), self.value(x)
+
+
+def wrap(kind, model):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import checkpoint_module
+
+    if kind in ("nested", "checkpointed", "zero2"):
+        options = {"reshard_after_forward": kind != "zero2"}
+        layer = checkpoint_module if kind == "checkpointed" else (lambda module: module)
+        for name in ("embed", "frozen", "head"):
+            setattr(model, name, FSDP(layer(getattr(model, name)), **options))
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = FSDP(layer(block), **options)
+        return FSDP(model, **options)
+    return FSDP(model, flatten_parameters=kind == "flat")
+
+
+def two_losses(model, x, step):
+    """The second backward goes through what the first has kept."""
+    logits, value = model(x)
+    logits.square().mean().backward(retain_graph=True)
+    value.abs().mean().backward()
+
+
+def summed_losses(model, x, step):
+    logits, value = model(x)
+    (logits.square().mean() + 0.5 * value.abs().mean()).backward()
+
+
+def one_of_the_outputs(model, x, step):
+    model(x)[step % 2].square().mean().backward()
+
+
+def preferences(model, x, step):
+    """Two forwards of the model and one of it without gradients, in one loss, as of DPO."""
+    with torch.no_grad():
+        reference = model(x)[0].sum(-1)
+    chosen, rejected = model(x)[0].sum(-1), model(x.flip(-1))[0].sum(-1)
+    (-F.logsigmoid(0.1 * (chosen - rejected) - reference * 0.01)).mean().backward()
+
+
+def thawing(model, x, step):
+    """Other parameters train in every step, in the middle of an accumulation as well."""
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        if "base" in name or "up" in name or name.startswith("value"):
+            parameter.requires_grad_((len(name) + step) % 2 == 0)
+    summed_losses(model, x, step)
+    for name in ("blocks.0.down.weight", "embed.weight"):
+        named[name].requires_grad_(step % 2 == 1)
+    summed_losses(model, x * 0.5, step)
+    for parameter in named.values():
+        parameter.requires_grad_(True)
+
+
+LOOPS = [two_losses, summed_losses, one_of_the_outputs, preferences, thawing]
+
+
+def trainings(rank, kind, as_on_tpu):
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    if as_on_tpu:
+        trace_as_on_tpu()
+    for loop in LOOPS:
+        if kind == "flat" and loop in (thawing, one_of_the_outputs):
+            continue  # a vector is frozen, and gets a gradient, as a whole: see docs/wrapper.md
+        plain, model = Model(), wrap(kind, Model())
+        ours = torch.optim.SGD(model.parameters(), 0.2, 0.9)
+        theirs = torch.optim.SGD(plain.parameters(), 0.2, 0.9)
+        for step in range(2):
+            loop(model, inputs(rank, step).to("xla"), step)
+            loop(plain, torch.cat([inputs(r, step) for r in range(xr.world_size())]), step)
+            torch_xla.sync()
+            assert_same_gradients(model, plain)
+            ours.step(), theirs.step()
+            ours.zero_grad(), theirs.zero_grad()
+            torch_xla.sync()
+        found = whole(model, model.state_dict())
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    "ranks, kind", [(2, "root"), (4, "nested"), (2, "checkpointed"), (4, "flat")]
+)
+def test_mixes_train_as_in_plain_torch(run_ranks, ranks, kind):
+    run_ranks(trainings, ranks, kind, kind == "nested", timeout=500)
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def hooked(model, log):
+    """Hooks on parameters and modules that see and change what comes by."""
+    named = dict(model.named_parameters())
+
+    def seen(name):
+        def hook(parameter):
+            log.append((name, parameter.grad is not None))
+
+        return hook
+
+    # Once its gradient is there: the optimizer in the backward.
+    named["head.bias"].register_post_accumulate_grad_hook(seen("head.bias"))
+    named["blocks.1.up.weight"].register_post_accumulate_grad_hook(halve)
+    # Before it is accumulated.
+    named["value.bias"].register_hook(lambda grad: grad * 3)
+
+    # Around modules: what a backward hook returns goes on as the gradient of the input.
+    def halved(module, of_inputs, of_outputs):
+        log.append((type(module).__name__, len(of_inputs), len(of_outputs)))
+        return tuple(grad * 0.5 for grad in of_inputs)
+
+    model.blocks[1].register_full_backward_hook(halved)
+    model.head.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 2,))
+    model.frozen.register_forward_hook(lambda module, args, output: output * 1.5)
+    model.embed.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+
+def hooks(rank, kind):
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    plain, model = Model(), wrap(kind, Model())
+    theirs, ours = [], []
+    hooked(plain, theirs), hooked(model, ours)
+    for step in range(2):
+        summed_losses(model, inputs(rank, step).to("xla"), step)
+        summed_losses(plain, torch.cat([inputs(r, step) for r in range(xr.world_size())]), step)
+        torch_xla.sync()
+        assert_same_gradients(model, plain)
+
+    def kinds(log):
+        return sorted(str(entry[1:]) for entry in log)
+
+    assert kinds(ours) == kinds(theirs)
+
+
+@pytest.mark.parametrize("ranks, kind", [(2, "root"), (4, "nested"), (2, "zero2")])
+def test_hooks_see_and_change_what_plain_torch_gives_them(run_ranks, ranks, kind):
+    run_ranks(hooks, ranks, kind, timeout=300)
+
+
+def reduced_at_the_end(rank):
+    """Hooks on what only a backward inside ``no_sync`` reaches: called when that is reduced."""
+    import contextlib
+
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    plain, model = Model(), wrap("nested", Model())
+    for one in (plain, model):
+        named = dict(one.named_parameters())
+        named["value.bias"].register_hook(lambda grad: grad * 3)
+        named["value.weight"].register_post_accumulate_grad_hook(halve)
+    for number, hold in enumerate((model.no_sync(), contextlib.nullcontext())):
+        with hold:
+            one_of_the_outputs(model, inputs(rank).to("xla"), 1 - number)
+    everyone = torch.cat([inputs(r) for r in range(xr.world_size())])
+    for number in range(2):
+        one_of_the_outputs(plain, everyone, 1 - number)
+    torch_xla.sync()
+    assert_same_gradients(model, plain)
+    # A backward that does not reach them calls no hook: not for what is there already.
+    one_of_the_outputs(model, inputs(rank).to("xla"), 0)
+    one_of_the_outputs(plain, everyone, 0)
+    torch_xla.sync()
+    assert_same_gradients(model, plain)
+
+
+def test_hooks_on_what_is_reduced_at_the_end(run_ranks):
+    run_ranks(reduced_at_the_end, 2)
+
+
+def in_the_backward(rank):
+    """An optimizer for each parameter, stepped as soon as its gradient is there."""
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    def prepare(model):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                optimizer = torch.optim.SGD([parameter], 0.1)
+
+                def step(p, optimizer=optimizer):
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+                parameter.register_post_accumulate_grad_hook(step)
+
+    for kind in ("root", "nested"):
+        plain, model = Model(), wrap(kind, Model())
+        prepare(plain), prepare(model)
+        for step in range(3):
+            summed_losses(model, inputs(rank, step).to("xla"), step)
+            everyone = torch.cat([inputs(r, step) for r in range(xr.world_size())])
+            summed_losses(plain, everyone, step)
+            torch_xla.sync()
+        found = whole(model, model.state_dict())
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_optimizers_in_the_backward(run_ranks):
+    run_ranks(in_the_backward, 2, timeout=300)
