@@ -215,3 +215,96 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(run_ranks, reference, t
     for ranks in (1, 4):
         found = run_ranks(resumed, ranks, str(tmp_path / "more"), str(checkpoint), timeout=TIMEOUT)
         assert_alike(of_all(found), rest)
+
+
+def best_of(rank, folder):
+    """Evaluates before and while it trains in bfloat16, keeps the best of its checkpoints."""
+    trainer, noted = trainer_for(
+        "llama",
+        folder,
+        bf16=True,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        learning_rate=1.0,  # the first step is too large, so that later ones may be worse
+        config={"sync_module_states": "true", "limit_all_gathers": False},
+    )
+    trainer.evaluate()  # shards the model
+    options = trainer.model.fsdp_options
+    assert options.compute_dtype is torch.bfloat16 and options.sync_module_states
+    assert not options.limit_all_gathers and not options.fp32_reduce_scatter
+    trainer.train()
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    after = trainer.evaluate()["eval_loss"]
+    assert abs(after - min(noted.evaluated[1:])) < 1e-6 and len(noted.evaluated) == STEPS + 2
+    trained = trained_by(trainer, noted)
+    predicted = trainer.predict(rows("llama", 3))
+    assert predicted.predictions.shape[0] == 3
+    return trained, trainer.state.best_model_checkpoint
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(run_ranks, tmp_path):
+    from safetensors.torch import load_file
+
+    found, best = run_ranks(best_of, 2, str(tmp_path), timeout=TIMEOUT)[0]
+    saved = load_file(os.path.join(best, "model.safetensors"))
+    for name, value in saved.items():
+        assert torch.equal(found.weights[name], value), name
+
+
+def from_plain(rank, folder, checkpoint):
+    """From what a Trainer without sharding has saved."""
+    trainer, noted = trainer_for("bert", folder)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trained_by(trainer, noted)
+
+
+def unsharded(rank, folder):
+    trainer, noted = trainer_for(
+        "bert", folder, fsdp="", config={"xla": False}, save_strategy="steps", save_steps=2
+    )
+    trainer.train()
+    assert not hasattr(trainer.model, "fsdp_options")
+
+
+def test_a_checkpoint_of_plain_training_resumes_sharded(run_ranks, reference, tmp_path):
+    run_ranks(unsharded, 1, str(tmp_path), timeout=TIMEOUT)
+    expected = reference("bert")
+    rest = Trained(expected.losses[2:], expected.norms[2:], expected.weights)
+    found = run_ranks(
+        from_plain, 4, str(tmp_path / "more"), str(tmp_path / "checkpoint-2"), timeout=TIMEOUT
+    )
+    assert_alike(of_all(found), rest)
+
+
+def refused(rank, folder):
+    for given, message in (
+        ({"settings": {"reshard": True}}, "reshard: the wrapper has no such option; it has reshar"),
+        ({"settings": {"compute_dtype": "int8"}}, "compute_dtype"),
+        ({"settings": {"backward_prefetch": "always"}}, "backward_prefetch must be one of"),
+        ({"settings": {"sharding_strategy": "SOME"}}, "must be one of FULL_SHARD, "),
+        ({"config": {"sync_module_states": "perhaps"}}, "sync_module_states'] must be true or f"),
+        ({"fsdp": "full_shard offload"}, "leave offload out"),
+        ({"fp16": True}, "use bf16=True"),
+    ):
+        with pytest.raises(ValueError) as failed:
+            trainer, _ = trainer_for("gpt2", folder, **given)
+            trainer.train()
+        assert message in str(failed.value), str(failed.value)
+
+
+def test_what_does_not_go_is_refused(run_ranks, tmp_path):
+    run_ranks(refused, 2, str(tmp_path), timeout=TIMEOUT)
+
+
+def test_the_environment_does_the_import(run_script):
+    done = run_script(
+        "import transformers, xla_fsdp\n"
+        "print(transformers.Trainer._wrap_model.__code__.co_filename)\n",
+        env={"XLA_FSDP_DROP_IN": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("integrations/changes.py")
