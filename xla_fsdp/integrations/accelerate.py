@@ -163,6 +163,10 @@ def _batches(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
     return batches_of(original, self)
 
 
+# Asked for to count examples, and to save where a loader is.
+changes.add(MpDeviceLoaderWrapper, "dataset", property(lambda self: self.dataloader.dataset))
+
+
 # -- a step ------------------------------------------------------------------------------------
 
 
