@@ -170,7 +170,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_training_is_that_of_one_process(run_ranks, reference, tmp_path, ranks):
-    cases = CASES if ranks > 1 else CASES[:2]
+    cases = CASES if ranks > 1 else CASES[1:2]
     found = run_ranks(several, ranks, str(tmp_path), cases, timeout=TIMEOUT)
     for number, (name, micro, _) in enumerate(cases):
         trained, loss = of_all([rank[number][0] for rank in found]), found[0][number][1]
@@ -249,7 +249,7 @@ def best_of(rank, folder):
 def test_the_best_checkpoint_is_loaded_at_the_end(run_ranks, tmp_path):
     from safetensors.torch import load_file
 
-    found, best = run_ranks(best_of, 2, str(tmp_path), timeout=TIMEOUT)[0]
+    found, best = run_ranks(best_of, 4, str(tmp_path), timeout=TIMEOUT)[0]
     saved = load_file(os.path.join(best, "model.safetensors"))
     for name, value in saved.items():
         assert torch.equal(found.weights[name], value), name
@@ -297,7 +297,7 @@ def refused(rank, folder):
 
 
 def test_what_does_not_go_is_refused(run_ranks, tmp_path):
-    run_ranks(refused, 2, str(tmp_path), timeout=TIMEOUT)
+    run_ranks(refused, 4, str(tmp_path), timeout=TIMEOUT)
 
 
 def test_the_environment_does_the_import(run_script):

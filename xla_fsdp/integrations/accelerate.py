@@ -153,9 +153,10 @@ def _unwrap_model(
     original: Any, self: Accelerator, model: Any, *args: Any, **kwargs: Any
 ) -> nn.Module:
     """The model itself; layers inside stay wrapped, and its parameters are shards."""
-    while is_wrapper(model):
-        model = model.module
-    return original(self, model, *args, **kwargs)
+    inner: Any = model
+    while is_wrapper(inner):
+        inner = inner.module
+    return original(self, inner, *args, **kwargs)
 
 
 @changes.around(MpDeviceLoaderWrapper, "__iter__")

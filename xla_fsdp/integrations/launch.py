@@ -1,6 +1,6 @@
 """``python -m xla_fsdp.integrations.launch --config_file fsdp.yaml script.py ...``
 
-What ``accelerate launch`` is for GPUs: runs the ``main`` of a script on every rank, of the CPU or of
+What ``accelerate launch`` is for GPUs: runs a script's ``main`` on every rank, of the CPU or of
 a TPU, under the configuration that ``accelerate config`` has written.
 """
 
