@@ -269,6 +269,8 @@ def besides(rank, folder):
     inner = accelerator.unwrap_model(model)
     assert type(inner).__name__ == "BertForSequenceClassification"
     state = accelerator.get_state_dict(model)
+    again = accelerator.get_state_dict(inner)
+    assert all(torch.equal(again[name], state[name]) for name in state) and len(state) == len(again)
     inner.save_pretrained(
         folder,
         state_dict=state,

@@ -83,7 +83,7 @@ class Noted(TrainerCallback):
             self.evaluated.append(logs["eval_loss"])
 
 
-def trainer_for(name, folder, micro=1, settings=None, config=None, **given):
+def trainer_for(name, folder, micro=1, settings=None, config=None, cls=InOrder, **given):
     import torch_xla.runtime as xr
     from accelerate.state import AcceleratorState, GradientState
 
@@ -113,9 +113,10 @@ def trainer_for(name, folder, micro=1, settings=None, config=None, **given):
         "disable_tqdm": True,
     }
     noted = Noted()
-    trainer = InOrder(
+    arguments = hf.Seq2SeqTrainingArguments if cls is not InOrder else TrainingArguments
+    trainer = cls(
         model=build(name),
-        args=TrainingArguments(str(folder), **(options | given)),
+        args=arguments(str(folder), **(options | given)),
         train_dataset=rows(name),
         eval_dataset=rows(name, 16),
         data_collator=batch_of,
@@ -308,3 +309,21 @@ def test_the_environment_does_the_import(run_script):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("integrations/changes.py")
+
+
+def generating(rank, folder):
+    """Beams while it predicts, which the documentation says FSDP can not do."""
+    options = {"predict_with_generate": True, "generation_max_length": 5, "generation_num_beams": 2}
+    trainer, _ = trainer_for("t5", folder, cls=hf.Seq2SeqTrainer, max_steps=1, **options)
+    trainer.train()
+    trainer.save_model()
+    predicted = trainer.predict(rows("t5", 8))
+    return predicted.predictions, predicted.metrics["test_loss"]
+
+
+def test_prediction_generates(run_ranks, tmp_path):
+    found, _ = run_ranks(generating, 4, str(tmp_path), timeout=TIMEOUT)[0]
+    model = hf.T5ForConditionalGeneration.from_pretrained(tmp_path)
+    tokens = batch_of(rows("t5", 8))["input_ids"]
+    expected = model.generate(tokens, max_length=5, num_beams=2)
+    assert found.tolist() == expected.tolist()
