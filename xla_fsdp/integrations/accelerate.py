@@ -28,6 +28,7 @@ from torch import nn
 from ..checkpoint.full_state import full_state_dict
 from ..names import is_wrapper
 from ..ranks.rank import current_rank
+from ..sharding.around import is_sharded
 from ..sharding.clipping import clip_grad_norm_ as clip_shards
 from ..sharding.sharded_tensor import home_of
 from ..sharding.unit import units_in
@@ -36,7 +37,8 @@ from .changes import Changes
 from .device_loader import batches_of
 from .fsdp_plugin import sharding_of_plugin
 from .held_shards import average_unsharded, hold_shards, holds_shards
-from .sharding import is_sharded, sharding_of, use_sharding
+from .saving import outermost
+from .sharding import sharding_of, use_sharding
 
 __all__ = ["Accelerator", "install", "uninstall"]
 
@@ -153,14 +155,19 @@ def _unwrap_model(
     original: Any, self: Accelerator, model: Any, *args: Any, **kwargs: Any
 ) -> nn.Module:
     """The model itself; layers inside stay wrapped, and its parameters are shards."""
-    while is_wrapper(model):
-        model = model.module
-    return original(self, model, *args, **kwargs)
+    inner: Any = model
+    while is_wrapper(inner):
+        inner = inner.module
+    return original(self, inner, *args, **kwargs)
 
 
 @changes.around(MpDeviceLoaderWrapper, "__iter__")
 def _batches(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
     return batches_of(original, self)
+
+
+# Asked for to count examples, and to save where a loader is.
+changes.add(MpDeviceLoaderWrapper, "dataset", property(lambda self: self.dataloader.dataset))
 
 
 # -- a step ------------------------------------------------------------------------------------
@@ -221,7 +228,10 @@ def _get_state_dict(
     """The whole model's on the first rank, ``{}`` on the others; must be called on all."""
     if not is_sharded(model):
         return original(self, model, unwrap)
-    return full_state_dict(model)
+    root, path = outermost(model)  # of an unwrapped model, too
+    state = full_state_dict(root)
+    start = f"{path}." if path else ""
+    return {name[len(start) :]: state[name] for name in state if name.startswith(start)}
 
 
 @changes.around(Accelerator, "save_state")

@@ -33,6 +33,7 @@ class Changes:
                 f"pip install '{library}=={known[-1]}' (or 'xla_fsdp[hf]')"
             )
         self._wanted: list[tuple[Any, str, Callable[..., Any]]] = []
+        self._added: list[tuple[Any, str, Any]] = []
         self._originals: list[tuple[Any, str, Any]] = []
         self._lock = threading.Lock()  # ranks may be threads
 
@@ -50,11 +51,17 @@ class Changes:
 
         return note
 
+    def add(self, owner: Any, name: str, value: Any) -> None:
+        """``owner.name``, which is not there, will be ``value``."""
+        self._added.append((owner, name, value))
+
     def apply(self) -> None:
         """Makes the changes, unless they are made."""
         with self._lock:
             if self._originals:
                 return
+            for owner, name, value in self._added:
+                setattr(owner, name, value)
             for owner, name, replacement in self._wanted:
                 original = vars(owner)[name]
                 self._originals.append((owner, name, original))
@@ -65,6 +72,8 @@ class Changes:
     def undo(self) -> None:
         """Puts everything back that :meth:`apply` has changed."""
         with self._lock:
+            for owner, name, _ in self._added if self._originals else ():
+                delattr(owner, name)
             while self._originals:
                 owner, name, original = self._originals.pop()
                 setattr(owner, name, original)

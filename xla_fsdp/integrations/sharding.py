@@ -12,7 +12,6 @@ import torch
 import torch_xla.runtime as xr
 from torch import nn
 
-from ..names import is_wrapper
 from ..ranks.rank import current_rank
 from ..remat import checkpoint_module
 from ..sharding.options import FSDPOptions
@@ -23,14 +22,8 @@ from ..wrapper import XlaFullyShardedDataParallel
 # How many neighbouring ranks share a copy of the parameters with a hybrid strategy.
 SHARD_SIZE = "XLA_FSDP_HYBRID_SHARD_SIZE"
 
-
 # On the state that the accelerators of a rank share.
 _SHARDING = "xla_fsdp_sharding"
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether a wrapper of this package is in ``model``, or is it."""
-    return any(is_wrapper(module) for module in model.modules())
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from torch import nn
 from transformers import Trainer
 
 from ..names import WRAPPED
+from ..sharding.around import is_sharded
 from . import accelerate as _accelerate  # first: it changes the Accelerator of every Trainer
 from .changes import Changes
-from .sharding import is_sharded, sharding_of, use_sharding
+from .sharding import sharding_of, use_sharding
 from .trainer_checkpoints import (
     load_best,
     load_random_state,
