@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from test_optim import KINDS, Block, Model, gradients, put_gradients
+from test_optim import Block, Model, gradients, put_gradients
 from test_special_uses import whole
 from torch import nn
 
