@@ -111,8 +111,8 @@ def test_blocks_that_stay_blocks_are_encoded_as_they_were(signed):
     assert torch.equal(decoded, blockwise.decode(numbers, scales, signed))
     again = blockwise.encode_again(decoded, numbers, each, signed)
     assert torch.equal(again[0], numbers) and torch.equal(again[1], scales)
-    # Other blocks: each element within half the distance of two values of its new block.
+    # Other blocks: as if encoded for the first time, or not at all where one came out of one.
     shifted = [torch.roll(one, 1000) for one in (decoded, numbers, each)]
     found = blockwise.decode(*blockwise.encode_again(*shifted, signed), signed)
     plain = blockwise.decode(*blockwise.encode(shifted[0], signed), signed)
-    assert torch.equal(found, plain)
+    assert ((found == plain) | (found == shifted[0])).all() and not torch.equal(found, shifted[0])

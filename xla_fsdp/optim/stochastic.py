@@ -13,7 +13,7 @@ from .base import require_range
 from .in_float32 import InFloat32
 from .parts import Parts
 
-# What a bfloat16 lacks of a float32.
+# The bits that a bfloat16 lacks of a float32.
 _LOW = 0xFFFF
 
 
@@ -124,23 +124,45 @@ def random_bits(elements: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """float32 ``value`` as bfloat16: up with the probability of its distance from the lower one.
+    """float32 ``value`` as bfloat16: one of its two neighbours, the nearer the likelier.
 
-    ``bits``: int32, of its shape; the lowest 16 decide. Infinity and NaN stay, and so does what
-    bfloat16 can say.
+    ``bits``: int32, of its shape; the lowest 16 decide, as many as bfloat16 lacks: the
+    probabilities are exact. What bfloat16 can say stays; infinity, NaN and what is within a factor
+    of 2**18 of overflow is rounded to the nearest.
     """
-    whole = (value.view(torch.int32) + (bits & _LOW)) & ~_LOW
-    found = whole.view(torch.float32).to(torch.bfloat16)
-    return torch.where(torch.isfinite(value), found, value.to(torch.bfloat16))
+    nearest = _nearest(value)
+    rest = value - nearest  # exact
+    outwards = (rest > 0) == (nearest > 0)
+    # From 0.6 to 1.3 times the distance to the neighbour, wherever between two powers of two.
+    step = nearest * (1.25 * 2.0**-8)
+    other = _nearest(torch.where(outwards, nearest + step, nearest - step))
+    share = (bits & _LOW).to(torch.float32) * 2.0**-16
+    found = torch.where(share * (other - nearest).abs() < rest.abs(), other, nearest)
+    return torch.where(value.abs() < 2.0**110, found, value).to(torch.bfloat16)
+
+
+def _nearest(value: torch.Tensor) -> torch.Tensor:
+    """float32 rounded to the 8 digits of a bfloat16, still float32: Veltkamp's splitting.
+
+    Not by a cast and back, which compilers may leave out.
+    """
+    scaled = value * (2.0**16 + 1)
+    return scaled - (scaled - value)
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    # Not >>, which torch_xla makes a division of.
-    x = x ^ (torch.bitwise_right_shift(x, 16) & 0xFFFF)
-    x = x * 0x7FEB352D
-    x = x ^ (torch.bitwise_right_shift(x, 15) & 0x1FFFF)
-    x = x * _signed(0x846CA68B)
-    return x ^ (torch.bitwise_right_shift(x, 16) & 0xFFFF)
+    x = (x ^ _shifted(x, 16)) * 0x7FEB352D
+    x = (x ^ _shifted(x, 15)) * _signed(0x846CA68B)
+    return x ^ _shifted(x, 16)
+
+
+def _shifted(x: torch.Tensor, places: int) -> torch.Tensor:
+    """int32 ``x``, 32 bits without a sign, shifted to the right.
+
+    Not by >>, of which torch_xla makes a division, nor by a number, which it makes an int64.
+    """
+    low = (1 << (32 - places)) - 1
+    return torch.bitwise_right_shift(x, torch.full_like(x, places)) & low
 
 
 def _mixed_number(x: int) -> int:
