@@ -227,3 +227,29 @@ def test_what_is_refused():
     other.load_state_dict(one.state_dict())
     with pytest.raises(RuntimeError, match="optimizer='SGD', and it was made with 'AdamW8bit'"):
         other.step()
+
+
+def traced(way):
+    """A rank's step, as a plan sees it: nothing may be fetched from the device."""
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp.planning.tracing.step import trace_step
+    from xla_fsdp.tpu.topology import resolve
+
+    def step():
+        model = FSDP(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16())
+        optimizer = MAKES[way](model.parameters())
+        loss = model(torch.zeros(8, 64, dtype=torch.bfloat16).to("xla")).float().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    found = [trace_step(step, rank, 4, resolve("v5litepod-4")).program for rank in (0, 3)]
+    assert found[0].fingerprint == found[1].fingerprint
+    return set(found[0].arguments)
+
+
+@pytest.mark.parametrize("way", ["master", "random"])
+def test_a_plan_knows_the_state(elsewhere, way):
+    names = elsewhere(traced, way)
+    assert ("master of 0.weight" in names) is (way == "master")
+    assert "exp_avg of 0.weight" in names
