@@ -96,9 +96,6 @@ def test_on_plain_parameters():
 def on_ranks(rank, kinds, start, exact, encoded):
     import torch_xla
 
-    from xla_fsdp import save_checkpoint
-    from xla_fsdp.consolidate.errors import UnsupportedValueError
-
     for kind in kinds:
         small, large = (wrapped(kind, Block) for _ in range(2))
         optimizers = [
@@ -125,8 +122,6 @@ def on_ranks(rank, kinds, start, exact, encoded):
         state = optimizers[0].state[parameter]
         assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.uint8
         assert state["exp_avg"].shape == parameter.shape
-    with pytest.raises(UnsupportedValueError, match="'scales' of .* has shape"):
-        save_checkpoint("/nowhere", small, optimizers[0], step=1)
 
 
 @pytest.mark.parametrize("size, kinds", [(1, KINDS[3:]), (2, KINDS[:2]), (4, KINDS[2:4])])

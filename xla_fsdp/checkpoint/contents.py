@@ -27,6 +27,7 @@ from ..consolidate.format.rank_file import Item
 from ..consolidate.format.strict import write_json
 from ..sharding.first_step import require_values
 from .inventory import Held, HeldBuffer, Inventory, take_inventory
+from .optimizer_forms import Made
 from .optimizers import HeldState, describe_optimizer
 
 RNG_TORCH, RNG_XLA = "rank/rng.torch", "rank/rng.xla"
@@ -130,15 +131,16 @@ class _HostCopies:
     """Tensors on the host, the last one kept: what is cut out of it is asked for in a row."""
 
     def __init__(self) -> None:
-        self._tensor: torch.Tensor | None = None
+        self._tensor: torch.Tensor | Made | None = None
         self._copy: torch.Tensor | None = None
 
-    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+    def flat(self, tensor: torch.Tensor | Made) -> torch.Tensor:
         """All elements in one dimension."""
         if tensor is not self._tensor:
             self._tensor, self._copy = tensor, None  # freed before the next one is made
         if self._copy is None:
-            self._copy = tensor.detach().cpu().reshape(-1)
+            whole = tensor.make() if isinstance(tensor, Made) else tensor.detach().cpu()
+            self._copy = whole.reshape(-1)
         return self._copy
 
 
@@ -160,7 +162,7 @@ def _items(inventory: Inventory, states: Iterable[HeldState], seed: int) -> Iter
     yield Item(RNG_XLA, "U8", (8,), lambda: eight)
 
 
-def _piece(key: str, tensor: torch.Tensor, held: Held, host: _HostCopies) -> Item:
+def _piece(key: str, tensor: torch.Tensor | Made, held: Held, host: _HostCopies) -> Item:
     dtype = dtype_name(tensor.dtype, key)
     return Item(
         key, dtype, (held.length,), lambda: host.flat(tensor)[held.at : held.at + held.length]

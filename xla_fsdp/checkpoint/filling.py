@@ -15,6 +15,7 @@ from ..sharding.awaited import about_to_fill, was_filled
 from ..sharding.freeing import assign_
 from .inventory import Held, HeldBuffer, Inventory
 from .matching import Match
+from .optimizer_forms import MemberValues, SavesItself
 from .optimizer_matching import Elements, Number, OptimizerMatch
 from .stored import Stored
 
@@ -46,11 +47,16 @@ def fill_optimizer(match: OptimizerMatch) -> None:
             if holder not in match.state:
                 optimizer.state.pop(holder, None)
                 continue
+            if isinstance(optimizer, SavesItself):
+                said = {key: _said(value) for key, value in match.state[holder].items()}
+                optimizer.state[holder] = optimizer.load_saved_state(holder, said)
+                continue
             optimizer.state[holder] = {
                 key: _read(value).to(holder.device)
                 if isinstance(value, Elements)
                 else _placed(value, holder, devices.get(key), beside)
                 for key, value in match.state[holder].items()
+                if not isinstance(value, MemberValues)
             }
 
 
@@ -140,6 +146,12 @@ def part_of(
 def _read(state: Elements) -> torch.Tensor:
     ready = state.ready
     return part_of(state.shape, state.dtype, state.members) if ready is None else ready
+
+
+def _said(value: Elements | Number | MemberValues) -> Any:
+    if isinstance(value, Elements):
+        return _read(value)
+    return list(value.values) if isinstance(value, MemberValues) else value.value
 
 
 def _placed(

@@ -13,6 +13,7 @@ from torch import nn
 from ..consolidate.errors import ModelMismatchError
 from .inventory import Held, Inventory
 from .matching import listed, raise_if_any
+from .optimizer_forms import MemberValues, SavesItself, by_number
 from .optimizers import Groups, elementwise_keys, options
 from .stored import Stored, same_bits
 
@@ -72,7 +73,7 @@ class OptimizerMatch:
 
     optimizer: torch.optim.Optimizer
     groups: list[dict[str, Any]]
-    state: dict[nn.Parameter, dict[str, Elements | Number]]
+    state: dict[nn.Parameter, dict[str, Elements | Number | MemberValues]]
 
 
 def match_optimizer(
@@ -112,10 +113,11 @@ def match_optimizer(
     if saved.kind is None:
         state = {**_told_apart(state, problems)}
     found = {}
+    words = optimizer.member_state if isinstance(optimizer, SavesItself) else None
     for holder, members in inventory.by_holder().items():
         own = {held: state[held] for held in members if held in state}
         if own:
-            found[holder] = _match_holder(holder, members, own, problems)
+            found[holder] = _match_holder(holder, members, own, words, problems)
     raise_if_any(problems, label)
     return OptimizerMatch(optimizer, new_groups, found)
 
@@ -203,25 +205,34 @@ def _match_holder(
     holder: nn.Parameter,
     members: list[Held],
     own: Mapping[Held, Mapping[str, Stored | Number]],
+    words: frozenset[str] | None,
     problems: list[str],
-) -> dict[str, Elements | Number]:
-    """The state of what is one tensor in the model."""
+) -> dict[str, Elements | Number | MemberValues]:
+    """The state of what is one tensor in the model.
+
+    ``words``: of an optimizer with words of its own those that each parameter has for itself. Then
+    parameters may have different ones.
+    """
     first, reference = next(iter(own.items()))
-    for held, state in own.items():
+    if words is not None:
+        reference = {key: value for state in own.values() for key, value in state.items()}
+    for held, state in own.items() if words is None else ():
         if state.keys() != reference.keys():
             problems.append(
                 f"{first.name!r} and {held.name!r} are stored as one tensor in the model, but have "
                 f"state {sorted(reference)} and {sorted(state)}"
             )
             return {}
-    found: dict[str, Elements | Number] = {}
+    found: dict[str, Elements | Number | MemberValues] = {}
     for key, one in reference.items():
-        each = {held: state[key] for held, state in own.items()}
+        each = {held: state[key] for held, state in own.items() if key in state}
         stored = {held: value for held, value in each.items() if isinstance(value, Stored)}
         numbers = {held: value for held, value in each.items() if isinstance(value, Number)}
         dtypes = {str(value.dtype): value.dtype for value in stored.values()}
-        if not stored:
-            found[key] = numbers[first]
+        if not stored and words is not None and key in words:
+            found[key] = by_number(members, {held: n.value for held, n in numbers.items()})
+        elif not stored:
+            found[key] = one if isinstance(one, Number) else numbers[first]
             problems += [
                 f"{first.name!r} and {held.name!r} are stored as one tensor in the model, but "
                 f"{key!r} differs"

@@ -17,6 +17,7 @@ from ..consolidate.format import values
 from ..consolidate.format.dtypes import dtype_name
 from ..consolidate.format.manifest import NOT_OPTIONS, Group, Optimizer, State
 from .inventory import Held, Inventory
+from .optimizer_forms import Made, own_words
 
 # Of each of the optimizer's groups, the parameters of the unsharded model.
 Groups = list[list[Held]]
@@ -30,7 +31,7 @@ class HeldState:
     """One tensor of an optimizer's state, and the parameters whose elements it is about."""
 
     key: str
-    tensor: torch.Tensor
+    tensor: torch.Tensor | Made
     parameters: Sequence[Held]
 
 
@@ -64,6 +65,10 @@ def describe_optimizer(
     state: dict[str, State] = {}
     tensors: list[HeldState] = []
     for parameter, helds in inventory.by_holder().items():
+        words = own_words(optimizer, parameter, helds)
+        if words is not None:
+            tensors += _describe_words(words, state)
+            continue
         sharded: dict[str, str] = {}
         single: dict[str, Any] = {}
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -87,6 +92,25 @@ def describe_optimizer(
             for held in helds:
                 state[held.name] = State(sharded, single)
     return Optimizer(type(optimizer).__name__, groups, state), tensors
+
+
+def _describe_words(
+    words: Sequence[tuple[Held, Mapping[str, Any]]], state: dict[str, State]
+) -> list[HeldState]:
+    """Adds to ``state``; returns the tensors of this rank."""
+    made: dict[Made, tuple[str, list[Held]]] = {}
+    for held, own in words:
+        sharded: dict[str, str] = {}
+        single: dict[str, Any] = {}
+        for key, value in own.items():
+            where = f"optimizer state {key!r} of {held.name!r}"
+            if isinstance(value, Made):
+                sharded[key] = dtype_name(value.dtype, where)
+                made.setdefault(value, (key, []))[1].append(held)
+            else:
+                single[key] = _encode_single(value, where)
+        state[held.name] = State(sharded, single)
+    return [HeldState(key, value, helds) for value, (key, helds) in made.items()]
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:

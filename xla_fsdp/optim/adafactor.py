@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 from .base import ShardedOptimizer, require_range
 from .factors import Factors, factors_of
 from .parts import Parts, norms, reduced
+from .saved import Made, chunks
 
 
 class Adafactor(ShardedOptimizer):
@@ -74,6 +75,54 @@ class Adafactor(ShardedOptimizer):
         found = norms(parts, updates, "norms of updates")
         for one, norm, update in zip(own, found, updates, strict=True):
             one.move(update, norm)
+
+    # Each matrix has rows and columns of its own, see SavesItself.
+    member_state = frozenset({"row_var", "col_var"})
+
+    def saved_state(self, parameter: torch.nn.Parameter) -> list[dict[str, Any]]:
+        """For checkpoints: rows and columns of each matrix, and an element of each other."""
+        part, state = Parts(parameter), self.state[parameter]
+        variance = None
+        if "variance" in state:
+            variance = Made(torch.float32, state["variance"].detach().float().cpu)
+        kept: Iterator[torch.Tensor] = iter(())
+        if "row_and_col_var" in state:
+            blocks = state["row_and_col_var"].detach().cpu().float().view(part.depth, -1)
+            kept = iter([piece for block in blocks for piece in block.split(_lengths(part.shapes))])
+        members: list[dict[str, Any]] = []
+        for shape in part.shapes * part.depth:
+            own: dict[str, Any] = {"step": state["step"]}
+            if _lengths([shape]):
+                own |= {"row_var": chunks(next(kept)), "col_var": chunks(next(kept))}
+            else:
+                own["variance"] = variance
+            members.append(own)
+        return members
+
+    def load_saved_state(
+        self, parameter: torch.nn.Parameter, saved: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The reverse, the same on any number of ranks."""
+        part, device = Parts(parameter), parameter.device
+        state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]), device=device)}
+        if any(not _lengths([shape]) for shape in part.shapes):
+            state["variance"] = saved.get("variance", torch.zeros(parameter.shape)).to(device)
+        if lengths := _lengths(part.shapes):
+            found = []
+            for number, shape in enumerate(part.shapes * part.depth):
+                for key, length in zip(("row_var", "col_var"), _lengths([shape]), strict=False):
+                    values = saved.get(key) or []
+                    value = values[number] if number < len(values) else None
+                    found.append(torch.zeros(length) if value is None else torch.cat(value))
+            kept = torch.cat(found).view(*[1] * parameter.dim(), part.depth, sum(lengths))
+            state["row_and_col_var"] = kept.to(device)
+        return state
+
+
+def _lengths(shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Of each matrix among ``shapes``: how many rows, how many columns."""
+    sizes = [(torch.Size(shape).numel(), shape) for shape in shapes if len(shape) > 1]
+    return [n // length for n, shape in sizes if n for length in (shape[-1], shape[-2])]
 
 
 class _Own:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from .base import ShardedOptimizer, require_range
-from .blockwise import decode, encode
+from .blockwise import decode, decode_each, encode, encode_again, scales_of_elements
 from .layerwise import one_minus_power
+from .parts import Parts
+from .saved import Made
 
 
 class AdamW8bit(ShardedOptimizer):
@@ -75,6 +78,55 @@ class AdamW8bit(ShardedOptimizer):
             if group["weight_decay"]:
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.sub_((update * group["lr"]).to(parameter.dtype))
+
+    # No value is a single parameter's own, see SavesItself.
+    member_state: frozenset[str] = frozenset()
+
+    def saved_state(self, parameter: torch.nn.Parameter) -> list[dict[str, Any]]:
+        """For checkpoints: numbers and scales of each element; float32 of small parameters."""
+        state, shape = self.state[parameter], parameter.shape
+        own: dict[str, Any] = {"step": state["step"]}
+        for number, (name, _) in enumerate(_MOMENTS):
+            moment = state[name]
+            if "scales" not in state:
+                own[name] = Made(torch.float32, moment.detach().float().cpu)
+                continue
+
+            def scales(number: int = number) -> torch.Tensor:
+                kept = state["scales"].detach().cpu().view(2, -1)
+                return scales_of_elements(kept[number], shape)
+
+            own[f"{name}_numbers"] = Made(torch.uint8, moment.detach().cpu)
+            own[f"{name}_scales"] = Made(torch.float32, scales)
+        return [own] * Parts(parameter).count
+
+    def load_saved_state(
+        self, parameter: torch.nn.Parameter, saved: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The reverse. Blocks that are what they were get the very bits; others, of other ranks or
+        another wrapping, are decoded and encoded anew: each element is then off by half the
+        distance between two of the 256 values at most, as in any step."""
+        group = next(g for g in self.param_groups if any(parameter is p for p in g["params"]))
+        state: dict[str, Any] = {}
+        _begin(state, parameter, parameter.numel() < group["min_8bit_size"])
+        state["step"].fill_(float(saved["step"]))
+        scales = []
+        for name, signed in _MOMENTS:
+            value = saved.get(name, torch.zeros(parameter.shape)).float()
+            numbers, own = saved.get(f"{name}_numbers"), saved.get(f"{name}_scales")
+            if numbers is not None and own is not None:
+                value = value + decode_each(numbers, own, signed)
+            if "scales" in state:
+                if numbers is None or own is None:
+                    value, made = encode(value, signed)
+                else:
+                    value, made = encode_again(value, numbers, own, signed)
+                scales.append(made)
+            state[name] = value.to(parameter.device)
+        if scales:
+            kept = torch.stack(scales).view(state["scales"].shape)
+            state["scales"] = kept.to(parameter.device)
+        return state
 
 
 def _begin(state: dict[str, Any], parameter: torch.nn.Parameter, small: bool) -> None:

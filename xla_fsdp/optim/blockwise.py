@@ -46,6 +46,42 @@ def encode(value: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tenso
 
 def decode(numbers: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
     """The float32 values that :func:`encode` chose."""
+    blocks = _in_blocks(_ratios(numbers, signed)) * scales[:, None]
+    return blocks.reshape(-1)[: numbers.numel()].view(numbers.shape)
+
+
+def decode_each(numbers: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
+    """The same, bit for bit, with a scale for each element: see :func:`scales_of_elements`."""
+    return _ratios(numbers, signed) * scales
+
+
+def scales_of_elements(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The blocks' scales, for each element of a tensor of this shape."""
+    return scales.repeat_interleave(BLOCK)[: shape.numel()].view(shape)
+
+
+def encode_again(
+    value: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, signed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`encode`; what was a block before is encoded as it was, bit for bit.
+
+    Args:
+        value: float32.
+        numbers, scales: what ``value`` was encoded as, with a scale for each element; 0 where it
+            was not, or was in a block of zeros.
+    """
+    anew, scales_anew = encode(value, signed)
+    before, own = _in_blocks(scales), _in_blocks(value)
+    top = before.amax(1)
+    same = ((before == top[:, None]) | ((before == 0) & (own == 0))).all(1)
+    zero = _first(_DECADES, signed) - 1 if signed else 0
+    kept = torch.where(scales > 0, numbers, torch.full_like(numbers, zero))
+    of_element = scales_of_elements(same, value.shape)
+    return torch.where(of_element, kept, anew), torch.where(same, top, scales_anew)
+
+
+def _ratios(numbers: torch.Tensor, signed: bool) -> torch.Tensor:
+    """The encoded values over the scale."""
     number = numbers.float()
     one = _first(_DECADES, signed)
     if signed:
@@ -57,8 +93,7 @@ def decode(numbers: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.T
         own = (place - first) * _width(decade, signed) + _value(decade, 0, signed)
         size = torch.where(place >= first, own, size)
     size = torch.where(place >= one, torch.ones_like(size), size)
-    blocks = _in_blocks(torch.where(number < 0, -size, size)) * scales[:, None]
-    return blocks.reshape(-1)[: numbers.numel()].view(numbers.shape)
+    return torch.where(number < 0, -size, size)
 
 
 def values(signed: bool) -> torch.Tensor:

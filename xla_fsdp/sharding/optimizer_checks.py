@@ -50,7 +50,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     number = sum(len(group["params"]) for group in optimizer.param_groups)
     if optimizer.__dict__.get(_SEEN) != number:
         _require_shards(optimizer)
-        _warn_of_norms(optimizer)
+        warn_of_norms(optimizer)
         _warn_of_empty_groups(optimizer)
         _warn_of_unreduced(optimizer)
         optimizer.__dict__[_SEEN] = number
@@ -95,7 +95,7 @@ def _require_shards(optimizer: Optimizer) -> None:
                 )
 
 
-def _warn_of_norms(optimizer: Optimizer) -> None:
+def warn_of_norms(optimizer: Optimizer) -> None:
     """Warns if the step is not made of the single elements, and knows nothing of shards."""
     if getattr(optimizer, "knows_shards", False):  # xla_fsdp.optim, which lies above
         return

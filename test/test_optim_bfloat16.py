@@ -1,0 +1,255 @@
+"""Parameters in bfloat16: float32 masters, and rounding at random."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from test_optim import Block, Model, gradients, put_gradients
+from test_special_uses import whole
+from torch import nn
+
+from xla_fsdp.optim import LAMB, AdamW8bit, MasterWeights, StochasticRounding, stochastic
+
+ADAMW = {"lr": 0.003, "betas": (0.8, 0.9), "weight_decay": 0.1}
+STEPS = 4
+MAKES = {
+    "master": lambda p: MasterWeights(p, torch.optim.AdamW, **ADAMW),
+    "lamb": lambda p: MasterWeights(p, LAMB, lr=0.003),
+    "random": lambda p: StochasticRounding(p, torch.optim.AdamW, seed=5, **ADAMW),
+}
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    model = Model(Block).bfloat16()
+    model.first.float()  # one that is not narrow
+    return model
+
+
+def wrapped(kind: str) -> nn.Module:
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import scan_blocks
+
+    options = {"flat": {"flatten_parameters": True}, "dim0": {"shard_param_on_dim_0": True}}
+    fsdp = functools.partial(FSDP, **options.get(kind, {}))
+    model = plain()
+    blocks = model.blocks
+    model.blocks = scan_blocks(blocks) if kind == "scan" else nn.ModuleList(map(fsdp, blocks))
+    return fsdp(model)
+
+
+def grads_at(t: int) -> dict[str, torch.Tensor]:
+    model = plain()
+    found = gradients(model, t)
+    return {name: g.to(model.get_parameter(name).dtype) for name, g in found.items()}
+
+
+def train(model, optimizer, first: int, last: int) -> None:
+    for t in range(first, last + 1):
+        if hasattr(model, "fsdp_options"):
+            import torch_xla
+
+            put_gradients(model, grads_at(t))
+            optimizer.step()
+            torch_xla.sync()
+        else:
+            for name, grad in grads_at(t).items():
+                model.get_parameter(name).grad = grad
+            optimizer.step()
+
+
+@functools.cache
+def unsharded(way: str) -> dict[str, torch.Tensor]:
+    model = plain()
+    train(model, MAKES[way](model.parameters()), 1, STEPS)
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_alike(found, expected) -> None:
+    """Equal but for few elements that a last digit of float32 rounds another way."""
+    assert found.keys() == expected.keys()
+    values = [(found[name].float(), value.float()) for name, value in expected.items()]
+    for one, other in values:
+        torch.testing.assert_close(one, other, rtol=1 / 64, atol=1e-6)
+    ours, theirs = (torch.cat([pair[i].reshape(-1) for pair in values]) for i in range(2))
+    assert (ours != theirs).float().mean() < 0.02
+
+
+def test_masters_are_what_a_float32_model_would_be():
+    model = plain()
+    optimizer = MAKES["master"](model.parameters())
+    train(model, optimizer, 1, STEPS)
+    wide = plain().float()
+    reference = torch.optim.AdamW(wide.parameters(), **ADAMW)
+    for t in range(1, STEPS + 1):
+        for name, grad in grads_at(t).items():
+            wide.get_parameter(name).grad = grad.float()
+        reference.step()
+    for name, parameter in model.named_parameters():
+        value = wide.get_parameter(name)
+        assert torch.equal(parameter, value.to(parameter.dtype))
+        state = optimizer.state.get(parameter, {})
+        if "master" in state:
+            assert torch.equal(state["master"], value) and state["exp_avg"].dtype is torch.float32
+        else:
+            assert name.startswith("first.") or not parameter.requires_grad
+    # Options of the groups are those of the inner optimizer.
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, 1, 1)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_masters_follow_who_else_changes_a_parameter():
+    parameter = nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = MasterWeights([parameter], torch.optim.SGD, lr=1.0)
+    parameter.grad = torch.full((4,), 2.0**-12).bfloat16()
+    optimizer.step()  # too small a step for bfloat16
+    assert torch.equal(parameter, torch.ones(4).bfloat16())
+    with torch.no_grad():
+        parameter[0] = 3.0
+    optimizer.step()
+    expected = torch.tensor([3.0, 1 - 2.0**-12, 1 - 2.0**-12, 1 - 2.0**-12]) - 2.0**-12
+    assert torch.equal(optimizer.state[parameter]["master"], expected)
+    # As does a state dict, in full.
+    other = nn.Parameter(parameter.detach().clone())
+    again = MasterWeights([other], torch.optim.SGD, lr=1.0)
+    again.load_state_dict(optimizer.state_dict())
+    other.grad = parameter.grad
+    again.step()
+    assert torch.equal(again.state[other]["master"], expected - 2.0**-12)
+
+
+def on_ranks(rank, kinds, ways, expected, folder):
+    from xla_fsdp import save_checkpoint
+
+    for kind in kinds:
+        for way in ways:
+            if way == "random" and kind in ("flat", "scan"):
+                continue
+            model = wrapped(kind)
+            optimizer = MAKES[way](model.parameters())
+            if folder is not None:
+                train(model, optimizer, 1, STEPS // 2)
+                save_checkpoint(f"{folder}/{kind}-{way}", model, optimizer, step=1)
+                if rank == 0 and way == "master":
+                    saved = {n: v.float() for n, v in whole(model, model.state_dict()).items()}
+                    torch.save(saved, f"{folder}/weights.pt")
+                elif way == "master":
+                    whole(model, model.state_dict())
+            train(model, optimizer, STEPS // 2 + 1 if folder is not None else 1, STEPS)
+            assert_alike(whole(model, model.state_dict()), expected[way])
+
+
+def resumed(rank, kinds, ways, expected, folder):
+    """On other ranks, and wrapped another way."""
+    from xla_fsdp import load_checkpoint
+
+    for kind, other in kinds:
+        for way in ways:
+            model = wrapped(other)
+            optimizer = MAKES[way](model.parameters())
+            train(model, optimizer, 1, 1)  # something else
+            load_checkpoint(f"{folder}/{kind}-{way}", model, optimizer)
+            # At once, though a step has changed the parameters in place.
+            loaded = whole(model, model.state_dict())
+            for name, value in (
+                torch.load(f"{folder}/weights.pt").items() if way == "master" else ()
+            ):
+                assert torch.equal(loaded[name].float(), value), name
+            train(model, optimizer, STEPS // 2 + 1, STEPS)
+            assert_alike(whole(model, model.state_dict()), expected[way])
+
+
+def test_on_shards_and_on_other_ranks(run_ranks, tmp_path):
+    expected = {way: unsharded(way) for way in MAKES}
+    run_ranks(on_ranks, 1, ["nested"], ["lamb"], expected, None)
+    run_ranks(on_ranks, 2, ["flat", "nested"], ["master", "random"], expected, str(tmp_path))
+    run_ranks(on_ranks, 4, ["scan"], ["master", "lamb"], expected, None)
+    run_ranks(resumed, 4, [("nested", "dim0")], ["master", "random"], expected, str(tmp_path))
+
+
+def test_rounding_is_unbiased_and_exact_where_it_can_be():
+    count = 1 << 16
+    at = torch.arange(count, dtype=torch.int32)
+    for number, share in enumerate((0.0, 0.1, 0.5, 0.9)):
+        for low, width in ((1.0, 2.0**-7), (-3.0, -(2.0**-6)), (2.0**-20, 2.0**-27)):
+            value = torch.full((count,), low + share * width)
+            bits = stochastic.random_bits(at, torch.tensor(100 + number, dtype=torch.int32))
+            found = stochastic.rounded(value, bits).float()
+            ups = (found == low + width).float().mean().item()
+            assert ((found == low) | (found == low + width)).all()
+            # Four standard deviations; the bits are always the same.
+            assert abs(ups - share) <= 4 * (share * (1 - share) / count) ** 0.5 + 2**-15
+    special = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
+    ones = torch.full((4,), -1, dtype=torch.int32)
+    found = stochastic.rounded(special, ones)
+    assert torch.equal(found[:2].float(), special[:2]) and found[2].isnan() and found[3] == 0
+    # Bits differ between steps, elements and seeds, and each is set half of the time.
+    bits = stochastic.random_bits(at, torch.tensor(7, dtype=torch.int32))
+    other = stochastic.random_bits(at, torch.tensor(8, dtype=torch.int32))
+    for one in (bits, bits ^ other, bits ^ bits.roll(1)):
+        for place in range(16):
+            share = (torch.bitwise_right_shift(one, place) & 1).float().mean().item()
+            assert abs(share - 0.5) < 4 * 0.5 / count**0.5
+
+
+def test_small_steps_add_up():
+    parameter = nn.Parameter(torch.ones(1 << 12).bfloat16())
+    optimizer = StochasticRounding([parameter], torch.optim.SGD, seed=1, lr=1.0)
+    for _ in range(64):
+        parameter.grad = torch.full_like(parameter, 2.0**-12)
+        optimizer.step()
+    # 64 steps of 2**-12 are two of bfloat16's below 1, of which rounding loses every one.
+    assert abs(parameter.float().mean().item() - (1 - 2.0**-6)) < 2.0**-11
+
+
+def test_what_is_refused():
+    half = nn.Parameter(torch.zeros(2).half())
+    narrow = nn.Parameter(torch.zeros(2).bfloat16())
+    with pytest.raises(TypeError, match="is for bfloat16, and .* is float16"):
+        StochasticRounding([half], torch.optim.SGD)
+    with pytest.raises(ValueError, match="seed must be >= 0"):
+        StochasticRounding([narrow], torch.optim.SGD, seed=-1)
+    with pytest.raises(TypeError, match="seed must be an int, got 1.5"):
+        StochasticRounding([narrow], torch.optim.SGD, seed=1.5)
+    for wrong in (3, MasterWeights):
+        with pytest.raises(TypeError, match="optimizer_class must be the class"):
+            MasterWeights([narrow], wrong)
+    with pytest.raises(TypeError, match="optimizer_class must make"):
+        MasterWeights([narrow], lambda groups: 3)
+    one = MasterWeights([narrow], torch.optim.SGD, lr=1.0)
+    other = MasterWeights([narrow], AdamW8bit)
+    narrow.grad = torch.ones_like(narrow)
+    one.step()
+    other.load_state_dict(one.state_dict())
+    with pytest.raises(RuntimeError, match="optimizer='SGD', and it was made with 'AdamW8bit'"):
+        other.step()
+
+
+def traced(way):
+    """A rank's step, as a plan sees it: nothing may be fetched from the device."""
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp.planning.tracing.step import trace_step
+    from xla_fsdp.tpu.topology import resolve
+
+    def step():
+        model = FSDP(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16())
+        optimizer = MAKES[way](model.parameters())
+        loss = model(torch.zeros(8, 64, dtype=torch.bfloat16).to("xla")).float().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    found = [trace_step(step, rank, 4, resolve("v5litepod-4")).program for rank in (0, 3)]
+    assert found[0].fingerprint == found[1].fingerprint
+    return set(found[0].arguments)
+
+
+@pytest.mark.parametrize("way", ["master", "random"])
+def test_a_plan_knows_the_state(elsewhere, way):
+    names = elsewhere(traced, way)
+    assert ("master of 0.weight" in names) is (way == "master")
+    assert "exp_avg of 0.weight" in names

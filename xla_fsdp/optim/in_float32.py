@@ -1,0 +1,229 @@
+"""Any optimizer, computing in float32 on parameters that are stored in fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from ..sharding.freeing import Stamp, stamps
+from ..sharding.optimizer_checks import warn_of_norms
+from ..sharding.sharded_tensor import home_of, set_home
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class InFloat32(Optimizer):
+    """Has an optimizer of float32 tensors step for parameters in bfloat16 or float16.
+
+    The state of the inner optimizer is this one's, so that it is saved and loaded as any other's.
+    Parameters in other dtypes the inner optimizer has itself.
+
+    Args:
+        params: parameters, or groups of them.
+        optimizer_class: of the inner one, called with groups of parameters and ``options``.
+        options: its options, which become those of the groups here, and may be changed there.
+        own: further options of the groups, which the inner optimizer does not know.
+
+    Raises:
+        TypeError: ``optimizer_class`` makes no optimizer.
+    """
+
+    # Of the inner optimizer it is asked when it is made.
+    knows_shards = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer_class: Callable[..., Optimizer],
+        options: Mapping[str, Any],
+        own: Mapping[str, Any],
+    ):
+        nested = isinstance(optimizer_class, type) and issubclass(optimizer_class, InFloat32)
+        if nested or not callable(optimizer_class):
+            raise TypeError(
+                "optimizer_class must be the class of an optimizer, such as torch.optim.AdamW, got "
+                f"{optimizer_class!r}"
+            )
+        self._inner: Optimizer | None = None
+        self._wide: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        super().__init__(params, {})
+        groups = [
+            {**group, "params": [self._widened(p) for p in group["params"]]}
+            for group in self.param_groups
+        ]
+        inner = optimizer_class(groups, **options)
+        if not isinstance(inner, Optimizer):
+            raise TypeError(
+                f"optimizer_class must make a torch.optim.Optimizer, got {type(inner).__name__}"
+            )
+        warn_of_norms(inner)
+        self._inner = inner
+        # The kind of the inner optimizer goes with its options into checkpoints.
+        self._own = {"optimizer": type(inner).__name__, **own}
+        self.defaults = {**inner.defaults, **self._own}
+        for group, theirs in zip(self.param_groups, inner.param_groups, strict=True):
+            self._take_options(group, theirs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self._inner is not None:
+            group = self.param_groups[-1]
+            wide = [self._widened(p) for p in group["params"]]
+            self._inner.add_param_group({**group, "params": wide})
+            self._take_options(group, self._inner.param_groups[-1])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; ``closure`` computes the loss again, which is returned.
+
+        Raises:
+            RuntimeError: options and state are of another kind of optimizer.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        inner = self._inner
+        assert inner is not None  # there once it is made
+        pairs = list(self._pairs())
+        for parameter, wide in pairs:
+            own = self.state.get(parameter) or {}
+            kept = {key: value for key, value in own.items() if key not in self._state_keys}
+            if kept:
+                inner.state[wide] = kept
+            else:
+                inner.state.pop(wide, None)
+            if wide is not parameter:
+                grad = parameter.grad
+                if grad is not None:
+                    self._begin(parameter, wide, own)
+                    wide.grad = grad.to(wide.dtype)
+        # Without the hooks of all optimizers: they are called for this one.
+        step: Any = type(inner).step
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
+        for parameter, wide in pairs:
+            if parameter.grad is None:
+                continue
+            extra = {}
+            if wide is not parameter:
+                wide.grad = None
+                extra = self._finish(parameter, wide)
+            self.state[parameter] = {**inner.state.get(wide, {}), **extra}
+        return loss
+
+    # Keys of the state that the inner optimizer does not know.
+    _state_keys: tuple[str, ...] = ()
+
+    def _begin(
+        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, state: Mapping[str, Any]
+    ) -> None:
+        """Sees to it that ``wide`` has the value to step from."""
+        raise NotImplementedError
+
+    def _finish(
+        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter
+    ) -> dict[str, torch.Tensor]:
+        """Gives ``parameter`` its new value; returns state of its own."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of any optimizer; state keeps its dtype, where torch would cast it to the
+        parameters'."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in zip(saved, own, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                now = self.state[parameter].get(key)
+                if isinstance(now, torch.Tensor) and now.dtype is not value.dtype:
+                    self.state[parameter][key] = value.detach().to(now.device, copy=True)
+
+    def _widened(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        if parameter.dtype not in _NARROW:
+            return parameter
+        wide = torch.nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+        home = home_of(parameter)
+        if home is not None:  # for those that ask all ranks
+            set_home(wide, replace(home, shard=wide))
+        self._wide[parameter] = wide
+        return wide
+
+    def _take_options(self, group: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+        group.update({key: value for key, value in theirs.items() if key != "params"})
+        group.update(self._own)
+
+    def _pairs(self) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+        """All parameters and what the inner optimizer has for them; it gets the options first."""
+        assert self._inner is not None  # there once it is made
+        for group, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
+            changed = [key for key, value in self._own.items() if group.get(key) != value]
+            if changed:
+                raise RuntimeError(
+                    f"the groups of this {type(self).__name__} have {changed[0]}="
+                    f"{group.get(changed[0])!r}, and it was made with {self._own[changed[0]]!r}: "
+                    "what was loaded is of another optimizer; make this one alike"
+                )
+            options = {k: v for k, v in group.items() if k != "params" and k not in self._own}
+            theirs.update(options)
+            yield from zip(group["params"], theirs["params"], strict=True)
+
+
+class MasterWeights(InFloat32):
+    """Keeps a float32 copy of parameters in bfloat16 or float16, and steps on that.
+
+    Micikevicius et al., "Mixed Precision Training", 2017 (arXiv 1710.03740): a small step is not
+    lost to rounding, since the copy takes it in full; parameters are the copy, rounded. The copy is
+    the state ``master``: sharded, saved and loaded like moments. ``optimizer_class`` is any of
+    torch or of :mod:`xla_fsdp.optim`; its own state is float32 too::
+
+        model = FSDP(model.bfloat16())
+        optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=3e-4)
+
+    Where somebody else changes a parameter (a load of weights alone, an average), its copy is the
+    new value from then on, element by element; elements that are the rounded copy keep it.
+
+    Args:
+        params: parameters, or groups of them.
+        optimizer_class: of what steps on the copies.
+        options: its options.
+
+    Raises:
+        TypeError: ``optimizer_class`` makes no optimizer.
+    """
+
+    _state_keys = ("master",)
+
+    def __init__(self, params: ParamsT, optimizer_class: Callable[..., Optimizer], **options: Any):
+        self._left: dict[torch.nn.Parameter, Stamp] = {}
+        super().__init__(params, optimizer_class, options, {})
+        for parameter in self._wide:
+            self._left[parameter] = _stamp(parameter)
+
+    def _begin(
+        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, state: Mapping[str, Any]
+    ) -> None:
+        master = state.get("master")
+        if master is not None and master is not wide:  # loaded
+            wide.copy_(master)
+        if _stamp(parameter) != self._left.get(parameter):
+            same = wide.to(parameter.dtype) == parameter
+            wide.copy_(torch.where(same, wide, parameter.float()))
+
+    def _finish(
+        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter
+    ) -> dict[str, torch.Tensor]:
+        parameter.copy_(wide)
+        self._left[parameter] = _stamp(parameter)
+        return {"master": wide}
+
+
+def _stamp(tensor: torch.Tensor) -> Stamp:
+    """Something that changes whenever the tensor's value does."""
+    if tensor.device.type == "xla":
+        return stamps([tensor])[0]
+    return tensor.data_ptr(), tensor._version

@@ -1,0 +1,178 @@
+"""Parameters in bfloat16 without a second copy: rounded up or down at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from .base import require_range
+from .in_float32 import InFloat32
+from .parts import Parts
+
+# The bits that a bfloat16 lacks of a float32.
+_LOW = 0xFFFF
+
+
+class StochasticRounding(InFloat32):
+    """Steps in float32 on parameters in bfloat16, and rounds them at random.
+
+    A value between two of bfloat16 becomes the upper one with the probability of its distance from
+    the lower: on average it is what it was, and steps too small for bfloat16 add up. Gupta et al.,
+    "Deep Learning with Limited Numerical Precision", 2015 (arXiv 1502.02551). No copy is kept;
+    the state of ``optimizer_class`` is float32. ::
+
+        model = FSDP(model.bfloat16())
+        optimizer = StochasticRounding(model.parameters(), torch.optim.AdamW, seed=1, lr=3e-4)
+
+    The random bits are made of ``seed``, the step, the number of the parameter in the optimizer and
+    the number of the element in the parameter, whichever rank has it: N ranks round like one, and
+    a resumed run like one that went on. (In a flattened vector or a stack of blocks elements count
+    through all of it, so that other wrappings round otherwise.)
+
+    Args:
+        params: parameters in bfloat16, or groups of them; those in float32 step as they are.
+        optimizer_class: of what steps.
+        seed: of the random bits, an int >= 0 and < 2**31.
+        options: those of ``optimizer_class``.
+
+    Raises:
+        TypeError: ``optimizer_class`` makes no optimizer, or a parameter is float16.
+        ValueError: ``seed`` is out of range.
+    """
+
+    _state_keys = ("roundings",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        seed: int = 0,
+        **options: Any,
+    ):
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise TypeError(f"seed must be an int, got {seed!r}")
+        require_range("seed", seed, 0, 1 << 31)
+        self._seed = seed
+        self._counts: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._numbers: dict[torch.nn.Parameter, int] = {}
+        super().__init__(params, optimizer_class, options, {"seed": seed})
+        self._drop(*self._wide.values())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self._inner is not None:
+            self._drop(*(self._wide[p] for p in param_group["params"] if p in self._wide))
+
+    def _widened(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        if parameter.dtype is torch.float16:
+            raise TypeError(
+                f"StochasticRounding is for bfloat16, and {Parts(parameter).name} is float16: use "
+                "MasterWeights, or bfloat16"
+            )
+        if parameter.dtype is torch.bfloat16:
+            self._numbers[parameter] = len(self._numbers)
+        return super()._widened(parameter)
+
+    @staticmethod
+    def _drop(*wide: torch.nn.Parameter) -> None:
+        """Between steps there are no values in float32."""
+        for one in wide:
+            one.data = one.detach().new_zeros(0)
+
+    def _begin(
+        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, state: Mapping[str, Any]
+    ) -> None:
+        wide.data = parameter.float()
+        count = state.get("roundings")
+        if count is None:
+            count = torch.zeros((), dtype=torch.int32, device=parameter.device)
+        self._counts[parameter] = count.to(torch.int32) + 1
+
+    def _finish(
+        self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter
+    ) -> dict[str, torch.Tensor]:
+        count = self._counts.pop(parameter)
+        number = _mixed_number(self._seed * 0x9E3779B9 + self._numbers[parameter])
+        key = _mixed(count + _signed(number))
+        bits = random_bits(elements_of(parameter), key)
+        parameter.copy_(rounded(wide.detach(), bits))
+        self._drop(wide)
+        return {"roundings": count}
+
+
+def elements_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The number of each element in what it is a shard of: int32, of the parameter's shape."""
+    part = Parts(parameter)
+    at = part.positions(parameter).to(torch.int32)
+    if part.depth > 1:
+        blocks = torch.arange(part.depth, dtype=torch.int32, device=parameter.device)
+        at = at[None] + blocks[:, None] * 0x632BE5A7  # other bits in every block; wraps
+    return at.reshape(parameter.shape)
+
+
+def random_bits(elements: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """32 random bits for each number in ``elements``, int32; ``key``: one int32.
+
+    The finaliser of Wellons' "Hash Function Prospector", 2018 (lowbias32), twice.
+    """
+    return _mixed(_mixed(elements + key) ^ (key * 0x27D4EB2F))
+
+
+def rounded(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """float32 ``value`` as bfloat16: one of its two neighbours, the nearer the likelier.
+
+    ``bits``: int32, of its shape; the lowest 16 decide, as many as bfloat16 lacks: the
+    probabilities are exact. What bfloat16 can say stays; infinity, NaN and what is within a factor
+    of 2**18 of overflow is rounded to the nearest.
+    """
+    nearest = _nearest(value)
+    rest = value - nearest  # exact
+    outwards = (rest > 0) == (nearest > 0)
+    # From 0.6 to 1.3 times the distance to the neighbour, wherever between two powers of two.
+    step = nearest * (1.25 * 2.0**-8)
+    other = _nearest(torch.where(outwards, nearest + step, nearest - step))
+    share = (bits & _LOW).to(torch.float32) * 2.0**-16
+    found = torch.where(share * (other - nearest).abs() < rest.abs(), other, nearest)
+    return torch.where(value.abs() < 2.0**110, found, value).to(torch.bfloat16)
+
+
+def _nearest(value: torch.Tensor) -> torch.Tensor:
+    """float32 rounded to the 8 digits of a bfloat16, still float32: Veltkamp's splitting.
+
+    Not by a cast and back, which compilers may leave out.
+    """
+    scaled = value * (2.0**16 + 1)
+    return scaled - (scaled - value)
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shifted(x, 16)) * 0x7FEB352D
+    x = (x ^ _shifted(x, 15)) * _signed(0x846CA68B)
+    return x ^ _shifted(x, 16)
+
+
+def _shifted(x: torch.Tensor, places: int) -> torch.Tensor:
+    """int32 ``x``, 32 bits without a sign, shifted to the right.
+
+    Not by >>, of which torch_xla makes a division, nor by a number, which it makes an int64.
+    """
+    low = (1 << (32 - places)) - 1
+    return torch.bitwise_right_shift(x, torch.full_like(x, places)) & low
+
+
+def _mixed_number(x: int) -> int:
+    """The same of a Python number."""
+    x &= 0xFFFFFFFF
+    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _signed(x: int) -> int:
+    """32 bits as an int32."""
+    return x - (1 << 32) if x >= 1 << 31 else x
