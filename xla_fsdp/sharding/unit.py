@@ -53,6 +53,8 @@ class Unit:
         else:  # data: a constant would make the first step's program another than the second's
             self.placeholder = torch.zeros(1, device="cpu").to(world.device)
         self.require_sync = True
+        # Unknown until the first forward: the outermost unit is the root.
+        self.is_root: bool | None = None
         # Whether modules hold full parameters outside of a forward, see summon.py.
         self.summoned = False
         self.wire = Wire(options, world)
@@ -137,6 +139,11 @@ class Unit:
     def computing(self) -> bool:
         """Whether a forward of this unit is under way (a module may call itself)."""
         return self._computing > 0
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether modules hold full parameters that were gathered for them."""
+        return self._installed is not None
 
     def begin(self, inputs: Any, keep: bool) -> Pass:
         """Gathers for a forward on ``inputs`` and gives the modules their full parameters.
@@ -289,6 +296,7 @@ class Unit:
         for one in self._backward.pop(task, ()):
             one.finish()
         self.order.backward_over()
+        self.carrier.backward_over()
         self._restore()
 
     # -- bytes ----------------------------------------------------------------------------------
