@@ -145,3 +145,19 @@ def assert_like_plain(model, found, expected, plain, tolerance: float = 2e-5) ->
     assert list(state) == list(plain.state_dict())
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=tolerance, atol=tolerance)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """In full, by name."""
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+        return {n: None if p.grad is None else p.grad.cpu() for n, p in model.named_parameters()}
+
+
+def assert_like(found: nn.Module, expected: nn.Module) -> None:
+    """The same gradients, where every rank has seen the same data."""
+    grads = gradients(found)
+    torch.testing.assert_close(
+        grads, {n: p.grad for n, p in expected.named_parameters()}, rtol=2e-5, atol=1e-6
+    )
