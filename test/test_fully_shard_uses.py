@@ -71,7 +71,21 @@ def by_hand(rank, size):
     assert_like(model, plain)
     model.reshard()
 
+    # What is full does not hide what is not; what is not full any more is not taken for it.
     layer.unshard()
+    with pytest.raises(RuntimeError, match="Call reshard.. first"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model.zero_grad()
+    with torch.no_grad():
+        shard.mul_(1)
+    with pytest.raises(RuntimeError, match="call it again"):
+        layer.forward(torch.zeros(1, 4, 8).to("xla"))
+    layer.reshard()
+    assert all(p.grad is None for p in model.parameters())
+    with torch.no_grad():
+        layer.unshard()
+    assert layer.qkv.weight.requires_grad
+
     assert list(model.state_dict().values())[1].dim() == 1  # at rest, as torch's
     layer.unshard()
     torch.testing.assert_close(full_state_dict(model, rank0_only=False), plain.state_dict(),

@@ -93,6 +93,9 @@ class FSDPModule(FSDPSettings):
         super().zero_grad(set_to_none)
         for unit in self._shell._wrapped_units():
             unit.forget_unsynced()
+            for shard in unit.shards:  # which are no parameters of a module after unshard()
+                if shard.grad is not None:
+                    shard.grad = None if set_to_none else torch.zeros_like(shard.grad)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Calls ``fn`` on every module inside, then on this one, while they hold full parameters.
@@ -169,8 +172,7 @@ def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
         # Not `function`: the original class may have been given another one since.
         method = getattr(super(FSDPModule, self), name)
         shell = self._shell
-        unit = shell._unit
-        if unit.computing or unit.is_unsharded:
+        if shell.holds_full():
             return method(*args, **kwargs)
         if name == "forward" or name in shell._forward_methods:
             return shell._run(method, args, kwargs)

@@ -85,9 +85,28 @@ class Shell(XlaFullyShardedDataParallel):
         self.in_place.keeping.by_hand = True
         if unit.tensors:
             one = Pass(unit)
-            one.gather((), anchored=False)
+            with torch.enable_grad():
+                one.gather((), anchored=False)
             unit.install(one)
             self.in_place.held = one
+
+    def holds_full(self) -> bool:
+        """Whether modules hold full parameters: in a forward or backward, and after ``unshard``.
+
+        Raises:
+            RuntimeError: after ``unshard``, and these are not the values any more.
+        """
+        unit, held = self._unit, self.in_place.held
+        if unit.computing:
+            return True
+        if held is None:
+            unit.settle()  # what an exception left behind
+        elif unit.is_unsharded and self.in_place.keeping.is_stale(unit.tensors):
+            raise RuntimeError(
+                f"parameters of {unit.title!r} were changed, by an optimizer step or a load, since "
+                "unshard() gathered them: call it again"
+            )
+        return unit.is_unsharded
 
     def reshard(self) -> None:
         """Undoes :meth:`unshard`."""

@@ -39,10 +39,14 @@ class Keeping(Carrier):
         """As :meth:`Carrier.gather`, or copies of what is kept and still right."""
         if not (self.by_hand or self.after_backward):
             return super().gather(tensors, *args, **kwargs)
-        now = stamps(tensor.shard for tensor in tensors)
-        if self._kept is None or self._made_of != now:
-            self._kept, self._made_of = super().gather(tensors, *args, **kwargs), now
+        if self._kept is None or self.is_stale(tensors):
+            self._kept = super().gather(tensors, *args, **kwargs)
+            self._made_of = _stamped(tensors)
         return [torch.view_copy(full, full.shape) for full in self._kept]
+
+    def is_stale(self, tensors: Sequence[ShardedTensor]) -> bool:
+        """Whether shards have other values than those that were gathered last."""
+        return self._made_of != _stamped(tensors)
 
     def backward_over(self) -> None:
         """Forgets what is kept, unless it is to last beyond a backward."""
@@ -52,3 +56,7 @@ class Keeping(Carrier):
     def drop(self) -> None:
         """Forgets what is kept."""
         self.by_hand, self._kept = False, None
+
+
+def _stamped(tensors: Sequence[ShardedTensor]) -> list[Stamp]:
+    return stamps(tensor.shard for tensor in tensors)

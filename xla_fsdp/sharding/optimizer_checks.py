@@ -22,6 +22,7 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .clipping import Shared, clip_grad_norm_
+from .gathering import GatherNode
 from .ignored import note_of
 from .sharded_tensor import home_of
 
@@ -66,6 +67,11 @@ def _checked_clipping(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.
         each: list[Any] = [parameters]
         if not isinstance(parameters, torch.Tensor):
             each = list(parameters)
+        if any(isinstance(parameter.grad_fn, GatherNode) for parameter in each):
+            raise RuntimeError(
+                "torch.nn.utils.clip_grad_norm_ was given full parameters, which have no gradient: "
+                "their shards do. Call reshard() first, where unshard() was called"
+            )
         homes = [(parameter, home_of(parameter)) for parameter in each]
         shared = [
             Shared(home.world, [parameter])
