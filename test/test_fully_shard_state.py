@@ -89,6 +89,10 @@ class Taken(nn.Linear):
 
 
 def refusals(rank, size):
+    from torch.distributed.checkpoint.state_dict import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
     from torch.distributed.fsdp import MixedPrecisionPolicy as Theirs
 
     import xla_fsdp
@@ -157,6 +161,11 @@ def refusals(rank, size):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     with pytest.raises(AttributeError, match="no method 'decode'"):
         xla_fsdp.register_fsdp_forward_method(model, "decode")
+    for get in (get_model_state_dict, get_optimizer_state_dict):
+        own = [torch.optim.SGD(model.parameters(), lr=0.1)][: get is get_optimizer_state_dict]
+        for one in (model, nn.Sequential(model)):
+            with pytest.raises(RuntimeError, match="xla_fsdp.full_state_dict"):
+                get(one, *own)
     plain = build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     sharded(plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -18,6 +19,9 @@ from ..sharding.unit import Unit
 from ..wrapper_methods import require_device_stays
 from .settings import FSDPSettings
 from .shell import Shell
+
+# Between a function of torch's and what it asks a module for: methods of parents that call it.
+_FRAMES = 6
 
 
 class FSDPModule(FSDPSettings):
@@ -66,11 +70,13 @@ class FSDPModule(FSDPSettings):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The shards; between ``unshard()`` and ``reshard()`` full tensors, for looking at."""
+        _require_not_for_torchs(sys._getframe(1))
         self._fsdp_settle()
         yield from super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's shards and all buffers; see :meth:`get_shard_metadata`."""
+        _require_not_for_torchs(sys._getframe(1))
         self._fsdp_at_rest()
         return super().state_dict(*args, **kwargs)
 
@@ -135,6 +141,20 @@ def become_sharded(module: nn.Module, shell: Shell) -> None:
     module.__dict__[SHELL] = shell
     module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # Module is hashable
     module.register_load_state_dict_pre_hook(_before_load)
+
+
+def _require_not_for_torchs(frame: types.FrameType | None) -> None:
+    """Raises RuntimeError if ``frame`` is torch's, which takes every tensor for a whole one."""
+    for _ in range(_FRAMES):
+        if frame is None:
+            return
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise RuntimeError(
+                "torch.distributed.checkpoint.state_dict would take this rank's shards for whole "
+                "parameters: use xla_fsdp.full_state_dict, full_optim_state_dict and their load_ "
+                "counterparts, or save_checkpoint; to_dcp writes torch's format"
+            )
+        frame = frame.f_back
 
 
 def _before_load(
