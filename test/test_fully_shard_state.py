@@ -159,6 +159,8 @@ def refusals(rank, size):
         model.__getstate__()
     with pytest.raises(ValueError, match="error_if_nonfinite"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    with pytest.raises(RuntimeError, match="get_total_norm"):
+        nn.utils.get_total_norm([p.detach() for p in model.parameters()])
     with pytest.raises(AttributeError, match="no method 'decode'"):
         xla_fsdp.register_fsdp_forward_method(model, "decode")
     for get in (get_model_state_dict, get_optimizer_state_dict):

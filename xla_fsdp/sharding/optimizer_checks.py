@@ -46,6 +46,8 @@ def watch_optimizers() -> None:
     checked = _checked_clipping(torch.nn.utils.clip_grad_norm_)
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         vars(module)["clip_grad_norm_"] = checked
+    # Clipping itself calls it by another name.
+    vars(torch.nn.utils)["get_total_norm"] = _checked_norm(torch.nn.utils.get_total_norm)
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -84,6 +86,22 @@ def _checked_clipping(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.
         if caller is not None and caller.f_globals.get("__name__") == _ACCELERATOR:
             raise RuntimeError(_WRONG["Accelerate"])
         return _clip(shared, each, *args, **kwargs)
+
+    return checked
+
+
+def _checked_norm(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(norm)
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if xr.world_size() > 1 and any(tensor.device.type == "xla" for tensor in each):
+            raise RuntimeError(
+                "torch.nn.utils.get_total_norm on tensors of one of several ranks: gradients of "
+                "shards do not say that they are, and it would take the norm of this rank's. Call "
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), which returns the "
+                "norm of all; float('inf') clips nothing"
+            )
+        return norm(each, *args, **kwargs)
 
     return checked
 
