@@ -16,6 +16,8 @@ def every_case(rank, size):
         {"mesh": list(range(size)), "reshard_after_forward": False},
         {"mesh": mesh, "reshard_after_forward": True, "offload_policy": OffloadPolicy()},
     ]
+    if size == 4:
+        cases.append({"reshard_after_forward": 2})
     for options in cases:
         model = sharded(**options)
         assert isinstance(model, Model) and isinstance(model, FSDPModule)
@@ -38,7 +40,9 @@ def every_case(rank, size):
         one.norm.requires_grad_(False)
         one.layers[0].requires_grad_(False)
     fully_shard([*model.layers, model.head])
-    fully_shard(model)
+    ignored = set(model.norm.parameters())
+    fully_shard(model, ignored_params=ignored)
+    assert ignored == set(model.norm.parameters())
     register_fsdp_forward_method(model, "encode")
     found = train(model, rank, size, method="encode")
     assert_like_plain(model, found, train(plain, method="encode"), plain)

@@ -62,11 +62,13 @@ def fully_shard(
             parameters. 2-D, ``(replicate, shard)``: each row does, columns average gradients.
             Default: all ranks share.
         reshard_after_forward: free the full parameters after the forward. ``None``: yes, except
-            in the root (the outermost module). A number: as the wrapper's option of that name.
+            in the root (the outermost module). A number: keep a part of them for the backward,
+            which is then gathered among that many ranks only.
         shard_placement_fn: only ``None``: parameters are cut as vectors, whatever their shape.
         mp_policy: dtypes; default: those of the parameters.
         offload_policy: only ``OffloadPolicy()``, which is none.
-        ignored_params: parameters that are not to be sharded.
+        ignored_params: parameters that stay whole on every rank and whose gradients are not
+            reduced, see ``average_ignored_gradients``.
         options: further ones of :class:`XlaFullyShardedDataParallel`, such as ``forward_prefetch``,
             ``param_init_fn`` (for modules on the meta device) or ``sync_module_states``.
 
@@ -82,15 +84,9 @@ def fully_shard(
             f"shard_placement_fn={shard_placement_fn!r} is not possible: parameters are cut as "
             "vectors, which divides every shape evenly. Leave it out; results are the same"
         )
-    known = inspect.signature(XlaFullyShardedDataParallel.__init__).parameters
-    given = _checked_options(options, known)
+    given = _checked_options(options)
     given |= _about_resharding(reshard_after_forward)
     if ignored_params is not None:
-        if "ignored_parameters" not in known:
-            raise ValueError(
-                "ignored_params is not possible yet: every parameter is sharded. Leave it out, or "
-                "keep the module whose parameters are to stay whole outside of the sharded one"
-            )
         given["ignored_parameters"] = ignored_params
     modules = module if isinstance(module, list) else [module]
     for one in modules:
@@ -103,7 +99,8 @@ def fully_shard(
     return module
 
 
-def _checked_options(options: dict[str, Any], known: Any) -> dict[str, Any]:
+def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    known = inspect.signature(XlaFullyShardedDataParallel.__init__).parameters
     for name, value in options.items():
         if name in _OTHERWISE:
             raise ValueError(

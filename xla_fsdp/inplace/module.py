@@ -94,6 +94,11 @@ class FSDPModule(FSDPSettings):
         """As :meth:`XlaFullyShardedDataParallel.clip_grad_norm_`; must be called on every rank."""
         return self._shell.clip_grad_norm_(max_norm, norm_type, groups)
 
+    def average_ignored_gradients(self) -> None:
+        """As :meth:`XlaFullyShardedDataParallel.average_ignored_gradients`; call it on every
+        rank."""
+        self._shell.average_ignored_gradients()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, also those that were left unreduced."""
         super().zero_grad(set_to_none)
@@ -124,6 +129,7 @@ class FSDPModule(FSDPSettings):
         self._shell.in_place.keeping.drop()
         clone: Any = object.__new__(type(self))
         memo[id(self)] = clone
+        copy.deepcopy(self._shell, memo)  # first: modules inside refer to it, if it is there
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         clone._unit.note_homes()  # what is noted on parameters is not copied with them
         return clone

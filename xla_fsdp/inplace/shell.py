@@ -159,6 +159,7 @@ class Shell(XlaFullyShardedDataParallel):
             self.fsdp_options, reshard_after_forward=reshards, disable_reshard_on_root=False
         )
         self.__dict__["fsdp_options"] = self._unit.options = options
+        self._unit.secondaries = None  # those of reshard_after_forward=<int>
 
 
 def _require_inner_first(root: nn.Module) -> None:

@@ -26,7 +26,7 @@ from accelerate.utils.operations import convert_to_fp32
 from torch import nn
 
 from ..checkpoint.full_state import full_state_dict
-from ..names import is_wrapper
+from ..names import is_wrapper, shell_of
 from ..ranks.rank import current_rank
 from ..sharding.clipping import clip_grad_norm_ as clip_shards
 from ..sharding.sharded_tensor import home_of
@@ -153,7 +153,7 @@ def _unwrap_model(
     original: Any, self: Accelerator, model: Any, *args: Any, **kwargs: Any
 ) -> nn.Module:
     """The model itself; layers inside stay wrapped, and its parameters are shards."""
-    while is_wrapper(model):
+    while is_wrapper(model) and shell_of(model) is None:
         model = model.module
     return original(self, model, *args, **kwargs)
 
