@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..names import is_wrapper, shell_of
+from ..sharding.unit import Unit
 from .shell import Shell
 
 
@@ -56,7 +57,8 @@ class FSDPSettings(nn.Module):
             if isinstance(shell, Shell):
                 shell.set_sync(syncs=requires_gradient_sync)
             else:
-                shell._unit.require_sync = requires_gradient_sync
+                unit: Unit = shell._unit
+                unit.require_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """``False``: backwards leave gradients unreduced where there are replicas (a 2-D mesh).
