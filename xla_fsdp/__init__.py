@@ -28,6 +28,10 @@ if _TYPE_CHECKING:
     from .consolidate.format.reader import latest
     from .extras import MissingExtraError
     from .grad_scaler import ShardedGradScaler
+    from .inplace.api import fully_shard
+    from .inplace.module import FSDPModule
+    from .inplace.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from .inplace.settings import UnshardHandle
     from .layers.batch_norm import SyncBatchNorm
     from .planning.api import plan
     from .planning.compiling.compiler import CompileError
@@ -60,6 +64,12 @@ _HOMES = {
     "CompilationCounts": "compiled.cache",
     "XlaFullyShardedDataParallel": "wrapper",
     "register_fsdp_forward_method": "wrapper",
+    "fully_shard": "inplace.api",
+    "FSDPModule": "inplace.module",
+    "UnshardHandle": "inplace.settings",
+    "MixedPrecisionPolicy": "inplace.policies",
+    "OffloadPolicy": "inplace.policies",
+    "CPUOffloadPolicy": "inplace.policies",
     "ShardedGradScaler": "grad_scaler",
     "BackwardPrefetch": "collectives.order",
     "MixedPrecision": "sharding.mixed_precision",

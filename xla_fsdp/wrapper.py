@@ -12,7 +12,7 @@ from torch import nn
 from .collectives.order import BackwardPrefetch
 from .collectives.world import World
 from .libraries import adapt
-from .names import is_wrapper
+from .names import is_wrapper, shell_of
 from .sharding import metadata
 from .sharding.building import UnitBuilder
 from .sharding.first_step import compare_initial_weights, require_all_sharded, require_values
@@ -173,8 +173,6 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         self._fsdp_wrapped_module = module
         watch_optimizers()
         adapt(module)
-        # Unknown until the first forward: the outermost wrapper is the root.
-        self._is_root: bool | None = None
         self._register_state_dict_hook(metadata.clean_state_dict_keys)
         self.register_load_state_dict_pre_hook(metadata.restore_state_dict_keys)
         self.register_load_state_dict_post_hook(metadata.clean_reported_keys)
@@ -187,12 +185,12 @@ class XlaFullyShardedDataParallel(WrapperMethods):
     def _run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         require_plain_call(type(self.module).__name__)
         unit = self._unit
-        dtype = self.fsdp_options.dtype_of_inputs(root=self._is_root is not False)
+        dtype = self.fsdp_options.dtype_of_inputs(root=self._unit.is_root is not False)
         if dtype is not None:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         if unit.computing:  # a module that calls itself: its parameters are there
             return forward(*args, **kwargs)
-        if self._is_root is None:
+        if unit.is_root is None:
             self._become_root()
         self._settle(recursive=False)
         stays = self._keeps_parameters()
@@ -219,7 +217,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         if torch._C._current_graph_task_id() != -1:
             # Recomputation inside a backward: their own backward follows at once.
             return True
-        if self._is_root and self.fsdp_options.disable_reshard_on_root:
+        if self._unit.is_root and self.fsdp_options.disable_reshard_on_root:
             return True
         return not self.fsdp_options.reshard_after_forward
 
@@ -227,12 +225,11 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         for unit in self._wrapped_units():
             unit.require_not_summoned()
         require_values(self, "the first forward came")
-        for path, module in self.named_modules():
-            if isinstance(module, XlaFullyShardedDataParallel):
-                module._is_root = module is self
-                module._unit.wire.label = f"{path}." if path else ""
-                module._unit.order = self._unit.order
-                module._unit.on_backward_end = None
+        for path, unit in reversed(list(units_in(self))):  # of two names the first stays
+            unit.is_root = unit is self._unit
+            unit.wire.label = f"{path}." if path else ""
+            unit.order = self._unit.order
+            unit.on_backward_end = None
         self._unit.on_backward_end = self._end_backward
         require_uncompiled(self)
         require_all_sharded(self)
@@ -268,6 +265,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    module = shell_of(module) or module
     if not isinstance(module, XlaFullyShardedDataParallel):
         return
     if type(module).forward is not XlaFullyShardedDataParallel.forward:

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from .names import is_wrapper
 from .sharding.averaging import average_ignored_gradients
 from .sharding.clipping import clip_grad_norm_
 from .sharding.comm_hook import Hook, register
-from .sharding.unit import Unit
+from .sharding.unit import Unit, units_in
 
 
 class GradientMethods(nn.Module):
@@ -111,5 +110,5 @@ class GradientMethods(nn.Module):
         register(self._wrapped_units(), state, hook, over)
 
     def _wrapped_units(self) -> list[Unit]:
-        wrappers = (module for module in self.modules() if isinstance(module, GradientMethods))
-        return [module._unit for module in wrappers if is_wrapper(module)]
+        # What is sharded in place has one unit together with its shell.
+        return list(dict.fromkeys(unit for _, unit in units_in(self)))

@@ -18,18 +18,17 @@ from .sharding.awaited import still_awaited
 from .sharding.gathering import in_method
 from .sharding.options import FSDPOptions
 from .sharding.summon import full_params_of, require_no_scanned, summon_full_params
-from .sharding.unit import units_in
+from .sharding.unit import Unit, units_in
 from .wrapper_gradients import GradientMethods
 
 # What instances of nn.Module have, and wrappers besides.
-_OWN = frozenset(vars(nn.Module())) | {WRAPPED, "_unit", "_is_root", "_forward_methods"}
+_OWN = frozenset(vars(nn.Module())) | {WRAPPED, "_unit", "_forward_methods"}
 
 
 class WrapperMethods(GradientMethods):
     """A module around ``_fsdp_wrapped_module`` whose parameters ``_unit`` shards."""
 
     _is_fsdp_wrapper = True  # see names.is_wrapper
-    _is_root: bool | None = None
     # Methods of the wrapped module that compute like its forward.
     _forward_methods: frozenset[str] = frozenset()
     fsdp_options: FSDPOptions
@@ -110,13 +109,7 @@ class WrapperMethods(GradientMethods):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """``to``, ``half``, ``cpu`` and the like: dtypes may change, the device may not."""
         if is_wrapper(self):
-            device, found = self._unit.world.device, fn(self._unit.placeholder).device
-            if found != device:
-                raise RuntimeError(
-                    f"the shards of a wrapped module stay on {device}, where its collectives are; "
-                    f"they can not move to {found}. For the values on the host call "
-                    "xla_fsdp.full_state_dict(model), for a model there consolidate a checkpoint"
-                )
+            require_device_stays(self._unit, fn)
         waiting = still_awaited(vars(self)["_unit"].awaited) if is_wrapper(self) else []
         super()._apply(fn, recurse)
         for one in waiting:
@@ -234,15 +227,29 @@ class WrapperMethods(GradientMethods):
             return super().apply(fn)
 
     @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[WrapperMethods]:
-        """The wrappers in ``module``, itself included, or those of them that none is around."""
-        found = [m for m in module.modules() if isinstance(m, WrapperMethods) and is_wrapper(m)]
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
+        """The wrappers in ``module``, itself included, or those of them that none is around.
+
+        What is sharded in place counts as well.
+        """
+        found: list[Any] = [m for m in module.modules() if is_wrapper(m)]
         if not root_only:
             return found
         inner = {id(m) for one in found for m in one.modules() if m is not one}
-        return [m for m in found if id(m) not in inner and m._is_root is not False]
+        return [m for m in found if id(m) not in inner and m._unit.is_root is not False]
 
     def _settle(self, recursive: bool = True) -> None:
         if is_wrapper(self):
             for unit in self._wrapped_units() if recursive else [self._unit]:
                 unit.settle()
+
+
+def require_device_stays(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raises RuntimeError if ``fn``, which is to be applied to shards, moves them elsewhere."""
+    device, found = unit.world.device, fn(unit.placeholder).device
+    if found != device:
+        raise RuntimeError(
+            f"the shards of a wrapped module stay on {device}, where its collectives are; "
+            f"they can not move to {found}. For the values on the host call "
+            "xla_fsdp.full_state_dict(model), for a model there consolidate a checkpoint"
+        )

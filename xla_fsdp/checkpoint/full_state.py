@@ -11,7 +11,7 @@ from torch import nn
 
 from ..collectives.world import World
 from ..consolidate.errors import ModelMismatchError
-from ..names import dotted
+from ..names import WRAPPED, dotted
 from ..sharding.first_step import require_values
 from .filling import fill_model
 from .matching import LoadedKeys, Match, match_model
@@ -187,9 +187,9 @@ def _names(model: nn.Module, path: str = "") -> Iterator[str]:
         for number in range(unit.depth):
             yield from _names(unit.template, dotted(path, str(number)))
         return
-    if unit is not None:
-        for module in model.children():  # the wrapped one
-            yield from _names(module, path)
+    inner = model._modules.get(WRAPPED)
+    if inner is not None:
+        yield from _names(inner, path)
         return
     for name in [*model._parameters, *model._buffers, "_extra_state"]:
         yield dotted(path, name)

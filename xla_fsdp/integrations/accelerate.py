@@ -26,7 +26,7 @@ from accelerate.utils.operations import convert_to_fp32
 from torch import nn
 
 from ..checkpoint.full_state import full_state_dict
-from ..names import is_wrapper
+from ..names import is_wrapper, shell_of
 from ..ranks.rank import current_rank
 from ..sharding.around import is_sharded
 from ..sharding.clipping import clip_grad_norm_ as clip_shards
@@ -156,7 +156,7 @@ def _unwrap_model(
 ) -> nn.Module:
     """The model itself; layers inside stay wrapped, and its parameters are shards."""
     inner: Any = model
-    while is_wrapper(inner):
+    while is_wrapper(inner) and shell_of(inner) is None:
         inner = inner.module
     return original(self, inner, *args, **kwargs)
 

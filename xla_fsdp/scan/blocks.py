@@ -90,7 +90,6 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         self._unit = builder.build(blocks)
         self._fsdp_wrapped_module = self._unit.template
         watch_optimizers()
-        self._is_root: bool | None = None
         self._register_state_dict_hook(_take_apart)
         self.register_load_state_dict_pre_hook(_put_together)
         if options.execute_sharding_on_init and builder.on_device:
@@ -104,7 +103,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
                 "scanned blocks take a floating-point tensor first, got "
                 f"{x.dtype if isinstance(x, torch.Tensor) else type(x).__name__}"
             )
-        dtype = self.fsdp_options.dtype_of_inputs(root=self._is_root is not False)
+        dtype = self.fsdp_options.dtype_of_inputs(root=self._unit.is_root is not False)
         if dtype is not None:
             x, args, kwargs = (cast_floats(value, dtype) for value in (x, args, kwargs))
         unit = self._unit

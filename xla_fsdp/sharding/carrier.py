@@ -90,3 +90,6 @@ class Carrier:
         key = tuple(there.items()), tuple(held), dtypes, self._wire.predivide, self._wire.postdivide
         found = self._once("reduce", reduced, [*given, *held.values()], key)
         return dict(zip(there, found, strict=False)), found[len(there) :]
+
+    def backward_over(self) -> None:
+        """A backward of the unit ended, or will not end."""

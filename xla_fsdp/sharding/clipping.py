@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -11,12 +12,30 @@ from torch import nn
 from ..collectives.groups import checked_groups
 from ..collectives.world import World
 from .sharded_tensor import require_reduced
-from .unit import Unit
+
+
+class Shares(Protocol):
+    """What is asked of a unit."""
+
+    @property
+    def world(self) -> World:
+        """Who has the other shards."""
+
+    @property
+    def shards(self) -> Sequence[nn.Parameter]:
+        """This rank's."""
+
+
+class Shared(NamedTuple):
+    """Parameters of one world, whatever their units."""
+
+    world: World
+    shards: Sequence[nn.Parameter]
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    units: Sequence[Unit],
+    units: Sequence[Shares],
     parameters: Iterable[nn.Parameter],
     max_norm: float,
     norm_type: float = 2.0,

@@ -2,7 +2,7 @@
 
 torch calls hooks before every optimizer's step. One of them, registered once a process, looks at
 what is wrong for good; it costs the host a microsecond a step. And ``torch.nn.utils``'s clipping by
-norm, which would take the norm of one rank's shards, is replaced by itself behind a check.
+norm, which would take the norm of one rank's shards, is replaced by one that asks all ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,6 +21,8 @@ import torch_xla.runtime as xr
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from .clipping import Shared, clip_grad_norm_
+from .gathering import GatherNode
 from .ignored import note_of
 from .sharded_tensor import home_of, require_reduced
 
@@ -44,6 +46,8 @@ def watch_optimizers() -> None:
     checked = _checked_clipping(torch.nn.utils.clip_grad_norm_)
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         vars(module)["clip_grad_norm_"] = checked
+    # Clipping itself calls it by another name.
+    vars(torch.nn.utils)["get_total_norm"] = _checked_norm(torch.nn.utils.get_total_norm)
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -64,21 +68,63 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 def _checked_clipping(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(clip)
     def checked(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        each = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for parameter in each:
-            home = home_of(parameter)
-            if home is not None and home.layout.size > 1:
-                caller = sys._getframe().f_back
-                if caller is not None and caller.f_globals.get("__name__") == _ACCELERATOR:
-                    raise RuntimeError(_WRONG["Accelerate"])
-                raise RuntimeError(
-                    "torch.nn.utils.clip_grad_norm_ takes the norm of this rank's shards (of "
-                    f"{home.key!r}, for one), another on each rank: call model.clip_grad_norm_("
-                    "max_norm), which takes that of all gradients"
-                )
-        return clip(each, *args, **kwargs)
+        each: list[Any] = [parameters]
+        if not isinstance(parameters, torch.Tensor):
+            each = list(parameters)
+        if any(isinstance(parameter.grad_fn, GatherNode) for parameter in each):
+            raise RuntimeError(
+                "torch.nn.utils.clip_grad_norm_ was given full parameters, which have no gradient: "
+                "their shards do. Call reshard() first, where unshard() was called"
+            )
+        homes = [(parameter, home_of(parameter)) for parameter in each]
+        shared = [
+            Shared(home.world, [parameter])
+            for parameter, home in homes
+            if home is not None and home.layout.size > 1 and home.world is not None
+        ]
+        if not shared:
+            return clip(each, *args, **kwargs)
+        caller = sys._getframe().f_back
+        if caller is not None and caller.f_globals.get("__name__") == _ACCELERATOR:
+            raise RuntimeError(_WRONG["Accelerate"])
+        return _clip(shared, each, *args, **kwargs)
 
     return checked
+
+
+def _checked_norm(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(norm)
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if xr.world_size() > 1 and any(tensor.device.type == "xla" for tensor in each):
+            raise RuntimeError(
+                "torch.nn.utils.get_total_norm on tensors of one of several ranks: gradients of "
+                "shards do not say that they are, and it would take the norm of this rank's. Call "
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), which returns the "
+                "norm of all; float('inf') clips nothing"
+            )
+        return norm(each, *args, **kwargs)
+
+    return checked
+
+
+def _clip(
+    shared: Sequence[Shared],
+    parameters: Sequence[Any],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` where some of ``parameters`` are shards: by the norm of
+    what all ranks have of these, as ``model.clip_grad_norm_``. Every rank must call it."""
+    if error_if_nonfinite:
+        raise ValueError(
+            "torch.nn.utils.clip_grad_norm_(error_if_nonfinite=True) is not possible on shards, "
+            "whose norm is known when the program has run: leave it out, and look at the norm that "
+            "is returned"
+        )
+    return clip_grad_norm_(shared, parameters, max_norm, norm_type)
 
 
 def _require_shards(optimizer: Optimizer) -> None:

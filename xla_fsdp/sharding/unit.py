@@ -57,6 +57,8 @@ class Unit:
             self.placeholder = torch.zeros(1, device=world.device)
         else:  # data: a constant would make the first step's program another than the second's
             self.placeholder = torch.zeros(1, device="cpu").to(world.device)
+        # Unknown until the first forward: the outermost unit is the root.
+        self.is_root: bool | None = None
         # Whether modules hold full parameters outside of a forward, see summon.py.
         self.summoned = False
         self.wire = Wire(options, world)
@@ -300,6 +302,7 @@ class Unit:
         for one in self._backward.pop(task, ()):
             one.finish()
         self.order.backward_over()
+        self.carrier.backward_over()
         self._restore()
 
     # -- bytes ----------------------------------------------------------------------------------

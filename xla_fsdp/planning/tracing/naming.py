@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from ...names import shell_of
 from ...tree import tensors_in
 
 # On a tensor: the module that made it gives its name to what its gradient starts.
@@ -101,7 +102,9 @@ class Naming:
 
     def _know(self, root: nn.Module) -> None:
         for name, module in root.named_modules():
-            self._names.setdefault(module, plain(name))
+            for one in (module, shell_of(module)):
+                if one is not None:
+                    self._names.setdefault(one, plain(name))
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1

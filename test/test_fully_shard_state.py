@@ -1,0 +1,215 @@
+"""fully_shard: what goes in and out of such models, what is refused, and the program on a TPU."""
+
+import pytest
+import torch
+from in_place import assert_like_plain, build, sharded, tokens, train, wrapped
+from torch import nn
+from wrappings import assert_equal
+
+
+def adamw(model):
+    # A large epsilon: where a gradient is all rounding error, Adam would amplify it to a full step.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def in_and_out(rank, size, folder):
+    import torch_xla.core.xla_model as xm
+    from safetensors.torch import save_file
+
+    import xla_fsdp
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp.consolidate import consolidate_sharded_state_dicts
+
+    plain = build()
+    whole = adamw(plain)
+    first = train(plain, steps=1, optimizer=whole)
+    before = {n: v.clone() for n, v in plain.state_dict().items()}
+    then = train(plain, steps=1, optimizer=whole, first=1)
+    for number, (make, other) in enumerate([(sharded, wrapped), (wrapped, sharded)]):
+        model = make()
+        optimizer = adamw(model)
+        found = train(model, rank, size, steps=1, optimizer=optimizer)
+        xla_fsdp.save_checkpoint(f"{folder}/{number}", model, optimizer, step=1)
+        state = xla_fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+        second = other(seed=7) if other is wrapped else sharded(build(7))
+        optimizer = adamw(second)
+        xla_fsdp.load_checkpoint(f"{folder}/{number}", second, optimizer)
+        again = xla_fsdp.full_optim_state_dict(second, optimizer, rank0_only=False)
+        assert_equal(again, state)
+        found += train(second, rank, size, steps=1, optimizer=optimizer, first=1)
+        assert_like_plain(second, found, first + then, plain)
+
+    model = sharded(build(7))
+    assert xla_fsdp.load_full_state_dict(model, before if rank == 0 else None).missing_keys == []
+    mine = {name: value.cpu() for name, value in model.state_dict().items()}
+    everyone = xm.mesh_reduce("states", mine, list)
+    joined = consolidate_sharded_state_dicts(everyone, model.get_shard_metadata())
+    torch.testing.assert_close(joined, before, rtol=0, atol=0)
+    save_file(
+        {n: v for n, v in before.items() if n != "head.weight"}, f"{folder}/{rank}.safetensors"
+    )
+    model = sharded(build(7))
+    xla_fsdp.load_weights(model, f"{folder}/{rank}.safetensors")
+    with FSDP.summon_full_params(model, writeback=False):
+        assert torch.equal(model.layers[0].qkv.weight.cpu(), before["layers.0.qkv.weight"])
+        assert model.head.weight is model.embed.weight
+    model.load_state_dict(sharded(build(7)).state_dict())
+    torch.testing.assert_close(
+        xla_fsdp.full_state_dict(model, rank0_only=False), build(7).state_dict(), rtol=0, atol=0
+    )
+
+    # Initialised as a whole, from the meta device too; scanned blocks inside.
+    def init(module):
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+
+    assert model.apply(init) is model
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    xla_fsdp.fully_shard(empty[0])
+    xla_fsdp.fully_shard(empty, param_init_fn=lambda module: module.to_empty(device="cpu"))
+    empty.apply(init)
+    for one, value in ((model.layers[0].up, 0.5), (empty[1], 0.5)):
+        with FSDP.summon_full_params(empty if one is empty[1] else model, writeback=False):
+            assert one.weight.dim() == 2 and bool((one.weight == value).all())
+    plain, model = build(), build()
+    model.layers = nn.ModuleList([xla_fsdp.scan_blocks(model.layers)])
+    xla_fsdp.fully_shard(model)
+    assert len(train(model, rank, size, steps=1)) == 1
+    state = xla_fsdp.full_state_dict(model, rank0_only=False)
+    assert {n.replace("layers.0.", "layers.") for n in state} == set(plain.state_dict())
+
+
+def test_checkpoints_state_dicts_and_initialisation(run_ranks, tmp_path):
+    run_ranks(in_and_out, 2, 2, str(tmp_path), timeout=400)
+
+
+class Taken(nn.Linear):
+    reshard = 1
+
+
+def refusals(rank, size):
+    from torch.distributed.checkpoint.state_dict import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+    from torch.distributed.fsdp import MixedPrecisionPolicy as Theirs
+
+    import xla_fsdp
+    from xla_fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def refused(match, error=ValueError, module=None, **options):
+        with pytest.raises(error, match=match):
+            fully_shard(nn.Linear(2, 2) if module is None else module, **options)
+
+    refused("mp_policy must be", mp_policy=Theirs())
+    refused("offload_policy=CPUOffloadPolicy.*not possible", offload_policy=CPUOffloadPolicy())
+    refused("shard_placement_fn", shard_placement_fn=lambda parameter: None)
+    refused("device_mesh must be", mesh=[0])
+    refused("reshard_after_forward must be", reshard_after_forward="no")
+    refused("by mp_policy", compute_dtype=torch.bfloat16)
+    refused("by mesh", sharding_groups=[[0, 1]])
+    refused("flatten_parameters=True is not possible", flatten_parameters=True)
+    refused("no argument 'meshes'", TypeError, meshes=[0, 1])
+    refused("forward_prefetch must be", TypeError, forward_prefetch=1)
+    refused("must be a torch.nn.Module", TypeError, module=7)
+    refused("no forward", RuntimeError, module=nn.ModuleList([nn.Linear(2, 2)]))
+    refused("Taken has an attribute 'reshard' of its own", module=Taken(2, 2))
+    refused("already wrapped", RuntimeError, module=fully_shard(nn.Linear(2, 2)))
+    refused("already wrapped", RuntimeError, module=FSDP(nn.Linear(2, 2)))
+    for wrong in ({"param_dtype": torch.int8}, {"reduce_dtype": torch.bfloat16},
+                  {"cast_forward_inputs": 1}):  # fmt: skip
+        with pytest.raises(ValueError, match=f"MixedPrecisionPolicy.{next(iter(wrong))}"):
+            MixedPrecisionPolicy(**wrong)
+    with pytest.raises(ValueError, match="is wrapped"):
+        xla_fsdp.scan_blocks([fully_shard(nn.Linear(2, 2))])
+    with pytest.raises(TypeError, match="what xla_fsdp.fully_shard"):
+        FSDPModule()
+
+    outer = build()
+    fully_shard(outer)
+    fully_shard(outer.layers[0])
+    with pytest.raises(RuntimeError, match="'layers.0'.*from the inside out"):
+        outer(tokens(0).to("xla"))
+    model = sharded()
+    for method, value in [
+        ("set_requires_gradient_sync", 1),
+        ("set_requires_all_reduce", None),
+        ("set_reshard_after_forward", 2),
+        ("set_reshard_after_backward", "no"),
+        ("set_is_last_backward", 0),
+        ("unshard", 1),
+        ("set_modules_to_forward_prefetch", model),
+        ("set_modules_to_backward_prefetch", [model.embed]),
+        ("set_gradient_divide_factor", 0),
+    ]:
+        with pytest.raises(ValueError):
+            getattr(model, method)(value)
+    for method in ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"):
+        with pytest.raises(NotImplementedError, match=method):
+            getattr(model, method)(None)
+    with pytest.raises(RuntimeError, match="needs parameter 'embed.weight'.*register_fsdp"):
+        model.squared()
+    with pytest.raises(RuntimeError, match="stay on"):
+        model.cpu()
+    with pytest.raises(ValueError, match="leave assign out"):
+        model.load_state_dict(model.state_dict(), assign=True)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        model.__getstate__()
+    with pytest.raises(ValueError, match="error_if_nonfinite"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    with pytest.raises(RuntimeError, match="get_total_norm"):
+        nn.utils.get_total_norm([p.detach() for p in model.parameters()])
+    with pytest.raises(AttributeError, match="no method 'decode'"):
+        xla_fsdp.register_fsdp_forward_method(model, "decode")
+    for get in (get_model_state_dict, get_optimizer_state_dict):
+        own = [torch.optim.SGD(model.parameters(), lr=0.1)][: get is get_optimizer_state_dict]
+        for one in (model, nn.Sequential(model)):
+            with pytest.raises(RuntimeError, match="xla_fsdp.full_state_dict"):
+                get(one, *own)
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    sharded(plain)
+    with pytest.raises(RuntimeError, match="Make the optimizer after wrapping"):
+        optimizer.step()
+
+
+def test_what_is_not_possible_is_refused(run_ranks):
+    run_ranks(refusals, 2, 2)
+
+
+TRACED = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from in_place import VOCABULARY, loss_of, sharded, wrapped
+from xla_fsdp.planning.tracing.fingerprint import names
+from xla_fsdp.planning.tracing.step import trace_step
+from xla_fsdp.tpu.topology import resolve
+
+def step(make):
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    batch = torch.zeros(2, 4, dtype=torch.long).to("xla")
+    loss_of(model(batch), batch).backward()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+slice = resolve("v5litepod-8")
+found = []
+for make in (sharded, wrapped):
+    torch.manual_seed(0)
+    traced = trace_step(lambda: step(make), 1, slice.devices, slice)
+    found.append((traced.program.fingerprint, traced.bound, names(traced.program.hlo)))
+assert found[0] == found[1], found
+assert any("forward[layers.1]" in name for name in found[0][2]), found[0][2]
+"""
+
+
+def test_the_program_on_a_tpu_is_that_of_the_class(run_script):
+    import pathlib
+
+    done = run_script(TRACED.format(tests=str(pathlib.Path(__file__).parent)))
+    assert done.returncode == 0, done.stderr

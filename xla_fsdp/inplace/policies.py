@@ -1,0 +1,94 @@
+"""The policies of ``fully_shard``, by the names and with the defaults of torch's FSDP2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..sharding.mixed_precision import COMPUTE_DTYPES, MixedPrecision
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of what a module that is sharded in place computes and sends.
+
+    Attributes:
+        param_dtype: what parameters are gathered and computed with in; ``None``: their own.
+        reduce_dtype: what gradients are reduced in: ``param_dtype`` (``None``), or
+            ``torch.float32``.
+        output_dtype: what floating-point outputs of the module's forward are cast to.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
+
+    Raises:
+        ValueError: another dtype than ``torch.float32``, ``torch.float16``, ``torch.bfloat16`` or
+            ``None``, a ``reduce_dtype`` that does not go, or no bool.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise ValueError(
+                "MixedPrecisionPolicy.cast_forward_inputs must be True or False, got "
+                f"{self.cast_forward_inputs!r}"
+            )
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value = getattr(self, name)
+            if value is not None and value not in COMPUTE_DTYPES:
+                allowed = ", ".join(map(str, COMPUTE_DTYPES))
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{name} must be one of {allowed} or None, got {value!r}"
+                )
+        if self.reduce_dtype not in (None, torch.float32, self.param_dtype):
+            raise ValueError(
+                f"MixedPrecisionPolicy.reduce_dtype={self.reduce_dtype} with param_dtype="
+                f"{self.param_dtype}: gradients are reduced in param_dtype (reduce_dtype=None) or "
+                "in torch.float32, in nothing else"
+            )
+
+    @property
+    def as_option(self) -> MixedPrecision | None:
+        """The wrapper's ``mixed_precision`` that does the same, but for the outputs."""
+        if self.param_dtype is None and self.reduce_dtype is None:
+            return None
+        cast = self.cast_forward_inputs
+        return MixedPrecision(
+            self.param_dtype,
+            self.reduce_dtype,
+            cast_forward_inputs=cast,
+            cast_root_forward_inputs=cast,
+        )
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Nothing is offloaded: shards stay on the device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """torch's name for shards on the host; refused by ``fully_shard``, there is no offload yet."""
+
+    pin_memory: bool = True
+
+
+def checked_precision(policy: Any) -> MixedPrecisionPolicy:
+    """Raises ValueError if ``mp_policy`` is none of ours."""
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ValueError(f"mp_policy must be an xla_fsdp.MixedPrecisionPolicy, got {policy!r}")
+    return policy
+
+
+def require_no_offload(policy: Any) -> None:
+    """Raises ValueError if ``offload_policy`` asks for anything."""
+    if type(policy) is not OffloadPolicy:
+        raise ValueError(
+            f"offload_policy={policy!r} is not possible: parameters, gradients and optimizer state "
+            "stay on the device. Leave it out, or pass xla_fsdp.OffloadPolicy(); to hold less "
+            "there, shard over more ranks"
+        )
