@@ -101,12 +101,12 @@ class Shell(XlaFullyShardedDataParallel):
             return True
         if held is None:
             unit.settle()  # what an exception left behind
-        elif unit.is_unsharded and self.in_place.keeping.is_stale(unit.tensors):
+        elif unit.held is not None and self.in_place.keeping.is_stale(unit.tensors):
             raise RuntimeError(
                 f"parameters of {unit.title!r} were changed, by an optimizer step or a load, since "
                 "unshard() gathered them: call it again"
             )
-        return unit.is_unsharded
+        return unit.held is not None
 
     def reshard(self) -> None:
         """Undoes :meth:`unshard`."""
