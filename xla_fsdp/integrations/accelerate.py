@@ -38,7 +38,7 @@ from .device_loader import batches_of
 from .fsdp_plugin import sharding_of_plugin
 from .held_shards import average_unsharded, hold_shards, holds_shards
 from .saving import outermost
-from .sharding import sharding_of, use_sharding
+from .sharding import downcasting, restore, sharding_of, use_sharding
 
 __all__ = ["Accelerator", "install", "uninstall"]
 
@@ -64,13 +64,12 @@ def _state_of_process(original: Any, self: PartialState, *args: Any, **kwargs: A
 
 @changes.around(AcceleratorState, "__init__")
 def _state(original: Any, self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
-    before = {name: os.environ.get(name) for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")}
+    before = downcasting()
     original(self, *args, **kwargs)
     plugin = kwargs.get("fsdp_plugin")
     if plugin is None or self.distributed_type != DistributedType.XLA or sharding_of(self):
         return
-    for name, value in before.items():  # they make float32 bfloat16, parameters too
-        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    restore(before)
     try:
         if self.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(

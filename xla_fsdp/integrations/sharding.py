@@ -159,3 +159,18 @@ def sharding_of(state: Any) -> Sharding | None:
 def use_sharding(state: Any, sharding: Sharding) -> None:
     """Has all accelerators that share ``state`` wrap models so."""
     setattr(state, _SHARDING, sharding)
+
+
+def downcasting() -> dict[str, str | None]:
+    """The variables that Accelerate sets on a TPU for ``bf16``: they would make all that is float32
+    bfloat16, parameters too, and Pallas kernels refuse them."""
+    return {name: os.environ.get(name) for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")}
+
+
+def restore(variables: Mapping[str, str | None]) -> None:
+    """Puts the environment's variables back; ``None``: there was none."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

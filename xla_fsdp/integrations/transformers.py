@@ -22,7 +22,7 @@ from ..names import WRAPPED
 from ..sharding.around import is_sharded
 from . import accelerate as _accelerate  # first: it changes the Accelerator of every Trainer
 from .changes import Changes
-from .sharding import sharding_of, use_sharding
+from .sharding import downcasting, restore, sharding_of, use_sharding
 from .trainer_checkpoints import (
     load_best,
     load_random_state,
@@ -55,10 +55,12 @@ def uninstall() -> None:
 
 @changes.around(Trainer, "create_accelerator_and_postprocess")
 def _create_accelerator(original: Any, self: Trainer) -> None:
+    before = downcasting()
     original(self)
     asked = self.args.fsdp_config
     state = self.accelerator.state
     if asked["xla"] and not asked["xla_fsdp_v2"] and self.args.fsdp:
+        restore(before)
         use_sharding(state, sharding_of_arguments(self.args))
         self.accelerator.native_amp = False
     elif sharding_of(state) is not None:  # from a config file: the Trainer is to know of it
