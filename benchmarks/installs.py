@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = {"demo": "demo", "test": "examples,plan,pod,test,lint,hf"}
+EXTRAS = {"demo": "demo", "test": "examples,hf,plan,pod,test,lint"}
 
 
 def seconds(tool: str, extras: str) -> float:
