@@ -34,6 +34,7 @@ def serve(descriptor: int, size: int) -> NoReturn:
     connection = Connection(descriptor)
     random_state = torch.get_rng_state()
     xla_seed: int | None = None
+    environment: dict[str, str] = {}
     while True:
         try:
             sys_path, cwd, call = connection.recv()
@@ -45,6 +46,9 @@ def serve(descriptor: int, size: int) -> NoReturn:
         torch.set_rng_state(random_state)
         if xla_seed is None:
             xla_seed = _first_seed(size)
+            environment = dict(os.environ)
+        os.environ.clear()  # libraries leave settings in it, Accelerate for one
+        os.environ.update(environment)
         torch_xla._XLAC._xla_set_rng_seed(xla_seed, "xla:0")
         outcome = _run(call, size)
         sys.stdout.flush()
