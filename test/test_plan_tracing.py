@@ -229,6 +229,10 @@ def experts_that_values_choose_are_all_planned():
     said = list(warnings(Schedule(0, (), (), (), (), 0, {}), traced, 1, (0,), 0.5))
     assert any("2 of 8 parameters" in one and "unused.weight" in one for one in said)
     assert any("depends on values" in one and "test_plan_tracing.py" in one for one in said)
+    traced = trace_step(step(lambda hits: (hits > 0).nonzero(as_tuple=True)[0].tolist()), 0, 4)
+    assert traced.untrained == ("unused.weight", "unused.bias")
+    traced = trace_step(step(lambda hits: (hits > 0).nonzero()[:, 0].add_(0).tolist()), 0, 4)
+    assert traced.reads  # a value that was changed is not known
     traced = trace_step(step(lambda hits: [0]), 0, 4)
     assert "experts.2.bias" in traced.untrained and len(traced.untrained) == 6
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..sharding.mixed_precision import COMPUTE_DTYPES, MixedPrecision
+from ..sharding.mixed_precision import MixedPrecision, require_flags_and_dtypes
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,8 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.cast_forward_inputs, bool):
-            raise ValueError(
-                "MixedPrecisionPolicy.cast_forward_inputs must be True or False, got "
-                f"{self.cast_forward_inputs!r}"
-            )
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            value = getattr(self, name)
-            if value is not None and value not in COMPUTE_DTYPES:
-                allowed = ", ".join(map(str, COMPUTE_DTYPES))
-                raise ValueError(
-                    f"MixedPrecisionPolicy.{name} must be one of {allowed} or None, got {value!r}"
-                )
-        if self.reduce_dtype not in (None, torch.float32, self.param_dtype):
-            raise ValueError(
-                f"MixedPrecisionPolicy.reduce_dtype={self.reduce_dtype} with param_dtype="
-                f"{self.param_dtype}: gradients are reduced in param_dtype (reduce_dtype=None) or "
-                "in torch.float32, in nothing else"
-            )
+        dtypes = ("param_dtype", "reduce_dtype", "output_dtype")
+        require_flags_and_dtypes(self, ("cast_forward_inputs",), dtypes)
 
     @property
     def as_option(self) -> MixedPrecision | None:

@@ -30,13 +30,14 @@ from ..names import is_wrapper, shell_of
 from ..ranks.rank import current_rank
 from ..sharding.around import is_sharded
 from ..sharding.clipping import clip_grad_norm_ as clip_shards
+from ..sharding.optimizer_checks import has_shards
 from ..sharding.sharded_tensor import home_of
 from ..sharding.unit import units_in
 from .accelerate_state import load_sharded_state, save_sharded_state
 from .changes import Changes
 from .device_loader import batches_of
 from .fsdp_plugin import sharding_of_plugin
-from .held_shards import average_unsharded, hold_shards, holds_shards
+from .held_shards import average_unsharded, hold_shards
 from .saving import outermost
 from .sharding import downcasting, restore, sharding_of, use_sharding
 
@@ -174,7 +175,7 @@ changes.add(MpDeviceLoaderWrapper, "dataset", property(lambda self: self.dataloa
 
 @changes.around(AcceleratedOptimizer, "step")
 def _step(original: Any, self: AcceleratedOptimizer, closure: Any = None) -> None:
-    if not holds_shards(self.optimizer):
+    if not has_shards(self.optimizer):
         return original(self, closure)
     self.knows_shards = True
     stepping = self.gradient_state.sync_gradients

@@ -44,11 +44,6 @@ def hold_shards(optimizer: torch.optim.Optimizer) -> None:
         group["params"] = list(shards)
 
 
-def holds_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether one of its parameters is a shard."""
-    return any(home_of(p) is not None for group in optimizer.param_groups for p in group["params"])
-
-
 def average_unsharded(optimizer: torch.optim.Optimizer) -> None:
     """Averages, over all ranks, the gradients of parameters that every rank has whole."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])

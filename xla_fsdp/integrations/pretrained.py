@@ -13,7 +13,7 @@ from torch import nn
 
 from ..checkpoint.weights import load_weights
 
-__all__ = ["without_values", "load_pretrained"]
+__all__ = ["load_pretrained"]
 
 
 def load_pretrained(
@@ -22,12 +22,12 @@ def load_pretrained(
     """What ``model_class.from_pretrained(folder)`` loads, sharded; every rank must call it.
 
     The model is built without values, wrapped, and each rank reads its own part of each parameter:
-    in memory is one shard of a parameter at a time beyond the shards, and while wrapping one
-    submodule with zeros in it. Use it like this::
+    in memory is one shard of a parameter at a time beyond the shards. Use it like this, with
+    :func:`xla_fsdp.loaded_later`::
 
         model = load_pretrained(
             LlamaForCausalLM, "llama-3-8b",
-            lambda model: FSDP(model, auto_wrap_policy=policy, param_init_fn=without_values),
+            lambda model: FSDP(model, auto_wrap_policy=policy, param_init_fn=loaded_later),
         )
 
     Args:
@@ -67,15 +67,6 @@ def load_pretrained(
 
     load_weights(wrapped, folder, rename=rename)
     return wrapped.eval()
-
-
-def without_values(module: nn.Module) -> None:
-    """As ``param_init_fn`` of a wrapper: zeros for what is loaded afterwards."""
-    module.to_empty(device="cpu", recurse=False)
-    with torch.no_grad():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                parameter.zero_()
 
 
 def _compute_buffers(model: Any) -> None:

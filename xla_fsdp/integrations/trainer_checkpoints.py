@@ -16,7 +16,6 @@ import numpy
 import torch
 import torch_xla.core.xla_model as xm
 import transformers.trainer
-from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -26,7 +25,6 @@ from ..checkpoint.full_state import full_state_dict
 from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.meeting import Meeting
 from ..checkpoint.saving import save_checkpoint
-from ..checkpoint.weights import load_weights
 
 FOLDER = "xla_fsdp"
 
@@ -101,16 +99,6 @@ def load_training(trainer: Trainer, folder: str) -> None:
     state = meeting.each("read the optimizer", lambda: read("optimizer.pt"))
     load_full_optim_state_dict(trainer.model, optimizer, state)
     meeting.together("load the scheduler", lambda: scheduler.load_state_dict(read("scheduler.pt")))
-
-
-def load_sharded(model: nn.Module, folder: str) -> None:
-    """The weights of a checkpoint's folder, or of any that ``from_pretrained`` reads."""
-    load_weights(model, folder)
-
-
-def load_best(trainer: Trainer) -> None:
-    """``load_best_model_at_end``: the weights of the best checkpoint."""
-    load_sharded(trainer.model, trainer.state.best_model_checkpoint)
 
 
 def load_random_state(trainer: Trainer, folder: str) -> None:

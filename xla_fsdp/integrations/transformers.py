@@ -18,15 +18,14 @@ import transformers.trainer
 from torch import nn
 from transformers import Trainer
 
+from ..checkpoint.weights import load_weights
 from ..names import WRAPPED
 from ..sharding.around import is_sharded
 from . import accelerate as _accelerate  # first: it changes the Accelerator of every Trainer
 from .changes import Changes
 from .sharding import downcasting, restore, sharding_of, use_sharding
 from .trainer_checkpoints import (
-    load_best,
     load_random_state,
-    load_sharded,
     load_training,
     ranks_that_saved,
     save_training,
@@ -125,14 +124,14 @@ def _load_model(
     model = self.model if model is None else model
     if not is_sharded(model):
         return original(self, resume_from_checkpoint, model)
-    return load_sharded(model, resume_from_checkpoint)
+    load_weights(model, resume_from_checkpoint)
 
 
 @changes.around(Trainer, "_load_best_model")
 def _load_best_model(original: Any, self: Trainer) -> None:
     if not is_sharded(self.model):
         return original(self)
-    return load_best(self)
+    load_weights(self.model, self.state.best_model_checkpoint)
 
 
 @changes.around(Trainer, "_load_rng_state")

@@ -188,15 +188,9 @@ def _put_together(
     errors: list[str],
 ) -> None:
     """Load hook: the reverse."""
-    if local_metadata.get("assign_to_params_buffers"):
-        raise ValueError(
-            "load_state_dict(assign=True) would put other tensors in the place of the stacked "
-            "shards; leave assign out, values are copied into them"
-        )
-    for key in list(state_dict):
-        if key.startswith(prefix):
-            value = state_dict.pop(key)
-            state_dict[prefix + metadata.intree_name(key[len(prefix) :])] = value
+    metadata.rename_loaded(
+        state_dict, prefix, local_metadata, "the stacked shards", lambda name: name
+    )
     for name, stack in _by_name(module).items():
         path, _, attribute = name.rpartition(".")
         if attribute in module.module.get_submodule(path)._non_persistent_buffers_set:

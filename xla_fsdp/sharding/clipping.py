@@ -76,7 +76,6 @@ def clip_grad_norm_(
     # A world without a gradient on this rank still takes part in the reduction.
     for unit in units:
         by_world.setdefault(unit.world, [])
-    parameters = list(parameters)
     device = units[0].world.device
     if any(parameter.requires_grad and id(parameter) not in worlds for parameter in parameters):
         by_world[None] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -107,18 +107,38 @@ def restore_state_dict_keys(
     errors: list[str],
 ) -> None:
     """Load hook: the reverse, for own keys and for those of ``torch_xla.distributed.fsdp``."""
+    own = {tensor.key for tensor in module._unit.flattened}
+    rename_loaded(
+        state_dict,
+        prefix,
+        local_metadata,
+        "the shards that the wrapper gathers",
+        lambda name: name if name in own else WRAPPED_PREFIX + name,
+    )
+    module.__dict__[_ERRORS] = errors
+
+
+def rename_loaded(
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    holders: str,
+    renamed: Callable[[str], str],
+) -> None:
+    """For load hooks: keys behind ``prefix`` become what ``renamed`` makes of their clean names.
+
+    Raises:
+        ValueError: values are to be assigned, in the place of ``holders``, not to be copied.
+    """
     if local_metadata.get("assign_to_params_buffers"):
         raise ValueError(
-            "load_state_dict(assign=True) would put other tensors in the place of the shards that "
-            "the wrapper gathers; leave assign out, values are copied into the shards"
+            f"load_state_dict(assign=True) would put other tensors in the place of {holders}; "
+            "leave assign out, values are copied into them"
         )
-    module.__dict__[_ERRORS] = errors
-    own = {tensor.key for tensor in module._unit.flattened}
     for key in list(state_dict):
         if key.startswith(prefix):
-            name = intree_name(key[len(prefix) :])
             value = state_dict.pop(key)
-            state_dict[prefix + name if name in own else prefix + WRAPPED_PREFIX + name] = value
+            state_dict[prefix + renamed(intree_name(key[len(prefix) :]))] = value
 
 
 def clean_reported_keys(module: nn.Module, incompatible: tuple[list[str], list[str]]) -> None:

@@ -44,24 +44,11 @@ class MixedPrecision:
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (_BatchNorm,)
 
     def __post_init__(self) -> None:
-        for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(
-                    f"MixedPrecision.{name} must be True or False, got {getattr(self, name)!r}"
-                )
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            value = getattr(self, name)
-            if value is not None and value not in COMPUTE_DTYPES:
-                allowed = ", ".join(map(str, COMPUTE_DTYPES))
-                raise ValueError(
-                    f"MixedPrecision.{name} must be one of {allowed} or None, got {value!r}"
-                )
-        if self.reduce_dtype not in (None, torch.float32, self.param_dtype):
-            raise ValueError(
-                f"MixedPrecision.reduce_dtype={self.reduce_dtype} with param_dtype="
-                f"{self.param_dtype}: gradients are reduced in param_dtype (reduce_dtype=None) or "
-                "in torch.float32, in nothing else"
-            )
+        require_flags_and_dtypes(
+            self,
+            ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"),
+            ("param_dtype", "reduce_dtype", "buffer_dtype"),
+        )
         classes = self._module_classes_to_ignore
         if not isinstance(classes, (list, tuple, set, frozenset)) or not all(
             isinstance(one, type) and issubclass(one, nn.Module) for one in classes
@@ -74,6 +61,27 @@ class MixedPrecision:
     def casts_inputs(self, root: bool) -> bool:
         """Whether a wrapper casts what its forward is given; ``root``: the outermost one."""
         return self.cast_forward_inputs or (root and self.cast_root_forward_inputs)
+
+
+def require_flags_and_dtypes(policy: Any, flags: Sequence[str], dtypes: Sequence[str]) -> None:
+    """Raises ValueError if an attribute of ``policy`` is no flag or no dtype to compute in, or if
+    its ``reduce_dtype`` does not go with its ``param_dtype``."""
+    kind = type(policy).__name__
+    for name in flags:
+        value = getattr(policy, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{kind}.{name} must be True or False, got {value!r}")
+    for name in dtypes:
+        value = getattr(policy, name)
+        if value is not None and value not in COMPUTE_DTYPES:
+            allowed = ", ".join(map(str, COMPUTE_DTYPES))
+            raise ValueError(f"{kind}.{name} must be one of {allowed} or None, got {value!r}")
+    if policy.reduce_dtype not in (None, torch.float32, policy.param_dtype):
+        raise ValueError(
+            f"{kind}.reduce_dtype={policy.reduce_dtype} with param_dtype={policy.param_dtype}: "
+            "gradients are reduced in param_dtype (reduce_dtype=None) or in torch.float32, in "
+            "nothing else"
+        )
 
 
 def meant_by_precision(policy: MixedPrecision | None) -> dict[str, Any]:

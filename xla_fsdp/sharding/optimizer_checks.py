@@ -1,8 +1,9 @@
 """What goes wrong with an optimizer on shards without a word, found out before its step.
 
 torch calls hooks before every optimizer's step. One of them, registered once a process, looks at
-what is wrong for good; it costs the host a microsecond a step. And ``torch.nn.utils``'s clipping by
-norm, which would take the norm of one rank's shards, is replaced by one that asks all ranks.
+what is wrong for good, and in every step asks each parameter whether gradients are missing. And
+``torch.nn.utils``'s clipping by norm, which would take the norm of one rank's shards, is replaced
+by one that asks all ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for group in optimizer.param_groups:
         require_reduced(group["params"], f"{type(optimizer).__name__}.step()")
     caller = _caller(sys._getframe())
-    if caller is not None and xr.world_size() > 1 and _has_shards(optimizer):
+    if caller is not None and xr.world_size() > 1 and has_shards(optimizer):
         raise RuntimeError(_WRONG[caller])
 
 
@@ -165,7 +166,7 @@ def _warn_of_empty_groups(optimizer: Optimizer) -> None:
     """Warns of what choosing "matrices" by ``parameter.dim() >= 2`` leads to."""
     groups = optimizer.param_groups
     empty = [number for number, group in enumerate(groups) if not group["params"]]
-    if empty and _has_shards(optimizer):
+    if empty and has_shards(optimizer):
         decay = groups[empty[0]].get("weight_decay")
         warnings.warn(
             f"group {empty[0]} of this {type(optimizer).__name__} (weight_decay={decay}) has no "
@@ -193,7 +194,8 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
                 return
 
 
-def _has_shards(optimizer: Optimizer) -> bool:
+def has_shards(optimizer: Optimizer) -> bool:
+    """Whether one of its parameters is a shard."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return any(home_of(parameter) is not None for parameter in parameters)
 

@@ -116,6 +116,8 @@ class Pretence:
         self.sized_by_data.append(call_site.here())
         self.on_read()
         settle(masks, 1.0)
+        for mask in masks:
+            setattr(mask, _KNOWN, torch.ones(mask.shape, dtype=mask.dtype))
 
 
 def settle(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
@@ -146,11 +148,11 @@ class _NothingIsRead(TorchFunctionMode):
             return _with_truth(func, args, kwargs)
         if masks := [t for t in _masks(func, args, kwargs) if is_pending(t)]:
             self.pretence.select(masks)
-            if func in _PLACES or func in _CHOICES:
-                return _everywhere(func, masks[0])
-        elif (func in _VIEWS or func in _VALUES) and _is_known(args, kwargs):
+        if func in _FOLLOWED and _is_known(args, kwargs):
             return _computed(func, args, kwargs)
-        elif func in READS and reads_to_host(func, args, kwargs):
+        if masks:
+            return func(*args, **kwargs)
+        if func in READS and reads_to_host(func, args, kwargs):
             pending = [t for t in xla_tensors((args, kwargs)) if is_pending(t)]
             if pending:
                 self.pretence.read(pending)
@@ -172,11 +174,6 @@ def _masks(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     return []
 
 
-def _everywhere(func: Any, mask: torch.Tensor) -> Any:
-    """The places in a mask that selects everything. What is computed from them alone is known."""
-    return _on_device(func(torch.ones(mask.shape)), mask.device)
-
-
 def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         sent: Any = xm.send_cpu_data_to_device([value], device)
@@ -188,8 +185,9 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _is_known(args: tuple, kwargs: dict) -> bool:
+    """Whether masks that select everything decide on all of it, and nothing has changed it."""
     tensors = xla_tensors((args, kwargs))
-    return bool(tensors) and all(hasattr(tensor, _KNOWN) for tensor in tensors)
+    return bool(tensors) and all(hasattr(t, _KNOWN) and not is_pending(t) for t in tensors)
 
 
 def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -237,6 +235,7 @@ _VALUES = frozenset(
     getattr(torch.Tensor, name)
     for name in "item tolist cpu numpy __bool__ __float__ __int__ __index__".split()
 )
+_FOLLOWED = _VIEWS | _VALUES | _PLACES | _CHOICES
 # On a tensor: the values it would have, were everything selected.
 _KNOWN = "_xla_fsdp_known"
 # On a tensor: whether it is true, had the step run. Losses are finite.

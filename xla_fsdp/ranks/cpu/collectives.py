@@ -85,10 +85,8 @@ class Collectives:
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
         """See ``xm.all_gather``: a tensor or a list of tensors, joined along ``dim``."""
-        context = self._rank_of(value)
-        if context is None or channel_id is not None:
-            if context is not None and channel_id is not None:
-                _record(context, channel_id, "all_gather", value)
+        context = self._rank_without_channel("all_gather", value, channel_id)
+        if context is None:
             return self._original["all_gather"](
                 value, dim, groups, output, pin_layout, channel_id, use_global_device_ids
             )
@@ -112,10 +110,8 @@ class Collectives:
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
         """See ``xm.reduce_scatter``: a tensor or a list of tensors."""
-        context = self._rank_of(input)
-        if context is None or channel_id is not None:
-            if context is not None and channel_id is not None:
-                _record(context, channel_id, "reduce_scatter", input)
+        context = self._rank_without_channel("reduce_scatter", input, channel_id)
+        if context is None:
             return self._original["reduce_scatter"](
                 reduce_type, input, scale, scatter_dim, shard_count, groups, output, pin_layout,
                 channel_id, use_global_device_ids,
@@ -181,6 +177,18 @@ class Collectives:
             rows = torch.cat([rows, torch.zeros_like(rows[:1])])
             return _pick(rows, sources.get(context.rank, self._session.size))
 
+    def _rank_without_channel(
+        self, kind: str, value: torch.Tensor | list[torch.Tensor], channel_id: int | None
+    ) -> RankContext | None:
+        """The rank whose collective is to be replaced. One that comes with a channel of its own is
+        traced as it is, and noted."""
+        context = self._rank_of(value)
+        if context is None or channel_id is None:
+            return context
+        first = value if isinstance(value, torch.Tensor) else value[0]
+        context.record(channel_id, kind, first.shape, first.dtype, call_site.here())
+        return None
+
     def _reduced(
         self,
         context: RankContext,
@@ -241,13 +249,6 @@ class Collectives:
         if device is not None and device.type != "xla":
             return None  # torch_xla's own complaint says it best
         return self._session.rank_of(device)
-
-
-def _record(
-    context: RankContext, channel: int, kind: str, value: torch.Tensor | list[torch.Tensor]
-) -> None:
-    first = value if isinstance(value, torch.Tensor) else value[0]
-    context.record(channel, kind, first.shape, first.dtype, call_site.here())
 
 
 def _pick(rows: torch.Tensor, index: int) -> torch.Tensor:
