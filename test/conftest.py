@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
@@ -11,6 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from script_server import ScriptServer
 
 pytest_plugins = ["xla_fsdp.testing"]
 
@@ -43,24 +42,25 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
 
 
+@pytest.fixture(scope="session")
+def script_server():
+    server = ScriptServer()
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def run_script(tmp_path):
+def run_script(tmp_path, script_server):
     """``run_script(text, *args, env={}, timeout=300)``: Python in a process of its own."""
 
-    def run(text, *args, env=None, timeout=300, **kwargs):
+    def run(text, *args, env=None, timeout=300, cwd=None):
         path = tmp_path / "script.py"
         path.write_text(text)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_THREAD_POOL_SIZE", "NPROC"):
             environment.pop(name, None)
-        return subprocess.run(
-            [sys.executable, str(path), *map(str, args)],
-            env={**environment, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            **kwargs,
-        )
+        environment.update(env or {})
+        return script_server.run([path, *args], cwd=cwd, env=environment, timeout=timeout)
 
     return run
 

@@ -2,23 +2,15 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-def run_example(folder, script, *flags, timeout, **environment):
+def run_example(server, folder, script, *flags, timeout, **environment):
     """Runs ``script`` in ``folder``, which its caches are put into as well."""
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *flags],
-        cwd=folder,
-        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **environment}
+    return server.run([EXAMPLES / script, *flags], cwd=folder, env=environment, timeout=timeout)
 
 
 def table(done):

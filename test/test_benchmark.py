@@ -40,10 +40,10 @@ def test_side_by_side_run_gives_every_figure_and_equal_losses(tmp_path):
     assert 0 < ours["traced_wire_bytes"] <= in_tree["traced_wire_bytes"]
 
 
-def test_a_wrong_slice_is_one_line_and_code_2():
+def test_a_wrong_slice_is_one_line_and_code_2(script_server):
     for module in ("planned", "depth"):
-        command = [sys.executable, "-m", f"benchmarks.{module}", "v9-8"]
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        command = ["-m", f"benchmarks.{module}", "v9-8"]
+        run = script_server.run(command, cwd=ROOT, env=os.environ, timeout=120)
         assert run.returncode == 2 and not run.stdout
         assert run.stderr.count("\n") == 1
         assert run.stderr.startswith(f"python -m benchmarks.{module}: ") and "v9-8" in run.stderr

@@ -6,8 +6,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -165,16 +163,11 @@ def test_ranks_in_processes_of_their_own_use_it(run_script, tmp_path):
     assert len(kept(tmp_path / "programs")) == 1
 
 
-def test_an_example_refuses_a_folder_in_one_line(tmp_path):
+def test_an_example_refuses_a_folder_in_one_line(script_server, tmp_path):
     blocked = tmp_path / "a-file"
     blocked.write_text("")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples/train_mnist.py"), f"--compilation_cache={blocked}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    example = [ROOT / "examples/train_mnist.py", f"--compilation_cache={blocked}"]
+    done = script_server.run(example, cwd=tmp_path, env=os.environ, timeout=180)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and not done.stdout
     assert f"--compilation_cache={blocked}: compiled programs can not be kept in" in done.stderr

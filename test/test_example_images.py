@@ -22,10 +22,10 @@ SMALL_VIT = (
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, script_server):
     """``run(script, *flags)`` runs an example in an empty folder."""
 
-    return partial(run_example, tmp_path, timeout=400)
+    return partial(run_example, script_server, tmp_path, timeout=400)
 
 
 @pytest.fixture

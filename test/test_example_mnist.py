@@ -27,10 +27,10 @@ def example(monkeypatch):
 
 
 @pytest.fixture
-def train(tmp_path):
+def train(tmp_path, script_server):
     """``train(*flags)`` runs the script in an empty folder."""
 
-    return partial(run_example, tmp_path, SCRIPT.name, timeout=180)
+    return partial(run_example, script_server, tmp_path, SCRIPT.name, timeout=180)
 
 
 def test_trains_saves_consolidates_and_agrees(train, tmp_path):

@@ -47,18 +47,18 @@ class Matrices(Unused):
 
 
 class Model(Unused):
-    def __init__(self, block=Block, around=nn.ModuleList):
+    def __init__(self, block=Block, around=nn.ModuleList, blocks=3):
         super().__init__()
         self.first = nn.Linear(5, 16, bias=block is Block)
-        self.blocks = around([block(9) for _ in range(3)])
+        self.blocks = around([block(9) for _ in range(blocks)])
 
 
-def plain(block=Block) -> nn.Module:
+def plain(block=Block, blocks=3) -> nn.Module:
     torch.manual_seed(0)
-    return Model(block)
+    return Model(block, blocks=blocks)
 
 
-def wrapped(kind: str, block=Block) -> nn.Module:
+def wrapped(kind: str, block=Block, blocks=3) -> nn.Module:
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
     from xla_fsdp import scan_blocks
 
@@ -71,7 +71,7 @@ def wrapped(kind: str, block=Block) -> nn.Module:
         return nn.ModuleList(map(fsdp, blocks))
 
     torch.manual_seed(0)
-    return fsdp(Model(block, around))
+    return fsdp(Model(block, around, blocks))
 
 
 KINDS = ("nested", "flat", "dim0", "scan", "dim0scan")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import test_optim
 import torch
-from test_optim import KINDS, STEPS, Block, gradients, plain, put_gradients, wrapped
+from test_optim import KINDS, STEPS, gradients, put_gradients
 from test_special_uses import whole
 from torch import nn
 
@@ -12,6 +15,8 @@ from xla_fsdp.optim import AdamW8bit, blockwise
 
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 0.1}
 STEPS = 2 * STEPS
+# Enough for a loop: a parameter is a hundred operations to compile.
+plain, wrapped = (partial(one, blocks=2) for one in (test_optim.plain, test_optim.wrapped))
 
 
 def published_values(signed: bool) -> torch.Tensor:
@@ -97,7 +102,7 @@ def on_ranks(rank, kinds, start, exact, encoded):
     import torch_xla
 
     for kind in kinds:
-        small, large = (wrapped(kind, Block) for _ in range(2))
+        small, large = (wrapped(kind) for _ in range(2))
         optimizers = [
             AdamW8bit(small.parameters(), min_8bit_size=0, **OPTIONS),
             AdamW8bit(large.parameters(), **OPTIONS),

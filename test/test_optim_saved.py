@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import test_optim
 import torch
-from test_optim import Block, gradients, plain, put_gradients, wrapped
+from test_optim import gradients, put_gradients
 from test_special_uses import whole
 
 from xla_fsdp.optim import Adafactor, AdamW8bit, blockwise
 
+plain, wrapped = (partial(one, blocks=2) for one in (test_optim.plain, test_optim.wrapped))
 MAKES = {
     "adafactor": lambda p: Adafactor(p, lr=0.65, weight_decay=0.1),
     "8bit": lambda p: AdamW8bit(p, lr=0.02, betas=(0.8, 0.9), min_8bit_size=0),
@@ -56,12 +60,12 @@ def save_and_go_on(rank, folder, kinds, expected):
 
     for kind, name in kinds:
         make = MAKES[name]
-        model = wrapped(kind, Block)
+        model = wrapped(kind)
         optimizer = make(model.parameters())
         train(model, optimizer, (1, 2))
         path = f"{folder}/{name}-{kind}"
         save_checkpoint(path, model, optimizer, step=2)
-        again = wrapped(kind, Block)
+        again = wrapped(kind)
         resumed = make(again.parameters())
         load_checkpoint(path, again, resumed)
         # As they were, bit for bit.
@@ -83,7 +87,7 @@ def on_other_ranks(rank, folder, pairs, expected):
     from xla_fsdp import load_checkpoint
 
     for kind, other, name in pairs:
-        model = wrapped(other, Block)
+        model = wrapped(other)
         optimizer = MAKES[name](model.parameters())
         load_checkpoint(f"{folder}/{name}-{kind}", model, optimizer)
         train(model, optimizer, (3, 4))

@@ -7,8 +7,6 @@ import gzip
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -376,20 +374,14 @@ def test_a_damaged_plan_counts_as_missing(tmp_path):
             assert read() is None, one
 
 
-def test_the_example_plans_itself(tmp_path):
+def test_the_example_plans_itself(tmp_path, script_server):
     """The very run: exit code 0 with a report, or 2 for a slice that does not exist."""
     root = os.path.dirname(os.path.dirname(__file__))
     script = os.path.join(root, "examples", "train_mnist.py")
 
     def run(*flags):
-        return subprocess.run(
-            [sys.executable, script, *flags],
-            cwd=tmp_path,
-            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=180,
-        )
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        return script_server.run([script, *flags], cwd=tmp_path, env=environment, timeout=180)
 
     done = run("--plan=v3-8", "--plan_report=plan.png", "--plan_report=plan.html")
     assert done.returncode == 0, done.stderr

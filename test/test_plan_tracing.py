@@ -6,8 +6,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -432,20 +430,11 @@ print(len(trace_step(run, 0, 1).program.donated))
 """
 
 
-def test_donates_what_the_runtime_donates(tmp_path):
+def test_donates_what_the_runtime_donates(run_script, tmp_path):
     """The same step, run by torch_xla, which states its donations in the program it compiles."""
     script = RUNTIME.format(file=__file__)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={
-            **os.environ,
-            "PJRT_DEVICE": "CPU",
-            "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text",
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    dump = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+    done = run_script(script, env={"PJRT_DEVICE": "CPU", "XLA_FLAGS": dump})
     assert done.returncode == 0, done.stderr
     programs = [path.read_text() for path in tmp_path.glob("*before_optimizations.txt")]
     heads = [re.search(r"buffer_donor=\{(.*?)\}, entry", text) for text in programs]

@@ -11,6 +11,7 @@ answered by how it ended, or None if it has not.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -108,6 +109,7 @@ def main() -> NoReturn:
     """Entry point of ``python -m xla_fsdp.ranks.fork_server SOCKET_FD``."""
     from . import worker
 
+    gc.freeze()  # what is imported stays: collections in workers need not look through it
     server = socket.socket(fileno=int(sys.argv[1]))
     while True:
         packet, descriptors, _, _ = socket.recv_fds(server, _LARGEST, 2)
