@@ -94,6 +94,10 @@ def loads(rank, folder):
         raises_naming(names[:3], [], "saving came",
                       lambda m=model: save_checkpoint(f"{folder}/none", m, step=1))  # fmt: skip
         raises_naming(names[:3], [], "full_state_dict came", lambda m=model: full_state_dict(m))
+        raises_naming(names[:3], [], r"state_dict\(\) came", lambda m=model: m.state_dict())
+        raises_naming(names[:3], [], "clip_grad_norm_ came", lambda m=model: m.clip_grad_norm_(1.0))
+        every = torch.optim.SGD(model.parameters(), lr=0.1)
+        raises_naming([names[0], names[2]], [], r"SGD.step\(\) came", every.step)
         model = copy.deepcopy(model).double().float()
         raises_naming(names[:3], [], call=lambda m=model: m(x))
         loaded = load_weights(model, f"{folder}/part.safetensors", strict=False)
@@ -162,7 +166,7 @@ def buffers(rank):
 
 def scanned(rank):
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import load_full_state_dict, loaded_later, scan_blocks
+    from xla_fsdp import fully_shard, load_full_state_dict, loaded_later, scan_blocks
 
     def model(device, **options):
         torch.manual_seed(3)
@@ -173,6 +177,10 @@ def scanned(rank):
     plain = nn.Sequential(*model("cpu"))
     sharded = model("meta", param_init_fn=loaded_later)
     x = inputs(rank)
+    raises_naming(["0.0.0.weight"], [], r"state_dict\(\) came", sharded.state_dict)
+    with torch.device("meta"):
+        in_place = fully_shard(nn.Linear(WIDTH, 5), param_init_fn=loaded_later)
+    raises_naming(["weight", "bias"], [], r"state_dict\(\) came", in_place.state_dict)
     raises_naming(["0.0.0.weight", "0.2.0.bias"], [], call=lambda: sharded(x.to("xla")))
     state = {f"0.{name}": value for name, value in plain.state_dict().items()}
     part = {name: value for name, value in state.items() if not name.startswith("0.1")}

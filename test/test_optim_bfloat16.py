@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -10,13 +12,15 @@ from test_optim import Block, Model, gradients, put_gradients
 from test_special_uses import whole
 from torch import nn
 
-from xla_fsdp.optim import LAMB, AdamW8bit, MasterWeights, StochasticRounding, stochastic
+from xla_fsdp.optim import LAMB, Adafactor, AdamW8bit, MasterWeights, StochasticRounding, stochastic
 
 ADAMW = {"lr": 0.003, "betas": (0.8, 0.9), "weight_decay": 0.1}
 STEPS = 4
 MAKES = {
     "master": lambda p: MasterWeights(p, torch.optim.AdamW, **ADAMW),
     "lamb": lambda p: MasterWeights(p, LAMB, lr=0.003),
+    "factors": lambda p: MasterWeights(p, Adafactor, lr=0.01),
+    "bytes": lambda p: MasterWeights(p, AdamW8bit, lr=0.003, min_8bit_size=0),
     "random": lambda p: StochasticRounding(p, torch.optim.AdamW, seed=5, **ADAMW),
 }
 
@@ -123,17 +127,22 @@ def test_masters_follow_who_else_changes_a_parameter():
 
 
 def on_ranks(rank, kinds, ways, expected, folder):
-    from xla_fsdp import save_checkpoint
+    from xla_fsdp import full_optim_state_dict, save_checkpoint
 
     for kind in kinds:
         for way in ways:
-            if way == "random" and kind in ("flat", "scan"):
+            if way != "master" and kind in ("flat", "scan"):
                 continue
             model = wrapped(kind)
             optimizer = MAKES[way](model.parameters())
             if folder is not None:
                 train(model, optimizer, 1, STEPS // 2)
                 save_checkpoint(f"{folder}/{kind}-{way}", model, optimizer, step=1)
+                torch.save(full_optim_state_dict(model, optimizer), f"{folder}/{way}-{rank}.pt")
+                if way == "factors":  # the optimizer first: what it copies knows no shards yet
+                    _, twin = copied = copy.deepcopy((optimizer, model))
+                    train(twin, copied[0], STEPS // 2 + 1, STEPS)
+                    assert_alike(whole(twin, twin.state_dict()), expected[way])
                 if rank == 0 and way == "master":
                     saved = {n: v.float() for n, v in whole(model, model.state_dict()).items()}
                     torch.save(saved, f"{folder}/weights.pt")
@@ -145,7 +154,7 @@ def on_ranks(rank, kinds, ways, expected, folder):
 
 def resumed(rank, kinds, ways, expected, folder):
     """On other ranks, and wrapped another way."""
-    from xla_fsdp import load_checkpoint
+    from xla_fsdp import load_checkpoint, load_full_optim_state_dict
 
     for kind, other in kinds:
         for way in ways:
@@ -159,16 +168,23 @@ def resumed(rank, kinds, ways, expected, folder):
                 torch.load(f"{folder}/weights.pt").items() if way == "master" else ()
             ):
                 assert torch.equal(loaded[name].float(), value), name
-            train(model, optimizer, STEPS // 2 + 1, STEPS)
+            again = MAKES[way](model.parameters())
+            full = torch.load(f"{folder}/{way}-0.pt") if rank == 0 else None
+            load_full_optim_state_dict(model, again, full)
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    assert torch.equal(again.state[parameter][key].cpu(), value.cpu()), (way, key)
+            train(model, again if way != "master" else optimizer, STEPS // 2 + 1, STEPS)
             assert_alike(whole(model, model.state_dict()), expected[way])
 
 
 def test_on_shards_and_on_other_ranks(run_ranks, tmp_path):
     expected = {way: unsharded(way) for way in MAKES}
     run_ranks(on_ranks, 1, ["nested"], ["lamb"], expected, None)
-    run_ranks(on_ranks, 2, ["flat", "nested"], ["master", "random"], expected, str(tmp_path))
+    ways = ["master", "random", "factors"]
+    run_ranks(on_ranks, 2, ["flat", "nested"], ways, expected, str(tmp_path))
     run_ranks(on_ranks, 4, ["scan"], ["master", "lamb"], expected, None)
-    run_ranks(resumed, 4, [("nested", "dim0")], ["master", "random"], expected, str(tmp_path))
+    run_ranks(resumed, 4, [("nested", "dim0")], ways, expected, str(tmp_path))
 
 
 def test_rounding_is_unbiased_and_exact_where_it_can_be():
@@ -204,6 +220,20 @@ def test_small_steps_add_up():
         optimizer.step()
     # 64 steps of 2**-12 are two of bfloat16's below 1, of which rounding loses every one.
     assert abs(parameter.float().mean().item() - (1 - 2.0**-6)) < 2.0**-11
+
+
+@pytest.mark.parametrize("way", ["master", "factors", "bytes", "random"])
+def test_copies_step_like_the_original(way):
+    model = plain()
+    optimizer = MAKES[way](model.parameters())
+    train(model, optimizer, 1, 2)
+    twins = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    train(model, optimizer, 3, 4)
+    for twin, own in twins:
+        own.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+        train(twin, own, 3, 4)
+        for name, value in model.state_dict().items():
+            assert torch.equal(twin.state_dict()[name], value), (way, name)
 
 
 def test_what_is_refused():

@@ -48,6 +48,42 @@ def state_of(model, optimizer):
     }
 
 
+def full_state_is_the_unsharded(name, full):
+    """Of Adafactor that of torch's; 8 bits within the distance of two values of their block."""
+    make = MAKES[name] if name != "adafactor" else torch_adafactor
+    model = plain()
+    optimizer = make(model.parameters())
+    for t in (1, 2):
+        for key, grad in gradients(model, t).items():
+            model.get_parameter(key).grad = grad
+        optimizer.step()
+    expected = {
+        n: optimizer.state[p] for n, p in model.named_parameters() if optimizer.state.get(p)
+    }
+    assert full["state"].keys() == expected.keys()
+    for key, state in expected.items():
+        found = full["state"][key]
+        assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in state.items()}
+        if "scales" not in state:
+            for what, value in state.items():
+                torch.testing.assert_close(found[what], value, rtol=2e-4, atol=1e-6)
+            continue
+        for number, signed in enumerate((True, False)):
+            what = ("exp_avg", "exp_avg_sq")[number]
+            assert found[what].dtype is torch.uint8
+            ours, theirs = (
+                blockwise.decode(one[what], one["scales"].reshape(2, -1)[number], signed)
+                for one in (found, state)
+            )
+            # The block of a shard may be one of other blocks of a stack too.
+            assert (ours - theirs).abs().max() < 4 * 0.0071 * max(theirs.abs().max(), 0.5)
+    return model, optimizer
+
+
+def torch_adafactor(parameters):
+    return torch.optim.Adafactor(parameters, lr=0.65, weight_decay=0.1)
+
+
 def close(found, expected, name):
     for key, value in expected.items():
         # Blocks of other ranks round the moments otherwise: a hundredth of a step or two.
@@ -56,7 +92,7 @@ def close(found, expected, name):
 
 
 def save_and_go_on(rank, folder, kinds, expected):
-    from xla_fsdp import load_checkpoint, save_checkpoint
+    from xla_fsdp import full_optim_state_dict, full_state_dict, load_checkpoint, save_checkpoint
 
     for kind, name in kinds:
         make = MAKES[name]
@@ -65,6 +101,10 @@ def save_and_go_on(rank, folder, kinds, expected):
         train(model, optimizer, (1, 2))
         path = f"{folder}/{name}-{kind}"
         save_checkpoint(path, model, optimizer, step=2)
+        full = full_state_dict(model), full_optim_state_dict(model, optimizer)
+        if rank == 0:
+            full_state_is_the_unsharded(name, full[1])
+            torch.save(full, f"{path}.pt")
         again = wrapped(kind)
         resumed = make(again.parameters())
         load_checkpoint(path, again, resumed)
@@ -84,12 +124,26 @@ def save_and_go_on(rank, folder, kinds, expected):
 
 
 def on_other_ranks(rank, folder, pairs, expected):
-    from xla_fsdp import load_checkpoint
+    from xla_fsdp import load_checkpoint, load_full_optim_state_dict, load_full_state_dict
+    from xla_fsdp.consolidate.errors import ModelMismatchError
 
     for kind, other, name in pairs:
         model = wrapped(other)
         optimizer = MAKES[name](model.parameters())
-        load_checkpoint(f"{folder}/{name}-{kind}", model, optimizer)
+        full = torch.load(f"{folder}/{name}-{kind}.pt") if rank == 0 else (None, None)
+        if other == "flat":
+            load_full_state_dict(model, full[0])
+            load_full_optim_state_dict(model, optimizer, full[1])
+        else:
+            load_checkpoint(f"{folder}/{name}-{kind}", model, optimizer)
+        if name == "adafactor":
+            wrong = torch.load(f"{folder}/{name}-{kind}.pt")[1]
+            wrong["state"]["first.weight"]["row_var"] = torch.ones(3, 1)
+            with pytest.raises(ModelMismatchError, match="'first.weight'.*'row_var' is .3, 1."):
+                load_full_optim_state_dict(model, optimizer, wrong)
+            wrong["param_groups"][0]["maximize"] = True
+            with pytest.raises(ModelMismatchError, match="trained with maximize"):
+                load_full_optim_state_dict(model, optimizer, {**wrong, "state": {}})
         train(model, optimizer, (3, 4))
         close(whole(model, model.state_dict()), expected[name], name)
 
@@ -101,6 +155,24 @@ def test_state_is_saved_and_loads_on_other_ranks_and_wrappings(run_ranks, tmp_pa
     there = [("nested", "flat", "adafactor"), ("flat", "scan", "adafactor")]
     there += [("nested", "scan", "8bit"), ("nested", "flat", "small")]
     run_ranks(on_other_ranks, 4, str(tmp_path), there, expected)
+    in_plain_torch(f"{tmp_path}/adafactor-flat.pt", torch_adafactor, expected["adafactor"])
+    in_plain_torch(f"{tmp_path}/8bit-nested.pt", MAKES["8bit"], expected["8bit"], name="8bit")
+
+
+def in_plain_torch(path, make, expected, name="adafactor"):
+    """Goes on with the full state in the unsharded model."""
+    weights, full = torch.load(path)
+    model = plain()
+    optimizer = make(model.parameters())
+    model.load_state_dict(weights)
+    numbers = {n: i for i, (n, _) in enumerate(model.named_parameters())}
+    state = {numbers[n]: own for n, own in full["state"].items()}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    for t in (3, 4):
+        for key, grad in gradients(model, t).items():
+            model.get_parameter(key).grad = grad
+        optimizer.step()
+    close(model.state_dict(), expected, name)
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -11,6 +11,7 @@ from torch import nn
 from .sharding.averaging import average_ignored_gradients
 from .sharding.clipping import clip_grad_norm_
 from .sharding.comm_hook import Hook, register
+from .sharding.first_step import require_values
 from .sharding.unit import Unit, units_in
 
 
@@ -32,6 +33,7 @@ class GradientMethods(nn.Module):
     ) -> torch.Tensor:
         """Scales all gradients so that their total norm is at most ``max_norm``; see
         :func:`xla_fsdp.sharding.clipping.clip_grad_norm_`. Must be called on every rank."""
+        self._require_values("clip_grad_norm_ came")
         return clip_grad_norm_(
             self._wrapped_units(), self.parameters(), max_norm, norm_type, groups
         )
@@ -108,6 +110,11 @@ class GradientMethods(nn.Module):
             RuntimeError: a hook is registered already.
         """
         register(self._wrapped_units(), state, hook, over)
+
+    def _require_values(self, doing: str) -> None:
+        """Raises RuntimeError if ``doing`` comes before a load has given values to parameters."""
+        if any(unit.awaited for unit in self._wrapped_units()):
+            require_values(self, doing)
 
     def _wrapped_units(self) -> list[Unit]:
         # What is sharded in place has one unit together with its shell.

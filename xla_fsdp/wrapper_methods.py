@@ -173,8 +173,13 @@ class WrapperMethods(GradientMethods):
     def state_dict(  # type: ignore[override]  # of a destination's own type nothing is said
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """This rank's shards and all buffers; see :meth:`get_shard_metadata`."""
+        """This rank's shards and all buffers; see :meth:`get_shard_metadata`.
+
+        Raises:
+            RuntimeError: some have no values yet (``param_init_fn=loaded_later``).
+        """
         self._settle()
+        self._require_values("state_dict() came")
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -35,6 +35,7 @@ from .draft import eventually
 from .full_optimizer import state_kinds
 from .inventory import Inventory
 from .meeting import Meeting
+from .optimizer_forms import saver_of
 from .optimizers import members_of_groups, options
 from .parts import agreed_inventory
 from .saving import at_rest
@@ -98,6 +99,12 @@ def _add_model(contents: Contents, inventory: Inventory) -> None:
 def _add_optimizer(
     contents: Contents, inventory: Inventory, optimizer: torch.optim.Optimizer
 ) -> None:
+    if saver_of(optimizer) is not None:
+        raise TypeError(
+            f"the state of {type(optimizer).__name__} has no values of the parameters' shapes, and "
+            "torch.distributed.checkpoint no other form for it: save_checkpoint and "
+            "full_optim_state_dict have"
+        )
     for held in inventory.parameters:
         for key, value in optimizer.state.get(held.holder, {}).items():
             path = ("optim", "state", held.name, key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .filling import fill_model, fill_optimizer
 from .inventory import Inventory
 from .matching import LoadedKeys, Match, listed, match_model
 from .meeting import Meeting
+from .optimizer_forms import into_words, saver_of
 from .optimizer_matching import OptimizerMatch, match_optimizer
 from .optimizer_names import named
 from .optimizers import members_of_groups
@@ -80,6 +82,10 @@ def from_dcp(
         label = f"{directory.path}: optim"
         groups = members_of_groups(inventory, optimizer)
         saved = named(_optimizer_in(directory), inventory, groups, label)
+        saver = saver_of(optimizer)
+        if saver is not None:
+            state = into_words(saver, saved.state, inventory, label)
+            saved = replace(saved, state=state, said=True)
         return matched, match_optimizer(inventory, optimizer, groups, saved, label)
 
     def fill() -> None:

@@ -15,7 +15,7 @@ from ..sharding.awaited import about_to_fill, was_filled
 from ..sharding.freeing import assign_
 from .inventory import Held, HeldBuffer, Inventory
 from .matching import Match
-from .optimizer_forms import MemberValues, SavesItself
+from .optimizer_forms import MemberValues, saver_of
 from .optimizer_matching import Elements, Number, OptimizerMatch
 from .stored import Stored
 
@@ -29,7 +29,7 @@ def fill_model(inventory: Inventory, match: Match) -> None:
 
 def fill_optimizer(match: OptimizerMatch) -> None:
     """Puts state and options in, one tensor after the other."""
-    optimizer = match.optimizer
+    optimizer, saver = match.optimizer, saver_of(match.optimizer)
     devices = {
         key: value.device
         for state in optimizer.state.values()
@@ -47,9 +47,9 @@ def fill_optimizer(match: OptimizerMatch) -> None:
             if holder not in match.state:
                 optimizer.state.pop(holder, None)
                 continue
-            if isinstance(optimizer, SavesItself):
+            if saver is not None:
                 said = {key: _said(value) for key, value in match.state[holder].items()}
-                optimizer.state[holder] = optimizer.load_saved_state(holder, said)
+                optimizer.state[holder] = saver.load_saved_state(holder, said, group)
                 continue
             optimizer.state[holder] = {
                 key: _read(value).to(holder.device)

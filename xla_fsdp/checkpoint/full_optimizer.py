@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from .filling import fill_optimizer
 from .full_state import match_given
 from .inventory import Held, Inventory
 from .meeting import Meeting
+from .optimizer_forms import Made, SavesItself, into_words, own_words, saver_of, unsharded
 from .optimizer_matching import OptimizerMatch, OptimizerState, match_optimizer
 from .optimizer_names import named
 from .optimizers import Groups, members_of_groups, options
@@ -38,7 +40,9 @@ def full_optim_state_dict(
     as torch FSDP has it, under the first of a parameter's names. State of the parameter's shape is
     gathered, one tensor at a time; numbers and 0-d tensors (``step``) are copied to every parameter
     of a flattened vector or of stacked blocks. Parameters without state have no entry. Ranks that
-    do not get the result get ``{}``.
+    do not get the result get ``{}``. State of a kind of its own is as this optimizer has it on the
+    unwrapped model: of ``xla_fsdp.optim.Adafactor`` as ``torch.optim.Adafactor``'s; of
+    ``AdamW8bit`` in blocks of the whole parameter, encoded anew (exact where blocks stay).
 
     Args:
         rank0_only, offload_to_cpu: see :func:`full_state_dict`.
@@ -56,7 +60,12 @@ def full_optim_state_dict(
     wanted = meeting.rank == 0 or not rank0_only
     to = (CPU if offload_to_cpu else torch_xla.device()) if wanted else None
     found: dict[str, dict[str, Any]] = {}
+    saver = saver_of(optimizer)
+    options_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     for part in parts_of(inventory):
+        if saver is not None:
+            found |= _gathered_words(part, optimizer, saver, options_of.get(part.holder, {}), to)
+            continue
         for key, value in optimizer.state.get(part.holder, {}).items():
             whole = _gathered(part, value, to)
             for held, each in zip(part.members, whole or (), strict=whole is not None):
@@ -105,11 +114,15 @@ def load_full_optim_state_dict(
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
     label = "optim_state_dict"
+    saver = saver_of(optimizer)
 
     def look(given: Any) -> dict[str, Any]:
         saved = named(given, inventory, members_of_groups(inventory, optimizer), label)
-        state = {name: _with_stored(own) for name, own in saved.state.items()}
-        return {"state": state, "groups": saved.groups}
+        if saver is None:
+            state = {name: _with_stored(own) for name, own in saved.state.items()}
+        else:
+            state = into_words(saver, saved.state, inventory, label)
+        return {"state": state, "groups": saved.groups, "said": saver is not None}
 
     def match(found: dict[str, Any]) -> OptimizerMatch:
         groups, saved = members_of_groups(inventory, optimizer), OptimizerState(**found)
@@ -126,6 +139,48 @@ def _with_stored(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gathered_words(
+    part: Part,
+    optimizer: torch.optim.Optimizer,
+    saver: SavesItself,
+    group: Mapping[str, Any],
+    to: torch.device | None,
+) -> dict[str, dict[str, Any]]:
+    """The state of the parameters in ``part`` by name, as ``saver`` has it of whole ones."""
+    own = own_words(optimizer, part.holder, list(part.members)) or []
+    said = {
+        held: {
+            key: [value] if key in saver.member_state else value
+            for key, value in words.items()
+            if not isinstance(value, Made)
+        }
+        for held, words in own
+    }
+    made: dict[Made, tuple[str, list[Held]]] = {}
+    for held, words in own:
+        for key, value in words.items():
+            if isinstance(value, Made):
+                made.setdefault(value, (key, []))[1].append(held)
+    count = part.holder.numel() if part.layout is None else math.prod(part.layout.shard_shape)
+    first = part.members[0].first
+    for value, (key, helds) in made.items():
+        shard = value.make().reshape(-1)[first : first + count]  # of stacked blocks one
+        shape = part.holder.shape if part.layout is None else part.layout.shard_shape
+        whole = gather_members(part, shard.view(shape), None if to is None else CPU)
+        for held, each in zip(part.members, whole or (), strict=whole is not None):
+            if held in helds:
+                said[held][key] = each
+    if to is None:
+        return {}
+    return {
+        held.name: {
+            key: value.to(to) if isinstance(value, torch.Tensor) else value
+            for key, value in saver.load_saved_state(unsharded(held), words, group).items()
+        }
+        for held, words in said.items()
+    }
+
+
 def state_kinds(meeting: Meeting, inventory: Inventory, optimizer: torch.optim.Optimizer) -> Groups:
     """Sees to it that all state can be unsharded, and is alike on every rank.
 
@@ -133,12 +188,13 @@ def state_kinds(meeting: Meeting, inventory: Inventory, optimizer: torch.optim.O
     :func:`full_optim_state_dict` does.
     """
     groups: Groups = []
+    kind_of = _kind if saver_of(optimizer) is None else _kind_of_own
 
     def look() -> list[Any]:
         groups.extend(members_of_groups(inventory, optimizer))
         return [
             # Pairs: the order of the keys is that of the collectives.
-            [held.name, [[key, _kind(held, key, value)] for key, value in state.items()]]
+            [held.name, [[key, kind_of(held, key, value)] for key, value in state.items()]]
             for held in inventory.parameters
             if (state := optimizer.state.get(held.holder)) is not None
         ]
@@ -150,6 +206,12 @@ def state_kinds(meeting: Meeting, inventory: Inventory, optimizer: torch.optim.O
         "than that of rank 0",
     )
     return groups
+
+
+def _kind_of_own(held: Held, key: str, value: Any) -> str:
+    """The same of what the optimizer has words for."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"{value.dim()} {value.dtype}" if is_tensor else type(value).__name__
 
 
 def _kind(held: Held, key: str, value: Any) -> str:

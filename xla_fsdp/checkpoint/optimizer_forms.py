@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..optim.saved import Made, SavesItself
-from .inventory import Held
+from ..consolidate.errors import ModelMismatchError
+from ..optim.saved import Made, SavesItself, saver_of
+from .inventory import Held, Inventory
+from .stored import Stored
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +28,55 @@ def own_words(
 ) -> list[tuple[Held, Mapping[str, Any]]] | None:
     """What is to be saved of each of ``helds``, the parameters in ``parameter``; ``None`` where
     the optimizer leaves that to its state."""
-    if not isinstance(optimizer, SavesItself):
+    saver = saver_of(optimizer)
+    if saver is None:
         return None
-    if not optimizer.state.get(parameter):
+    state = optimizer.state.get(parameter)
+    if not state:
         return []
-    members = optimizer.saved_state(parameter)
+    members = saver.saved_state(parameter, state)
     return [(held, members[number_in_holder(held)]) for held in helds]
+
+
+def unsharded(held: Held) -> nn.Parameter:
+    """Stands for the parameter of the unsharded model: its shape, on the CPU, and no memory."""
+    return nn.Parameter(torch.zeros((), dtype=held.dtype).expand(held.shape), requires_grad=False)
+
+
+def into_words(
+    saver: SavesItself, state: Mapping[str, Mapping[str, Any]], inventory: Inventory, label: str
+) -> dict[str, dict[str, Any]]:
+    """What ``saver`` says of an unsharded optimizer's ``state``, by name; elements are read when
+    they are asked for.
+
+    Raises:
+        ModelMismatchError: a parameter's is not as this kind of optimizer has it.
+    """
+    known = {name: held for held in inventory.parameters for name in held.names}
+    found: dict[str, dict[str, Any]] = {}
+    for name, own in state.items():
+        if name not in known:
+            found[name] = {}  # refused by who matches names
+            continue
+        whole = {k: v.whole() if isinstance(v, Stored) and v.shape else v for k, v in own.items()}
+        try:
+            (said,) = saver.saved_state(unsharded(known[name]), whole)
+        except ValueError as error:
+            raise ModelMismatchError(
+                f"{label}: the state of {name!r} is not as this optimizer has it: {error}"
+            ) from error
+        found[name] = {
+            key: _stored(value, known[name].shape) if isinstance(value, Made) else value
+            for key, value in said.items()
+        }
+    return found
+
+
+def _stored(made: Made, shape: tuple[int, ...]) -> Stored:
+    def read(begin: int, end: int) -> torch.Tensor:
+        return made.make().reshape(-1)[begin:end]
+
+    return Stored(shape, made.dtype, read, here=True)
 
 
 def number_in_holder(held: Held) -> int:
@@ -48,4 +93,14 @@ def by_number(members: list[Held], values: Mapping[Held, Any]) -> MemberValues:
     return MemberValues(tuple(numbers.get(i) for i in range(max(numbers) + 1)))
 
 
-__all__ = ["Made", "MemberValues", "SavesItself", "by_number", "number_in_holder", "own_words"]
+__all__ = [
+    "Made",
+    "MemberValues",
+    "SavesItself",
+    "by_number",
+    "into_words",
+    "number_in_holder",
+    "own_words",
+    "saver_of",
+    "unsharded",
+]

@@ -13,7 +13,7 @@ from torch import nn
 from ..consolidate.errors import ModelMismatchError
 from .inventory import Held, Inventory
 from .matching import listed, raise_if_any
-from .optimizer_forms import MemberValues, SavesItself, by_number
+from .optimizer_forms import MemberValues, by_number, saver_of
 from .optimizers import Groups, elementwise_keys, options
 from .stored import Stored, same_bits
 
@@ -45,11 +45,13 @@ class OptimizerState:
         groups: options of every parameter group, and the names of its parameters.
         kind: the class of the optimizer, where a sharded one was saved to go on with. Then groups
             must be the same, and how it computed is taken over as well.
+        said: whether ``state`` is in an optimizer's own words, see ``optimizer_forms``.
     """
 
     state: Mapping[str, Mapping[str, Any]]
     groups: list[tuple[dict[str, Any], list[str]]]
     kind: str | None = None
+    said: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,10 +112,12 @@ def match_optimizer(
         raise ModelMismatchError(f"{label}: has state of a tied parameter under two of its names")
     new_groups = _match_groups(optimizer, groups, known, saved, label)
     problems: list[str] = []
+    saver = saver_of(optimizer)
+    words = None if saver is None else saver.member_state
     if saved.kind is None:
-        state = {**_told_apart(state, problems)}
+        assert saved.said is (words is not None)  # who read it has asked the optimizer
+        state = {**(_said(state) if saved.said else _told_apart(state, problems))}
     found = {}
-    words = optimizer.member_state if isinstance(optimizer, SavesItself) else None
     for holder, members in inventory.by_holder().items():
         own = {held: state[held] for held in members if held in state}
         if own:
@@ -165,6 +169,8 @@ def _match_groups(
                 f"has the parameters of group {number} of the optimizer in groups {sources}, "
                 "which have different options"
             )
+        elif new.get("maximize") and "maximize" not in group:
+            problems.append(f"was trained with maximize, which {type(optimizer).__name__} lacks")
         elif lacking := sorted(options(group).keys() - new.keys() - _LATE) if each else []:
             problems.append(
                 f"its groups lack {listed(lacking)}: it is of another kind of optimizer than "
@@ -199,6 +205,14 @@ def _told_apart(
             # A None here (no momentum yet) may be a tensor there.
             found[held][key] = Number(value)
     return found
+
+
+def _said(state: Mapping[Held, Mapping[str, Any]]) -> dict[Held, dict[str, Stored | Number]]:
+    """What an optimizer has put into words of its own."""
+    return {
+        held: {k: v if isinstance(v, Stored) else Number(v) for k, v in own.items()}
+        for held, own in state.items()
+    }
 
 
 def _match_holder(

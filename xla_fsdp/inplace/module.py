@@ -78,6 +78,7 @@ class FSDPModule(FSDPSettings):
         """This rank's shards and all buffers; see :meth:`get_shard_metadata`."""
         _require_not_for_torchs(sys._getframe(1))
         self._fsdp_at_rest()
+        self._shell._require_values("state_dict() came")
         return super().state_dict(*args, **kwargs)
 
     def get_shard_metadata(self) -> dict[str, Any]:

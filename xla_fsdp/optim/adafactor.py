@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 from .base import ShardedOptimizer, require_range
 from .factors import Factors, factors_of
 from .parts import Parts, norms, reduced
-from .saved import Made, chunks
+from .saved import Made, chunks, require_keys, require_shape
 
 
 class Adafactor(ShardedOptimizer):
@@ -79,16 +80,26 @@ class Adafactor(ShardedOptimizer):
     # Each matrix has rows and columns of its own, see SavesItself.
     member_state = frozenset({"row_var", "col_var"})
 
-    def saved_state(self, parameter: torch.nn.Parameter) -> list[dict[str, Any]]:
+    def saved_state(
+        self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
         """For checkpoints: rows and columns of each matrix, and an element of each other."""
-        part, state = Parts(parameter), self.state[parameter]
+        part = Parts(parameter)
+        lengths = _lengths(part.shapes)
+        vectors = any(not _lengths([shape]) for shape in part.shapes)
+        keys = ["row_var", "col_var"] if part.world is None else ["row_and_col_var"]
+        require_keys(state, ["step", *(keys if lengths else ()), *["variance"] * vectors])
         variance = None
-        if "variance" in state:
+        if vectors:
+            require_shape("variance", state["variance"], parameter.shape)
             variance = Made(torch.float32, state["variance"].detach().float().cpu)
         kept: Iterator[torch.Tensor] = iter(())
-        if "row_and_col_var" in state:
-            blocks = state["row_and_col_var"].detach().cpu().float().view(part.depth, -1)
-            kept = iter([piece for block in blocks for piece in block.split(_lengths(part.shapes))])
+        if lengths:
+            for key, size in _factor_shapes(part, parameter).items():
+                require_shape(key, state[key], size)
+            flat = torch.cat([state[key].detach().cpu().float().reshape(-1) for key in keys])
+            blocks = flat.view(part.depth, -1)
+            kept = iter([piece for block in blocks for piece in block.split(lengths)])
         members: list[dict[str, Any]] = []
         for shape in part.shapes * part.depth:
             own: dict[str, Any] = {"step": state["step"]}
@@ -100,22 +111,24 @@ class Adafactor(ShardedOptimizer):
         return members
 
     def load_saved_state(
-        self, parameter: torch.nn.Parameter, saved: Mapping[str, Any]
+        self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The reverse, the same on any number of ranks."""
         part, device = Parts(parameter), parameter.device
         state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]), device=device)}
         if any(not _lengths([shape]) for shape in part.shapes):
             state["variance"] = saved.get("variance", torch.zeros(parameter.shape)).to(device)
-        if lengths := _lengths(part.shapes):
+        if _lengths(part.shapes):
             found = []
             for number, shape in enumerate(part.shapes * part.depth):
                 for key, length in zip(("row_var", "col_var"), _lengths([shape]), strict=False):
                     values = saved.get(key) or []
                     value = values[number] if number < len(values) else None
                     found.append(torch.zeros(length) if value is None else torch.cat(value))
-            kept = torch.cat(found).view(*[1] * parameter.dim(), part.depth, sum(lengths))
-            state["row_and_col_var"] = kept.to(device)
+            shapes = _factor_shapes(part, parameter)
+            pieces = torch.cat(found).split([math.prod(size) for size in shapes.values()])
+            for (key, size), piece in zip(shapes.items(), pieces, strict=True):
+                state[key] = piece.view(size).to(device, copy=True)
         return state
 
 
@@ -123,6 +136,16 @@ def _lengths(shapes: Sequence[Sequence[int]]) -> list[int]:
     """Of each matrix among ``shapes``: how many rows, how many columns."""
     sizes = [(torch.Size(shape).numel(), shape) for shape in shapes if len(shape) > 1]
     return [n // length for n, shape in sizes if n for length in (shape[-1], shape[-2])]
+
+
+def _factor_shapes(part: Parts, parameter: torch.Tensor) -> dict[str, list[int]]:
+    """The state that has the rows and columns of what is in ``parameter``, and its shapes."""
+    if part.world is None:  # as torch.optim.Adafactor has it
+        *batch, height, width = parameter.shape
+        return {"row_var": [*batch, height, 1], "col_var": [*batch, 1, width]}
+    # More dimensions than a parameter has: nobody may take it for a value an element.
+    shape = [*[1] * parameter.dim(), part.depth, sum(_lengths(part.shapes))]
+    return {"row_and_col_var": shape}
 
 
 class _Own:
@@ -144,9 +167,8 @@ class _Own:
             if any(factors is None for factors in self.factors):
                 state["variance"] = torch.zeros_like(self.grad)
             if self._lengths:
-                # More dimensions than a parameter has: nobody may take it for a value an element.
-                shape = [*[1] * parameter.dim(), part.depth, sum(self._lengths)]
-                state["row_and_col_var"] = torch.zeros(shape, device=parameter.device)
+                for key, shape in _factor_shapes(part, parameter).items():
+                    state[key] = torch.zeros(shape, device=parameter.device)
         for key, value in state.items():
             if value.dtype is not torch.float32:  # load_state_dict casts to the parameter's
                 state[key] = value.float()
@@ -200,9 +222,12 @@ class _Own:
         found = [factors for factors in self.factors if factors is not None]
         if not found:
             return
-        kept = self.state["row_and_col_var"]
-        kept.lerp_(totals.view(kept.shape), rate)
-        pieces = kept.view(self.part.depth, -1).split(self._lengths, 1)
+        kept = [self.state[key] for key in _factor_shapes(self.part, self.parameter)]
+        sums = totals.split([value.numel() for value in kept])
+        for value, total in zip(kept, sums, strict=True):
+            value.lerp_(total.view(value.shape), rate)
+        every = [value.view(self.part.depth, -1) for value in kept]
+        pieces = every if len(every) > 1 else every[0].split(self._lengths, 1)
         yield from zip(found, zip(pieces[::2], pieces[1::2], strict=True), strict=True)
 
     def move(self, update: torch.Tensor, norm: torch.Tensor) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from .base import ShardedOptimizer, require_range
-from .blockwise import decode, decode_each, encode, encode_again, scales_of_elements
+from .blockwise import BLOCK, decode, decode_each, encode, encode_again, scales_of_elements
 from .layerwise import one_minus_power
 from .parts import Parts
-from .saved import Made
+from .saved import Made, require_keys, require_shape
 
 
 class AdamW8bit(ShardedOptimizer):
@@ -82,31 +82,39 @@ class AdamW8bit(ShardedOptimizer):
     # No value is a single parameter's own, see SavesItself.
     member_state: frozenset[str] = frozenset()
 
-    def saved_state(self, parameter: torch.nn.Parameter) -> list[dict[str, Any]]:
+    def saved_state(
+        self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
         """For checkpoints: numbers and scales of each element; float32 of small parameters."""
-        state, shape = self.state[parameter], parameter.shape
+        shape, names = parameter.shape, [name for name, _ in _MOMENTS]
+        encoded = "scales" in state
+        require_keys(state, ["step", *names, *(["scales"] if encoded else [])])
+        for name in names:
+            require_shape(name, state[name], shape)
+        if encoded:
+            kept = state["scales"].detach()
+            require_shape("scales", kept, _shape_of_scales(parameter))
         own: dict[str, Any] = {"step": state["step"]}
-        for number, (name, _) in enumerate(_MOMENTS):
-            moment = state[name]
-            if "scales" not in state:
-                own[name] = Made(torch.float32, moment.detach().float().cpu)
+        for number, name in enumerate(names):
+            moment = state[name].detach()
+            if not encoded:
+                own[name] = Made(torch.float32, moment.float().cpu)
                 continue
 
             def scales(number: int = number) -> torch.Tensor:
-                kept = state["scales"].detach().cpu().view(2, -1)
-                return scales_of_elements(kept[number], shape)
+                return scales_of_elements(kept.float().cpu().view(2, -1)[number], shape)
 
-            own[f"{name}_numbers"] = Made(torch.uint8, moment.detach().cpu)
+            # torch's load_state_dict makes other dtypes of it.
+            own[f"{name}_numbers"] = Made(torch.uint8, moment.to(torch.uint8).cpu)
             own[f"{name}_scales"] = Made(torch.float32, scales)
         return [own] * Parts(parameter).count
 
     def load_saved_state(
-        self, parameter: torch.nn.Parameter, saved: Mapping[str, Any]
+        self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The reverse. Blocks that are what they were get the very bits; others, of other ranks or
         another wrapping, are decoded and encoded anew: each element is then off by half the
         distance between two of the 256 values at most, as in any step."""
-        group = next(g for g in self.param_groups if any(parameter is p for p in g["params"]))
         state: dict[str, Any] = {}
         _begin(state, parameter, parameter.numel() < group["min_8bit_size"])
         state["step"].fill_(float(saved["step"]))
@@ -129,16 +137,19 @@ class AdamW8bit(ShardedOptimizer):
         return state
 
 
+def _shape_of_scales(parameter: torch.nn.Parameter) -> list[int]:
+    """Of both moments. More dimensions than a parameter has, and more numbers than one: no
+    checkpoint may take it for a value an element, or for one of the whole parameter."""
+    return [*[1] * parameter.dim(), 2, -(-parameter.numel() // BLOCK)]
+
+
 def _begin(state: dict[str, Any], parameter: torch.nn.Parameter, small: bool) -> None:
     zeros = torch.zeros_like(parameter, dtype=torch.float32)
     state["step"] = torch.zeros((), device=parameter.device)
     for name, signed in _MOMENTS:
         state[name], scales = (zeros.clone(), None) if small else encode(zeros, signed)
         if scales is not None:
-            # Of both moments. More dimensions than a parameter has, and more numbers than one: no
-            # checkpoint may take it for a value an element, or for one of the whole parameter.
-            shape = [*[1] * parameter.dim(), 2, len(scales)]
-            state["scales"] = torch.zeros(shape, device=parameter.device)
+            state["scales"] = torch.zeros(_shape_of_scales(parameter), device=parameter.device)
 
 
 def _moments(state: dict[str, Any]) -> list[torch.Tensor]:

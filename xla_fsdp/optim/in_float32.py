@@ -13,6 +13,8 @@ from torch.optim.optimizer import ParamsT
 from ..sharding.freeing import Stamp, stamps
 from ..sharding.optimizer_checks import warn_of_norms
 from ..sharding.sharded_tensor import home_of, set_home
+from .base import keep_dtypes
+from .saved import SavesItself, SavesMore, saver_of
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -93,7 +95,8 @@ class InFloat32(Optimizer):
         pairs = list(self._pairs())
         for parameter, wide in pairs:
             own = self.state.get(parameter) or {}
-            kept = {key: value for key, value in own.items() if key not in self._state_keys}
+            further = (*self._element_keys, *self._single_keys)
+            kept = {key: value for key, value in own.items() if key not in further}
             if kept:
                 inner.state[wide] = kept
             else:
@@ -116,8 +119,12 @@ class InFloat32(Optimizer):
             self.state[parameter] = {**inner.state.get(wide, {}), **extra}
         return loss
 
-    # Keys of the state that the inner optimizer does not know.
-    _state_keys: tuple[str, ...] = ()
+    # Keys of the state that the inner optimizer does not know: with a value for each element, and
+    # with one.
+    _element_keys: tuple[str, ...] = ()
+    _single_keys: tuple[str, ...] = ()
+    # Attributes that a copy needs.
+    _copied: frozenset[str] = frozenset({"_inner", "_wide", "_own"})
 
     def _begin(
         self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, state: Mapping[str, Any]
@@ -135,21 +142,26 @@ class InFloat32(Optimizer):
         """As of any optimizer; state keeps its dtype, where torch would cast it to the
         parameters'."""
         super().load_state_dict(state_dict)
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        own = [p for group in self.param_groups for p in group["params"]]
-        for number, parameter in zip(saved, own, strict=True):
-            for key, value in state_dict["state"].get(number, {}).items():
-                now = self.state[parameter].get(key)
-                if isinstance(now, torch.Tensor) and now.dtype is not value.dtype:
-                    self.state[parameter][key] = value.detach().to(now.device, copy=True)
+        keep_dtypes(self, state_dict)
+
+    @property
+    def saver(self) -> SavesItself | None:
+        """What says in checkpoints what the state is, if the inner optimizer's is its own kind."""
+        inner = saver_of(self._inner)
+        if inner is None:
+            return None
+        return SavesMore(inner, self._element_keys, self._single_keys)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What torch copies and pickles of an optimizer, and what this one steps with."""
+        more = {key: value for key, value in vars(self).items() if key in self._copied}
+        return {**super().__getstate__(), **more}
 
     def _widened(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         if parameter.dtype not in _NARROW:
             return parameter
         wide = torch.nn.Parameter(parameter.detach().float(), parameter.requires_grad)
-        home = home_of(parameter)
-        if home is not None:  # for those that ask all ranks
-            set_home(wide, replace(home, shard=wide))
+        _same_home(parameter, wide)
         self._wide[parameter] = wide
         return wide
 
@@ -170,7 +182,10 @@ class InFloat32(Optimizer):
                 )
             options = {k: v for k, v in group.items() if k != "params" and k not in self._own}
             theirs.update(options)
-            yield from zip(group["params"], theirs["params"], strict=True)
+            for parameter, wide in zip(group["params"], theirs["params"], strict=True):
+                if wide is not parameter:
+                    _same_home(parameter, wide)  # copies have none
+                yield parameter, wide
 
 
 class MasterWeights(InFloat32):
@@ -196,13 +211,17 @@ class MasterWeights(InFloat32):
         TypeError: ``optimizer_class`` makes no optimizer.
     """
 
-    _state_keys = ("master",)
+    _element_keys = ("master",)
 
     def __init__(self, params: ParamsT, optimizer_class: Callable[..., Optimizer], **options: Any):
         self._left: dict[torch.nn.Parameter, Stamp] = {}
         super().__init__(params, optimizer_class, options, {})
         for parameter in self._wide:
             self._left[parameter] = _stamp(parameter)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._left = {}  # stamps are of the tensors that were copied
 
     def _begin(
         self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, state: Mapping[str, Any]
@@ -220,6 +239,13 @@ class MasterWeights(InFloat32):
         parameter.copy_(wide)
         self._left[parameter] = _stamp(parameter)
         return {"master": wide}
+
+
+def _same_home(parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> None:
+    """Has ``wide`` be the shard that ``parameter`` is, for optimizers that ask all ranks."""
+    home = home_of(parameter)
+    if home is not None and home_of(wide) is None:
+        set_home(wide, replace(home, shard=wide))
 
 
 def _stamp(tensor: torch.Tensor) -> Stamp:

@@ -44,7 +44,8 @@ class StochasticRounding(InFloat32):
         ValueError: ``seed`` is out of range.
     """
 
-    _state_keys = ("roundings",)
+    _single_keys = ("roundings",)
+    _copied = InFloat32._copied | {"_seed", "_numbers", "_counts"}
 
     def __init__(
         self,

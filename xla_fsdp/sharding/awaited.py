@@ -122,6 +122,12 @@ def still_awaited(awaited: list[Awaited]) -> list[Awaited]:
     return awaited
 
 
+def require_filled(holders: Iterable[torch.Tensor], doing: str) -> None:
+    """Raises RuntimeError if one of ``holders`` has no values yet; ``doing`` needs them."""
+    found = [getattr(holder, _MARK, None) for holder in holders]
+    require_come([("", [one for one in found if isinstance(one, Awaited)])], doing)
+
+
 def require_come(labelled: Sequence[tuple[str, list[Awaited]]], doing: str) -> None:
     """Raises RuntimeError if something in a model has no values yet.
 

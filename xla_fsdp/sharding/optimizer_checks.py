@@ -22,6 +22,7 @@ import torch_xla.runtime as xr
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from .awaited import require_filled
 from .clipping import Shared, clip_grad_norm_
 from .gathering import GatherNode
 from .ignored import note_of
@@ -55,6 +56,8 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     number = sum(len(group["params"]) for group in optimizer.param_groups)
     if optimizer.__dict__.get(_SEEN) != number:
         _require_shards(optimizer)
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        require_filled(every, f"{type(optimizer).__name__}.step() came")
         warn_of_norms(optimizer)
         _warn_of_empty_groups(optimizer)
         _warn_of_unreduced(optimizer)
