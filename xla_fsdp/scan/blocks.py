@@ -136,13 +136,7 @@ def _checked(options: dict[str, Any]) -> FSDPOptions:
         raise ValueError(
             "reshard_after_forward=False is not possible in scan_blocks: the loop of the forward "
             "would have to hand the full parameters of all blocks to the loop of the backward. "
-            "Wrap the blocks singly"
-        )
-    if not isinstance(checked.reshard_after_forward, bool):
-        raise ValueError(
-            f"reshard_after_forward={checked.reshard_after_forward} is not possible in "
-            "scan_blocks: the loop of the backward gathers from the shards. Leave it True, or wrap "
-            "the blocks singly"
+            "Wrap the blocks singly, or give a number of ranks from 2 on, which keeps a part"
         )
     if checked.flatten_parameters:
         raise ValueError(
