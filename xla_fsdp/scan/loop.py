@@ -36,6 +36,7 @@ def loop(
     *,
     seed: int | None = None,
     reverse: bool = False,
+    ahead: int = 0,
     memory: BlockMemory | None = None,
 ) -> tuple[Tensors, Tensors]:
     """Runs ``carry, results[i] = body(carry, [s[i] for s in stacked], constants)`` for every i.
@@ -51,6 +52,8 @@ def loop(
         seed: random numbers in iteration i start from a seed made of this one and i, whichever
             way the loop runs. Default: the device's random state, which moves on.
         reverse: from the last i to the first.
+        ahead: of the first so many ``stacked`` tensors an iteration gets the row of the iteration
+            after it; the last one gets its own.
         memory: what ``body`` asks it for are further tensors that are ``stacked``; where it writes
             a row, they change in place.
 
@@ -73,7 +76,7 @@ def loop(
     rows = [] if memory is None else memory.rows
     kept = [row.kept for row in rows]
     operands = [*carry, *stacked, *constants, *kept, *traced.body.hoisted.values()]
-    computation = _While(traced, stacked[0].shape[0], reverse).build(operands)
+    computation = _While(traced, stacked[0].shape[0], reverse, ahead).build(operands)
     outputs = torch_xla._XLAC._xla_user_computation("xla::scan_blocks", operands, computation)
     first, second = len(carry), len(carry) + len(traced.results)
     written = [row.kept for row in rows if row.written]
@@ -126,13 +129,15 @@ class _While:
     Args:
         depth: iterations.
         reverse: from the last iteration's slices to the first's.
+        ahead: how many slices are those of the next iteration.
     """
 
-    def __init__(self, traced: _Traced, depth: int, reverse: bool) -> None:
+    def __init__(self, traced: _Traced, depth: int, reverse: bool, ahead: int) -> None:
         self.traced = traced.body
         self.depth = depth
         self.reverse = reverse
         self.carried, self.sliced = traced.carried, traced.sliced
+        self.ahead = range(self.carried, self.carried + ahead)
         self.results, self.written = traced.results, traced.written
 
     def build(self, operands: Sequence[torch.Tensor]) -> object:
@@ -174,8 +179,11 @@ class _While:
         """The parameters of the body, in order of their numbers."""
         inputs: dict[int, xb.Op] = {}
         for parameter, argument in self.traced.argument_of.items():
-            value = operands[argument]
-            inputs[parameter] = _row(value, index) if argument in self.sliced else value
+            value, at = operands[argument], index
+            if argument in self.ahead:  # beyond the end it is the last there is
+                step = _integer(index.builder(), 1)
+                at = index - step if self.reverse else index + step
+            inputs[parameter] = _row(value, at) if argument in self.sliced else value
         hoisted = operands[len(operands) - len(self.traced.hoisted) :]
         for parameter, value in zip(self.traced.hoisted, hoisted, strict=True):
             if parameter == self.traced.seed:

@@ -17,6 +17,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch.autograd.function import once_differentiable
 
+from ..collectives import host_memory
 from ..sharding.block_memory import BlockMemory
 from ..tree import map_tensors, tensors_in
 from .loop import Tensors, loop
@@ -42,6 +43,8 @@ class Run:
         self.keeps_inputs = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (x, *self.constants, *unit.shards)
         )
+        # Whether what the backward needs of the inputs waits in the host's memory.
+        self.offloads = unit.offload and self.keeps_inputs and host_memory.can_wait_there(x)
         self.seed = xm.get_rng_state(str(unit.world.device))
         # Numbers of the parameters of which the forward keeps pieces, see sharding/secondary.py.
         self.pieces: list[int] = []
@@ -50,8 +53,8 @@ class Run:
     def forward(self, x: torch.Tensor, stacks: Sequence[torch.Tensor]) -> Tensors:
         """The result of the last block, and what the backward needs of all.
 
-        That is their inputs, ``(depth, *x.shape)``, and the pieces of their parameters that stay
-        here for the backward to gather from.
+        That is the last one's input, if inputs are offloaded; those of all, ``(depth, *x.shape)``;
+        and the pieces of their parameters that stay here for the backward to gather from.
         """
         updated: list[int] = []  # numbers of sliced buffers
 
@@ -64,15 +67,20 @@ class Run:
             y, after = self._compute(carry[0], full, buffers, constants)
             updated.extend(self._updated(buffers, after))
             kept = [carry[0]] if self.keeps_inputs else []
+            if self.offloads:
+                kept = [host_memory.to_host(carry[0])]
             if secondary is not None:
                 kept += secondary.pieces.values()
                 self.pieces = list(secondary.pieces)
-            return [y], [*kept, *(after[n] for n in updated)]
+            return [y, *carry[: len(last)]], [*kept, *(after[n] for n in updated)]
 
         sliced, shared = self.buffers
-        (y,), results = loop(
+        # The backward starts with the last block, whose input need not travel: iterations hand it
+        # on, and so it is there in the end.
+        last = [x] if self.offloads else []
+        (y, *last), results = loop(
             body,
-            [x],
+            [x, *last],
             [*stacks, *sliced],
             [*(constant.detach() for constant in self.constants), *shared],
             self.unit.world.device,
@@ -81,7 +89,7 @@ class Run:
         kept, results = results[:number_kept], results[number_kept:]
         for number, value in zip(updated, results, strict=True):
             self.sliced[number].put(value)
-        return [y, *kept]
+        return [y, *last, *kept]
 
     def backward(
         self,
@@ -102,6 +110,9 @@ class Run:
 
         def body(carry: Tensors, slices: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
             x, *slices = slices
+            following = []
+            if self.offloads:  # this block's has come while the one after it was computed
+                following, x = [host_memory.to_device(x)], carry.pop()
             secondary = self.unit.secondary(dict(zip(self.pieces, slices, strict=False)))
             slices = slices[pieces:]
             shards, buffers = slices[:count], self._buffers(slices[count:], constants)
@@ -122,24 +133,26 @@ class Run:
             of_full = [next(found) if needs else None for needs in needed[1]]
             shares = self.unit.reduce_block(shards, of_full, memory)
             reduced.extend(shares)
-            return [_sum(torch.zeros_like(x), of_x), *sums], list(shares.values())
+            return [_sum(torch.zeros_like(x), of_x), *sums, *following], list(shares.values())
 
         # Nothing is gathered early for what comes next: it would be there during the whole loop.
         self.unit.order.backward_over()
         memory = BlockMemory(self.unit.depth)
         sliced, shared = self.buffers
         zeros = [torch.zeros_like(constants[number]) for number in which]
+        last, kept = kept[: self.offloads], kept[self.offloads :]
         (of_x, *of_constants), results = loop(
             body,
-            [grad, *zeros],
+            [grad, *zeros, *last],
             [*kept, *stacks, *sliced],
             [*constants, *shared],
             self.unit.world.device,
             seed=self.seed,
             reverse=True,
+            ahead=len(last),
             memory=memory,
         )
-        by_constant = dict(zip(which, of_constants, strict=True))
+        by_constant = dict(zip(which, of_constants, strict=False))
         by_stack = {
             number: share.to(stacks[number].dtype)
             for number, share in zip(reduced, results, strict=True)

@@ -94,11 +94,17 @@ class ScanUnit(Unit):
     layouts, without values), which is what shard metadata and plans speak of. ``shards`` are the
     stacked parameters, which the optimizer sees. They rest in the template, the block that is
     traced for all.
+
+    Attributes:
+        offload: whether inputs of blocks wait for the backward in the host's memory.
     """
 
-    def __init__(self, options: FSDPOptions, world: World, template: nn.Module):
+    def __init__(
+        self, options: FSDPOptions, world: World, template: nn.Module, offload: bool
+    ) -> None:
         super().__init__(options, world)
         self.template = template
+        self.offload = offload
         self.depth = 0
         self.depth = 0
         self.parameters: list[ParameterStack] = []
