@@ -360,7 +360,7 @@ def test_power_sgd_remembers(run_ranks):
 def refusals(rank):
     from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
 
-    from xla_fsdp import comm_hooks, scan_blocks
+    from xla_fsdp import comm_hooks
 
     def backward(state, hook):
         model = wrapped(Matrices(), "inner")
@@ -384,9 +384,6 @@ def refusals(rank):
     model.module.inner.register_comm_hook(None, ours)
     with pytest.raises(RuntimeError, match="'?the wrapper'? has a communication hook already"):
         model.register_comm_hook(None, ours)
-    blocks = scan_blocks([nn.Linear(4, 4) for _ in range(2)])
-    with pytest.raises(ValueError, match="runs scanned blocks.*wrap the blocks one by one"):
-        blocks.register_comm_hook(None, ours)
     for state, hook, said in (
         (None, lambda state, bucket: None, "must return the mean gradient"),
         (None, lambda state, bucket: bucket.gradients()[0], "must be this rank's shard, of shape"),

@@ -128,12 +128,12 @@ def test_recomputation_gathers_within_them_too(run_ranks):
 
 
 def refusals(rank):
-    from xla_fsdp import ShardingStrategy, scan_blocks
+    from xla_fsdp import ShardingStrategy
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
-    def fails(error, message, make=FSDP, **options):
+    def fails(error, message, **options):
         with pytest.raises(error, match=message):
-            make(mlp() if make is FSDP else [nn.Linear(4, 4)], **options)
+            FSDP(mlp(), **options)
 
     for number in (3, 0, -2, 8):
         fails(ValueError, rf"one of \[1, 2, 4\], or True or False; got {number}",
@@ -144,7 +144,6 @@ def refusals(rank):
     fails(ValueError, "reshard_after_forward=False contradicts", reshard_after_forward=1,
           sharding_strategy=ShardingStrategy.FULL_SHARD)  # fmt: skip
     fails(ValueError, "one of \\[1, 2\\]", reshard_after_forward=4, device_mesh=[[0, 1], [2, 3]])
-    fails(ValueError, "not possible in scan_blocks", scan_blocks, reshard_after_forward=2)
     for given, meant in ((True, True), (False, False), (1, False), (2, 2), (4, True)):
         found = FSDP(mlp(), reshard_after_forward=given).fsdp_options.reshard_after_forward
         assert found is meant

@@ -20,12 +20,13 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import nn
 
+from .collectives import host_memory
 from .collectives.order import after
 from .sharding.gathering import computing, computing_passes
 from .tree import map_tensors, tensors_in
 
 
-def checkpoint_module(module: nn.Module) -> nn.Module:
+def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
     """Makes ``module`` recompute its activations in the backward; returns the module itself.
 
     Its forward takes and returns what it did before: keyword and non-tensor arguments, any
@@ -36,21 +37,44 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     Wrap the result, ``FSDP(checkpoint_module(layer))``, so that one gather serves recomputation
     and backward.
 
+    Args:
+        offload: on TPU, those inputs that gradients flow back to wait for the backward in the
+            host's memory, and come back while the backward of the checkpointed module after this
+            one runs. Forward and backward must be in one program, with no ``torch_xla.sync()`` in
+            between, or the compiler refuses it. Elsewhere without effect.
+
     Raises:
+        TypeError: ``offload`` is no bool.
         RuntimeError: in the backward, if the recomputation saves other tensors than the forward
             did (a forward that depends on something that changed in between).
     """
+    if not isinstance(offload, bool):
+        raise TypeError(f"offload must be True or False, got {offload!r}")
     forward = module.forward
-    if not (isinstance(forward, functools.partial) and forward.func is recomputed):
-        module.forward = functools.partial(recomputed, module, forward)
+    if isinstance(forward, functools.partial) and forward.func in (recomputed, offloaded):
+        forward = forward.args[1]
+    module.forward = functools.partial(offloaded if offload else recomputed, module, forward)
     return module
 
 
 def recomputed(module: nn.Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """``forward(*args, **kwargs)``, a function of ``module``, computed again in the backward."""
+    return _recomputed(module, forward, args, kwargs, offload=False)
+
+
+def offloaded(module: nn.Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """The same, with the inputs in the host's memory until then."""
+    return _recomputed(module, forward, args, kwargs, offload=True)
+
+
+def _recomputed(
+    module: nn.Module, forward: Callable, args: tuple, kwargs: dict, offload: bool
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     replay = _Replay(module, forward, args, kwargs)
+    if offload:
+        args, kwargs = replay.offload(args, kwargs)
     outputs = replay.run(args, kwargs)
 
     # Hooks stay with the graph, which lives as long as somebody holds the loss; what backward has
@@ -112,13 +136,47 @@ class _Replay:
         self.gradient: torch.Tensor | None = None
         self.recomputed: dict[int, list[torch.Tensor]] = {}  # by graph task
         self.needs_grad = [tensor.requires_grad for tensor in tensors]
-        with torch.no_grad():
-            # On XLA a copy takes no memory, and lets the forward change its input in place.
-            keep = [torch.view_copy(t, t.shape) if t.device.type == "xla" else t for t in tensors]
-        self.kept = _Keep.apply(torch.zeros((), requires_grad=True), *keep)
+        # By number of the tensor, the shape of those that wait in the host's memory.
+        self.on_host: dict[int, torch.Size] = {}
+        self._keep(tensors, {})
         # Of the arguments only the frame is held here: the tensors belong to `kept`.
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self.inputs = map_tensors(lambda t: _Slot(numbers[id(t)]), (args, kwargs))
+
+    def _keep(self, tensors: list[torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
+        """Keeps ``tensors``, or what is ``hosted`` in their place."""
+        with torch.no_grad():
+            # On XLA a copy takes no memory, and lets the forward change its input in place.
+            kept = [torch.view_copy(t, t.shape) if t.device.type == "xla" else t for t in tensors]
+        kept = [hosted.get(number, tensor) for number, tensor in enumerate(kept)]
+        self.kept = _Keep.apply(torch.zeros((), requires_grad=True), *kept)
+
+    def offload(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Has inputs wait in the host's memory, and returns them as the forward is to use them: not
+        before those of the module before this one are there."""
+        tensors = tensors_in((args, kwargs))
+        hosted: dict[int, torch.Tensor] = {}
+        for number, tensor in enumerate(tensors):
+            # What others hold anyway (masks, parameters) is not freed by a copy elsewhere.
+            if tensor.grad_fn is None or not host_memory.can_wait_there(tensor):
+                continue
+            rows = host_memory.rows_of(tensor.shape)
+            if rows is not None:
+                with torch.no_grad():
+                    hosted[number] = host_memory.to_host(torch.view_copy(tensor, rows))
+        if not hosted:
+            return args, kwargs
+        self.on_host = {number: tensors[number].shape for number in hosted}
+        self._keep(tensors, hosted)
+        if self.passes:
+            last = max(hosted)
+            arrived = host_memory.arrived(hosted[last], tensors[last].detach())
+            before = self.passes[0].unit.order.offload(arrived)
+            if before is not None:
+                too_early = host_memory.never(before)
+                for number in hosted:
+                    tensors[number] = torch.where(too_early, 0.0, tensors[number])
+        return _fill(self.inputs, tensors)
 
     def run(self, args: tuple, kwargs: dict) -> Any:
         """The forward itself."""
@@ -159,6 +217,7 @@ class _Replay:
 
     def _recompute(self) -> list[torch.Tensor]:
         tensors = [tensor.detach() for tensor in self.kept.grad_fn.saved_tensors]
+        self._fetch(tensors)
         on_xla = [number for number, t in enumerate(tensors) if t.device == self.device]
         if self.device.type == "xla" and self.gradient is not None:
             # Without a barrier the compiler would see the same computation twice, do it once and
@@ -206,6 +265,18 @@ class _Replay:
                 "between forward and backward)"
             )
         return collected
+
+    def _fetch(self, tensors: list[torch.Tensor]) -> None:
+        """Brings back those of ``tensors`` that are in the host's memory."""
+        event = self.gradient
+        if self.on_host and event is not None and self.passes:
+            event = self.passes[0].unit.order.recompute(event)
+        for number, shape in self.on_host.items():
+            host = tensors[number]
+            device = (
+                host_memory.to_device(host) if event is None else host_memory.fetch(host, event)
+            )
+            tensors[number] = device.view(shape)
 
 
 class _Slot:

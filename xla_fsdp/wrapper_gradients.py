@@ -106,8 +106,9 @@ class GradientMethods(nn.Module):
 
         Raises:
             TypeError: ``hook`` is no such function, or is one of torch.distributed.
-            ValueError: ``over`` is something else, there are no replicas, or blocks are scanned.
-            RuntimeError: a hook is registered already.
+            ValueError: ``over`` is something else, or there are no replicas.
+            RuntimeError: a hook is registered already. In the backward: of scanned blocks, a hook
+                kept something that only exists inside of their loop.
         """
         register(self._wrapped_units(), state, hook, over)
 

@@ -44,6 +44,10 @@ class Order:
         self._started: Sequence[torch.Tensor] = ()  # what the last unit's forward started from
         self._arrived: Sequence[torch.Tensor] = ()  # the same of the backward
         self.last: torch.Tensor | None = None  # made of the last parameter gathered
+        # Of inputs that wait in the host's memory: what the last recomputation started from, and
+        # something that says that the last forward's are there.
+        self._recomputing: torch.Tensor | None = None
+        self._on_host: torch.Tensor | None = None
         # Reduced gradients: of the unit before the last one, and since.
         self._reduced: list[torch.Tensor] = []
         self._reducing: list[torch.Tensor] = []
@@ -78,6 +82,18 @@ class Order:
                 events += self._reduced
         return events
 
+    def offload(self, arrived: torch.Tensor) -> torch.Tensor | None:
+        """What a forward waits for whose inputs go to the host: that those of the one before are
+        there. ``arrived`` says it of its own."""
+        before, self._on_host = self._on_host, arrived
+        return before
+
+    def recompute(self, grad: torch.Tensor) -> torch.Tensor:
+        """What the inputs of a recomputation that starts from ``grad`` wait for before they come
+        back from the host: what the one before started from, so that they travel meanwhile."""
+        before, self._recomputing = self._recomputing, grad
+        return grad if before is None else before
+
     def turn(self, shard: torch.Tensor) -> torch.Tensor:
         """``shard``, not before the gather whose result :meth:`gathered` was told last is over."""
         if self.last is None or shard.dtype not in _CAN_WAIT:
@@ -97,10 +113,12 @@ class Order:
     def forward_over(self) -> None:
         """The outermost forward ended, or will not end."""
         self._started, self.last = (), None
+        self._on_host = None
 
     def backward_over(self) -> None:
         """A backward ended, or will not end."""
         self._arrived, self._reduced, self._reducing = (), [], []
+        self._recomputing = None
         self.last = None
 
 

@@ -23,12 +23,25 @@ from .orthogonal import orthonormal_columns
 
 @dataclass(eq=False)
 class _Kept:
-    """What is remembered of one matrix from one reduction to the next, on this rank."""
+    """What is remembered of one matrix from one reduction to the next, on this rank.
+
+    Of scanned blocks, which have such a matrix each, with a row for each in front.
+    """
 
     q: torch.Tensor  # (m, r), the same on every rank
     error: torch.Tensor | None  # (n, m), this rank's own
     ranks: int
-    owner: object = None  # the unit whose gradients these are; None: loaded, not used yet
+    names: tuple[str, ...] = ()  # the matrix's, or in each block
+    owner: object = None  # the unit whose gradients these are
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The same of a matrix, as ``state_dict`` gives it."""
+
+    q: torch.Tensor
+    error: torch.Tensor | None
+    ranks: int
 
 
 class PowerSGDState:
@@ -88,17 +101,23 @@ class PowerSGDState:
         self.random_seed = random_seed
         self._iterations: dict[str, int] = {}  # reductions so far, by parameter
         self._kept: dict[str, _Kept] = {}
+        self._loaded: dict[str, _Saved] = {}  # and not used yet
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, on the host; save it for **each** rank: errors are its own."""
-        kept = {
-            name: {
-                "q": one.q.cpu(),
-                "error": None if one.error is None else one.error.cpu(),
-                "ranks": one.ranks,
-            }
-            for name, one in self._kept.items()
-        }
+        """What a resumed run needs, on the host; save it for **each** rank: errors are its own.
+
+        By the names that parameters have, in scanned blocks each one's.
+        """
+        saved = dict(self._loaded)
+        for one in self._kept.values():
+            q, error = one.q.cpu(), None if one.error is None else one.error.cpu()
+            if len(one.names) == 1 and q.dim() == 2:
+                saved[one.names[0]] = _Saved(q, error, one.ranks)
+                continue
+            for row, name in enumerate(one.names):
+                own = None if error is None else error[row].clone()
+                saved[name] = _Saved(q[row].clone(), own, one.ranks)
+        kept = {name: dict(vars(one)) for name, one in saved.items()}
         return {"iterations": dict(self._iterations), "matrices": kept}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], with_errors: bool = True) -> None:
@@ -108,18 +127,21 @@ class PowerSGDState:
         one file for all, can do.
         """
         self._iterations = dict(state_dict["iterations"])
-        self._kept = {}
+        self._kept, self._loaded = {}, {}
         for name, one in state_dict["matrices"].items():
             error, ranks = (one["error"], one["ranks"]) if with_errors else (None, 0)
-            self._kept[name] = _Kept(one["q"], error, ranks)
+            self._loaded[name] = _Saved(one["q"], error, ranks)
 
     # -- for the hook ---------------------------------------------------------------------------
 
-    def _counted(self, names: Sequence[str]) -> list[bool]:
+    def _counted(self, bucket: GradBucket) -> list[bool]:
         """Whether each parameter is past its start; counts this reduction."""
-        past = [self._iterations.get(name, 0) >= self.start_powerSGD_iter for name in names]
-        for name in names:
-            self._iterations[name] = self._iterations.get(name, 0) + 1
+        past = []
+        for number in range(len(bucket.names)):
+            names = _names(bucket, number)
+            past.append(self._iterations.get(names[0], 0) >= self.start_powerSGD_iter)
+            for name in names:
+                self._iterations[name] = self._iterations.get(name, 0) + 1
         return past
 
     def _compresses(self, gradient: torch.Tensor) -> bool:
@@ -130,11 +152,12 @@ class PowerSGDState:
         r = min(n, m, self.matrix_approximation_rank)
         return n * m > (n + m) * r * self.min_compression_rate
 
-    def _kept_of(self, name: str, matrix: torch.Tensor, bucket: GradBucket) -> _Kept:
+    def _kept_of(self, number: int, matrix: torch.Tensor, bucket: GradBucket) -> _Kept:
         """What is remembered of the matrix; the first time it is made, on its device."""
+        name = bucket.names[number]
         one = self._kept.get(name)
-        if one is None or one.owner is None:
-            one = self._kept[name] = self._made(name, matrix, bucket, one)
+        if one is None:
+            one = self._kept[name] = self._made(_names(bucket, number), matrix, bucket)
         if one.owner is not bucket.owner:
             raise RuntimeError(
                 f"two models have a parameter {name!r} and share one PowerSGDState, which "
@@ -142,45 +165,64 @@ class PowerSGDState:
             )
         return one
 
-    def _made(
-        self, name: str, matrix: torch.Tensor, bucket: GradBucket, loaded: _Kept | None
-    ) -> _Kept:
+    def _made(self, names: tuple[str, ...], matrix: torch.Tensor, bucket: GradBucket) -> _Kept:
+        rows = [self._first(name, matrix, bucket) for name in names]
+        q = _stacked([row.q for row in rows], bucket)
+        # As data, and not as constants of the first program, which would be another one then.
+        tensors = [q]
+        if self.use_error_feedback:
+            zeros = torch.zeros(matrix.shape, dtype=matrix.dtype)
+            errors = [zeros if row.error is None else row.error for row in rows]
+            tensors.append(_stacked(errors, bucket))
+        sent: Any = xm.send_cpu_data_to_device(tensors, matrix.device)
+        error = sent[1] if self.use_error_feedback else None
+        for name in names:
+            self._loaded.pop(name, None)
+        return _Kept(sent[0], error, bucket.ranks, names, bucket.owner)
+
+    def _first(self, name: str, matrix: torch.Tensor, bucket: GradBucket) -> _Saved:
+        """What the matrix called ``name`` starts with: what was loaded, or a random Q."""
         n, m = matrix.shape
         r = min(n, m, self.matrix_approximation_rank)
-        q, error = self._random_q(name, m, r, 0), None
-        if loaded is not None:
-            q, error = loaded.q, loaded.error
-            if q.shape != (m, r) or (error is not None and error.shape != (n, m)):
-                raise RuntimeError(
-                    f"PowerSGDState was loaded for another {name!r}: Q has the shape "
-                    f"{tuple(q.shape)}, and ({m}, {r}) is needed; load it into a state of the same "
-                    "matrix_approximation_rank and a model of the same sizes"
-                )
-            if error is not None and loaded.ranks != bucket.ranks:
-                raise RuntimeError(
-                    f"PowerSGDState was saved by {loaded.ranks} ranks, and errors of {name!r} are "
-                    f"now those of {bucket.ranks}: load_state_dict(..., with_errors=False)"
-                )
-        if not self.use_error_feedback:
-            error = None
-        elif error is None:
-            error = torch.zeros(n, m, dtype=matrix.dtype)
-        # As data, and not as constants of the first program, which would be another one then.
-        tensors = [q] if error is None else [q, error]
-        sent: Any = xm.send_cpu_data_to_device(tensors, matrix.device)
-        return _Kept(sent[0], None if error is None else sent[1], bucket.ranks, bucket.owner)
+        loaded = self._loaded.get(name)
+        if loaded is None:
+            return _Saved(self._random_q(name, m, r, 0), None, bucket.ranks)
+        q, error = loaded.q, loaded.error
+        if q.shape != (m, r) or (error is not None and error.shape != (n, m)):
+            raise RuntimeError(
+                f"PowerSGDState was loaded for another {name!r}: Q has the shape "
+                f"{tuple(q.shape)}, and ({m}, {r}) is needed; load it into a state of the same "
+                "matrix_approximation_rank and a model of the same sizes"
+            )
+        if error is not None and loaded.ranks != bucket.ranks:
+            raise RuntimeError(
+                f"PowerSGDState was saved by {loaded.ranks} ranks, and errors of {name!r} are "
+                f"now those of {bucket.ranks}: load_state_dict(..., with_errors=False)"
+            )
+        return loaded
 
     def _random_q(self, name: str, m: int, r: int, iteration: int) -> torch.Tensor:
         seed = zlib.crc32(f"{self.random_seed} {iteration} {name}".encode())
         return torch.randn(m, r, generator=torch.Generator("cpu").manual_seed(seed))
 
-    def _q_for(self, name: str, one: _Kept) -> torch.Tensor:
+    def _q_for(self, one: _Kept, bucket: GradBucket) -> torch.Tensor:
         if self.warm_start:
-            return one.q
-        m, r = one.q.shape
-        fresh = self._random_q(name, m, r, self._iterations[name])
-        sent: Any = xm.send_cpu_data_to_device([fresh], one.q.device)
-        return sent[0]
+            return bucket.recall(one.q)
+        m, r = one.q.shape[-2:]
+        fresh = [self._random_q(name, m, r, self._iterations[name]) for name in one.names]
+        sent: Any = xm.send_cpu_data_to_device([_stacked(fresh, bucket)], one.q.device)
+        return bucket.recall(sent[0])
+
+
+def _names(bucket: GradBucket, number: int) -> tuple[str, ...]:
+    """Of gradient ``number`` of the bucket; in scanned blocks, one for each."""
+    if bucket.block_names is None:
+        return (bucket.names[number],)
+    return tuple(names[number] for names in bucket.block_names)
+
+
+def _stacked(rows: list[torch.Tensor], bucket: GradBucket) -> torch.Tensor:
+    return rows[0] if bucket.block_names is None else torch.stack(rows)
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.Tensor:
@@ -202,7 +244,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.Tensor:
             f"PowerSGDState(matrix_approximation_rank=2), powerSGD_hook), got {state!r}"
         )
     gradients, names = bucket.gradients(), bucket.names
-    past = state._counted(names)
+    past = state._counted(bucket)
     chosen = [n for n, g in enumerate(gradients) if past[n] and state._compresses(g)]
     if not chosen:
         return bucket.reduce()
@@ -224,12 +266,12 @@ def _averaged(
     kept, matrices, ps = [], [], []
     for n in chosen:
         matrix = gradients[n].reshape(gradients[n].shape[0], -1).to(wide)
-        one = state._kept_of(bucket.names[n], matrix, bucket)
+        one = state._kept_of(n, matrix, bucket)
         if one.error is not None:
-            matrix = matrix + one.error
+            matrix = matrix + bucket.recall(one.error)
         kept.append(one)
         matrices.append(matrix)
-        ps.append(matrix @ state._q_for(bucket.names[n], one).to(wide))
+        ps.append(matrix @ state._q_for(one, bucket).to(wide))
     others = [n for n in range(len(gradients)) if n not in chosen]
     summed = _summed(bucket, [*ps, *(gradients[n].to(wide) for n in others)])
     bases = [orthonormal_columns(p) for p in summed[: len(ps)]]
@@ -243,11 +285,11 @@ def _averaged(
         chosen, kept, matrices, bases, own_qs, qs, strict=True
     ):
         means[n] = (basis @ q.t()).view(gradients[n].shape)
-        _remember(one, q, matrix - basis @ own.t())
+        _remember(bucket, one, q, matrix - basis @ own.t())
     return [means[n] for n in range(len(gradients))]
 
 
-def _remember(one: _Kept, q: torch.Tensor, error: torch.Tensor) -> None:
+def _remember(bucket: GradBucket, one: _Kept, q: torch.Tensor, error: torch.Tensor) -> None:
     """In place, so that a program can write where it read.
 
     After an infinite gradient, whose step is skipped, everything is as before. A column of Q that
@@ -255,9 +297,11 @@ def _remember(one: _Kept, q: torch.Tensor, error: torch.Tensor) -> None:
     """
     finite = torch.isfinite(q).all()
     there = (q != 0).any(dim=0, keepdim=True)
-    one.q.copy_(torch.where(finite & there, q.to(one.q.dtype), one.q))
+    old = bucket.recall(one.q)
+    bucket.remember(one.q, torch.where(finite & there, q.to(old.dtype), old))
     if one.error is not None:
-        one.error.copy_(torch.where(finite, error.to(one.error.dtype), one.error))
+        old = bucket.recall(one.error)
+        bucket.remember(one.error, torch.where(finite, error.to(old.dtype), old))
 
 
 def _summed(bucket: GradBucket, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -26,7 +26,11 @@ from .unit import ScanUnit, Stack
 
 
 def scan_blocks(
-    blocks: Iterable[nn.Module], *, ignore: Collection[str] = (), **options: Any
+    blocks: Iterable[nn.Module],
+    *,
+    ignore: Collection[str] = (),
+    offload: bool = False,
+    **options: Any,
 ) -> ScannedBlocks:
     """Shards equal blocks and runs them one after the other in a loop of the compiled program.
 
@@ -53,6 +57,8 @@ def scan_blocks(
             block, so that only one exists in full. May be on CPU, XLA or meta device.
         ignore: names of attributes in which the blocks may differ (``"layer_idx"``). The first
             block's are used for all.
+        offload: on TPU, the blocks' inputs wait for the backward in the host's memory, as with
+            ``checkpoint_module(block, offload=True)``.
         options: those of :class:`XlaFullyShardedDataParallel`. Not possible are
             ``reshard_after_forward=False`` and ``flatten_parameters=True``. Barriers and prefetch
             have no effect: an iteration starts with its own gather. Nor has ``no_sync()``: a
@@ -62,11 +68,13 @@ def scan_blocks(
         ValueError: blocks differ (the message says in what), share parameters, are wrapped, or have
             hooks or recurrent modules in them; an option that is not possible. In the first
             forward: a block returns something else than a tensor like its input.
-        TypeError: a block is not a module; an unknown option.
+        TypeError: a block is not a module; ``offload`` is no bool; an unknown option.
         RuntimeError: on v5e and v6e, where the compiler would crash: the message says what has to
             be called before ``launch``.
     """
-    return ScannedBlocks(blocks, _checked(options), ignore)
+    if not isinstance(offload, bool):
+        raise TypeError(f"offload must be True or False, got {offload!r}")
+    return ScannedBlocks(blocks, _checked(options), ignore, offload)
 
 
 class ScannedBlocks(XlaFullyShardedDataParallel):
@@ -75,7 +83,11 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
     _unit: ScanUnit
 
     def __init__(
-        self, blocks: Iterable[nn.Module], options: FSDPOptions, ignore: Collection[str]
+        self,
+        blocks: Iterable[nn.Module],
+        options: FSDPOptions,
+        ignore: Collection[str],
+        offload: bool,
     ) -> None:
         WrapperMethods.__init__(self)
         self.fsdp_options = options
@@ -87,7 +99,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         )
         compiler_options.require_loops_compile(world.device_kind)
         builder = ScanBuilder(options, world, ignore)
-        self._unit = builder.build(blocks)
+        self._unit = builder.build(blocks, offload)
         self._fsdp_wrapped_module = self._unit.template
         watch_optimizers()
         self._register_state_dict_hook(_take_apart)
@@ -136,13 +148,7 @@ def _checked(options: dict[str, Any]) -> FSDPOptions:
         raise ValueError(
             "reshard_after_forward=False is not possible in scan_blocks: the loop of the forward "
             "would have to hand the full parameters of all blocks to the loop of the backward. "
-            "Wrap the blocks singly"
-        )
-    if not isinstance(checked.reshard_after_forward, bool):
-        raise ValueError(
-            f"reshard_after_forward={checked.reshard_after_forward} is not possible in "
-            "scan_blocks: the loop of the backward gathers from the shards. Leave it True, or wrap "
-            "the blocks singly"
+            "Wrap the blocks singly, or give a number of ranks from 2 on, which keeps a part"
         )
     if checked.flatten_parameters:
         raise ValueError(

@@ -43,7 +43,7 @@ class ScanBuilder:
         # Objects met so far, which stay alive so that identities stay unique.
         self._seen: dict[nn.Parameter, int] = {}
 
-    def build(self, blocks: Iterable[nn.Module]) -> ScanUnit:
+    def build(self, blocks: Iterable[nn.Module], offload: bool) -> ScanUnit:
         """Raises ValueError, TypeError as :func:`xla_fsdp.scan_blocks` says."""
         depth = 0
         for block in blocks:
@@ -51,7 +51,7 @@ class ScanBuilder:
             depth += 1
         if self._template is None:
             raise ValueError("scan_blocks needs at least one block, got none")
-        unit = ScanUnit(self.options, self.world, self._template)
+        unit = ScanUnit(self.options, self.world, self._template, offload)
         for name, stack in self._stacks.items():
             if isinstance(stack, ParameterStack):
                 self._stack_shards(stack, self._pieces.pop(name), self._template)

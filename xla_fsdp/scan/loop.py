@@ -8,14 +8,16 @@ a node of the lazy graph like any operator: nothing here knows of gradients.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 
+from ..sharding.block_memory import BlockMemory
 from ..sharding.once import Tensors, Traced, placeholder, twin
 
 # (carry, slices, constants) -> (carry, results)
@@ -34,6 +36,8 @@ def loop(
     *,
     seed: int | None = None,
     reverse: bool = False,
+    ahead: int = 0,
+    memory: BlockMemory | None = None,
 ) -> tuple[Tensors, Tensors]:
     """Runs ``carry, results[i] = body(carry, [s[i] for s in stacked], constants)`` for every i.
 
@@ -48,51 +52,93 @@ def loop(
         seed: random numbers in iteration i start from a seed made of this one and i, whichever
             way the loop runs. Default: the device's random state, which moves on.
         reverse: from the last i to the first.
+        ahead: of the first so many ``stacked`` tensors an iteration gets the row of the iteration
+            after it; the last one gets its own.
+        memory: what ``body`` asks it for are further tensors that are ``stacked``; where it writes
+            a row, they change in place.
 
     Returns:
         The last carry, and the results stacked, ``(depth, ...)`` each.
     """
-    depth = stacked[0].shape[0]
+    shapes = [(t.shape, t.dtype) for t in carry]
+    shapes += [(t.shape[1:], t.dtype) for t in stacked]
+    shapes += [(t.shape, t.dtype) for t in constants]
     with _fresh_trace(device, seed):
-        arguments = [placeholder(t.shape, t.dtype) for t in carry]
-        arguments += [placeholder(t.shape[1:], t.dtype) for t in stacked]
-        arguments += [placeholder(t.shape, t.dtype) for t in constants]
-        first, second = len(carry), len(carry) + len(stacked)
-        given = [twin(argument) for argument in arguments]
-        new_carry, results = body(given[:first], given[first:second], given[second:])
-        traced = Traced("scan_body", arguments, [*new_carry, *results])
-    operands = [*carry, *stacked, *constants, *traced.hoisted.values()]
-    computation = _While(traced, depth, first, second, results, reverse).build(operands)
+        try:
+            traced = _traced(body, shapes, len(carry), len(stacked), memory)
+        except Exception as error:
+            # What the frames hold has no value. Whoever keeps the exception would keep it, too, and
+            # torch_xla ends the process when it computes what is there.
+            traceback.clear_frames(error.__traceback__)
+            if memory is not None:
+                memory.clear()
+            raise
+    rows = [] if memory is None else memory.rows
+    kept = [row.kept for row in rows]
+    operands = [*carry, *stacked, *constants, *kept, *traced.body.hoisted.values()]
+    computation = _While(traced, stacked[0].shape[0], reverse, ahead).build(operands)
     outputs = torch_xla._XLAC._xla_user_computation("xla::scan_blocks", operands, computation)
-    return outputs[: len(carry)], outputs[len(carry) :]
+    first, second = len(carry), len(carry) + len(traced.results)
+    written = [row.kept for row in rows if row.written]
+    with torch.no_grad():
+        for tensor, value in zip(written, outputs[second:], strict=True):
+            tensor.copy_(value)
+    return outputs[:first], outputs[first:second]
+
+
+class _Traced(NamedTuple):
+    body: Traced
+    carried: int  # how many arguments it returns for the next iteration
+    sliced: frozenset[int]  # arguments that are slices of operands
+    results: list[tuple[tuple[int, ...], Any]]  # shapes and types of what it returns after those
+    written: list[int]  # arguments that it returns changed after these
+
+
+def _traced(
+    body: Body,
+    shapes: Sequence[tuple[torch.Size, torch.dtype]],
+    carried: int,
+    stacked: int,
+    memory: BlockMemory | None,
+) -> _Traced:
+    """``body``, traced on arguments of these shapes, and on what it asks ``memory`` for."""
+    arguments = [placeholder(*shape) for shape in shapes]
+    given = [twin(argument) for argument in arguments]
+    first, second = carried, carried + stacked
+    new_carry, results = body(given[:first], given[first:second], given[second:])
+    rows = [] if memory is None else memory.rows
+    written = [len(shapes) + number for number, row in enumerate(rows) if row.written]
+    arguments += [row.argument for row in rows]
+    values = [row.value for row in rows if row.written]
+    traced = Traced("scan_body", arguments, [*new_carry, *results, *values])
+    del values
+    if memory is not None:
+        memory.require_nothing_left(arguments)
+    return _Traced(
+        traced,
+        carried,
+        frozenset([*range(first, second), *range(len(shapes), len(arguments))]),
+        [(tuple(t.shape), xb.Op.from_torch_type(t.dtype)) for t in results],
+        written,
+    )
 
 
 class _While:
     """The loop around a traced body.
 
     Args:
-        traced: the body.
         depth: iterations.
-        sliced: the first argument of the body that is a slice of an operand.
-        constant: the first after those that is an operand again.
-        results: what one iteration returns besides the carry.
         reverse: from the last iteration's slices to the first's.
+        ahead: how many slices are those of the next iteration.
     """
 
-    def __init__(
-        self,
-        traced: Traced,
-        depth: int,
-        sliced: int,
-        constant: int,
-        results: Tensors,
-        reverse: bool,
-    ) -> None:
-        self.traced = traced
+    def __init__(self, traced: _Traced, depth: int, reverse: bool, ahead: int) -> None:
+        self.traced = traced.body
         self.depth = depth
-        self.sliced, self.constant = sliced, constant
-        self.results = [(tuple(t.shape), xb.Op.from_torch_type(t.dtype)) for t in results]
         self.reverse = reverse
+        self.carried, self.sliced = traced.carried, traced.sliced
+        self.ahead = range(self.carried, self.carried + ahead)
+        self.results, self.written = traced.results, traced.written
 
     def build(self, operands: Sequence[torch.Tensor]) -> object:
         """The loop as a computation of carry, stacked, constants and what the body hoisted."""
@@ -105,7 +151,8 @@ class _While:
         # The state of the loop: counter, results, operands.
         end = xb.Op.mkwhile([_integer(builder, 0), *stacks, *given], self._more, self._step)
         first = 1 + len(stacks)
-        kept = [*range(first, first + self.sliced), *range(1, first)]
+        kept = [*range(first, first + self.carried), *range(1, first)]
+        kept += [first + number for number in self.written]
         return xb.Op.tuple([end.get_tuple_element(n) for n in kept]).build("scan_blocks")
 
     def _more(self, counter: xb.Op, *rest: xb.Op) -> xb.Op:
@@ -114,23 +161,29 @@ class _While:
     def _step(self, counter: xb.Op, *rest: xb.Op) -> list[xb.Op]:
         builder = counter.builder()
         index = _integer(builder, self.depth - 1) - counter if self.reverse else counter
-        stacks, operands = rest[: len(self.results)], rest[len(self.results) :]
+        stacks, operands = [*rest[: len(self.results)]], rest[len(self.results) :]
         made = xb.Op.call(self.traced.computation, self._inputs(operands, index), builder=builder)
-        carry = [made.get_tuple_element(number) for number in range(self.sliced)]
-        rows = [made.get_tuple_element(self.sliced + n).broadcast([1]) for n in range(len(stacks))]
+        carry = [made.get_tuple_element(number) for number in range(self.carried)]
+        others = dict(enumerate(operands[self.carried :], self.carried))
+        stacks += [others[number] for number in self.written]
+        rows = [made.get_tuple_element(self.carried + n).broadcast([1]) for n in range(len(stacks))]
         filled = [
             stack.dynamic_update_slice(row, _start(stack, index))
             for stack, row in zip(stacks, rows, strict=True)
         ]
-        return [counter + _integer(builder, 1), *filled, *carry, *operands[self.sliced :]]
+        others.update(zip(self.written, filled[len(self.results) :], strict=True))
+        filled = filled[: len(self.results)]
+        return [counter + _integer(builder, 1), *filled, *carry, *others.values()]
 
     def _inputs(self, operands: Sequence[xb.Op], index: xb.Op) -> list[xb.Op]:
         """The parameters of the body, in order of their numbers."""
         inputs: dict[int, xb.Op] = {}
         for parameter, argument in self.traced.argument_of.items():
-            value = operands[argument]
-            is_slice = self.sliced <= argument < self.constant
-            inputs[parameter] = _row(value, index) if is_slice else value
+            value, at = operands[argument], index
+            if argument in self.ahead:  # beyond the end it is the last there is
+                step = _integer(index.builder(), 1)
+                at = index - step if self.reverse else index + step
+            inputs[parameter] = _row(value, at) if argument in self.sliced else value
         hoisted = operands[len(operands) - len(self.traced.hoisted) :]
         for parameter, value in zip(self.traced.hoisted, hoisted, strict=True):
             if parameter == self.traced.seed:

@@ -17,6 +17,8 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch.autograd.function import once_differentiable
 
+from ..collectives import host_memory
+from ..sharding.block_memory import BlockMemory
 from ..tree import map_tensors, tensors_in
 from .loop import Tensors, loop
 from .unit import ScanUnit
@@ -41,53 +43,80 @@ class Run:
         self.keeps_inputs = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (x, *self.constants, *unit.shards)
         )
+        # Whether what the backward needs of the inputs waits in the host's memory.
+        self.offloads = unit.offload and self.keeps_inputs and host_memory.can_wait_there(x)
         self.seed = xm.get_rng_state(str(unit.world.device))
+        # Numbers of the parameters of which the forward keeps pieces, see sharding/secondary.py.
+        self.pieces: list[int] = []
         self.autocast = torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")
 
     def forward(self, x: torch.Tensor, stacks: Sequence[torch.Tensor]) -> Tensors:
-        """The result of the last block, and the inputs of all, ``(depth, *x.shape)``."""
+        """The result of the last block, and what the backward needs of all.
+
+        That is the last one's input, if inputs are offloaded; those of all, ``(depth, *x.shape)``;
+        and the pieces of their parameters that stay here for the backward to gather from.
+        """
         updated: list[int] = []  # numbers of sliced buffers
 
         def body(carry: Tensors, slices: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
             buffers = self._buffers(slices[len(stacks) :], constants)
-            full = self.unit.gather_block(slices[: len(stacks)], carry[0], backward=False)
+            shards, secondary = slices[: len(stacks)], None
+            if self.keeps_inputs:
+                secondary = self.unit.secondary()
+            full = self.unit.gather_block(shards, carry[0], False, secondary)
             y, after = self._compute(carry[0], full, buffers, constants)
             updated.extend(self._updated(buffers, after))
-            return [y], [*([carry[0]] if self.keeps_inputs else []), *(after[n] for n in updated)]
+            kept = [carry[0]] if self.keeps_inputs else []
+            if self.offloads:
+                kept = [host_memory.to_host(carry[0])]
+            if secondary is not None:
+                kept += secondary.pieces.values()
+                self.pieces = list(secondary.pieces)
+            return [y, *carry[: len(last)]], [*kept, *(after[n] for n in updated)]
 
         sliced, shared = self.buffers
-        (y,), results = loop(
+        # The backward starts with the last block, whose input need not travel: iterations hand it
+        # on, and so it is there in the end.
+        last = [x] if self.offloads else []
+        (y, *last), results = loop(
             body,
-            [x],
+            [x, *last],
             [*stacks, *sliced],
             [*(constant.detach() for constant in self.constants), *shared],
             self.unit.world.device,
         )
-        kept = [results.pop(0)] if self.keeps_inputs else []
+        number_kept = 1 + len(self.pieces) if self.keeps_inputs else 0
+        kept, results = results[:number_kept], results[number_kept:]
         for number, value in zip(updated, results, strict=True):
             self.sliced[number].put(value)
-        return [y, *kept]
+        return [y, *last, *kept]
 
     def backward(
         self,
         grad: torch.Tensor,
-        inputs: torch.Tensor,
+        kept: Sequence[torch.Tensor],
         stacks: Sequence[torch.Tensor],
         constants: Sequence[torch.Tensor],
         needed: tuple[Sequence[bool], Sequence[bool]],
     ) -> tuple[torch.Tensor, list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Gradients of the first input, of the constants and of the stacked shards.
 
-        ``needed``: which constants and which shards need theirs.
+        ``kept``: what the forward returned besides the result. ``needed``: which constants and
+        which shards need theirs.
         """
-        count = len(stacks)
+        count, pieces = len(stacks), len(self.pieces)
         which = [number for number, needs in enumerate(needed[0]) if needs]
         reduced: list[int] = []
 
         def body(carry: Tensors, slices: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
             x, *slices = slices
+            following = []
+            if self.offloads:  # this block's has come while the one after it was computed
+                following, x = [host_memory.to_device(x)], carry.pop()
+            secondary = self.unit.secondary(dict(zip(self.pieces, slices, strict=False)))
+            slices = slices[pieces:]
             shards, buffers = slices[:count], self._buffers(slices[count:], constants)
-            full = self.unit.gather_block(shards, carry[0], backward=True)
+            full = self.unit.gather_block(shards, carry[0], True, secondary)
             # What comes out of the collectives has no graph: these are its leaves.
             x = x.detach().requires_grad_()
             full = [f.detach().requires_grad_(n) for f, n in zip(full, needed[1], strict=True)]
@@ -102,24 +131,28 @@ class Run:
             of_x = next(found)
             sums = [_sum(total, next(found)) for total in carry[1:]]
             of_full = [next(found) if needs else None for needs in needed[1]]
-            shares = self.unit.reduce_block(shards, of_full)
+            shares = self.unit.reduce_block(shards, of_full, memory)
             reduced.extend(shares)
-            return [_sum(torch.zeros_like(x), of_x), *sums], list(shares.values())
+            return [_sum(torch.zeros_like(x), of_x), *sums, *following], list(shares.values())
 
         # Nothing is gathered early for what comes next: it would be there during the whole loop.
         self.unit.order.backward_over()
+        memory = BlockMemory(self.unit.depth)
         sliced, shared = self.buffers
         zeros = [torch.zeros_like(constants[number]) for number in which]
+        last, kept = kept[: self.offloads], kept[self.offloads :]
         (of_x, *of_constants), results = loop(
             body,
-            [grad, *zeros],
-            [inputs, *stacks, *sliced],
+            [grad, *zeros, *last],
+            [*kept, *stacks, *sliced],
             [*constants, *shared],
             self.unit.world.device,
             seed=self.seed,
             reverse=True,
+            ahead=len(last),
+            memory=memory,
         )
-        by_constant = dict(zip(which, of_constants, strict=True))
+        by_constant = dict(zip(which, of_constants, strict=False))
         by_stack = {
             number: share.to(stacks[number].dtype)
             for number, share in zip(reduced, results, strict=True)
@@ -174,20 +207,20 @@ class Scan(torch.autograd.Function):
     def forward(
         ctx: Any, run: Run, x: torch.Tensor, number: int, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        y, *inputs = run.forward(x, tensors[number:])
-        if inputs:
-            ctx.run, ctx.number = run, number
-            ctx.save_for_backward(*inputs, *tensors)
+        y, *kept = run.forward(x, tensors[number:])
+        if kept:
+            ctx.run, ctx.number, ctx.kept = run, number, len(kept)
+            ctx.save_for_backward(*kept, *tensors)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs, *tensors = ctx.saved_tensors
+        kept, tensors = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
         needs, number = ctx.needs_input_grad[3:], ctx.number
         of_x, of_constants, of_stacks = ctx.run.backward(
             grad,
-            inputs,
+            kept,
             tensors[number:],
             tensors[:number],
             (needs[:number], needs[number:]),

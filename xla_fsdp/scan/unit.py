@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -13,8 +13,10 @@ from ..collectives.order import Order, after
 from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted
+from ..sharding.block_memory import BlockMemory
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
+from ..sharding.secondary import Secondary
 from ..sharding.sharded_tensor import Place, ShardedTensor, set_home
 from ..sharding.unit import Unit
 
@@ -92,11 +94,18 @@ class ScanUnit(Unit):
     layouts, without values), which is what shard metadata and plans speak of. ``shards`` are the
     stacked parameters, which the optimizer sees. They rest in the template, the block that is
     traced for all.
+
+    Attributes:
+        offload: whether inputs of blocks wait for the backward in the host's memory.
     """
 
-    def __init__(self, options: FSDPOptions, world: World, template: nn.Module):
+    def __init__(
+        self, options: FSDPOptions, world: World, template: nn.Module, offload: bool
+    ) -> None:
         super().__init__(options, world)
         self.template = template
+        self.offload = offload
+        self.depth = 0
         self.depth = 0
         self.parameters: list[ParameterStack] = []
         self.buffers: list[Stack] = []
@@ -149,35 +158,66 @@ class ScanUnit(Unit):
     # -- one block, inside the loop -------------------------------------------------------------
 
     def gather_block(
-        self, shards: Sequence[torch.Tensor], x: torch.Tensor, backward: bool
+        self,
+        shards: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        backward: bool,
+        secondary: Secondary | None = None,
     ) -> list[torch.Tensor]:
         """The full parameters of one block in compute dtype, from its shards.
 
         ``x``: something that iterations hand on. Not tied to it, the cast of the shards would be
         taken out of the loop by the compiler, and done for all blocks at once: shards twice in
-        memory.
+        memory. ``secondary``: as of :meth:`Wire.gather`.
         """
-        return self.wire.gather(self._block(after(shards, [x])), Order(), (), backward)
+        if secondary is not None and secondary.pieces:
+            tied = after(list(secondary.pieces.values()), [x])
+            pieces = dict(zip(secondary.pieces, tied, strict=True))
+            secondary = replace(secondary, pieces=pieces)
+        else:
+            shards = after(shards, [x])
+        return self.wire.gather(self._block(shards), Order(), (), backward, secondary)
+
+    def secondary(self, pieces: Mapping[int, torch.Tensor] | None = None) -> Secondary | None:
+        """What one block's forward keeps for its backward, by default nothing yet.
+
+        ``None`` where the backward gathers from the shards.
+        """
+        if self.secondaries is None:
+            return None
+        return Secondary(self.secondaries.world, pieces=dict(pieces or {}))
 
     def reduce_block(
-        self, shards: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+        self,
+        shards: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
+        memory: BlockMemory,
     ) -> dict[int, torch.Tensor]:
         """Gradient shards of one block, by parameter number, where there is a gradient.
 
         In the dtype in which they come out of the reduction, if that is all there is to it: the
-        stack of all blocks' gradients takes half the memory then.
+        stack of all blocks' gradients takes half the memory then. ``memory``: that of a
+        communication hook.
         """
         fulls = {
             number: self.wire.reducible(stack.layout, [grad])
             for number, (stack, grad) in enumerate(zip(self.parameters, grads, strict=True))
             if grad is not None
         }
-        exact = self.wire.divides_on_the_wire
+        exact = self.wire.divides_on_the_wire and self.wire.hook is None
         tensors = self._block(
             shard.to(fulls[number].dtype) if exact and number in fulls else shard
             for number, shard in enumerate(shards)
         )
-        return self.wire.reduce(tensors, fulls)[0] if fulls else {}
+        self.memory = memory
+        try:
+            return self.wire.reduce(tensors, fulls)[0] if fulls else {}
+        finally:
+            self.memory = None
+
+    def names_of(self, tensor: ShardedTensor, members: int, block: int | None = None) -> list[str]:
+        path = tensor.key if block is None else dotted(str(block), tensor.key)
+        return [self.wire.label + path]
 
     @contextlib.contextmanager
     def installed(

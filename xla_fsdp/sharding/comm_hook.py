@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,7 @@ def register(units: Sequence[Unit], state: object, hook: Hook, over: str) -> Non
 
     Raises:
         TypeError: ``hook`` is no function of a state and a bucket, or one of torch's.
-        ValueError: ``over`` is not among those allowed, or a unit has no replicas, or is that of
-            scanned blocks.
+        ValueError: ``over`` is not among those allowed, or a unit has no replicas.
         RuntimeError: a unit has a hook already.
     """
     _require_hook(hook)
@@ -35,13 +35,6 @@ def register(units: Sequence[Unit], state: object, hook: Hook, over: str) -> Non
             raise ValueError(
                 f"over='replicas', but {unit.title!r} has none: give replication_groups, or a "
                 "device_mesh of two dimensions, or register the hook with over='all'"
-            )
-        if hasattr(unit, "template"):
-            raise ValueError(
-                f"{unit.title!r} runs scanned blocks, whose gradients are reduced inside a loop "
-                "that is traced once: a hook cannot be there. Register it on the wrappers beside "
-                "them, or wrap the blocks one by one; compute_dtype=torch.bfloat16 sends half the "
-                "bytes in a loop, too"
             )
         if unit.wire.hook is not None:
             raise RuntimeError(
@@ -64,18 +57,21 @@ class CommHook:
     def __call__(
         self, tensors: Sequence[ShardedTensor], fulls: Sequence[torch.Tensor]
     ) -> torch.Tensor:
+        unit, memory = self.unit, self.unit.memory
         kind = FullGradients if self.over == "all" else ReplicatedShards
-        names = [name for tensor in tensors for name in self._names(tensor)]
-        bucket = kind(self.unit, names, self.unit.wire, tensors, fulls)
-        return self._checked(self.hook(self.state, bucket), bucket)
+        with contextlib.nullcontext() if memory is None else memory.watching():
+            bucket = kind(unit, self._names(tensors), unit.wire, tensors, fulls)
+            if memory is not None:
+                bucket.block_names = [self._names(tensors, one) for one in range(memory.depth)]
+                bucket.memory = memory
+            return self._checked(self.hook(self.state, bucket), bucket)
 
-    def _names(self, tensor: ShardedTensor) -> Iterator[str]:
-        first = self.unit.adopt(tensor)
-        members = len(tensor.layout.members) if self.over == "all" else 1
-        for member in range(members):
-            used = any(place.index == first + member for place in self.unit.places)
-            name = f"{self.unit.wire.label}{tensor.key}[{member}]"  # of a shared flat vector
-            yield self.unit.name_of(first + member) if used else name
+    def _names(self, tensors: Sequence[ShardedTensor], block: int | None = None) -> tuple[str, ...]:
+        names: list[str] = []
+        for tensor in tensors:
+            members = len(tensor.layout.members) if self.over == "all" else 1
+            names += self.unit.names_of(tensor, members, block)
+        return tuple(names)
 
     def _checked(self, reduced: object, bucket: GradBucket) -> torch.Tensor:
         said = f"the communication hook {_called(self.hook)} was given gradients of {bucket.names}"

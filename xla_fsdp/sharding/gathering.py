@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..collectives.order import Order
 from ..tree import map_tensors
 from .freeing import Stamp, fill_, free_, stamps
 from .secondary import Secondary
@@ -36,6 +37,7 @@ class Gathers(Protocol):
     """What a pass needs of its unit."""
 
     placeholder: torch.Tensor  # one element
+    order: Order
 
     @property
     def shards(self) -> Sequence[torch.Tensor]:

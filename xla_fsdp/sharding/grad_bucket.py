@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .block_memory import BlockMemory
 from .layout import Layout
 from .sharded_tensor import ShardedTensor
 from .wire import Wire, lanes, widened
@@ -25,6 +26,8 @@ class GradBucket(abc.ABC):
     Attributes:
         names: dotted names of the parameters, in order of :meth:`gradients`.
         owner: the unit that the parameters are of; another object for each.
+        block_names: of scanned blocks, for all of which the hook is called once, the names in each
+            block; ``None`` elsewhere. ``names`` leave the number of the block out.
     """
 
     def __init__(
@@ -35,9 +38,26 @@ class GradBucket(abc.ABC):
         tensors: Sequence[ShardedTensor],
     ) -> None:
         self.names = tuple(names)
+        self.block_names: Sequence[tuple[str, ...]] | None = None
+        self.memory: BlockMemory | None = None
         self.owner = owner
         self._wire = wire
         self._tensors = tensors
+
+    def recall(self, kept: torch.Tensor) -> torch.Tensor:
+        """``kept``, which the hook keeps from one backward to the next.
+
+        Of scanned blocks that is a tensor with a row for each, ``(len(block_names), ...)``, and
+        here comes the row of the block whose gradients these are.
+        """
+        return kept if self.memory is None else self.memory.recall(kept)
+
+    def remember(self, kept: torch.Tensor, value: torch.Tensor) -> None:
+        """Changes in place what :meth:`recall` gives."""
+        if self.memory is None:
+            kept.copy_(value)
+        else:
+            self.memory.remember(kept, value)
 
     @property
     def ranks(self) -> int:

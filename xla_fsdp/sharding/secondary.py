@@ -67,15 +67,18 @@ class Secondaries:
     Args:
         world: the ranks that share the unit's shards.
         size: of the smaller groups, a divisor of the world's.
+
+    Attributes:
+        world: the smaller group.
     """
 
     def __init__(self, world: World, size: int):
-        self._world = within(world, size)
+        self.world = within(world, size)
         self._known: list[weakref.ref[Secondary]] = []
 
     def fresh(self, shards: Sequence[torch.Tensor]) -> Secondary:
         """An empty one, for a forward that gathers ``shards``."""
-        made = Secondary(self._world, stamps(shards))
+        made = Secondary(self.world, stamps(shards))
         self._known = [one for one in self._known if one() is not None]
         self._known.append(weakref.ref(made))
         return made

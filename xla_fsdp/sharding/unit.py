@@ -16,6 +16,7 @@ from ..names import dotted, is_wrapper
 from ..tree import map_tensors, tensors_in
 from .attributes import refuse_replacement, watch_place
 from .awaited import Awaited
+from .block_memory import BlockMemory
 from .carrier import Carrier
 from .freeing import Stamp
 from .gathering import Pass
@@ -67,6 +68,8 @@ class Unit:
         # Only with reshard_after_forward=<int>.
         size = options.reshard_after_forward
         self.secondaries = None if isinstance(size, bool) else Secondaries(world, size)
+        # Where one trace serves several equal blocks: what hooks remember of them, meanwhile.
+        self.memory: BlockMemory | None = None
         # Shared by the units of a model once its root is known.
         self.order = Order()
         self._installed: Pass | None = None
@@ -101,6 +104,19 @@ class Unit:
         """The dotted name of full parameter ``index``, from the root if that is known."""
         place = next(place for place in self.places if place.index == index)
         return self.wire.label + dotted(place.paths[0], place.name)
+
+    def names_of(self, tensor: ShardedTensor, members: int, block: int | None = None) -> list[str]:
+        """The names of the first ``members`` full parameters of a sharded tensor.
+
+        ``block``: where several equal blocks have such a tensor, the name that one of them has.
+        """
+        assert block is None  # a unit of one module
+        first, names = self.adopt(tensor), []
+        for member in range(members):
+            used = any(place.index == first + member for place in self.places)
+            name = f"{self.wire.label}{tensor.key}[{member}]"  # of a shared flat vector
+            names.append(self.name_of(first + member) if used else name)
+        return names
 
     @property
     def title(self) -> str:

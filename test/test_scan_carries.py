@@ -1,0 +1,288 @@
+"""What the loops of scanned blocks hand on: pieces of parameters, what hooks remember."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from test_comm_hooks import Reference, assert_close
+from test_special_uses import trace_as_on_tpu
+from torch import nn
+
+WIDTH, DEPTH, STEPS, RATE = 12, 3, 3, 0.1
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.down = nn.Linear(16, WIDTH)
+
+    def forward(self, x, scale):
+        return x + scale * self.down(torch.tanh(self.frozen(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, scanned=False, **options):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.scale = nn.Parameter(torch.ones(()))
+        if scanned:
+            from xla_fsdp import scan_blocks
+
+            self.blocks = scan_blocks(list(self.blocks), **options)
+
+    def forward(self, x):
+        x = self.first(x)
+        if not isinstance(self.blocks, nn.ModuleList):
+            return self.blocks(x, self.scale)
+        for block in self.blocks:
+            x = block(x, self.scale)
+        return x
+
+
+def batch(rank, step):
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def unsharded(ranks, mean):
+    """Weights after training with what ``mean(step, name, gradients of all ranks)`` returns."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    for step in range(STEPS):
+        own = []
+        for rank in range(ranks):
+            model.zero_grad()
+            model(batch(rank, step)).square().mean().backward()
+            own.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.grad = mean(step, name, [one[name] for one in own])
+        optimizer.step()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def exact(step, name, gradients):
+    return sum(gradients) / len(gradients)
+
+
+def sharded(rank, hook=None, state=None, over="all", **options):
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel, full_state_dict
+
+    model = XlaFullyShardedDataParallel(Model(True, **options), **options)
+    if hook is not None:
+        model.register_comm_hook(state, hook, over)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    for step in range(STEPS):
+        model(batch(rank, step).to("xla")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+    return full_state_dict(model, rank0_only=False)
+
+
+def hybrid(rank) -> dict[str, Any]:
+    return {
+        "sharding_groups": [[0, 1], [2, 3]],
+        "sharding_rank": rank % 2,
+        "sharding_world_size": 2,
+        "replication_groups": [[0, 2], [1, 3]],
+    }
+
+
+# -- reshard_after_forward=<int> ----------------------------------------------------------------
+
+GATHER = re.compile(r" all-gather\(.*replica_groups=(\S+}}),")
+
+
+def groups_of_gathers(rank, **options):
+    import torch_xla
+
+    from xla_fsdp import scan_blocks
+
+    blocks = scan_blocks([Block() for _ in range(DEPTH)], **options)
+    torch_xla.sync()
+    x = torch.ones(2, WIDTH).to("xla").requires_grad_()
+    blocks(x, 1.0).sum().backward()
+    found = [x.grad, *(p.grad for p in blocks.parameters() if p.grad is not None)]
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo(found)
+    torch_xla.sync()
+    return sorted(GATHER.findall(hlo))
+
+
+def kept_within_two(rank):
+    expected = unsharded(4, exact)
+    assert_close(sharded(rank, reshard_after_forward=2), expected)
+    rows = sharded(rank, reshard_after_forward=2, shard_param_on_dim_0=True)
+    assert_close(rows, expected)
+    trace_as_on_tpu()
+    assert_close(sharded(rank, reshard_after_forward=2), expected)
+    return [groups_of_gathers(rank, reshard_after_forward=n) for n in (True, 2)]
+
+
+def test_backward_gathers_within_two_of_four_ranks(run_ranks):
+    for whole, pairs in run_ranks(kept_within_two, 4):
+        # As on a TPU, where small parameters travel together.
+        assert whole == ["{{0,1,2,3}}"] * 2
+        assert pairs == ["{{0,1,2,3}}", "{{0,1},{2,3}}"]
+
+
+# -- communication hooks ------------------------------------------------------------------------
+
+
+def hooked(rank, on_tpu):
+    import torch_xla.runtime as xr
+
+    from xla_fsdp import comm_hooks
+
+    if on_tpu:
+        trace_as_on_tpu()
+    ranks = xr.world_size()
+    expected = unsharded(ranks, exact)
+    plain = sharded(rank)
+    for name, value in sharded(rank, comm_hooks.reduce_scatter_hook).items():
+        torch.testing.assert_close(value, plain[name], rtol=0, atol=0)
+    assert_close(plain, expected)
+    for hook, digits in ((comm_hooks.bf16_compress_hook, 8), (comm_hooks.fp16_compress_hook, 11)):
+        found = sharded(rank, hook)
+        moved = sum((found[name] - value).abs().sum() for name, value in expected.items())
+        assert moved > 0
+        assert_close(found, expected, 8 * 2**-digits)
+
+    seen = []
+
+    def clipped(limit, bucket):
+        seen.append((bucket.names, bucket.block_names))
+        return bucket.reduce(bucket.buffer().clamp(-limit, limit))
+
+    found = sharded(rank, clipped, 0.02)
+    assert_close(
+        found,
+        unsharded(ranks, lambda *args: exact(*args[:2], [g.clamp(-0.02, 0.02) for g in args[2]])),
+    )
+    scanned = [(names, blocks) for names, blocks in seen if blocks is not None]
+    names, blocks = next(one for one in scanned if "blocks.up.weight" in one[0])
+    at = names.index("blocks.up.weight")
+    assert [one[at] for one in blocks] == [f"blocks.{n}.up.weight" for n in range(DEPTH)]
+    assert len({names for names, _ in scanned}) * STEPS == len(scanned)  # once a backward
+
+    power(rank, ranks)
+    if ranks == 4:
+        replicas = sharded(rank, comm_hooks.bf16_compress_hook, over="replicas", **hybrid(rank))
+        assert_close(replicas, expected, 2**-5)
+
+
+def power(rank, ranks):
+    from xla_fsdp.comm_hooks import PowerSGDState, powerSGD_hook
+
+    def trained(given):
+        state = PowerSGDState(min_compression_rate=1, start_powerSGD_iter=1, **given)
+        reference = Reference(state._random_q, 2, 1, state.use_error_feedback, state.warm_start)
+
+        def mean(step, name, gradients):
+            reference.step = step
+            return reference.mean(name, gradients)
+
+        expected = unsharded(ranks, mean)
+        assert_close(sharded(rank, powerSGD_hook, state), expected)
+        return state
+
+    saved = trained({"matrix_approximation_rank": 2}).state_dict()
+    trained({"matrix_approximation_rank": 2, "warm_start": False})
+    matrices = saved["matrices"]
+    singly = {f"blocks.{n}.{name}.weight" for n in range(DEPTH) for name in ("up", "down")}
+    assert set(matrices) == singly | {"first.weight"}, set(matrices)
+    for name in singly:
+        assert matrices[name]["q"].shape[1] == 2 and saved["iterations"][name] == STEPS
+    assert matrices["blocks.0.up.weight"]["error"].abs().max() > 0
+
+
+@pytest.mark.parametrize("ranks,on_tpu", [(2, True), (4, False)])
+def test_hooks_reduce_in_the_loop(run_ranks, ranks, on_tpu):
+    run_ranks(hooked, ranks, on_tpu)
+
+
+def kept_or_refused(rank):
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp.comm_hooks import PowerSGDState, powerSGD_hook
+
+    def backward(hook, state):
+        model = FSDP(Model(True))
+        model.blocks.register_comm_hook(state, hook)
+        model(batch(0, 0).to("xla")).square().mean().backward()
+        torch_xla.sync()
+        return model
+
+    def keeps(state, bucket):
+        state.append(bucket.buffer())
+        return bucket.reduce()
+
+    def adds(state, bucket):
+        state += bucket.buffer().sum()
+        return bucket.reduce()
+
+    counts = torch.zeros(DEPTH, 2).to("xla")
+
+    def counts_blocks(state, bucket):
+        if "blocks.down.bias" in bucket.names:
+            number = bucket.names.index("blocks.down.bias")
+            total = bucket.gradients()[number].abs().sum()
+            ones = torch.stack([torch.ones_like(total), total])
+            bucket.remember(counts, bucket.recall(counts) + ones)
+        return bucket.reduce()
+
+    short = torch.zeros(DEPTH + 1, 2).to("xla")
+    for hook, state, error, said in (
+        (keeps, [], RuntimeError, r"kept, or changed in place.*bucket.recall\(kept\)"),
+        (adds, torch.zeros(()).to("xla"), RuntimeError, r"of shapes \[\(\)\] that hold gradients"),
+        (lambda s, b: b.recall(short), None, ValueError, r"a row for each.*\(3, ...\); got \(4, 2"),
+        (lambda s, b: b.remember(counts, b.buffer()), None, ValueError, r"one block has \(2,\)"),
+    ):
+        with pytest.raises(error, match=said):
+            backward(hook, state)
+        torch_xla.sync()  # what was kept has values, if no sensible ones
+    model = backward(counts_blocks, None)
+    model(batch(0, 0).to("xla")).square().mean().backward()
+    torch_xla.sync()
+    # The gradient of a bias is the one of the block's output: another in each block.
+    assert counts[:, 0].tolist() == [2.0] * DEPTH
+    assert len(set(counts[:, 1].tolist())) == DEPTH
+
+    # What PowerSGD remembers goes by the blocks' own names, whether they are scanned or not.
+    options = {"min_compression_rate": 1, "start_powerSGD_iter": 0}
+    first, second = PowerSGDState(**options), PowerSGDState(**options)
+    backward(powerSGD_hook, first)
+    saved = first.state_dict()
+    second.load_state_dict(saved)
+    scanned = backward(powerSGD_hook, second)
+    third = PowerSGDState(**options)
+    third.load_state_dict(saved)
+    singly = Model()
+    singly.blocks = nn.ModuleList(map(FSDP, singly.blocks))
+    singly = FSDP(singly)
+    for block in singly.blocks:
+        block.register_comm_hook(third, powerSGD_hook)
+    singly(batch(0, 0).to("xla")).square().mean().backward()
+    stacked = scanned.blocks.module.up.weight.grad
+    for number, block in enumerate(singly.blocks):
+        torch.testing.assert_close(stacked[number].cpu(), block.up.weight.grad.cpu())
+    after, alone = second.state_dict()["matrices"], third.state_dict()["matrices"]
+    assert after.keys() == alone.keys() == saved["matrices"].keys()
+    for name, one in alone.items():
+        torch.testing.assert_close(after[name]["q"], one["q"])
+        torch.testing.assert_close(after[name]["error"], one["error"])
+        assert (one["error"] != saved["matrices"][name]["error"]).any()
+
+
+def test_a_hook_remembers_by_block_or_is_refused(run_ranks):
+    run_ranks(kept_or_refused, 1)
