@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..tpu.compiler_options import options_for
+from ..compiled.host_options import host_options
 from ..tpu.topology import Slice, resolve
 from .compiling.cache import PlanCache
 from .compiling.compiler import compile_step, require_extra
@@ -22,6 +22,7 @@ def plan(
     *,
     ranks: Iterable[int] | None = None,
     compiler_options: Mapping[str, str] | None = None,
+    launcher: str = "xla_fsdp",
     cache: str | os.PathLike[str] | bool = True,
     progress: bool = True,
     title: str = "",
@@ -44,9 +45,12 @@ def plan(
         ranks: which ranks to trace, to see whether all share one executable; the first one is
             compiled. Default: 0, 1 and the last.
         compiler_options: flags of the TPU compiler, e.g.
-            ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``, over those of
-            :mod:`xla_fsdp.compiler_options`, which ``xla_fsdp.launch`` sets as well (with loops on
-            v5e and v6e: once ``FOR_LOOPS`` of that module is in the environment).
+            ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``, over those that the run
+            itself would have: torch_xla's own on such a host, ``LIBTPU_INIT_ARGS`` of this
+            process, and those that ``launcher`` adds. The report lists all.
+        launcher: what starts the ranks: ``xla_fsdp`` (``xla_fsdp.launch``, which adds those of
+            :mod:`xla_fsdp.compiler_options`) or ``torch_xla`` (``torch_xla.launch``,
+            ``xmp.spawn``), which adds none.
         cache: results are kept by digest of the program in this folder; ``True`` means
             ``~/.cache/xla_fsdp/plans``, ``False`` none.
         progress: say on standard error what is going on.
@@ -60,7 +64,8 @@ def plan(
         UnknownTopologyError: (a ValueError) no such slice; the message lists what there is.
         MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
         CompileError: the compiler refused the program for another reason than memory.
-        ValueError: the step traces nothing; ``ranks`` that the slice does not have.
+        ValueError: the step traces nothing; ``ranks`` that the slice does not have; libtpu refuses
+            the value of an option.
         TypeError: ``step`` is not callable.
         RuntimeError: called inside a rank of a launch.
     """
@@ -70,15 +75,14 @@ def plan(
         )
     where = resolve(topology)
     require_extra()
+    host = host_options(where.chip, launcher, compiler_options)
     numbers = _ranks(ranks, where)
     shown = Progress() if progress else Progress(None)
     first = _trace(step, numbers[0], where, shown)
     kept = PlanCache.at(cache)
-    defaults = options_for(where.chip.device_kind, first.program.has_loops)
-    options = {**defaults, **(compiler_options or {})}
-    compiled = compile_step(first.program, where, options, kept, shown)
+    compiled = compile_step(first.program, where, host, kept, shown)
     executables = _executables(step, first, numbers, where, compiled.key, kept, shown)
-    return make_report(where, compiled, first, numbers, executables, title)
+    return make_report(where, compiled, first, numbers, executables, title, host)
 
 
 def _executables(

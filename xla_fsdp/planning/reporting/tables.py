@@ -200,6 +200,11 @@ def _program(report: Findings) -> Section:
     if report.versions:
         names = ", ".join(f"{name} {version}" for name, version in report.versions.items())
         rows += [("versions", "", names)]
+    if report.compiler_options:
+        names = "; ".join(f"{name}={how}" for name, how in report.compiler_options.items())
+        rows += [("options", f"{len(report.compiler_options)}", names)]
+    if report.chip_config:
+        rows += [("cores", "", f"{report.chip_config}: one device a chip")]
     return Section("Program", ("", "how obtained"), tuple(rows))
 
 
