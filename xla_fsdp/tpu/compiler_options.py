@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from .libtpu_flags import library, read, refusal, without, written
+from .libtpu_flags import library, read, refusal, without, without_dashes, written
 
 _VARIABLE = "LIBTPU_INIT_ARGS"
 _BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
@@ -56,7 +56,7 @@ def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
 def accepted(arguments: str) -> tuple[str, tuple[str, ...]]:
     """``arguments`` that the installed libtpu takes, and the flags in them that it will ignore.
 
-    Warns of these once. Without libtpu all is taken to be known.
+    Warns of these once, and of options without dashes. Without libtpu all is taken to be known.
 
     Raises:
         ValueError: libtpu refuses the value or the form of a flag.
@@ -71,6 +71,8 @@ def accepted(arguments: str) -> tuple[str, tuple[str, ...]]:
             f"the installed libtpu does not know {', '.join(refused.unknown)}: left out",
             stacklevel=3,
         )
+    for word in without_dashes(arguments):
+        warnings.warn(f"libtpu ignores {word}: write --{word} in LIBTPU_INIT_ARGS", stacklevel=3)
     return without(arguments, refused.unknown), refused.unknown
 
 
