@@ -302,7 +302,7 @@ from test_plan import _step
 from xla_fsdp import plan
 
 def interrupt():
-    while not psutil.Process().children():
+    while not any("compile_child" in " ".join(c.cmdline()) for c in psutil.Process().children()):
         time.sleep(0.05)
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGINT)
@@ -331,7 +331,9 @@ import psutil
 PLAN = "import sys; sys.path.insert(0, sys.argv[1]); from test_plan import _step; " \
        "from xla_fsdp import plan; plan(_step(blocks=8), 'v3-8', cache=False, ranks=[0])"
 plan = psutil.Popen([sys.executable, "-c", PLAN, sys.argv[1]], stderr=subprocess.DEVNULL)
-while not (compilers := plan.children()):
+while not (
+    compilers := [c for c in plan.children() if any("compile_child" in w for w in c.cmdline())]
+):
     time.sleep(0.05)
 time.sleep(1)
 plan.send_signal(signal.SIGTERM)

@@ -163,6 +163,8 @@ def routes_for(kind: str, attributes: Sequence[Mapping[str, object]]) -> Routes 
     (``global_runtime_device_attributes``). None as well if ranks are not where a slice has them.
     """
     chip = next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
+    if len({one.get("slice_index", 0) for one in attributes}) > 1:
+        return None  # the compiler itself goes over slices first, or last
     places = {}
     for one in attributes:
         number, coords = re.search(r"\d+$", str(one.get("name", ""))), one.get("coords")
@@ -182,8 +184,10 @@ def routes_for(kind: str, attributes: Sequence[Mapping[str, object]]) -> Routes 
 def attributes_of(slice: Slice) -> list[dict[str, object]]:
     """What a runtime would say of the devices of ``slice``: see :func:`routes_for`."""
     return [
-        {"name": f"TPU:{rank}", "coords": list(place[:3]), "core_on_chip": place[3]}
-        for rank, place in enumerate(slice.coordinates())
+        {"name": f"TPU:{rank}", "coords": [x, y, z], "core_on_chip": core, "slice_index": number}
+        for rank, (number, (x, y, z, core)) in enumerate(
+            product(range(slice.count), slice.coordinates())
+        )
     ]
 
 
@@ -243,6 +247,7 @@ class _Stage:
     bytes: int
     groups: Groups
     emitter: str = ""
+    across_slices: bool = False
 
     @property
     def wire_bytes(self) -> int:

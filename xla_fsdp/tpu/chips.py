@@ -55,6 +55,8 @@ class Chip:
     ``pod``: chips along each axis of the largest pod; its length is the dimension of the torus.
     ``cube``: 0, or the edge in chips of the cubes that optical switches join (v4, v5p).
     ``largest_slice``: most chips in one slice.
+    ``dcn_bandwidth``: bytes a second that a chip sends to other slices, its share of the host's
+    network, both ways at once; 0 where slices are not joined.
     ``sub_host``: whether a slice may be a single chip, less than a host.
     ``chip_config``: the ``chip_config_name`` libtpu needs to list production's devices, or None;
     ``other_configs``: further ones, and ``usable_hbm_bytes`` with them.
@@ -78,6 +80,7 @@ class Chip:
     largest_slice: int
     sub_host: bool
     chip_config: str | None
+    dcn_bandwidth: float = field(kw_only=True, default=0.0)
     other_configs: Mapping[str, int] = field(kw_only=True, default_factory=_nothing)
     sources: Mapping[str, str]
 
@@ -207,6 +210,7 @@ V4 = _chip(
     devices=1,
     clock_hz=1050e6,
     links=6,
+    dcn_bandwidth=6.25e9,
     link_bandwidth=45e9,
     hop_latency=1e-6,
     pod=(16, 16, 16),
@@ -232,6 +236,7 @@ V4 = _chip(
         ),
         "hop_latency": _HOP,
         "pod": "Cloud: 4096 chips; Scaling book: 16 x 16 x 16",
+        "dcn_bandwidth": "Scaling book: 6.25 GB/s a chip",
     },
 )
 
@@ -246,6 +251,7 @@ V5E = _chip(
     devices=1,
     clock_hz=1500e6,
     links=4,
+    dcn_bandwidth=3.125e9,
     link_bandwidth=45e9,
     hop_latency=1e-6,
     pod=(16, 16),
@@ -266,6 +272,9 @@ V5E = _chip(
         ),
         "hop_latency": _HOP,
         "pod": "Cloud: 256 chips, 2D torus, 16x16 the largest slice",
+        "dcn_bandwidth": (
+            "Cloud: 2 x 100 Gbps a host of 8 chips, 6.4 Tbps a pod; Scaling book: 3.125 GB/s a chip"
+        ),
     },
 )
 
@@ -280,6 +289,7 @@ V5P = _chip(
     devices=1,
     clock_hz=1750e6,
     links=6,
+    dcn_bandwidth=6.25e9,
     link_bandwidth=90e9,
     hop_latency=1e-6,
     pod=(16, 20, 28),
@@ -300,6 +310,7 @@ V5P = _chip(
         ),
         "hop_latency": _HOP,
         "pod": "Cloud: 8960 chips, the largest job 6144; Scaling book: 16 x 20 x 28",
+        "dcn_bandwidth": "Cloud: 50 Gbps a chip; Scaling book: 6.25 GB/s",
     },
 )
 
@@ -314,6 +325,7 @@ V6E = _chip(
     devices=1,
     clock_hz=1750e6,
     links=4,
+    dcn_bandwidth=12.5e9,
     link_bandwidth=90e9,
     hop_latency=1e-6,
     pod=(16, 16),
@@ -338,6 +350,9 @@ V6E = _chip(
         ),
         "hop_latency": _HOP,
         "pod": "Cloud: 256 chips, 2D torus, 16x16 the largest slice",
+        "dcn_bandwidth": (
+            "Cloud: 4 x 200 Gbps a host of 8 chips, 25.6 Tbps a pod; Scaling book: 12.5 GB/s a chip"
+        ),
     },
 )
 

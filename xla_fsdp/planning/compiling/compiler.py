@@ -182,7 +182,7 @@ def _collect(folder: Path, key: str, named: Iterable[str], flops: float | None) 
 def _values(flags: str, named: Iterable[str]) -> dict[str, str]:
     """The values in ``flags``, lines of ``--name=value``, of the options ``named`` in it."""
     pairs = (line.lstrip("-").partition("=") for line in flags.splitlines())
-    known = {name: value for name, _, value in pairs}
+    known = {name: value.strip("'") for name, _, value in pairs}
     return {name: known[name] for name in named if name in known}
 
 

@@ -153,6 +153,9 @@ def _traffic(report: Findings) -> Section:
         rows += [("sent / bound", f"{ratio:.2f} ×", "1.00 is ZeRO-3 with nothing sent in vain")]
     else:
         rows += [("bound", UNKNOWN, report.bound_label)]
+    across = [c for c in collectives if c.across_slices]
+    if across:
+        rows += [("between slices", figure(wire(across) / MB, 1, "MB"), "of what is sent")]
     if collectives:
         parts = [share(wire(some), report.wire_bytes) for some in (ready, inside)]
         how = "of the bytes: sent while the device could compute"
