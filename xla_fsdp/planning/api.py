@@ -78,21 +78,24 @@ def plan(
     host = host_options(where.chip, launcher, compiler_options)
     numbers = _ranks(ranks, where)
     shown = Progress() if progress else Progress(None)
-    first = _trace(step, numbers[0], where, shown)
+
+    def trace(rank: int) -> TracedStep:
+        with shown.while_doing(f"tracing rank {rank} of {where.devices}"):
+            return trace_step(step, rank, where.devices, where, host.arguments)
+
+    first = trace(numbers[0])
     kept = PlanCache.at(cache)
     compiled = compile_step(first.program, where, host, kept, shown)
-    executables = _executables(step, first, numbers, where, compiled.key, kept, shown)
+    executables = _executables(trace, first, numbers, compiled.key, kept)
     return make_report(where, compiled, first, numbers, executables, title, host)
 
 
 def _executables(
-    step: Callable[[], Any],
+    trace: Callable[[int], TracedStep],
     first: TracedStep,
     ranks: tuple[int, ...],
-    where: Slice,
     key: str,
     kept: PlanCache,
-    progress: Progress,
 ) -> int:
     """How many different programs the ranks have.
 
@@ -101,7 +104,7 @@ def _executables(
     """
 
     def program_of(rank: int) -> str:
-        return _trace(step, rank, where, progress).program.fingerprint
+        return trace(rank).program.fingerprint
 
     programs = [first.program.fingerprint]
     if len(ranks) > 1:
@@ -120,8 +123,3 @@ def _ranks(ranks: Iterable[int] | None, where: Slice) -> tuple[int, ...]:
     if not numbers or any(type(r) is not int or not 0 <= r <= last for r in numbers):
         raise ValueError(f"ranks must be numbers from 0 to {last} on {where.name}, got {numbers}")
     return numbers
-
-
-def _trace(step: Callable[[], Any], rank: int, where: Slice, progress: Progress) -> TracedStep:
-    with progress.while_doing(f"tracing rank {rank} of {where.devices}"):
-        return trace_step(step, rank, where.devices, where)
