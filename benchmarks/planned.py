@@ -18,7 +18,6 @@ from pathlib import Path
 
 import xla_fsdp
 from xla_fsdp import Report
-from xla_fsdp.compiler_options import OPTIONS
 
 from .peers import JAX, SPMD, plan_peer
 from .slices import require_slices
@@ -95,19 +94,15 @@ def _cycles(report: Report) -> int:
 def plan_one(name: str, where: str, table: Table) -> Report:
     """Workload S as ``name`` shards it, on a slice.
 
-    All are compiled with the same options, but the SPMD variant without one that the compiler
-    crashes with.
+    Each is compiled with the options that its users get on a TPU host: torch_xla's for all but JAX,
+    and those of ``xla_fsdp.launch`` for ours.
     """
     title = f"workload S, {name}"
+    launcher = {OURS: "xla_fsdp", JAX: "other"}.get(name, "torch_xla")
     if name in (SPMD, JAX):
-        options = dict(OPTIONS)
-        if name == SPMD:
-            del options["xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"]
-        return plan_peer(
-            name, where, checkpoint=table.checkpoint, compiler_options=options, title=title
-        )
+        return plan_peer(name, where, checkpoint=table.checkpoint, launcher=launcher, title=title)
     step = step_of(name, table.checkpoint, table.reshard_after_forward)
-    return xla_fsdp.plan(step, where, title=title)
+    return xla_fsdp.plan(step, where, launcher=launcher, title=title)
 
 
 def markdown(reports: Reports) -> str:

@@ -57,7 +57,7 @@ def planned(run: Run, layers: int, dropout: float) -> dict:
     title = f"GPT-2 {run.name}, {layers} blocks"
     step = step_for(run, layers, dropout)
     with Peak(_children_peak, 0.3) as compiler:
-        report = xla_fsdp.plan(step, run.slice, ranks=(0,), title=title)
+        report = xla_fsdp.plan(step, run.slice, ranks=(0,), launcher="torch_xla", title=title)
     time, memory = report.timing, report.memory
     figures = {
         "layers": layers,

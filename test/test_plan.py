@@ -85,6 +85,7 @@ def donated_bytes_are_the_difference(cache):
     """Without donation the same program needs exactly the donated buffers more."""
     from dataclasses import replace
 
+    from xla_fsdp.compiled.host_options import host_options
     from xla_fsdp.planning.compiling.cache import PlanCache
     from xla_fsdp.planning.compiling.compiler import compile_step
     from xla_fsdp.planning.compiling.progress import Progress
@@ -92,9 +93,9 @@ def donated_bytes_are_the_difference(cache):
     from xla_fsdp.tpu.topology import resolve
 
     def needed(program):
-        memory = compile_step(
-            program, resolve(V3), {}, PlanCache.at(cache), Progress(None)
-        ).memory  # fmt: skip
+        where, kept = resolve(V3), PlanCache.at(cache)
+        host = host_options(where.chip)
+        memory = compile_step(program, where, host, kept, Progress(None)).memory
         return memory, memory.arguments + memory.outputs - memory.aliased
 
     program = trace_step(_step(), 0, 8).program
@@ -108,7 +109,7 @@ def donated_bytes_are_the_difference(cache):
 def wire_bytes_are_those_of_the_traced_program(cache):
     """Counted before the compiler, and after it for what each collective was traced as."""
     from xla_fsdp import plan
-    from xla_fsdp.compiler_options import OPTIONS
+    from xla_fsdp.compiled.host_options import host_options
     from xla_fsdp.planning.compiling.cache import PlanCache
     from xla_fsdp.planning.compiling.compiler import compile_step
     from xla_fsdp.planning.compiling.progress import Progress
@@ -123,7 +124,8 @@ def wire_bytes_are_those_of_the_traced_program(cache):
         report = plan(step, V3, cache=cache, progress=False, ranks=[0])
         program = trace_step(step, 0, 8, resolve(V3)).program
         kept = PlanCache.at(cache)
-        compiled = compile_step(program, resolve(V3), OPTIONS, kept, Progress(None))
+        host = host_options(resolve(V3).chip)
+        compiled = compile_step(program, resolve(V3), host, kept, Progress(None))
         assert compiled.from_cache
         traced = find_collectives(line_up(parse_module(compiled.traced))).collectives
         predicted = sum(c.wire_bytes * c.times for c in traced)
@@ -176,11 +178,13 @@ def wrong_arguments(cache):
             plan(_step(), V3)
     finally:
         compiler.importlib.util.find_spec = plain
-    with pytest.raises(compiler.CompileError, match="No such compile option"):
-        plan(
-            _step(), V3, ranks=[0], cache=False, progress=False,
-            compiler_options={"xla_no_such_flag": "1"},
-        )  # fmt: skip
+    with pytest.raises(ValueError, match="names xla_no_such_flag, which .* leave"):
+        with pytest.warns(UserWarning, match="does not know xla_no_such_flag: left out"):
+            plan(_step(), V3, compiler_options={"xla_no_such_flag": "1"})
+    with pytest.raises(ValueError, match="Illegal value 'perhaps' .*sliced_prefetch_max_slices"):
+        plan(_step(), V3, compiler_options={"xla_tpu_sliced_prefetch_max_slices": "perhaps"})
+    with pytest.raises(ValueError, match="launcher must be one of xla_fsdp, torch_xla, other"):
+        plan(_step(), V3, launcher="jax")
 
 
 def a_cache_that_is_damaged(cache):
@@ -271,7 +275,8 @@ from xla_fsdp.planning.compiling import compiler
 compiler.compile_child = types.SimpleNamespace(
     __name__="crashing_child", program_file=compiler.compile_child.program_file
 )
-plan(_step(), "v3-8", cache=False, ranks=[0], compiler_options={"xla_some_flag": "true"})
+plan(_step(), "v3-8", cache=False, ranks=[0],
+     compiler_options={"xla_tpu_enable_flash_attention": "true"})
 """
 
 
@@ -281,7 +286,7 @@ def test_a_crash_of_the_compiler_names_the_options(run_script, tmp_path):
     folders = os.pathsep.join([str(tmp_path), os.path.dirname(os.path.dirname(__file__))])
     done = run_script(CRASHES, os.path.dirname(__file__), env={"PYTHONPATH": folders})
     assert "exit status -11 (a crash; compiler_options= can undo" in done.stderr
-    assert "xla_some_flag=true" in done.stderr
+    assert "--xla_tpu_enable_flash_attention=true'" in done.stderr
 
 
 def test_an_interrupt_leaves_no_compiler_behind(run_script):
@@ -295,7 +300,7 @@ from test_plan import _step
 from xla_fsdp import plan
 
 def interrupt():
-    while not psutil.Process().children():
+    while not any("compile_child" in " ".join(c.cmdline()) for c in psutil.Process().children()):
         time.sleep(0.05)
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGINT)
@@ -324,7 +329,9 @@ import psutil
 PLAN = "import sys; sys.path.insert(0, sys.argv[1]); from test_plan import _step; " \
        "from xla_fsdp import plan; plan(_step(blocks=8), 'v3-8', cache=False, ranks=[0])"
 plan = psutil.Popen([sys.executable, "-c", PLAN, sys.argv[1]], stderr=subprocess.DEVNULL)
-while not (compilers := plan.children()):
+while not (
+    compilers := [c for c in plan.children() if any("compile_child" in w for w in c.cmdline())]
+):
     time.sleep(0.05)
 time.sleep(1)
 plan.send_signal(signal.SIGTERM)

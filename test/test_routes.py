@@ -119,8 +119,8 @@ def widths(route):
         ("v4-128", 8, ((64,), False), ((64,), False)),
         ("v5p-128", 8, ((64,), False), ((64,), False)),
         ("v5litepod-8", 8, ((8,), False), ((8,), False)),
-        # Lines: blocks as rings. A large gather is one ring by itself.
-        ("v5litepod-64", 8, ((16, 4), True), ((16, 4), True)),
+        # Lines: blocks as rings. A gather is one ring by itself, a small one on v3 is not.
+        ("v5litepod-64", 8, ((16, 4), True), ((64,), False)),
         ("v5litepod-64", 24, ((32, 2), True), ((64,), False)),
         ("v3-128", 8, ((32, 4), True), ((32, 4), True)),
         ("v3-128", 24, ((64, 2), True), ((128,), False)),

@@ -20,7 +20,7 @@ class TestChips:
         chip = CHIPS[family]
         assert chip.device_flops * chip.devices == chip.flops
         assert chip.device_hbm_bytes * chip.devices == chip.hbm_bytes
-        assert chip.device_usable_hbm_bytes * chip.devices == chip.usable_hbm_bytes
+        assert chip.device_usable_hbm_bytes() * chip.devices == chip.usable_hbm_bytes
         assert chip.device_hbm_bandwidth * chip.devices == chip.hbm_bandwidth
 
     @pytest.mark.parametrize("family", CHIPS)

@@ -6,17 +6,15 @@ from .tpu.compiler_options import (
     add_to_environment,
     libtpu_init_args,
     main,
-    options_for,
-    read_libtpu_init_args,
     require_loops_compile,
 )
+from .tpu.libtpu_flags import read as read_libtpu_init_args
 
 __all__ = [
     "FOR_LOOPS",
     "OPTIONS",
     "add_to_environment",
     "libtpu_init_args",
-    "options_for",
     "read_libtpu_init_args",
     "require_loops_compile",
 ]

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from absl import flags
 
 import xla_fsdp
-from xla_fsdp.compiler_options import read_libtpu_init_args
 
 from .script import Stop, in_a_line, require
 
@@ -71,11 +70,8 @@ def _plan(train: Callable, args: tuple, options: SimpleNamespace, title: str) ->
 
         train(xr.global_ordinal(), *args)
 
-    # What the run itself would tell the compiler through its environment.
-    given = read_libtpu_init_args(os.environ.get("LIBTPU_INIT_ARGS", ""))
-    asked = {k: v for k, v in given.items() if v is not None and k.startswith("xla_")}
     try:
-        report = xla_fsdp.plan(step, topology=options.plan, compiler_options=asked, title=title)
+        report = xla_fsdp.plan(step, topology=options.plan, title=title)
     except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError) as error:
         raise Stop(f"--plan: {error}", code=2) from error
     except xla_fsdp.CompileError as error:

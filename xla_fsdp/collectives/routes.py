@@ -38,8 +38,10 @@ _Stages = tuple[tuple[int, ...], ...]
 # are modelled 7 % faster each made a step 5 % slower.
 _WORTH = 0.9
 
-# The compiler's: all-gathers over this many ranks and up to so many bytes become all-reduces.
-_MANY_RANKS, _SMALL_BYTES = 64, 1 << 24
+# The compiler's: all-gathers over this many ranks and up to so many bytes become all-reduces, on
+# chips where gathers are never asynchronous. On the others torch_xla forbids it
+# (``xla_tpu_prefer_async_allgather_to_allreduce``).
+_MANY_RANKS, _SMALL_BYTES, _REDUCING = 64, 1 << 24, ("v2", "v3")
 # Reduce-scatters over a ring, of more bytes than the first, are padded: a rank's part to multiples
 # of 8 to 48 rows, and the compiler sends about as much again to undo it. Together about these rows.
 _PADDED_BYTES, _PADDED_ROWS = 1 << 23, 32
@@ -147,7 +149,8 @@ class Routes:
         torus = all(slice.wraps) and slice.chip.family != "v5e"
         if torus or max(slice.shape) <= 2:
             return kind, ""
-        if slice.devices >= _MANY_RANKS and number_of_bytes <= _SMALL_BYTES:
+        many = slice.devices >= _MANY_RANKS and number_of_bytes <= _SMALL_BYTES
+        if many and slice.chip.family in _REDUCING:
             return "all-reduce", ""
         return kind, "1D"
 
@@ -160,6 +163,8 @@ def routes_for(kind: str, attributes: Sequence[Mapping[str, object]]) -> Routes 
     (``global_runtime_device_attributes``). None as well if ranks are not where a slice has them.
     """
     chip = next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
+    if len({one.get("slice_index", 0) for one in attributes}) > 1:
+        return None  # the compiler itself goes over slices first, or last
     places = {}
     for one in attributes:
         number, coords = re.search(r"\d+$", str(one.get("name", ""))), one.get("coords")
@@ -179,8 +184,10 @@ def routes_for(kind: str, attributes: Sequence[Mapping[str, object]]) -> Routes 
 def attributes_of(slice: Slice) -> list[dict[str, object]]:
     """What a runtime would say of the devices of ``slice``: see :func:`routes_for`."""
     return [
-        {"name": f"TPU:{rank}", "coords": list(place[:3]), "core_on_chip": place[3]}
-        for rank, place in enumerate(slice.coordinates())
+        {"name": f"TPU:{rank}", "coords": [x, y, z], "core_on_chip": core, "slice_index": number}
+        for rank, (number, (x, y, z, core)) in enumerate(
+            product(range(slice.count), slice.coordinates())
+        )
     ]
 
 
@@ -240,6 +247,7 @@ class _Stage:
     bytes: int
     groups: Groups
     emitter: str = ""
+    across_slices: bool = False
 
     @property
     def wire_bytes(self) -> int:

@@ -38,6 +38,7 @@ def describe_kind(on: str, part: str) -> dict[str, str]:
         "process": part if on == "TPU" else "any",
         "LIBTPU_INIT_ARGS": libtpu_init_args(os.environ.get("LIBTPU_INIT_ARGS", "")),
         "TPU_LIBRARY_PATH": os.environ.get("TPU_LIBRARY_PATH", ""),
+        "TPU_MEGACORE": os.environ.get("TPU_MEGACORE", ""),
     }
     for package in ("torch", "torch_xla", "libtpu"):
         try:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..tpu.compiler_options import options_for
+from ..compiled.host_options import host_options
 from ..tpu.topology import Slice, resolve
 from .compiling.cache import PlanCache
 from .compiling.compiler import compile_step, require_extra
@@ -22,6 +22,7 @@ def plan(
     *,
     ranks: Iterable[int] | None = None,
     compiler_options: Mapping[str, str] | None = None,
+    launcher: str = "xla_fsdp",
     cache: str | os.PathLike[str] | bool = True,
     progress: bool = True,
     title: str = "",
@@ -44,9 +45,12 @@ def plan(
         ranks: which ranks to trace, to see whether all share one executable; the first one is
             compiled. Default: 0, 1 and the last.
         compiler_options: flags of the TPU compiler, e.g.
-            ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``, over those of
-            :mod:`xla_fsdp.compiler_options`, which ``xla_fsdp.launch`` sets as well (with loops on
-            v5e and v6e: once ``FOR_LOOPS`` of that module is in the environment).
+            ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``, over those that the run
+            itself would have: torch_xla's own on such a host, ``LIBTPU_INIT_ARGS`` of this
+            process, and those that ``launcher`` adds. The report lists all.
+        launcher: what starts the ranks: ``xla_fsdp`` (``xla_fsdp.launch``, which adds those of
+            :mod:`xla_fsdp.compiler_options`) or ``torch_xla`` (``torch_xla.launch``,
+            ``xmp.spawn``), which adds none.
         cache: results are kept by digest of the program in this folder; ``True`` means
             ``~/.cache/xla_fsdp/plans``, ``False`` none.
         progress: say on standard error what is going on.
@@ -60,7 +64,8 @@ def plan(
         UnknownTopologyError: (a ValueError) no such slice; the message lists what there is.
         MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
         CompileError: the compiler refused the program for another reason than memory.
-        ValueError: the step traces nothing; ``ranks`` that the slice does not have.
+        ValueError: the step traces nothing; ``ranks`` that the slice does not have; libtpu refuses
+            the value of an option.
         TypeError: ``step`` is not callable.
         RuntimeError: called inside a rank of a launch.
     """
@@ -70,25 +75,27 @@ def plan(
         )
     where = resolve(topology)
     require_extra()
+    host = host_options(where.chip, launcher, compiler_options)
     numbers = _ranks(ranks, where)
     shown = Progress() if progress else Progress(None)
-    first = _trace(step, numbers[0], where, shown)
+
+    def trace(rank: int) -> TracedStep:
+        with shown.while_doing(f"tracing rank {rank} of {where.devices}"):
+            return trace_step(step, rank, where.devices, where, host.arguments)
+
+    first = trace(numbers[0])
     kept = PlanCache.at(cache)
-    defaults = options_for(where.chip.device_kind, first.program.has_loops)
-    options = {**defaults, **(compiler_options or {})}
-    compiled = compile_step(first.program, where, options, kept, shown)
-    executables = _executables(step, first, numbers, where, compiled.key, kept, shown)
-    return make_report(where, compiled, first, numbers, executables, title)
+    compiled = compile_step(first.program, where, host, kept, shown)
+    executables = _executables(trace, first, numbers, compiled.key, kept)
+    return make_report(where, compiled, first, numbers, executables, title, host)
 
 
 def _executables(
-    step: Callable[[], Any],
+    trace: Callable[[int], TracedStep],
     first: TracedStep,
     ranks: tuple[int, ...],
-    where: Slice,
     key: str,
     kept: PlanCache,
-    progress: Progress,
 ) -> int:
     """How many different programs the ranks have.
 
@@ -97,7 +104,7 @@ def _executables(
     """
 
     def program_of(rank: int) -> str:
-        return _trace(step, rank, where, progress).program.fingerprint
+        return trace(rank).program.fingerprint
 
     programs = [first.program.fingerprint]
     if len(ranks) > 1:
@@ -116,8 +123,3 @@ def _ranks(ranks: Iterable[int] | None, where: Slice) -> tuple[int, ...]:
     if not numbers or any(type(r) is not int or not 0 <= r <= last for r in numbers):
         raise ValueError(f"ranks must be numbers from 0 to {last} on {where.name}, got {numbers}")
     return numbers
-
-
-def _trace(step: Callable[[], Any], rank: int, where: Slice, progress: Progress) -> TracedStep:
-    with progress.while_doing(f"tracing rank {rank} of {where.devices}"):
-        return trace_step(step, rank, where.devices, where)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from ..compiled.host_options import host_options
 from ..tpu.topology import resolve
 from .compiling.cache import PlanCache
 from .compiling.compiler import compile_step, require_extra
@@ -25,11 +26,15 @@ def plan_partitioned(
     topology: str,
     *,
     compiler_options: Mapping[str, str] | None = None,
+    launcher: str = "other",
     cache: str | os.PathLike[str] | bool = True,
     progress: bool = True,
     title: str = "",
 ) -> Report:
     """What ``program`` needs on a slice: :func:`xla_fsdp.plan` for what others lowered.
+
+    ``launcher``: as there, or ``other`` for programs that do not import torch_xla; jax 0.7.1 sets
+    no option of the compiler.
 
     Raises:
         UnknownTopologyError, MissingExtraError, CompileError: as ``plan`` does.
@@ -44,7 +49,8 @@ def plan_partitioned(
         )
     shown = Progress() if progress else Progress(None)
     kept = PlanCache.at(cache)
-    compiled = compile_step(program, where, compiler_options or {}, kept, shown)
+    host = host_options(where.chip, launcher, compiler_options)
+    compiled = compile_step(program, where, host, kept, shown)
     traced = TracedProgram(program.stablehlo, program.donated, program.arguments)
     step = TracedStep(traced, program.bound, (), 0, has_optimizer=True)
-    return make_report(where, compiled, step, ranks=(0,), executables=1, title=title)
+    return make_report(where, compiled, step, (0,), executables=1, title=title, host=host)

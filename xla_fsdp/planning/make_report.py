@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..compiled.host_options import HostOptions
 from ..tpu.links import describe, odd_groups
 from ..tpu.topology import Slice
 from .compiling.cache import CompiledStep
@@ -22,6 +23,7 @@ def make_report(
     ranks: tuple[int, ...],
     executables: int,
     title: str,
+    host: HostOptions,
 ) -> Report:
     """The report on ``compiled``, the program of ``step``.
 
@@ -29,6 +31,7 @@ def make_report(
         ranks: those whose programs were compared.
         executables: how many different ones they have.
         title: heads the report and its pictures.
+        host: what libtpu was told.
     """
     schedule, memory = _laid_out(compiled, step)
     chip = where.chip
@@ -41,7 +44,7 @@ def make_report(
             "message) are temporaries and what it reserves for itself; required here counts "
             "arguments and outputs as well."
         )
-    capacity = chip.device_usable_hbm_bytes
+    capacity = chip.device_usable_hbm_bytes(host.chip_config)
     return Report(
         topology=where.name,
         chip=chip.family,
@@ -61,6 +64,11 @@ def make_report(
         from_cache=compiled.from_cache,
         title=title,
         versions=versions(),
+        compiler_options={
+            name: f"{compiled.options.get(name, 'unknown to this libtpu, ignored')} ({whose})"
+            for name, whose in host.whose.items()
+        },
+        chip_config=host.chip_config or "",
         warnings=tuple(
             advice.warnings(schedule, step, executables, ranks, 1 - memory.required / capacity)
         ),

@@ -60,6 +60,7 @@ class Collective:
     module: str = ""
     phase: str = ""
     source: str = ""  # file:line that traced it, "" if unknown
+    across_slices: bool = False  # over the data-centre network, through the hosts
 
 
 @dataclass(frozen=True)

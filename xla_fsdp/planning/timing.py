@@ -2,11 +2,12 @@
 
 Two lanes. The compute lane executes the schedule in order, each operation for the compiler's
 ``estimated_cycles`` at the TensorCore's clock (``Chip.clock_hz``); operations without an estimate
-take no time. The links are one lane too: collectives run one after the other, in the order of
-their starts, for what ``links.py`` says; only permutes that share no link run at once. Compute
-waits for a synchronous collective at its place and for an asynchronous one where it is done; one
-inside a fusion runs beside the computation of the fusion, which takes as long as the longer of
-them. docs/plan-time-model.md holds the figures against published ones.
+take no time. The links are one lane too: collectives run one after the other, in the order of their
+starts, for what ``links.py`` says; only permutes that share no link run at once. Compute waits for
+a synchronous collective at its place and for an asynchronous one where it is done; one inside a
+fusion runs beside the computation of the fusion, which takes as long as the longer of them. What
+crosses from slice to slice has a lane of its own, the data-centre network. docs/plan-time-model.md
+holds the figures against published ones.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class _Lanes:
         self.slots: list[Slot] = []
         self.at_once = 0.0
         self._free = 0.0
+        self._between_free = 0.0
         self._link_free: dict[Hashable, float] = {}
         self._hertz = slice.chip.clock_hz
         links = Links(slice)
@@ -118,6 +120,7 @@ class _Lanes:
         begin, begin_free = self.clock, self._all_free()
         self.clock += count * clock
         self._free += count * free
+        self._between_free += count * free
         self._link_free = {link: at + count * free for link, at in self._link_free.items()}
         for event in body:  # what is waited for only after the loop
             if event.order == _START:
@@ -136,21 +139,29 @@ class _Lanes:
             if what.cycles:
                 self._slot("compute", begin, self.clock, what)
         elif event.order == _START:
-            begin = max(self.clock, self._free_at(self._used[id(what)]))
+            between = isinstance(what, Collective) and what.across_slices
+            free = self._between_free if between else self._free_at(self._used[id(what)])
+            begin = max(self.clock, free)
             end = self._ends[id(what)] = begin + self._seconds[id(what)]
             self.at_once += max(0.0, min(end, self._all_free()) - begin)
-            self._take(self._used[id(what)], end)
+            if between:
+                self._between_free = end
+            else:
+                self._take(self._used[id(what)], end)
             self._slot("collective", begin, end, what)
         else:
             self.clock = max(self.clock, self._ends.get(id(what), 0.0))
 
     def _all_free(self) -> float:
+        return max(self._free, self._between_free, *self._link_free.values())
+
+    def _links_free(self) -> float:
         return max(self._free, *self._link_free.values(), 0.0)
 
     def _free_at(self, links: frozenset[Hashable] | None) -> float:
         """When ``links`` are free; ``None`` means all."""
         if links is None:
-            return self._all_free()
+            return self._links_free()
         return max((self._link_free.get(link, self._free) for link in links), default=self._free)
 
     def _take(self, links: frozenset[Hashable] | None, until: float) -> None:

@@ -17,7 +17,7 @@ cited: the papers were not at hand when this table was made, so each stands besi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +30,10 @@ _LIMIT = "libtpu: the limit in its out-of-memory message, times the devices of a
 _MXU = "derived: flops / (2 x multipliers of a chip); "
 # One latency for all chips: the only public figure.
 _HOP = "Scaling book, an exercise's assumption for v5e (0.5 to 1 us by edition); a rough figure"
+
+
+def _nothing() -> Mapping[str, int]:
+    return MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,11 @@ class Chip:
     ``pod``: chips along each axis of the largest pod; its length is the dimension of the torus.
     ``cube``: 0, or the edge in chips of the cubes that optical switches join (v4, v5p).
     ``largest_slice``: most chips in one slice.
+    ``dcn_bandwidth``: bytes a second that a chip sends to other slices, its share of the host's
+    network, both ways at once; 0 where slices are not joined.
     ``sub_host``: whether a slice may be a single chip, less than a host.
-    ``chip_config``: the ``chip_config_name`` libtpu needs to list production's devices, or None.
+    ``chip_config``: the ``chip_config_name`` libtpu needs to list production's devices, or None;
+    ``other_configs``: further ones, and ``usable_hbm_bytes`` with them.
     ``sources``: for each figure above, where it comes from.
     """
 
@@ -73,6 +80,8 @@ class Chip:
     largest_slice: int
     sub_host: bool
     chip_config: str | None
+    dcn_bandwidth: float = field(kw_only=True, default=0.0)
+    other_configs: Mapping[str, int] = field(kw_only=True, default_factory=_nothing)
     sources: Mapping[str, str]
 
     @property
@@ -85,10 +94,13 @@ class Chip:
         """Nominal memory of one device, bytes."""
         return self.hbm_bytes // self.devices
 
-    @property
-    def device_usable_hbm_bytes(self) -> int:
-        """The most that a program on one device may take of its memory, bytes."""
-        return self.usable_hbm_bytes // self.devices
+    def device_usable_hbm_bytes(self, chip_config: str | None = None) -> int:
+        """The most that a program on one device may take of its memory, bytes.
+
+        ``chip_config``: that of the runtime, where it has the choice; default: ``chip_config``.
+        """
+        usable = self.other_configs.get(chip_config or "", self.usable_hbm_bytes)
+        return usable // self.devices
 
     @property
     def device_hbm_bandwidth(self) -> float:
@@ -198,6 +210,7 @@ V4 = _chip(
     devices=1,
     clock_hz=1050e6,
     links=6,
+    dcn_bandwidth=6.25e9,
     link_bandwidth=45e9,
     hop_latency=1e-6,
     pod=(16, 16, 16),
@@ -205,12 +218,13 @@ V4 = _chip(
     largest_slice=4096,
     sub_host=False,
     chip_config="megacore",
+    other_configs=MappingProxyType({"megacore_dense": int(31.75 * GIB)}),
     sources={
         "flops": "Cloud: 275 TFLOP/s",
         "hbm_bytes": "Cloud: 32 GiB",
         "usable_hbm_bytes": (
             _LIMIT + "30.75G with chip_config_name megacore, as in EasyDeL issue 166 on a v4-32; "
-            "31.75G with megacore_dense"
+            "31.75G with megacore_dense, which torch_xla 2.9 asks for"
         ),
         "hbm_bandwidth": "Cloud: 1200 GB/s",
         "devices": "libtpu: v4:2x2x1 with megacore lists 4 devices, as production does",
@@ -222,6 +236,7 @@ V4 = _chip(
         ),
         "hop_latency": _HOP,
         "pod": "Cloud: 4096 chips; Scaling book: 16 x 16 x 16",
+        "dcn_bandwidth": "Scaling book: 6.25 GB/s a chip",
     },
 )
 
@@ -236,6 +251,7 @@ V5E = _chip(
     devices=1,
     clock_hz=1500e6,
     links=4,
+    dcn_bandwidth=3.125e9,
     link_bandwidth=45e9,
     hop_latency=1e-6,
     pod=(16, 16),
@@ -256,6 +272,9 @@ V5E = _chip(
         ),
         "hop_latency": _HOP,
         "pod": "Cloud: 256 chips, 2D torus, 16x16 the largest slice",
+        "dcn_bandwidth": (
+            "Cloud: 2 x 100 Gbps a host of 8 chips, 6.4 Tbps a pod; Scaling book: 3.125 GB/s a chip"
+        ),
     },
 )
 
@@ -270,6 +289,7 @@ V5P = _chip(
     devices=1,
     clock_hz=1750e6,
     links=6,
+    dcn_bandwidth=6.25e9,
     link_bandwidth=90e9,
     hop_latency=1e-6,
     pod=(16, 20, 28),
@@ -290,6 +310,7 @@ V5P = _chip(
         ),
         "hop_latency": _HOP,
         "pod": "Cloud: 8960 chips, the largest job 6144; Scaling book: 16 x 20 x 28",
+        "dcn_bandwidth": "Cloud: 50 Gbps a chip; Scaling book: 6.25 GB/s",
     },
 )
 
@@ -304,6 +325,7 @@ V6E = _chip(
     devices=1,
     clock_hz=1750e6,
     links=4,
+    dcn_bandwidth=12.5e9,
     link_bandwidth=90e9,
     hop_latency=1e-6,
     pod=(16, 16),
@@ -328,6 +350,9 @@ V6E = _chip(
         ),
         "hop_latency": _HOP,
         "pod": "Cloud: 256 chips, 2D torus, 16x16 the largest slice",
+        "dcn_bandwidth": (
+            "Cloud: 4 x 200 Gbps a host of 8 chips, 25.6 Tbps a pod; Scaling book: 12.5 GB/s a chip"
+        ),
     },
 )
 

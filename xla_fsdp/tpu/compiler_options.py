@@ -7,9 +7,13 @@ for programs started otherwise: ``export LIBTPU_INIT_ARGS="$(python -m xla_fsdp.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from .libtpu_flags import library, read, refusal, without, without_dashes, written
+
+_VARIABLE = "LIBTPU_INIT_ARGS"
 _BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
 
 OPTIONS: Mapping[str, str] = MappingProxyType({
@@ -39,11 +43,37 @@ def options_for(device_kind: str, loops: bool) -> dict[str, str]:
 def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
     """Adds ``options`` to ``LIBTPU_INIT_ARGS``, before ``xla_fsdp.launch``, for it and its ranks.
 
-    What is in that variable already stays as it is.
+    What is in that variable already stays as it is and counts more. Flags that the installed libtpu
+    does not know, whoever put them there, it is told to ignore, with one warning.
+
+    Raises:
+        ValueError: libtpu refuses the value or the form of a flag.
     """
-    os.environ["LIBTPU_INIT_ARGS"] = libtpu_init_args(
-        os.environ.get("LIBTPU_INIT_ARGS", ""), options
-    )
+    given = os.environ.get(_VARIABLE, "")
+    os.environ[_VARIABLE], _ = accepted(libtpu_init_args(given, options))
+
+
+def accepted(arguments: str) -> tuple[str, tuple[str, ...]]:
+    """``arguments`` that the installed libtpu takes, and the flags in them that it will ignore.
+
+    Warns of these once, and of options without dashes. Without libtpu all is taken to be known.
+
+    Raises:
+        ValueError: libtpu refuses the value or the form of a flag.
+    """
+    refused = refusal(arguments, library())
+    if refused.illegal:
+        raise ValueError(
+            f"libtpu refuses LIBTPU_INIT_ARGS={arguments!r}: {'; '.join(refused.illegal)}"
+        )
+    if refused.unknown:
+        warnings.warn(
+            f"the installed libtpu does not know {', '.join(refused.unknown)}: left out",
+            stacklevel=3,
+        )
+    for word in without_dashes(arguments):
+        warnings.warn(f"libtpu ignores {word}: write --{word} in LIBTPU_INIT_ARGS", stacklevel=3)
+    return without(arguments, refused.unknown), refused.unknown
 
 
 def require_loops_compile(device_kind: str) -> None:
@@ -52,7 +82,7 @@ def require_loops_compile(device_kind: str) -> None:
     Raises:
         RuntimeError: this process asks for the first of :data:`OPTIONS` on v5e or v6e.
     """
-    given = read_libtpu_init_args(os.environ.get("LIBTPU_INIT_ARGS", ""))
+    given = read(os.environ.get(_VARIABLE, ""))
     if device_kind in _CRASHING and given.get(_BESIDE_ELEMENTS) == "true":
         raise RuntimeError(
             f"on {device_kind} the TPU compiler crashes on scanned blocks if LIBTPU_INIT_ARGS has "
@@ -63,18 +93,15 @@ def require_loops_compile(device_kind: str) -> None:
 
 
 def libtpu_init_args(given: str, options: Mapping[str, str] = OPTIONS) -> str:
-    """``given``, arguments of libtpu, and after them those of ``options`` that it has not."""
-    known = read_libtpu_init_args(given)
-    added = [f"--{name}={value}" for name, value in options.items() if name not in known]
-    return " ".join([given, *added]).strip()
+    """``given``, arguments of libtpu, and before them those of ``options`` that it does not name.
 
-
-def read_libtpu_init_args(given: str) -> dict[str, str | None]:
-    """Names and values of ``given``, arguments of libtpu; ``None`` where there is no value."""
-    parts = (one.lstrip("-").partition("=") for one in given.split())
-    return {name: value if equals else None for name, equals, value in parts}
+    Before them: of two values libtpu takes the last, and after a ``--`` none.
+    """
+    known = read(given)
+    added = {name: value for name, value in options.items() if name not in known}
+    return " ".join([*written(added), *given.split()])
 
 
 def main() -> None:
     """Prints what ``LIBTPU_INIT_ARGS`` is to be: ``python -m xla_fsdp.compiler_options``."""
-    print(libtpu_init_args(os.environ.get("LIBTPU_INIT_ARGS", "")))
+    print(accepted(libtpu_init_args(os.environ.get(_VARIABLE, "")))[0])

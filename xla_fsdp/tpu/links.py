@@ -24,6 +24,9 @@ Groups that use the same links at once share them: so do two groups each with on
 v2 or v3 chips. A group inside a chip uses its memory. What is not a grid of chips is one ring in
 the order of the group, one way, over shortest paths, which is meant to be pessimistic. The
 compiler's emitters named 1D run one ring through all chips, so two links, whatever the axes.
+
+What crosses the data-centre network, between slices, takes the bytes that a device sends over its
+share of the host's network (``Chip.dcn_bandwidth``), and ``DCN_LATENCY``, twice for an all-reduce.
 """
 
 from __future__ import annotations
@@ -44,6 +47,9 @@ _Link = tuple[int, bool, _Position]  # axis, whether upwards, the chip that send
 # from each of 4 v5e chips in line, profiled at 8 us; 3 hops of 1 us and 3 x 32 KiB at 45 GB/s are
 # 5.2 of them. One measurement, on one generation.
 LAUNCH = 3e-6
+# Seconds from the memory of one chip through two hosts to that of another. An assumption: nothing
+# public says.
+DCN_LATENCY = 50e-6
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,10 @@ class Traffic(Protocol):
     def emitter(self) -> str:
         """The algorithm that the compiler chose, as it calls it; "" if unknown."""
 
+    @property
+    def across_slices(self) -> bool:
+        """Whether it runs between slices, over the data-centre network."""
+
 
 class NamedTraffic(Traffic, Protocol):
     """Traffic of a program that calls it by a name."""
@@ -126,12 +136,19 @@ def describe(slice: Slice) -> str:
     if not axes:
         return "One chip, so no links between chips."
     cores = "; the ranks of a chip share its links" if chip.devices > 1 else ""
+    between = ""
+    if slice.count > 1:
+        between = (
+            f"; between slices {chip.dcn_bandwidth / 1e9:g} GB/s a chip one way "
+            f"({chip.sources['dcn_bandwidth'].split(';')[0]}) and {DCN_LATENCY * 1e6:g} us, which "
+            "is assumed"
+        )
     return (
         f"Model: axes of {axes} chips, {chip.link_bandwidth / 1e9:g} GB/s a link one way, two "
         f"links a ring and one a line, all axes of a group at once but one ring for the "
         f"compiler's 1D algorithms{cores}; {chip.hop_latency * 1e6:g} us a hop and "
         f"{LAUNCH * 1e6:g} us a collective; groups that are no grid of chips as rings of shortest "
-        f"paths one way (bandwidth: {chip.sources['link_bandwidth'].split(';')[0]})."
+        f"paths one way (bandwidth: {chip.sources['link_bandwidth'].split(';')[0]}){between}."
     )
 
 
@@ -144,7 +161,9 @@ def odd_groups(collectives: Iterable[NamedTraffic], slice: Slice) -> tuple[str, 
     return tuple(
         c.name
         for c in collectives
-        if c.kind != "collective-permute" and not all(r.grid for r in links.routes(c.groups))
+        if c.kind != "collective-permute"
+        and not c.across_slices
+        and not all(r.grid for r in links.routes(c.groups))
     )
 
 
@@ -163,6 +182,8 @@ class Links:
 
     def seconds(self, collective: Traffic) -> float:
         """See :func:`collective_seconds`."""
+        if collective.across_slices:
+            return self._between(collective)
         if collective.kind == "collective-permute":
             return self._permute(collective)
         routes = self.routes(collective.groups)
@@ -216,6 +237,14 @@ class Links:
         phases = 2 if collective.kind == "all-reduce" else 1
         latency = LAUNCH + phases * hops * chip.hop_latency
         return latency + route.sharing * load / chip.link_bandwidth
+
+    def _between(self, collective: Traffic) -> float:
+        chip = self._slice.chip
+        if not chip.dcn_bandwidth:
+            raise ValueError(f"slices of {chip.family} are not joined: {collective.kind}")
+        phases = 2 if collective.kind == "all-reduce" else 1
+        sent = collective.wire_bytes * chip.devices
+        return LAUNCH + phases * DCN_LATENCY + sent / chip.dcn_bandwidth
 
     def _permute(self, collective: Traffic) -> float:
         chip, pairs = self._slice.chip, collective.groups

@@ -6,7 +6,8 @@ needs to know about the links. Nothing here imports jax, torch or libtpu.
 Names are those of Cloud TPU's accelerator types (cloud.google.com/tpu/docs/v2 ... /v6e):
 ``v2-N``, ``v3-N``, ``v4-N`` and ``v5p-N`` count TensorCores, ``v5litepod-N`` and ``v6e-N`` count
 chips. A name stands for the default shape of that size. ``family:AxB`` or ``family:AxBxC`` states
-the shape in chips instead.
+the shape in chips instead. ``KxNAME`` is K such slices, joined by the data-centre network
+("Multislice", cloud.google.com/tpu/docs/multislice-introduction).
 
 libtpu takes every axis for a line unless ``wrap`` says that it is a ring, and compiles other
 collectives for it. Seen with libtpu 0.0.21: without ``wrap``, an all-gather over all chips of
@@ -19,7 +20,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
@@ -124,20 +125,24 @@ class Slice:
     has dimensions, so v4-8 is (2, 2, 1) and v3-128 (8, 8).
     ``wraps``: for each axis, whether wrap-around links make it a ring; ``Chip.wraps`` says on what
     grounds. ``dataclasses.replace(slice, wraps=...)`` asks libtpu for other wiring.
+    ``count``: slices of that shape, joined by the data-centre network; ranks of the first come
+    first. Links, coordinates and ``libtpu_name`` are those of one slice.
     """
 
     name: str
     chip: Chip
     shape: tuple[int, ...]
     wraps: tuple[bool, ...]
+    count: int = 1
 
     @property
     def chips(self) -> int:
-        return prod(self.shape)
+        """Of all slices."""
+        return prod(self.shape) * self.count
 
     @property
     def devices(self) -> int:
-        """XLA devices of the slice: the world size, one rank each."""
+        """XLA devices of all slices: the world size, one rank each."""
         return self.chips * self.chip.devices
 
     @property
@@ -155,13 +160,15 @@ class Slice:
         }
         if self.chip.chip_config is not None:
             options["chip_config_name"] = self.chip.chip_config
+        if self.count > 1:
+            options["num_slices"] = self.count
         return options
 
     @property
     def chips_per_host(self) -> tuple[int, int, int]:
         """Chips of one host along x, y, z: 2x2x1, but one chip of v5e and v6e is a slice too, and
         their slices of eight are one host (cloud.google.com/tpu/docs/v5e, /v6e)."""
-        if self.chip.sub_host and self.chips in (1, 8):
+        if self.chip.sub_host and prod(self.shape) in (1, 8):
             return self._xyz(1, self.shape)
         return _HOST
 
@@ -175,7 +182,7 @@ class Slice:
         return (*self._xyz(1, self.shape), self.chip.devices)
 
     def coordinates(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Where each rank sits: (x, y, z, core) by device id.
+        """Where each rank of a slice sits: (x, y, z, core) by device id.
 
         Core fastest, then x, y, z: device 3 of a v3-32 is core 1 of chip (1, 0, 0), device 8 is
         core 0 of chip (0, 1, 0). So libtpu 0.0.21 says for every named slice. The
@@ -211,6 +218,9 @@ def resolve(name: str) -> Slice:
         raise TypeError(f"topology must be a name such as 'v3-128', got {name!r}")
     given = name.strip()
     text = given.lower()
+    several = re.fullmatch(r"([0-9]{1,4})x(v.+)", text)
+    if several:
+        return _several(given, int(several[1]), several[2])
     if ":" in text:
         chip, shape = _parse_shape(given, text)
     else:
@@ -220,6 +230,16 @@ def resolve(name: str) -> Slice:
             raise UnknownTopologyError(given, _why_not_named(family, size))
         chip, shape = found
     return Slice(given, chip, shape, chip.wraps(shape))
+
+
+def _several(given: str, count: int, name: str) -> Slice:
+    one = resolve(name)
+    if count < 1:
+        raise UnknownTopologyError(given, f"{count} slices")
+    if count > 1 and not one.chip.dcn_bandwidth:
+        reason = f"{one.chip.family} slices are not joined to train one model (v4 and later are)"
+        raise UnknownTopologyError(given, reason)
+    return replace(one, name=given, count=count)
 
 
 def _parse_shape(given: str, text: str) -> tuple[Chip, tuple[int, ...]]:
@@ -315,5 +335,6 @@ def _offer() -> str:
     families = ", ".join(f"{family}:" for family in CHIPS)
     return (
         f"There are {'; '.join(parts)} (v5e-N is v5litepod-N); "
-        f"or the shape in chips after {families}, such as v5e:2x4 or v4:4x4x8."
+        f"or the shape in chips after {families}, such as v5e:2x4 or v4:4x4x8; 2xv5litepod-256 is "
+        "two slices joined by the data-centre network."
     )

@@ -9,7 +9,7 @@ import uuid
 import warnings
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class CompiledStep:
         seconds: how long it compiled.
         from_cache: nothing was compiled now.
         model_flops: of one step on one device, counted in ``traced``.
+        options: values that the flags of libtpu had which somebody set, as it states them.
     """
 
     key: str
@@ -41,6 +42,7 @@ class CompiledStep:
     seconds: float
     from_cache: bool
     model_flops: float
+    options: dict[str, str] = field(default_factory=dict)
 
 
 class PlanCache:
@@ -111,11 +113,17 @@ class PlanCache:
 
 def _has_types(record: Any) -> bool:
     """Whether every field has the simple type that it is stated with."""
-    kinds: dict[Any, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
+    kinds: dict[Any, Any] = {
+        "str": str,
+        "int": int,
+        "float": (int, float),
+        "bool": bool,
+        "dict[str, str]": dict,
+    }
     return all(
-        isinstance(getattr(record, field.name), kinds[str(field.type)])
-        for field in fields(record)
-        if field.type in kinds
+        isinstance(getattr(record, one.name), kinds[str(one.type)])
+        for one in fields(record)
+        if one.type in kinds
     )
 
 

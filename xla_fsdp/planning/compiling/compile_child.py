@@ -9,7 +9,8 @@ shardings, for the compiler to partition. The results, all in DIR:
 
 - ``result.json``: the compiler's memory figures and seconds, or ``error`` and its kind;
 - ``scheduled.txt``: the scheduled program;
-- ``dump/``: what XLA wrote while compiling, with the buffer assignment and the traced program.
+- ``dump/``: what XLA wrote while compiling, with the buffer assignment, the traced program, and
+  the value that each flag of libtpu had.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ def main(folder: Path, parent: int) -> None:
         JAX_PLATFORMS="cpu",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # else a lock file allows one process a machine
         XLA_FLAGS=f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text",
-        LIBTPU_INIT_ARGS="",
+        LIBTPU_INIT_ARGS=request["arguments"],
         TPU_MIN_LOG_LEVEL="3",
     )
+    os.environ.pop("TPU_MEGACORE", None)  # stated with the topology
     began = time.monotonic()
     try:
         result = compile_step(folder, request)
@@ -96,7 +98,6 @@ def compile_step(folder: Path, request: dict) -> dict:
     options.device_assignment = xla_client.DeviceAssignment.create(
         np.array(ids).reshape(replicas, partitions)
     )
-    options.env_option_overrides = list(request["compiler_options"].items())
     began = time.monotonic()
     executable = devices[0].client.compile(code, xla_client.DeviceList(tuple(devices)), options)
     seconds = time.monotonic() - began

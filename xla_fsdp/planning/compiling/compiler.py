@@ -13,11 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ... import extras
+from ...compiled.host_options import HostOptions
 from ...tpu.topology import Slice
 from ..program.flops import model_flops
 from ..records import CompilerMemory
@@ -29,7 +30,7 @@ from .progress import Progress
 
 _NEEDED = ("jax", "jaxlib", "libtpu", "matplotlib")
 _POLL_SECONDS = 0.1
-_FORMAT = 1  # of what is kept; raise it when that changes
+_FORMAT = 2  # of what is kept; raise it when that changes
 
 
 class CompileError(RuntimeError):
@@ -49,20 +50,22 @@ def versions() -> dict[str, str]:
 def compile_step(
     program: TracedProgram | PartitionedProgram,
     where: Slice,
-    options: Mapping[str, str],
+    host: HostOptions,
     cache: PlanCache,
     progress: Progress,
 ) -> CompiledStep:
     """Compiles ``program`` for ``where``, or takes the result of an earlier time from ``cache``.
+
+    ``host``: what libtpu reads there when it starts.
 
     Raises:
         CompileError: the compiler refused the program, or ended without a word.
     """
     request: dict[str, Any] = {
         "libtpu_name": where.libtpu_name,
-        "topology_options": dict(where.options),
+        "topology_options": _topology_options(where, host),
         "devices": where.devices,
-        "compiler_options": dict(options),
+        "arguments": host.arguments,
         "donated": sorted(program.donated),
         "format": _FORMAT,
     }
@@ -85,9 +88,15 @@ def compile_step(
         (folder / "request.json").write_text(json.dumps(request))
         (folder / compile_child.program_file(request)).write_bytes(code)
         _run(folder, f"compiling for {where.name} ({where.devices} devices)", progress)
-        compiled = _collect(folder, key, request.get("model_flops"))
+        compiled = _collect(folder, key, host.whose, request.get("model_flops"))
     cache.write(compiled)
     return compiled
+
+
+def _topology_options(where: Slice, host: HostOptions) -> dict[str, object]:
+    if host.chip_config is None:
+        return dict(where.options)
+    return {**where.options, "chip_config_name": host.chip_config}
 
 
 def _run(folder: Path, what: str, progress: Progress) -> None:
@@ -119,10 +128,12 @@ def _perhaps(status: int, folder: Path) -> str:
     """What a user can do about a compiler that was killed, or crashed."""
     if status == -signal.SIGKILL:
         return " (killed, perhaps by a system out of memory)"
-    options = json.loads((folder / "request.json").read_text())["compiler_options"]
-    if status < 0 and options:
-        given = ", ".join(f"{name}={value}" for name, value in options.items())
-        return f" (a crash; compiler_options= can undo what it was asked, one by one: {given})"
+    arguments = json.loads((folder / "request.json").read_text())["arguments"]
+    if status < 0 and arguments:
+        return (
+            " (a crash; compiler_options= can undo what it was asked, one by one: "
+            f"LIBTPU_INIT_ARGS={arguments!r})"
+        )
     return ""
 
 
@@ -139,8 +150,9 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _collect(folder: Path, key: str, flops: float | None) -> CompiledStep:
-    """``flops``: those of the model, or None to count them in the program."""
+def _collect(folder: Path, key: str, named: Iterable[str], flops: float | None) -> CompiledStep:
+    """``named``: options of interest. ``flops``: those of the model, or None to count them in the
+    program."""
     result = json.loads((folder / "result.json").read_text())
     if result.get("error") and result["kind"] != "memory":
         raise CompileError(f"the TPU compiler refused the program: {result['error']}")
@@ -163,7 +175,15 @@ def _collect(folder: Path, key: str, flops: float | None) -> CompiledStep:
         seconds=result["seconds"],
         from_cache=False,
         model_flops=model_flops(traced) if flops is None else flops,
+        options=_values(_dumped(folder, "flagfile"), named),
     )
+
+
+def _values(flags: str, named: Iterable[str]) -> dict[str, str]:
+    """The values in ``flags``, lines of ``--name=value``, of the options ``named`` in it."""
+    pairs = (line.lstrip("-").partition("=") for line in flags.splitlines())
+    known = {name: value.strip("'") for name, _, value in pairs}
+    return {name: known[name] for name in named if name in known}
 
 
 def _dumped(folder: Path, ending: str) -> str:

@@ -8,6 +8,7 @@ through the values they hand on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +22,18 @@ from .shapes import Shape, Tuple, leaves, span
 
 # Rare relatives, counted as what sends about as much.
 _KINDS = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
+# What crosses from slice to slice goes through the hosts: a send and a receive under one name, by
+# the kind that the runtime ("megascale") calls it.
+_BETWEEN = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+_MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}')
 _START, _DONE = '"AsyncCollectiveStart"', '"AsyncCollectiveDone"'
 
 
@@ -67,6 +80,7 @@ class _Search:
         # (scope, name) to the started collective that each leaf of the value belongs to
         self._carried: dict[tuple[int, str], list[int | None]] = {}
         self._inside: dict[str, list[tuple[Computation, Instruction]]] = {}
+        self._between: dict[str, int] = {}  # number in found, by name
         self.found: list[_Open] = []
         self.own: set[int] = set()
 
@@ -76,6 +90,8 @@ class _Search:
         self._shapes[key] = instruction.shape
         if opcode in _KINDS:
             self._add(place, instruction, self._operands(place), leaves(instruction.shape))
+        elif opcode in ("send", "recv") and _MEGASCALE.search(instruction.attributes):
+            self._transfer(place)
         elif opcode.removesuffix("-start") in _KINDS:
             self._add(place, instruction, self._operands(place), (), asynchronous=True)
             self._carry(place, len(self.found) - 1)
@@ -87,6 +103,23 @@ class _Search:
             self._fusion(place)
         else:
             self._hand_on(place)
+
+    def _transfer(self, place: Place) -> None:
+        """A send starts a collective between slices; a receive tells what comes of it."""
+        instruction = place.instruction
+        rendezvous = _RENDEZVOUS.search(instruction.attributes)
+        name = rendezvous[1] if rendezvous else instruction.name
+        if name not in self._between:
+            self._between[name] = len(self.found)
+            self._add(place, instruction, (), (), asynchronous=True)
+        number = self._between[name]
+        one, shapes = self.found[number], tuple(leaves(instruction.shape)[:1])
+        if instruction.opcode == "send":
+            one.operands = shapes
+        else:
+            one.results = shapes
+        self.own.add(place.index)
+        self._carry(place, number)
 
     def _fusion(self, place: Place) -> None:
         instruction = place.instruction
@@ -207,11 +240,15 @@ class _Search:
 
 def _record(module: Module, one: _Open, last: int) -> Collective:
     core, instruction = one.core, one.place.instruction
-    kind = _KINDS[core.opcode.removesuffix("-start")]
+    between = _MEGASCALE.search(core.attributes) if core.opcode in ("send", "recv") else None
+    if between:
+        kind = _BETWEEN.get(between[1], "collective-permute")
+    else:
+        kind = _KINDS[core.opcode.removesuffix("-start")]
     emitter = _emitter(core) or _emitter(instruction)
     if one.fused and kind == "all-reduce" and _scatters(module, one, emitter):
         kind = "reduce-scatter"
-    groups = read_groups(core)
+    groups = _over_slices(module, core) if between else read_groups(core)
     if kind == "collective-permute":
         size = 2
     else:
@@ -238,11 +275,20 @@ def _record(module: Module, one: _Open, last: int) -> Collective:
         asynchronous=one.asynchronous,
         fused=one.fused,
         times=one.place.times,
-        emitter=emitter,
+        emitter=emitter or ("megascale" if between else ""),
+        across_slices=bool(between),
         module=labels[0][1],
         phase=labels[0][0],
         source=core.source or instruction.source,
     )
+
+
+def _over_slices(module: Module, core: Instruction) -> tuple[tuple[int, ...], ...]:
+    """The same device of every slice; the program counts the devices of one slice."""
+    found = _SLICES.search(core.attributes)
+    slices = len(found[1].split(",")) if found else 1
+    devices = module.devices
+    return tuple(tuple(d + s * devices for s in range(slices)) for d in range(devices))
 
 
 def _bytes(shapes: tuple[Shape, ...]) -> int:

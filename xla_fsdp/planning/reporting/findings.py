@@ -35,6 +35,9 @@ class Findings:
     from_cache: bool = False
     title: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    # Value of each option that somebody set, as libtpu states it, and in brackets who set it.
+    compiler_options: Mapping[str, str] = field(default_factory=dict)
+    chip_config: str = ""  # how the cores of a chip make one device, "" where there is no choice
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     refusal: str = ""  # the compiler's message, if the step did not fit while it compiled

@@ -153,6 +153,9 @@ def _traffic(report: Findings) -> Section:
         rows += [("sent / bound", f"{ratio:.2f} ×", "1.00 is ZeRO-3 with nothing sent in vain")]
     else:
         rows += [("bound", UNKNOWN, report.bound_label)]
+    across = [c for c in collectives if c.across_slices]
+    if across:
+        rows += [("between slices", figure(wire(across) / MB, 1, "MB"), "of what is sent")]
     if collectives:
         parts = [share(wire(some), report.wire_bytes) for some in (ready, inside)]
         how = "of the bytes: sent while the device could compute"
@@ -200,6 +203,11 @@ def _program(report: Findings) -> Section:
     if report.versions:
         names = ", ".join(f"{name} {version}" for name, version in report.versions.items())
         rows += [("versions", "", names)]
+    if report.compiler_options:
+        names = "; ".join(f"{name}={how}" for name, how in report.compiler_options.items())
+        rows += [("options", f"{len(report.compiler_options)}", names)]
+    if report.chip_config:
+        rows += [("cores", "", f"{report.chip_config}: one device a chip")]
     return Section("Program", ("", "how obtained"), tuple(rows))
 
 

@@ -10,6 +10,7 @@ handed to ``on_cut``, and the tensors it would have computed become placeholders
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -30,6 +31,7 @@ from ...ranks.rank import pretending
 from ...tpu.topology import Slice
 from .live import assign, is_pending
 
+_ARGUMENTS = "LIBTPU_INIT_ARGS"
 # More than any step reads, and soon reached by a loop that waits for a value.
 _MANY_READS = 2000
 # Values of tensors this large are not drawn: nothing will ever look at them.
@@ -49,6 +51,7 @@ class Pretence:
             :class:`StepTraced`.
         on_read: called before a pending value is read, which runs what it depends on and leaves
             everything else pending.
+        arguments: what ``LIBTPU_INIT_ARGS`` is to be, or ``None``.
 
     Attributes:
         reads: places (``file:line in function``) where pending values were asked for. They get
@@ -64,7 +67,9 @@ class Pretence:
         on_cut: Callable[[], None],
         on_read: Callable[[], None],
         slice: Slice | None = None,
+        arguments: str | None = None,
     ) -> None:
+        self.arguments = arguments
         self.rank, self.size, self.slice = rank, size, slice
         self.on_cut, self.on_read = on_cut, on_read
         self.reads: list[str] = []
@@ -75,6 +80,9 @@ class Pretence:
         self._stack.enter_context(pretending())
         patches = Patches()
         self._stack.callback(patches.undo)
+        if self.arguments is not None:
+            self._stack.callback(_set_back, os.environ.get(_ARGUMENTS))
+            os.environ[_ARGUMENTS] = self.arguments
         # torch_xla keeps both for the process once it knows them.
         patches.set(xr, "_WORLD_SIZE", self.size)
         patches.set(xr, "_ORDINAL", self.rank)
@@ -118,6 +126,12 @@ class Pretence:
         settle(masks, 1.0)
         for mask in masks:
             setattr(mask, _KNOWN, torch.ones(mask.shape, dtype=mask.dtype))
+
+
+def _set_back(arguments: str | None) -> None:
+    os.environ.pop(_ARGUMENTS, None)
+    if arguments is not None:
+        os.environ[_ARGUMENTS] = arguments
 
 
 def settle(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:

@@ -56,9 +56,15 @@ class TracedStep:
 
 
 def trace_step(
-    step: Callable[[], Any], rank: int, size: int, slice: Slice | None = None
+    step: Callable[[], Any],
+    rank: int,
+    size: int,
+    slice: Slice | None = None,
+    arguments: str | None = None,
 ) -> TracedStep:
     """Calls ``step()`` as rank ``rank`` of ``size``, on ``slice``, and returns its program.
+
+    ``arguments``: what ``LIBTPU_INIT_ARGS`` is in a rank there; default: what it is here.
 
     The program is the first that contains an optimizer step, in the state that it has once
     training is under way. Tensors and optimizers from outside that ``step`` updates get their
@@ -84,15 +90,17 @@ def trace_step(
             "plan inside a step that is being planned"
         )
     try:
-        return _trace(step, rank, size, slice)
+        return _trace(step, rank, size, slice, arguments)
     finally:
         ONE_AT_A_TIME.release()
 
 
-def _trace(step: Callable[[], Any], rank: int, size: int, slice: Slice | None) -> TracedStep:
+def _trace(
+    step: Callable[[], Any], rank: int, size: int, slice: Slice | None, arguments: str | None
+) -> TracedStep:
     with _everything_put_back() as live:
         run = _Run(live)
-        pretence = Pretence(rank, size, run.cut, run.read, slice)
+        pretence = Pretence(rank, size, run.cut, run.read, slice, arguments)
         with run.naming.active(), run.optimizers.active(), pretence:
             try:
                 result = step()  # held, as a training loop would hold it

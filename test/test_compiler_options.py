@@ -1,0 +1,192 @@
+"""What the TPU compiler is told: by a launch, and in a plan, the same; and as libtpu reads it."""
+
+import json
+import os
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from xla_fsdp.tpu.libtpu_flags import Refusal, library, read, refusal, with_last, without
+
+# For each family a slice, and what torch_xla 2.9 adds beside its four flags for all.
+V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
+FAMILIES = {
+    "v3-8": (3, {}, None),
+    "v4-8": (4, {}, "megacore_dense"),
+    "v5litepod-8": (5, V5, None),
+    "v5p-8": (5, V5, None),
+    "v6e-8": (6, {}, None),
+}
+USERS = (
+    "",
+    "--xla_tpu_use_enhanced_launch_barrier --noxla_tpu_enable_flash_attention "
+    "-xla_tpu_sliced_prefetch_max_slices 2 --xla_no_such_flag=1 xla_enable_async_all_gather=false",
+)
+UNSET = ("LIBTPU_INIT_ARGS", "TPU_MEGACORE", "PJRT_DEVICE")
+
+
+@contextmanager
+def environment(**changes):
+    kept = dict(os.environ)
+    for name in UNSET:
+        os.environ.pop(name, None)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def launched(version, user):
+    """What the processes of ranks would find on a TPU host with chips of this generation."""
+    import torch_xla
+    from torch_xla._internal import tpu
+
+    from xla_fsdp.compiled.host_options import host_options
+    from xla_fsdp.ranks import launch, spawned
+    from xla_fsdp.tpu.chips import CHIPS
+
+    there = {}
+
+    def run(fn, args):
+        torch_xla._setup_default_env()  # what importing torch_xla does in each
+        there.update({name: os.environ.get(name) for name in UNSET[:2]})
+
+    kept = tpu.version, tpu.num_available_chips, spawned.run
+    tpu.version, tpu.num_available_chips, spawned.run = lambda: version, lambda: 4, run
+    try:
+        with environment(PJRT_DEVICE="TPU", LIBTPU_INIT_ARGS=user):
+            torch_xla._setup_default_env()
+            launch.launch(json.dumps)
+            # A plan of that process does not take torch_xla's options for the user's.
+            of_v3 = host_options(CHIPS["v3"]).arguments
+            assert host_options(CHIPS["v3"], environ={"LIBTPU_INIT_ARGS": user}).arguments == of_v3
+    finally:
+        tpu.version, tpu.num_available_chips, spawned.run = kept
+    return there
+
+
+def step():
+    from xla_fsdp import XlaFullyShardedDataParallel
+
+    model = XlaFullyShardedDataParallel(nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(8, 64).to("xla")).sum().backward()
+    optimizer.step()
+
+
+class Asked(Exception):
+    pass
+
+
+def planned(topology, user, launcher="xla_fsdp"):
+    """What the process that compiles would be asked."""
+    from xla_fsdp import plan
+    from xla_fsdp.planning.compiling import compiler
+
+    def run(folder, *_):
+        raise Asked((folder / "request.json").read_text())
+
+    kept, compiler._run = compiler._run, run
+    try:
+        with environment(PJRT_DEVICE="CPU", LIBTPU_INIT_ARGS=user), pytest.raises(Asked) as asked:
+            plan(step, topology, cache=False, progress=False, ranks=[0], launcher=launcher)
+    finally:
+        compiler._run = kept
+    return json.loads(str(asked.value))
+
+
+def the_same_in_a_launch_and_in_a_plan():
+    from xla_fsdp.compiler_options import OPTIONS
+
+    for user in USERS:
+        for topology, (version, further, megacore) in FAMILIES.items():
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                found = launched(version, user)
+                request = planned(topology, user)
+                plain = planned(topology, user, "torch_xla")
+            messages = [str(one.message) for one in said if "libtpu" in str(one.message)]
+            unknown = "the installed libtpu does not know xla_no_such_flag: left out"
+            dashes = "libtpu ignores xla_enable_async_all_gather=false: write --xla_enable_"
+            assert messages.count(unknown) == (4 if user else 0), messages
+            assert sum(one.startswith(dashes) for one in messages) == (5 if user else 0), messages
+
+            assert found["LIBTPU_INIT_ARGS"] == request["arguments"], topology
+            assert found["TPU_MEGACORE"] == megacore
+            config = request["topology_options"].get("chip_config_name")
+            assert config == megacore, (topology, config)
+
+            told = read(request["arguments"])
+            if user:  # torch_xla takes a name without dashes for given, and libtpu ignores it
+                further = {k: v for k, v in further.items() if k != "xla_enable_async_all_gather"}
+            assert told.items() >= further.items() and not set(told) & (V5.keys() - further)
+            assert set(told) >= {*OPTIONS, "xla_latency_hiding_scheduler_rerun"}
+            flash, slices = "xla_tpu_enable_flash_attention", "xla_tpu_sliced_prefetch_max_slices"
+            assert told[flash] == "false" and told[slices] == ("2" if user else OPTIONS[slices])
+            if user:
+                assert told["xla_tpu_use_enhanced_launch_barrier"] == "true"
+            assert refusal(request["arguments"], library()) == Refusal()
+            # What the users of in-tree get.
+            assert set(read(plain["arguments"])) == ({*told} - {*OPTIONS}) | {*read(user)}
+
+
+def read_as_libtpu_reads():
+    """Values that the compiler states it had, for every form."""
+    from xla_fsdp.compiled.host_options import HostOptions
+    from xla_fsdp.planning.compiling.cache import PlanCache
+    from xla_fsdp.planning.compiling.compiler import compile_step
+    from xla_fsdp.planning.compiling.progress import Progress
+    from xla_fsdp.planning.tracing.traced import PartitionedProgram
+    from xla_fsdp.tpu.topology import resolve
+
+    arguments = (
+        "--xla_tpu_sliced_prefetch_max_slices=1 --xla_tpu_sliced_prefetch_max_slices=3 "
+        "--noxla_tpu_enable_flash_attention -xla_latency_hiding_scheduler_rerun 7 "
+        "--xla_tpu_prefer_async_allgather_to_allreduce --xla_gone=1 xla_jf_crs_combiner=no "
+        "-- --xla_tpu_sliced_prefetch_max_slices=9"
+    )
+    names = read(arguments)
+    assert names == {
+        "xla_tpu_sliced_prefetch_max_slices": "3",
+        "xla_tpu_enable_flash_attention": "false",
+        "xla_latency_hiding_scheduler_rerun": "7",
+        "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+        "xla_gone": "1",
+    }
+    text = """
+    module { func.func public @main(%x: tensor<8x128xf32> {mhlo.sharding = "{replicated}"})
+      -> tensor<8x128xf32> { %y = stablehlo.add %x, %x : tensor<8x128xf32>
+      return %y : tensor<8x128xf32> } }"""
+    program = PartitionedProgram(text.encode(), "doubled", False, 4, ("x",), {}, 1, 4, 1.0)
+    over = with_last(without(arguments, ["xla_gone"]), {"xla_tpu_sliced_prefetch_max_slices": "5"})
+    compiled = [
+        compile_step(
+            program, resolve("v5e:2x2"), HostOptions(one, None, dict.fromkeys(names, "a test")),
+            PlanCache(None), Progress(None),
+        )
+        for one in (without(arguments, ["xla_gone"]), over)
+    ]  # fmt: skip
+    del names["xla_gone"]
+    assert compiled[0].options == names
+    assert compiled[1].options == {**names, "xla_tpu_sliced_prefetch_max_slices": "5"}
+
+
+@pytest.mark.parametrize("check", [the_same_in_a_launch_and_in_a_plan, read_as_libtpu_reads])
+def test_options(elsewhere, check):
+    elsewhere(check)
+
+
+def test_refused_by_the_installed_libtpu():
+    unknown = refusal("--xla_no_such=1 --noxla_other --xla_tpu_enable_flash_attention", library())
+    assert unknown == Refusal(("xla_no_such", "noxla_other"))
+    (said,) = refusal("--xla_tpu_enable_flash_attention=perhaps", library()).illegal
+    assert "Illegal value 'perhaps'" in said
+    assert refusal("--flagfile=/no/such/file", library()).illegal
+    assert refusal("--xla_no_such", "/no/libtpu.so") == refusal("--xla_no_such", None) == Refusal()
+    kept = without("--undefok=a,b --xla_x=1 -- --undefok=c", ["xla_x", "b"])
+    assert kept == "--undefok=a,b,xla_x --xla_x=1 -- --undefok=c"

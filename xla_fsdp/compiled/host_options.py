@@ -1,0 +1,137 @@
+"""What the TPU compiler gets on a host of a given chip, whoever starts the ranks there.
+
+Before a line of the user's code runs on a TPU host, ``import torch_xla`` adds flags of its own to
+``LIBTPU_INIT_ARGS`` where it has none of that name, and on v4 sets ``TPU_MEGACORE``. Then
+``xla_fsdp.launch`` adds those of :mod:`xla_fsdp.tpu.compiler_options`, before what is there, where
+it has none of that name. libtpu reads the whole when it starts. A plan hands libtpu the same
+string, so that it compiles the program that runs.
+"""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..tpu.chips import CHIPS, Chip
+from ..tpu.compiler_options import OPTIONS, accepted, libtpu_init_args
+from ..tpu.libtpu_flags import read, with_last
+
+ARGUMENTS, MEGACORE = "LIBTPU_INIT_ARGS", "TPU_MEGACORE"
+# Who starts the ranks: ``xla_fsdp.launch``; torch_xla's own launch, or a program of one's own
+# around its collectives; something that does not import torch_xla, such as JAX.
+LAUNCHERS = ("xla_fsdp", "torch_xla", "other")
+# Of torch_xla 2.9: what its import does on a TPU host, and what that calls.
+_SETUP = "_setup_default_env"
+_CALLED = ("_set_missing_flags", "_setup_libtpu_flags", _SETUP)
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """What libtpu reads when it starts.
+
+    ``arguments``: ``LIBTPU_INIT_ARGS``. ``chip_config``: how the cores of a chip make one device,
+    ``TPU_MEGACORE`` on v4; None where the chip has no such choice. ``whose``: who set each option
+    that ``arguments`` names, "LIBTPU_INIT_ARGS" for the user. ``unknown``: names among them that
+    this libtpu does not know, and ignores.
+    """
+
+    arguments: str
+    chip_config: str | None = None
+    whose: Mapping[str, str] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+
+
+def host_options(
+    chip: Chip,
+    launcher: str = "xla_fsdp",
+    further: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> HostOptions:
+    """What the compiler gets on a host with ``chip``.
+
+    Args:
+        launcher: one of :data:`LAUNCHERS`.
+        further: options that are to count more than all others, asked for by ``plan`` alone.
+        environ: what the user has set; default: this process's environment, less what
+            ``import torch_xla`` has added to it if this is a TPU host.
+
+    Raises:
+        ValueError: another launcher; libtpu refuses a value, or does not know one of ``further``.
+    """
+    if launcher not in LAUNCHERS:
+        raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}; got {launcher!r}")
+    given = dict(_of_the_user(os.environ) if environ is None else environ)
+    user = read(given.get(ARGUMENTS, ""))
+    whose = dict.fromkeys(user, ARGUMENTS)
+    if launcher != "other":
+        given = torch_xla_environment(chip, given)
+        whose = {**dict.fromkeys(read(given.get(ARGUMENTS, "")), "torch_xla"), **whose}
+    arguments = given.get(ARGUMENTS, "")
+    if launcher == "xla_fsdp":
+        arguments = libtpu_init_args(arguments, OPTIONS)
+        whose = {**dict.fromkeys(OPTIONS, "xla_fsdp.launch"), **whose}
+    if further:
+        arguments = with_last(arguments, further)
+        whose |= dict.fromkeys(further, "compiler_options")
+    arguments, unknown = accepted(arguments)
+    if wrong := set(further or ()).intersection(unknown):
+        raise ValueError(
+            f"compiler_options names {', '.join(sorted(wrong))}, which the installed libtpu does "
+            "not know; leave them out"
+        )
+    config = None
+    if chip.chip_config is not None:
+        config = given.get(MEGACORE) or chip.chip_config
+    return HostOptions(arguments, config, whose, unknown)
+
+
+def torch_xla_environment(chip: Chip, environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` as importing the installed torch_xla leaves it on a host with ``chip``.
+
+    torch_xla's own function runs, on a copy of the environment and with another answer to which
+    chips there are.
+
+    Raises:
+        RuntimeError: the installed torch_xla has no such function.
+    """
+    import torch_xla
+
+    changed = dict(environ)
+    names = {
+        **vars(torch_xla),
+        "os": types.SimpleNamespace(environ=changed),
+        "tpu": types.SimpleNamespace(
+            version=lambda: int(chip.family[1]), num_available_chips=lambda: 1
+        ),
+    }
+    for name in _CALLED:
+        function = getattr(torch_xla, name, None)
+        if not isinstance(function, types.FunctionType):
+            raise RuntimeError(
+                f"torch_xla {torch_xla.__version__} has no {name}, which says what it tells the "
+                "TPU compiler: plan with torch_xla 2.9"
+            )
+        names[name] = types.FunctionType(function.__code__, names, name, function.__defaults__)
+    names[_SETUP]()
+    return changed
+
+
+def _of_the_user(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` less what torch_xla's import has added, at the end, if this is a TPU host."""
+    from torch_xla._internal import tpu
+
+    user = dict(environ)
+    if tpu.num_available_chips() == 0:
+        return user
+    added: set[str] = set()
+    for chip in CHIPS.values():
+        theirs = torch_xla_environment(chip, {})
+        added.update(theirs[ARGUMENTS].split())
+        if MEGACORE in theirs and user.get(MEGACORE) == theirs[MEGACORE]:
+            del user[MEGACORE]
+    words = user.get(ARGUMENTS, "").split()
+    while words and words[-1] in added:
+        words.pop()
+    return {**user, ARGUMENTS: " ".join(words)}

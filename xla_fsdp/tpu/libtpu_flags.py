@@ -1,0 +1,145 @@
+"""Flags of libtpu in ``LIBTPU_INIT_ARGS``: read as libtpu reads them, and which it does not know.
+
+libtpu takes them apart as Abseil does (abseil.io/docs/cpp/guides/flags): ``--name=value``,
+``--name value``, a bare ``--name`` and ``--noname`` for flags that are true or false, with one dash
+or two. Of two values the last one counts. What follows ``--``, and words that are no flag's value,
+are ignored, so ``name=value`` without dashes says nothing. One flag that libtpu does not know ends
+the process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from . import flag_check
+
+_UNKNOWN = re.compile(r"^ERROR: Unknown command line flag '([^']*)'", re.MULTILINE)
+_ILLEGAL = re.compile(r"^ERROR: (?!Unknown command line flag)(.*)$", re.MULTILINE)
+# Known to no libtpu.
+_ASKING = "xla_fsdp_is_asking"
+_SECONDS = 60
+
+
+def read(arguments: str) -> dict[str, str]:
+    """Names and values of ``arguments``, as libtpu takes them; "true" for a bare name.
+
+    A bare name with a word after it has that word as its value. Of a flag that is true or false
+    libtpu ignores the word and takes the flag for true; which flags those are only libtpu knows.
+    """
+    words = arguments.split()
+    found: dict[str, str] = {}
+    for place, word in enumerate(words):
+        if word == "--":
+            break
+        if not word.startswith("-"):
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        if not equals:
+            follows = words[place + 1] if place + 1 < len(words) else ""
+            value = "true" if not follows or follows.startswith("-") else follows
+            if name.startswith("no"):
+                name, value = name[2:], "false"
+        found.pop(name, None)  # in the order in which they count
+        found[name] = value
+    return found
+
+
+def without_dashes(arguments: str) -> list[str]:
+    """Words of ``arguments`` that look like options and are none for libtpu."""
+    return [word for word in arguments.split() if re.match(r"xla_\w+=", word)]
+
+
+def written(options: Mapping[str, str]) -> list[str]:
+    """``options`` as words of arguments."""
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def with_last(arguments: str, options: Mapping[str, str]) -> str:
+    """``arguments`` with ``options`` over them."""
+    words = arguments.split()
+    end = words.index("--") if "--" in words else len(words)
+    return " ".join([*words[:end], *written(options)])
+
+
+def without(arguments: str, names: Sequence[str]) -> str:
+    """``arguments`` that libtpu accepts though it does not know ``names``, as they stand there.
+
+    They are named in ``undefok``, not taken out: torch_xla would add its own again in every process
+    that imports it.
+    """
+    if not names:
+        return " ".join(arguments.split())
+    allowed = read(arguments).get("undefok", "")
+    words = arguments.split()
+    end = words.index("--") if "--" in words else len(words)
+    kept = [word for word in words[:end] if not word.lstrip("-").startswith("undefok=")]
+    named = ",".join(dict.fromkeys([*filter(None, allowed.split(",")), *names]))
+    return " ".join([f"--undefok={named}", *kept, *words[end:]])
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What libtpu refuses of some arguments.
+
+    ``unknown``: names of flags that it does not know. ``illegal``: what it says of values and forms
+    that it does not take.
+    """
+
+    unknown: tuple[str, ...] = ()
+    illegal: tuple[str, ...] = ()
+
+
+def refusal(arguments: str, library: str | None) -> Refusal:
+    """What the libtpu at ``library`` refuses of ``arguments``; asks a process that ends at once.
+
+    Nothing is known to be refused where there is no libtpu, or one that does not answer.
+    """
+    return _asked(arguments, library) if library else Refusal()
+
+
+# Takes a tenth of a second; the plans of a process all ask about the same arguments.
+@lru_cache(maxsize=64)
+def _asked(arguments: str, library: str) -> Refusal:
+    environment = {
+        "LIBTPU_INIT_ARGS": f"--{_ASKING} {arguments}",
+        "TPU_SKIP_MDS_QUERY": "1",  # asks nothing of the network either
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_MIN_LOG_LEVEL": "3",
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", flag_check.__file__, library],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return Refusal()
+    unknown = [name for name in _UNKNOWN.findall(done.stderr) if name != _ASKING]
+    return Refusal(tuple(dict.fromkeys(unknown)), tuple(_ILLEGAL.findall(done.stderr)))
+
+
+def library(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Where the libtpu is that torch_xla would load; None where there is none.
+
+    ``TPU_LIBRARY_PATH``, else what torch_xla found when it was imported, else the package.
+    """
+    for name in ("TPU_LIBRARY_PATH", "PTXLA_TPU_LIBRARY_PATH"):
+        if environ.get(name):
+            return environ[name]
+    package = find_spec("libtpu")
+    if package is None or not package.submodule_search_locations:
+        return None
+    path = Path(package.submodule_search_locations[0]) / "libtpu.so"
+    return str(path) if path.is_file() else None
