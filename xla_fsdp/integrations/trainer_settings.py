@@ -64,6 +64,7 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
         min_parameters=config["min_num_params"],
         checkpointing=any(_flag(name, config.get(name, False)) for name in checkpointing),
         full_precision=args.bf16 or "compute_dtype" in settings,
+        output_dtype=torch.float32 if "mixed_precision" in options else None,
     )
 
 
