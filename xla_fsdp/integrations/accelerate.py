@@ -17,6 +17,7 @@ from typing import Any
 import accelerate.checkpointing
 import torch
 import torch_xla
+import torch_xla.runtime as xr
 from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import MpDeviceLoaderWrapper
 from accelerate.optimizer import AcceleratedOptimizer
@@ -55,10 +56,10 @@ _AVERAGED = "_xla_fsdp_averaged"
 @changes.around(PartialState, "__init__")
 def _state_of_process(original: Any, self: PartialState, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    rank = current_rank()
-    if rank is not None and self.distributed_type == DistributedType.XLA:
-        # Left at -1 without LOCAL_RANK: no rank would be the first of its host, and none print.
-        self.local_process_index = rank.rank
+    if self.distributed_type == DistributedType.XLA and "LOCAL_RANK" not in os.environ:
+        # Left at -1: no rank would be the first of its host, and none print.
+        rank = current_rank()
+        self.local_process_index = xr.local_ordinal() if rank is None else rank.rank
 
 
 @changes.around(AcceleratorState, "__init__")

@@ -15,7 +15,7 @@ from torch_xla._internal import tpu
 
 from ..ranks.launch import launch
 from .config_file import environment_of, read_config
-from .script import run_script
+from .script import import_integrations, run_script
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     function = config.main_training_function or "main"
     sys.argv = [options.script, *options.arguments]
+    if on_cpu:
+        import_integrations()
     launch(
         run_script,
         (os.path.abspath(options.script), function, options.arguments),
