@@ -90,9 +90,10 @@ def train(accelerator, model, optimizer, loader, trained=None, steps=STEPS, sche
     return trained
 
 
-def several(rank, cases):
+def several(rank, ranks, cases):
     """Each case: model, order of prepare, accumulation, and what the plugin is told."""
     found = []
+    os.environ["XLA_FSDP_HYBRID_SHARD_SIZE"] = "2" if ranks > 1 else "1"
     for name, order, micro, given in cases:
         accelerator = accelerator_for(steps=micro, **(by_class(name) | given))
         model = build(name)
@@ -110,28 +111,39 @@ def several(rank, cases):
         assert sizes == [len(group["params"]) for group in groups_of(build(name))]
         found.append(train(accelerator, model, optimizer, loader))
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+        copies = ranks > 1 and given.get("sharding_strategy") in ("NO_SHARD", "HYBRID_SHARD", "5")
+        assert (model.fsdp_options.replication_groups is not None) == copies
     return found
 
 
 CASES = [
     ("gpt2", "one by one", 2, {"fsdp_version": 2, "reshard_after_forward": False}),
-    ("bert", "optimizer first", 1, {"sharding_strategy": "SHARD_GRAD_OP"}),
+    (
+        "bert",
+        "optimizer first",
+        1,
+        {"reshard_after_forward": "SHARD_GRAD_OP", "ignored_modules": r"classifier|.*\.pooler"},
+    ),
     (
         "llama",
         "model first",
         1,
         {"sharding_strategy": "HYBRID_SHARD", "activation_checkpointing": True},
     ),
-    ("bert", "one by one", 1, {"sharding_strategy": "NO_SHARD", "sync_module_states": True}),
-    ("gpt2", "model first", 1, {"auto_wrap_policy": "size_based_wrap", "min_num_params": 500}),
+    ("vit", "one by one", 1, {"sharding_strategy": "NO_SHARD", "sync_module_states": True}),
+    (
+        "t5",
+        "model first",
+        1,
+        {"sharding_strategy": "5", "auto_wrap_policy": "size_based_wrap", "min_num_params": 500},
+    ),
 ]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_training_is_that_of_one_process(run_ranks, reference, ranks):
-    cases = CASES if ranks > 1 else CASES[:2]
-    found = run_ranks(several, ranks, cases, timeout=TIMEOUT)
-    for number, (name, _, micro, _) in enumerate(cases):
+    found = run_ranks(several, ranks, ranks, CASES, timeout=TIMEOUT)
+    for number, (name, _, micro, _) in enumerate(CASES):
         assert_alike(found[0][number], reference(name, micro=micro))
 
 
@@ -294,24 +306,82 @@ def test_evaluation_and_saving_in_bfloat16(run_ranks, tmp_path):
     assert all(torch.equal(other[name], value) for name, value in model.state_dict().items())
 
 
+def small():
+    torch.manual_seed(3)
+    parts = [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)]
+    return torch.nn.Sequential(*parts)
+
+
+def ignoring(rank):
+    """What stays whole is trained alike on all ranks: clipped, and by an optimizer of its own."""
+    accelerator = accelerator_for(ignored_modules="2")
+    model, plain = small(), small()
+    ours, theirs = (
+        [torch.optim.SGD(one[part].parameters(), 0.5) for part in (0, 2)] for one in (model, plain)
+    )
+    model, *ours = accelerator.prepare(model, *ours)
+    assert model[2].weight.shape == (2, 4)
+    size = accelerator.num_processes
+    for step, data in enumerate(torch.randn(3, size, 3, 4)):
+        accelerator.backward(model(data[rank].to(accelerator.device)).square().mean())
+        plain(data.flatten(0, 1)).square().mean().backward()
+        if step == 1:
+            norm = accelerator.clip_grad_norm_(model[2].parameters(), 0.1)
+            expected = torch.nn.utils.clip_grad_norm_(plain[2].parameters(), 0.1)
+            torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-6)
+        if step == 2:
+            accelerator.clip_grad_value_(model.parameters(), 0.02)
+            torch.nn.utils.clip_grad_value_(plain.parameters(), 0.02)
+        for optimizer in (*ours, *theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    found = accelerator.get_state_dict(model)
+    for name, value in plain.state_dict().items() if rank == 0 else ():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    deferred(rank)
+
+
+def deferred(rank):
+    """Initialised as the plugin says, and taken from the first rank as the environment says."""
+
+    def ones(module):
+        module.to_empty(device="cpu", recurse=False)
+        for parameter in module.parameters(recurse=False):
+            torch.nn.init.constant_(parameter, 1.0 + rank)
+
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
+    accelerator = accelerator_for(param_init_fn=ones, fsdp_version=2)
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+    model = accelerator.prepare(model)
+    assert model.fsdp_options.sync_module_states
+    found = accelerator.get_state_dict(model)
+    assert all(value.eq(1).all() for value in found.values()) and bool(found) == (rank == 0)
+
+
 def refused(rank):
+    ignoring(rank)
     from accelerate import Accelerator
-    from accelerate.utils import TorchDynamoPlugin
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
     for given, message in (
         ({"cpu_offload": True}, "fsdp_offload_params"),
         ({"cpu_offload": True, "fsdp_version": 2}, "fsdp_offload_params"),
-        ({"ignored_modules": "transformer.wte"}, "fsdp_ignored_modules='transformer.wte'"),
+        ({"ignored_modules": "transformer.("}, "must be a regular expression"),
+        ({"ignored_modules": [3]}, "ignored_modules must be modules"),
         ({"auto_wrap_policy": 3}, "auto_wrap_policy must be TRANSFORMER_BASED_WRAP"),
         ({"mixed_precision": "fp16"}, "use 'bf16'"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             accelerator_for(**given)
     with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR"):
-        from accelerate.utils import FullyShardedDataParallelPlugin
-
         plugin = TorchDynamoPlugin(backend="inductor")
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(), dynamo_plugin=plugin)
+    with pytest.raises(ValueError, match="parallelism_config does not go"):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        Accelerator(fsdp_plugin=plugin, parallelism_config=ParallelismConfig(dp_shard_size=4))
     wrong = {"auto_wrap_policy": "transformer_based_wrap"}
     accelerator = accelerator_for(**wrong, transformer_cls_names_to_wrap=["GPT3Block"])
     with pytest.raises(ValueError, match="of class GPT3Block; it has modules of .*GPT2Block"):
@@ -400,16 +470,15 @@ num_processes: 2
 
 
 def test_a_config_file_is_what_the_plugin_reads(tmp_path, monkeypatch):
-    from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     import xla_fsdp.integrations.accelerate  # noqa: F401
+    from xla_fsdp.integrations.config_file import environment_of, read_config
     from xla_fsdp.integrations.fsdp_plugin import sharding_of_plugin
-    from xla_fsdp.integrations.launch import environment_of
 
     path = tmp_path / "fsdp.yaml"
     path.write_text(YAML)
-    variables = environment_of(load_config_from_file(str(path)))
+    variables = environment_of(read_config(str(path)))
     assert variables["ACCELERATE_USE_FSDP"] == "true"
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -419,9 +488,33 @@ def test_a_config_file_is_what_the_plugin_reads(tmp_path, monkeypatch):
     assert options["mixed_precision"].param_dtype is torch.bfloat16
     assert options["backward_prefetch"].name == "BACKWARD_PRE"
     assert sharding.layers == ["BertLayer"] and not sharding.full_state
-    path.write_text(YAML.replace("fsdp_use_orig_params", "fsdp_use_all_params"))
-    with pytest.raises(ValueError, match="fsdp_use_all_params is none of fsdp_activation_check"):
-        environment_of(load_config_from_file(str(path)))
+    for before, after, message in (
+        ("use_orig_params", "use_all_params", "fsdp_use_all_params is none of fsdp_activation_ch"),
+        ("sharding_strategy: 2", "sharding_strategy: 9", "fsdp_sharding_strategy: 9 must be one"),
+        ("sharding_strategy: 2", "reshard_after_forward: true", "goes with fsdp_version: 2"),
+        ("  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n", "", "cls_to_wrap needs fsdp_auto_wr"),
+        ("params: false", "params: maybe", "fsdp_offload_params: maybe must be true or false"),
+        ("mixed_precision: bf16", "mixed_precision: fp16", "mixed_precision: fp16 does not go"),
+        ("distributed_type: FSDP\n", "", "`distributed_type` must be specified"),
+        ("main_training", "dynamo_backend: INDUCTOR\nmain_training", "dynamo_backend: INDUCTOR"),
+        (YAML, "nothing", "is not what accelerate config writes"),
+    ):
+        assert before in YAML
+        path.write_text(YAML.replace(before, after))
+        with pytest.raises(ValueError, match=message):
+            environment_of(read_config(str(path)))
+    # Version 1 as this release of accelerate writes it; and what YAML makes of a bare no.
+    for name in variables:
+        monkeypatch.delenv(name)
+    changed = YAML.replace("sharding_strategy: 2", "reshard_after_forward: NO_SHARD")
+    changed = changed.replace("wrap: BertLayer", "wrap: [BertLayer, BertEmbeddings]")
+    path.write_text(changed.replace("mixed_precision: bf16", "mixed_precision: no"))
+    for name, value in environment_of(read_config(str(path))).items():
+        monkeypatch.setenv(name, value)
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+    sharding = sharding_of_plugin(FullyShardedDataParallelPlugin(), "no")
+    assert sharding.options["sharding_strategy"].name == "NO_SHARD"
+    assert sharding.layers == ["BertLayer", "BertEmbeddings"]
 
 
 SCRIPT = """

@@ -288,6 +288,9 @@ def refused(rank, folder):
         ({"settings": {"backward_prefetch": "always"}}, "backward_prefetch must be one of"),
         ({"settings": {"sharding_strategy": "SOME"}}, "must be one of FULL_SHARD, "),
         ({"config": {"sync_module_states": "perhaps"}}, "sync_module_states'] must be true or f"),
+        ({"config": {"xla_fsdp_setings": {}}}, "fsdp_config has xla_fsdp_setings, of which"),
+        ({"config": {"transformer_layer_cls_to_wrap": "GPT3Block"}}, "no layer of GPT2LMHeadModel"),
+        ({"torch_compile": True}, "torch_compile=True does not go"),
         ({"fsdp": "full_shard offload"}, "leave offload out"),
         ({"fp16": True}, "use bf16=True"),
     ):

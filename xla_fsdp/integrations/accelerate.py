@@ -17,12 +17,12 @@ from typing import Any
 import accelerate.checkpointing
 import torch
 import torch_xla
+import torch_xla.runtime as xr
 from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import MpDeviceLoaderWrapper
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
-from accelerate.utils.operations import convert_to_fp32
 from torch import nn
 
 from ..checkpoint.full_state import full_state_dict
@@ -31,7 +31,6 @@ from ..ranks.rank import current_rank
 from ..sharding.around import is_sharded
 from ..sharding.clipping import clip_grad_norm_ as clip_shards
 from ..sharding.optimizer_checks import has_shards
-from ..sharding.sharded_tensor import home_of
 from ..sharding.unit import units_in
 from .accelerate_state import load_sharded_state, save_sharded_state
 from .changes import Changes
@@ -39,7 +38,7 @@ from .device_loader import batches_of
 from .fsdp_plugin import sharding_of_plugin
 from .held_shards import average_unsharded, hold_shards
 from .saving import outermost
-from .sharding import downcasting, restore, sharding_of, use_sharding
+from .sharding import SHARD_SIZE, downcasting, restore, sharding_of, use_sharding
 
 __all__ = ["Accelerator", "install", "uninstall"]
 
@@ -57,10 +56,10 @@ _AVERAGED = "_xla_fsdp_averaged"
 @changes.around(PartialState, "__init__")
 def _state_of_process(original: Any, self: PartialState, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    rank = current_rank()
-    if rank is not None and self.distributed_type == DistributedType.XLA:
-        # Left at -1 without LOCAL_RANK: no rank would be the first of its host, and none print.
-        self.local_process_index = rank.rank
+    if self.distributed_type == DistributedType.XLA and "LOCAL_RANK" not in os.environ:
+        # Left at -1: no rank would be the first of its host, and none print.
+        rank = current_rank()
+        self.local_process_index = xr.local_ordinal() if rank is None else rank.rank
 
 
 @changes.around(AcceleratorState, "__init__")
@@ -77,6 +76,12 @@ def _state(original: Any, self: AcceleratorState, *args: Any, **kwargs: Any) -> 
                 f"dynamo_backend={self.dynamo_plugin.backend.value} does not go with sharding on "
                 "XLA, which compiles every step as it is: set it to 'no'"
             )
+        if kwargs.get("parallelism_config") is not None:
+            raise ValueError(
+                "parallelism_config does not go with sharding on XLA: leave it out; for copies of "
+                "the model that are sharded each, take the sharding strategy HYBRID_SHARD, and "
+                f"{SHARD_SIZE} in the environment for the ranks that share one"
+            )
         use_sharding(self, sharding_of_plugin(plugin, self.mixed_precision))
     except Exception:
         AcceleratorState._reset_state(True)
@@ -85,21 +90,48 @@ def _state(original: Any, self: AcceleratorState, *args: Any, **kwargs: Any) -> 
 
 @changes.around(FullyShardedDataParallelPlugin, "__post_init__")
 def _plugin(original: Any, self: FullyShardedDataParallelPlugin) -> None:
-    """Without looking for a GPU, which it wants for ``sync_module_states``."""
-    wanted = self.sync_module_states
-    if wanted is None:
-        wanted = _flag("FSDP_SYNC_MODULE_STATES")
-    lean = self.cpu_ram_efficient_loading
-    if lean is None:
-        lean = _flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    """Without looking for a GPU, which it wants for ``sync_module_states``.
+
+    What it is told of loading it also writes into the environment, where it would be another
+    answer to the next rank.
+    """
     version = self.fsdp_version or int(os.environ.get("FSDP_VERSION", "1"))
-    if version == 1:
-        self.sync_module_states = False
-    self.cpu_ram_efficient_loading = False
-    original(self)
+    named = _named_strategy(self) if version == 1 else None
+    if named is not None:
+        self.reshard_after_forward = named
+    with _setting:
+        told = {_LEAN: os.environ.get(_LEAN)}
+        wanted = self.sync_module_states
+        if wanted is None:
+            wanted = _flag("FSDP_SYNC_MODULE_STATES")
+        lean = self.cpu_ram_efficient_loading
+        if lean is None:
+            lean = _flag(_LEAN)
+        if version == 1:
+            self.sync_module_states = False
+        self.cpu_ram_efficient_loading = False
+        try:
+            original(self)
+        finally:
+            restore(told)
     self.cpu_ram_efficient_loading = lean
     if version == 1:
         self.sync_module_states = wanted or lean
+    if named is not None:
+        self.sharding_strategy = self.reshard_after_forward
+
+
+_setting = threading.Lock()
+_LEAN = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+def _named_strategy(plugin: FullyShardedDataParallelPlugin) -> Any:
+    """What ``accelerate config`` writes as ``fsdp_reshard_after_forward`` of version 1, and plugins
+    take by that name, too, but do not look at."""
+    if plugin.sharding_strategy is not None or "FSDP_SHARDING_STRATEGY" in os.environ:
+        return None
+    given = plugin.reshard_after_forward or os.environ.get("FSDP_RESHARD_AFTER_FORWARD")
+    return None if str(given).lower() in ("none", "true", "false") else given
 
 
 def _flag(name: str) -> bool:
@@ -129,17 +161,11 @@ def _prepare_model(
         if sharding is None:
             return original(self, model, device_placement, evaluation_mode)
         model = sharding.shard(model)
-        if "mixed_precision" in sharding.options:
-            model.register_forward_hook(_in_float32)
     for optimizer in self._optimizers:
         hold_shards(optimizer.optimizer)
     if not any(model is known for known in self._models):
         self._models.append(model)
     return model
-
-
-def _in_float32(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    return convert_to_fp32(outputs)
 
 
 @changes.around(Accelerator, "prepare_optimizer")
@@ -175,9 +201,10 @@ changes.add(MpDeviceLoaderWrapper, "dataset", property(lambda self: self.dataloa
 
 @changes.around(AcceleratedOptimizer, "step")
 def _step(original: Any, self: AcceleratedOptimizer, closure: Any = None) -> None:
-    if not has_shards(self.optimizer):
+    sharded = has_shards(self.optimizer)
+    if not sharded and sharding_of(self.accelerator_state) is None:
         return original(self, closure)
-    self.knows_shards = True
+    self.knows_shards = sharded
     stepping = self.gradient_state.sync_gradients
     if stepping:
         _average(self)
@@ -204,10 +231,8 @@ def _clip(
     norm_type: float = 2,
 ) -> torch.Tensor:
     given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if not any(home_of(parameter) is not None for parameter in given):
+    if not _average_before_clipping(self):
         return original(self, given, max_norm, norm_type)
-    for optimizer in self._optimizers:
-        _average(optimizer)
     wanted = {id(parameter) for parameter in given}
     units = {
         unit: None
@@ -215,7 +240,24 @@ def _clip(
         for _, unit in units_in(model)
         if any(id(shard) in wanted for shard in unit.shards)
     }
+    if not units:
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
     return clip_shards(list(units), given, max_norm, norm_type)
+
+
+@changes.around(Accelerator, "clip_grad_value_")
+def _clip_value(original: Any, self: Accelerator, parameters: Any, clip_value: float) -> None:
+    _average_before_clipping(self)
+    return original(self, parameters, clip_value)
+
+
+def _average_before_clipping(accelerator: Accelerator) -> bool:
+    """What is whole on every rank; whether shards are there, whose gradients are averaged."""
+    if sharding_of(accelerator.state) is None and not any(map(is_sharded, accelerator._models)):
+        return False
+    for optimizer in accelerator._optimizers:
+        _average(optimizer)
+    return True
 
 
 # -- saving and loading ------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from ..collectives.order import BackwardPrefetch
@@ -17,7 +20,8 @@ def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
     """What the plugin asks for.
 
     ``forward_prefetch`` and ``use_orig_params`` have no effect: layers are always gathered ahead in
-    the forward, as GPUs do without being asked, and parameters are always the original ones.
+    the forward, as GPUs do without being asked, and parameters are always the original ones. Nor
+    have the configurations of state dicts: whole ones are of the first rank, on the host.
 
     Args:
         plugin: as Accelerate made it from arguments or from the environment that a config file
@@ -29,19 +33,23 @@ def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
             to change.
     """
     _refuse_what_is_not_there(plugin)
+    if mixed_precision not in ("no", "bf16"):
+        raise ValueError(
+            f"mixed_precision={mixed_precision!r} does not go with sharding on XLA, whose TPUs "
+            "compute in bfloat16 and float32: use 'bf16', which needs no loss scaling, or 'no'"
+        )
     options: dict[str, Any] = {"limit_all_gathers": bool(plugin.limit_all_gathers)}
+    if plugin.param_init_fn is not None:
+        options["param_init_fn"] = plugin.param_init_fn
     if plugin.fsdp_version == 2:
         options["reshard_after_forward"] = bool(plugin.reshard_after_forward)
+        # There it has the first rank's weights sent to all, without being told so.
+        options["sync_module_states"] = bool(plugin.cpu_ram_efficient_loading)
     else:
         options |= meant_by_name((plugin.sharding_strategy or plugin.reshard_after_forward).name)
         options["sync_module_states"] = bool(plugin.sync_module_states)
         prefetch = plugin.backward_prefetch
         options["backward_prefetch"] = None if prefetch is None else BackwardPrefetch[prefetch.name]
-    if mixed_precision == "fp16":
-        raise ValueError(
-            "mixed_precision='fp16' does not go with sharding on XLA, whose TPUs have no float16 "
-            "units: use 'bf16', which needs no loss scaling"
-        )
     precision = _precision(plugin, mixed_precision)
     if precision is not None:
         options["mixed_precision"] = precision
@@ -50,6 +58,8 @@ def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
         full_precision=mixed_precision != "no",
         full_state=plugin.state_dict_type.name == "FULL_STATE_DICT",
         checkpointing=bool(plugin.activation_checkpointing),
+        ignored=_ignored(plugin.ignored_modules),
+        output_dtype=_output_dtype(plugin, mixed_precision),
         **_units(plugin),
     )
 
@@ -60,12 +70,26 @@ def _refuse_what_is_not_there(plugin: FullyShardedDataParallelPlugin) -> None:
         raise ValueError(
             "fsdp_offload_params (cpu_offload) is not possible on XLA yet: set it to false"
         )
-    if plugin.ignored_modules:
-        raise ValueError(
-            f"fsdp_ignored_modules={plugin.ignored_modules!r} is not possible on XLA: a parameter "
-            "that is not sharded would not be trained alike on all ranks; freeze it instead "
-            "(requires_grad_(False)), or leave the option out"
-        )
+
+
+def _ignored(given: Any) -> Sequence[nn.Module] | str:
+    if isinstance(given, str):
+        try:
+            re.compile(given)
+        except re.error as error:
+            raise ValueError(
+                f"fsdp_ignored_modules={given!r} must be a regular expression that the whole name "
+                f"of each ignored module matches: {error}"
+            ) from error
+        return given
+    modules = () if given is None else tuple(given)
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                "ignored_modules must be modules, or a regular expression that the whole name of "
+                f"each matches, got {type(module).__name__}"
+            )
+    return modules
 
 
 def _units(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
@@ -90,6 +114,14 @@ def _units(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
             f"function (module, recurse, unwrapped_params) -> bool, got {policy!r}"
         )
     return {"policy": plugin.auto_wrap_policy}
+
+
+def _output_dtype(
+    plugin: FullyShardedDataParallelPlugin, mixed_precision: str
+) -> torch.dtype | None:
+    """Accelerate gives float32 where it was asked for mixed precision itself."""
+    asked = getattr(plugin.mixed_precision_policy, "output_dtype", None)
+    return asked or (torch.float32 if mixed_precision != "no" else None)
 
 
 def _precision(

@@ -10,6 +10,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import nn
 
+from ..sharding.ignored import note_of
 from ..sharding.sharded_tensor import home_of
 
 
@@ -46,7 +47,9 @@ def hold_shards(optimizer: torch.optim.Optimizer) -> None:
 
 def average_unsharded(optimizer: torch.optim.Optimizer) -> None:
     """Averages, over all ranks, the gradients of parameters that every rank has whole."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for note in filter(None, map(note_of, parameters)):
+        note.averaged = True
     gradients = [p.grad for p in parameters if home_of(p) is None and p.grad is not None]
     if gradients and xr.world_size() > 1:
         xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1.0 / xr.world_size())

@@ -9,51 +9,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from torch_xla._internal import tpu
 
 from ..ranks.launch import launch
-from .script import run_script
-
-# Options of a config file whose variables have other names; the others are called alike.
-_VARIABLES = {
-    "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
-    "fsdp_backward_prefetch_policy": "FSDP_BACKWARD_PREFETCH",
-}
-_OPTIONS = frozenset(
-    "fsdp_" + name
-    for name in (
-        "version sharding_strategy reshard_after_forward offload_params auto_wrap_policy "
-        "transformer_layer_cls_to_wrap min_num_params backward_prefetch backward_prefetch_policy "
-        "forward_prefetch state_dict_type use_orig_params sync_module_states "
-        "cpu_ram_efficient_loading activation_checkpointing ignored_modules"
-    ).split()
-)
-
-
-def environment_of(config: ClusterConfig) -> dict[str, str]:
-    """The variables in which an ``Accelerator`` looks for what a config file says.
-
-    Raises:
-        ValueError: there is an option that nobody knows.
-    """
-    given: Mapping[str, Any] = config.fsdp_config or {}
-    unknown = sorted(set(given) - _OPTIONS)
-    if unknown:
-        raise ValueError(
-            f"fsdp_config: {', '.join(unknown)} is none of {', '.join(sorted(_OPTIONS))}"
-        )
-    found = {"ACCELERATE_MIXED_PRECISION": str(config.mixed_precision or "no")}
-    if given or str(config.distributed_type).endswith("FSDP"):
-        found["ACCELERATE_USE_FSDP"] = "true"
-    for name, value in given.items():
-        if value is not None:
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            found[_VARIABLES.get(name, name.upper())] = text
-    return found
+from .config_file import environment_of, read_config
+from .script import import_integrations, run_script
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,19 +31,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     options = parser.parse_args(arguments)
     try:
-        config = load_config_from_file(options.config_file)
-        if not isinstance(config, ClusterConfig):
-            raise ValueError("the config file is for SageMaker, which has no TPUs")
+        config = read_config(options.config_file)
         variables = environment_of(config)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if config.use_cpu:
+        variables["PJRT_DEVICE"] = "CPU"
     if not os.path.isfile(options.script):
         parser.error(f"{options.script}: there is no such file")
     os.environ.update(variables)
     on_cpu = os.environ.get("PJRT_DEVICE", "").startswith("CPU") or not tpu.num_available_chips()
-    ranks = options.num_processes or max(config.num_processes, 1)
+    ranks = options.num_processes or config.num_processes
+    if on_cpu and not 1 <= ranks <= 8:
+        parser.error(
+            f"{ranks} CPU ranks are not possible: write num_processes: 1 to 8 into the config "
+            "file, or pass --num_processes"
+            if ranks != -1
+            else "the config file has no num_processes: write it, or pass --num_processes"
+        )
     function = config.main_training_function or "main"
     sys.argv = [options.script, *options.arguments]
+    if on_cpu:
+        import_integrations()
     launch(
         run_script,
         (os.path.abspath(options.script), function, options.arguments),

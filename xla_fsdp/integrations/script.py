@@ -18,9 +18,7 @@ def run_script(rank: int, path: str, function: str, arguments: Sequence[str]) ->
     Raises:
         AttributeError: the file has no such function.
     """
-    importlib.import_module("xla_fsdp.integrations.accelerate")
-    if importlib.util.find_spec("transformers") is not None:
-        importlib.import_module("xla_fsdp.integrations.transformers")
+    import_integrations()
     script = Path(path)
     sys.argv = [path, *arguments]
     if str(script.parent) not in sys.path:
@@ -33,3 +31,11 @@ def run_script(rank: int, path: str, function: str, arguments: Sequence[str]) ->
             "as main_training_function in the config file"
         )
     called(*([rank] if inspect.signature(called).parameters else []))
+
+
+def import_integrations() -> None:
+    """Of what is installed; before ranks start, where these are threads, in which transformers is
+    not safely imported."""
+    importlib.import_module("xla_fsdp.integrations.accelerate")
+    if importlib.util.find_spec("transformers") is not None:
+        importlib.import_module("xla_fsdp.integrations.transformers")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +18,7 @@ from ..ranks.rank import current_rank
 from ..remat import checkpoint_module
 from ..sharding.options import FSDPOptions
 from ..sharding.strategy import ShardingStrategy
+from ..tree import cast_floats
 from ..wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from ..wrapper import XlaFullyShardedDataParallel
 
@@ -39,6 +42,9 @@ class Sharding:
         checkpointing: whether what is wrapped by itself recomputes its activations.
         full_precision: whether trainable parameters are to be float32, computed with in less.
         full_state: whether saves are to have the whole parameters besides.
+        ignored: modules that stay whole on every rank, those of other models among them; or a
+            pattern that the whole of their names matches.
+        output_dtype: what floating-point outputs are cast to.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -48,6 +54,8 @@ class Sharding:
     checkpointing: bool = False
     full_precision: bool = False
     full_state: bool = False
+    ignored: Sequence[nn.Module] | str = ()
+    output_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         unknown = set(self.options) - set(FSDPOptions.__dataclass_fields__)
@@ -71,17 +79,42 @@ class Sharding:
                 "fsdp_transformer_layer_cls_to_wrap, or transformer_layer_cls_to_wrap of the "
                 "Trainer's fsdp_config)"
             )
+        ignored = self._ignored_in(model)
         if self.full_precision:
+            whole = {parameter for module in ignored for parameter in module.parameters()}
             for parameter in model.parameters():
-                if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                narrow = parameter.dtype in (torch.bfloat16, torch.float16)
+                if narrow and parameter.requires_grad and parameter not in whole:
                     parameter.data = parameter.data.float()
         config: Any = getattr(model, "config", None)
         if self.checkpointing and getattr(config, "use_cache", False):
             config.use_cache = False  # a recomputed layer would fill the cache again
         wrapper = _checkpointed if self.checkpointing else None
-        return XlaFullyShardedDataParallel(
-            model, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, **self.options
+        sharded = XlaFullyShardedDataParallel(
+            model,
+            auto_wrap_policy=policy,
+            auto_wrapper_callable=wrapper,
+            ignored_modules=ignored,
+            **self.options,
         )
+        if self.output_dtype is not None:
+            sharded.register_forward_hook(functools.partial(_cast, self.output_dtype))
+        return sharded
+
+    def _ignored_in(self, model: nn.Module) -> list[nn.Module]:
+        if not isinstance(self.ignored, str):
+            return [module for module in model.modules() if module in self.ignored]
+        pattern = re.compile(self.ignored)
+        found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+        if not found:
+            names = ", ".join(name for name, _ in model.named_children())
+            warnings.warn(
+                f"fsdp_ignored_modules={self.ignored!r} is the whole name of no module of "
+                f"{type(model).__name__}, which has {names} and modules inside them: all of it is "
+                "sharded",
+                stacklevel=2,
+            )
+        return found
 
     def _policy_for(self, model: nn.Module) -> Callable[..., bool] | None:
         if self.policy is not None:
@@ -104,6 +137,10 @@ class Sharding:
             )
         classes = {there[name] for name in names if name in there}
         return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+
+
+def _cast(dtype: torch.dtype, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return cast_floats(outputs, dtype)
 
 
 def _asked(policy: Callable[..., bool], module: nn.Module, recurse: bool, unwrapped_params: int):  # type: ignore[no-untyped-def]

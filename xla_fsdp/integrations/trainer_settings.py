@@ -21,6 +21,14 @@ _STRATEGIES = {
 }
 
 
+# What fsdp_config may have: the first change nothing here, see fsdp_plugin.py.
+_WITHOUT_EFFECT = frozenset("forward_prefetch use_orig_params cpu_ram_efficient_loading".split())
+_KNOWN = _WITHOUT_EFFECT | frozenset(
+    "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt activation_checkpointing min_num_params "
+    "transformer_layer_cls_to_wrap sync_module_states limit_all_gathers backward_prefetch".split()
+)
+
+
 def sharding_of_arguments(args: TrainingArguments) -> Sharding:
     """What ``fsdp``, ``fsdp_config`` and ``bf16`` ask for.
 
@@ -30,9 +38,15 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
     ``limit_all_gathers`` and ``backward_prefetch``.
 
     Raises:
-        ValueError: one of them is none of those that go on XLA.
+        ValueError: one of them is none of those that go on XLA, or has a name that is none.
     """
     config = args.fsdp_config
+    unknown = sorted(set(config) - _KNOWN)
+    if unknown:
+        raise ValueError(
+            f"fsdp_config has {', '.join(unknown)}, of which the Trainer knows nothing on XLA; it "
+            f"knows {', '.join(sorted(_KNOWN))}"
+        )
     if FSDPOption.OFFLOAD in args.fsdp:
         raise ValueError("fsdp='... offload' is not possible on XLA yet: leave offload out")
     if args.fp16:
@@ -40,7 +54,13 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
             "fp16=True does not go with sharding on XLA, whose TPUs have no float16 units: use "
             "bf16=True, which needs no loss scaling"
         )
-    options: dict[str, Any] = {}
+    if args.torch_compile:
+        raise ValueError(
+            "torch_compile=True does not go with sharding on XLA, which compiles every step as it "
+            "is: leave it out"
+        )
+    # The Trainer's default: models that ranks have built may differ.
+    options: dict[str, Any] = {"sync_module_states": True}
     strategies = [_STRATEGIES[option] for option in args.fsdp if option in _STRATEGIES]
     settings = dict(args.xla_fsdp_config)
     if strategies and not {"reshard_after_forward", "sharding_strategy"} & set(settings):
@@ -64,6 +84,7 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
         min_parameters=config["min_num_params"],
         checkpointing=any(_flag(name, config.get(name, False)) for name in checkpointing),
         full_precision=args.bf16 or "compute_dtype" in settings,
+        output_dtype=torch.float32 if "mixed_precision" in options else None,
     )
 
 

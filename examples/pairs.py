@@ -1,0 +1,96 @@
+"""Pairs of sentences that say the same or do not, in the files of MRPC, the Microsoft Research
+Paraphrase Corpus; in plain Python.
+
+:func:`read` reads them, as the corpus or GLUE has them; :func:`write` writes some that a small
+model learns in a minute: news of companies, said again in other words, or denied.
+"""
+
+import csv
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+COLUMNS = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
+# What the two parts are called by GLUE and in the corpus.
+FILES = {
+    "train": ["train.tsv", "msr_paraphrase_train.txt"],
+    "dev": ["dev.tsv", "msr_paraphrase_test.txt"],
+}
+
+COMPANIES = "Acme Borealis Cobalt Dynamo Everest Fathom Granite Helix".split()
+# Each line is one piece of news in several words.
+NEWS = [
+    ["has raised its forecast", "expects higher earnings", "sees profit growing"],
+    ["has cut hundreds of jobs", "laid off many workers", "dismissed part of its staff"],
+    ["has named a new chief executive", "chose another head", "has a different boss"],
+    ["has opened a plant in Spain", "started a Spanish factory", "produces near Madrid"],
+    ["has lost a patent lawsuit", "was found to infringe patents", "failed in a patent court"],
+    ["has recalled its latest phone", "took back handsets", "withdrew a mobile device"],
+]
+SAYS = ["said", "confirmed", "announced", "reported"]
+DENIES = ["denied", "disputed", "rejected the claim"]
+TIMES = ["on Monday", "on Friday", "last week", "in July", "this morning"]
+FORMS = ["{who} {says} {when} that it {what} .", "{when} {who} {says} that it {what} ."]
+
+
+class Pair(NamedTuple):
+    """Two sentences, and whether they say the same."""
+
+    first: str
+    second: str
+    same: bool
+
+
+def read(folder: str, part: str) -> list[Pair]:
+    """The pairs of a part, ``"train"`` or ``"dev"``.
+
+    Raises:
+        ValueError: there is no such file, or a line of it is not of this format.
+    """
+    paths = [Path(folder, name) for name in FILES[part]]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        raise ValueError(f"{folder} has no {' or '.join(FILES[part])}")
+    pairs = []
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        # Quotation marks are part of the sentences.
+        rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        if next(rows, None) != COLUMNS:
+            raise ValueError(f"{path} must begin with the columns {', '.join(COLUMNS)}")
+        for number, row in enumerate(rows, 2):
+            if len(row) != len(COLUMNS) or row[0] not in ("0", "1"):
+                raise ValueError(f"{path}, line {number}: not 0 or 1, two numbers, two sentences")
+            pairs.append(Pair(row[3], row[4], row[0] == "1"))
+    if not pairs:
+        raise ValueError(f"{path} has no pairs")
+    return pairs
+
+
+def write(folder: str, train: int, dev: int) -> None:
+    """Writes as many pairs, the same ones every time."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    source = random.Random(0)
+    for part, number in (("train", train), ("dev", dev)):
+        with Path(folder, FILES[part][0]).open("w", encoding="utf-8", newline="") as file:
+            rows = csv.writer(file, delimiter="\t", quoting=csv.QUOTE_NONE, lineterminator="\n")
+            rows.writerow(COLUMNS)
+            for index in range(number):
+                first, second, same = made_up(source)
+                rows.writerow([int(same), 2 * index, 2 * index + 1, first, second])
+
+
+def made_up(source: random.Random) -> Pair:
+    """Two sentences about one piece of news; as in the corpus, two of three pairs say the same."""
+    who, news, same = source.choice(COMPANIES), source.choice(NEWS), source.random() < 2 / 3
+    ways = [SAYS, SAYS if same else DENIES]
+    source.shuffle(ways)
+    first, second = (
+        source.choice(FORMS).format(
+            who=who,
+            says=source.choice(says),
+            when=source.choice(TIMES),
+            what=source.choice(news),
+        )
+        for says in ways
+    )
+    return Pair(first, second, same)

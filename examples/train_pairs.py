@@ -1,0 +1,244 @@
+"""Fine-tunes BERT on pairs of sentences, which say the same or do not, with Accelerate.
+
+    python -m xla_fsdp.integrations.launch --config_file examples/accelerate/fsdp.yaml \\
+        examples/train_pairs.py                        # 4 CPU ranks; on a TPU VM all of its chips
+    python examples/train_pairs.py                     # one process, nothing sharded
+
+As it is, a small BERT without any training learns pairs that are made up, in the files of MRPC, the
+corpus of GLUE. --data_dir=MRPC --model=bert-base-cased trains on that. How it is sharded, the dtype
+and the number of ranks stand in the config file. --batch_size is that of all ranks together, and
+with the seed the order of the data is the same on any number of them.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterable
+
+import pairs
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    get_linear_schedule_with_warmup,
+)
+
+
+def main() -> None:
+    """What the launcher calls on every rank."""
+    train(arguments())
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data_dir", help="train.tsv and dev.tsv of MRPC; default: made up")
+    parser.add_argument(
+        "--model", help="a folder or name for from_pretrained; default: a small one"
+    )
+    parser.add_argument("--output_dir", default="runs/pairs", help="shared by all hosts")
+    parser.add_argument("--batch_size", type=int, default=32, help="pairs a step, of all ranks")
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
+    parser.add_argument(
+        "--max_length", type=int, help="tokens of a pair; default: 40 or, real data, 128"
+    )
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--lr", type=float, help="default: 1e-3, with --model 2e-5")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--pairs", type=int, default=2000, help="to make up; a fifth for tests")
+    parser.add_argument("--checkpointing_steps", type=int, help="steps between checkpoints")
+    parser.add_argument("--resume_from_checkpoint", help="a folder step_N, or latest")
+    parser.add_argument("--seed", type=int, default=42)
+    args = parser.parse_args()
+    if args.max_length is None:
+        args.max_length = 128 if args.model or args.data_dir else 40
+    if args.lr is None:
+        args.lr = 2e-5 if args.model else 1e-3
+    return args
+
+
+def train(args: argparse.Namespace) -> None:
+    # The batches of all ranks together are those of one process: so are the steps of the schedule.
+    loading = DataLoaderConfiguration(
+        split_batches=True, use_seedable_sampler=True, data_seed=args.seed
+    )
+    accelerator = Accelerator(
+        gradient_accumulation_steps=args.gradient_accumulation_steps, dataloader_config=loading
+    )
+    set_seed(args.seed)
+    folder = args.data_dir or os.path.join(args.output_dir, "data")
+    words = args.model or os.path.join(args.output_dir, "tokenizer")
+    if accelerator.is_main_process and args.resume_from_checkpoint is None:
+        if args.data_dir is None:
+            pairs.write(folder, args.pairs, args.pairs // 5)
+        if args.model is None:
+            word_pieces(pairs.read(folder, "train")).save_pretrained(words)
+    accelerator.wait_for_everyone()
+    tokenizer = AutoTokenizer.from_pretrained(words)
+    train_data = encoded(pairs.read(folder, "train"), tokenizer, args.max_length)
+    dev_data = encoded(pairs.read(folder, "dev"), tokenizer, args.max_length)
+    # Shapes are the same in every step: a smaller last batch would be another program.
+    train_loader = DataLoader(train_data, args.batch_size, shuffle=True, drop_last=True)
+    dev_loader = DataLoader(dev_data, args.batch_size)
+    model = build(args, tokenizer)
+    optimizer = torch.optim.AdamW(groups(model), lr=args.lr)
+    steps = len(train_loader) * args.epochs // args.gradient_accumulation_steps
+    scheduler = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
+    model, optimizer, train_loader, dev_loader, scheduler = accelerator.prepare(
+        model, optimizer, train_loader, dev_loader, scheduler
+    )
+
+    done = resume(args, accelerator)
+    results: list[dict] = []
+    for epoch in range(done // len(train_loader), args.epochs):
+        model.train()
+        train_loader.set_epoch(epoch)
+        rest, losses = train_loader, []
+        if done % len(train_loader):
+            rest = accelerator.skip_first_batches(train_loader, done % len(train_loader))
+            rest.set_epoch(epoch)
+        for batch in rest:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())  # fetched after the epoch, so that no step waits for it
+            done += 1
+            if args.checkpointing_steps and done % args.checkpointing_steps == 0:
+                accelerator.save_state(os.path.join(args.output_dir, f"step_{done}"))
+        mean = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
+        results.append({"epoch": epoch, "loss": mean, **evaluate(accelerator, model, dev_loader)})
+        found = "epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.3f}, F1 {f1:.3f}"
+        accelerator.print(found.format(**results[-1]), flush=True)
+
+    target = os.path.join(args.output_dir, "model")
+    state = accelerator.get_state_dict(model)  # on every rank; whole on the first
+    accelerator.unwrap_model(model).save_pretrained(
+        target,
+        state_dict=state,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+    )
+    if accelerator.is_main_process:
+        tokenizer.save_pretrained(target)
+        with open(os.path.join(args.output_dir, "results.json"), "w", encoding="utf-8") as file:
+            json.dump(results, file)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def resume(args: argparse.Namespace, accelerator: Accelerator) -> int:
+    """Loads what ``--resume_from_checkpoint`` names; how many batches were trained on before."""
+    folder = args.resume_from_checkpoint
+    if folder is None:
+        return 0
+    if folder == "latest":
+        names = (name for name in os.listdir(args.output_dir) if name.startswith("step_"))
+        folder = max(names, key=steps_of, default=None)
+        if folder is None:
+            raise SystemExit(f"--resume_from_checkpoint=latest: none is in {args.output_dir}")
+        folder = os.path.join(args.output_dir, folder)
+    accelerator.load_state(folder)
+    return steps_of(folder)
+
+
+def steps_of(folder: str) -> int:
+    return int(os.path.basename(os.path.normpath(folder)).removeprefix("step_"))
+
+
+def word_pieces(known: Iterable[pairs.Pair]) -> PreTrainedTokenizerBase:
+    """A tokenizer like BERT's, of the pieces that the sentences of ``known`` are made of."""
+    special = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    pieces = Tokenizer(models.WordPiece(unk_token=special["unk"]))
+    pieces.normalizer = normalizers.BertNormalizer()
+    pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    sentences = (sentence for pair in known for sentence in pair[:2])
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=8000, special_tokens=list(special.values()), show_progress=False
+    )
+    pieces.train_from_iterator(sentences, trainer)
+    ends = [(special[name], pieces.token_to_id(special[name])) for name in ("sep", "cls")]
+    pieces.post_processor = processors.BertProcessing(*ends)
+    names = {f"{name}_token": token for name, token in special.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=pieces, **names)
+
+
+def encoded(
+    known: Iterable[pairs.Pair], tokenizer: PreTrainedTokenizerBase, length: int
+) -> list[dict[str, torch.Tensor]]:
+    """A dictionary of tensors, of ``length`` tokens, for each pair."""
+    first, second, same = zip(*known, strict=True)
+    tokens = tokenizer(
+        list(first),
+        list(second),
+        padding="max_length",
+        truncation=True,
+        max_length=length,
+        return_token_type_ids=True,
+        return_tensors="pt",
+    )
+    columns = {**tokens, "labels": torch.tensor(same, dtype=torch.long)}
+    return [{name: column[row] for name, column in columns.items()} for row in range(len(same))]
+
+
+def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """``--model``, or two layers of width 64."""
+    if args.model:
+        return AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=args.max_length,
+        hidden_dropout_prob=args.dropout,
+        attention_probs_dropout_prob=args.dropout,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return BertForSequenceClassification(config)
+
+
+def groups(model: nn.Module, decay: float = 0.01) -> list[dict]:
+    """Biases and norms do not decay."""
+    spared = ("bias", "LayerNorm.weight")
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for n, p in named if not n.endswith(spared)], "weight_decay": decay},
+        {"params": [p for n, p in named if n.endswith(spared)], "weight_decay": 0.0},
+    ]
+
+
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> dict[str, float]:
+    """Accuracy and F1 of "they say the same", as GLUE has them for MRPC."""
+    model.eval()
+    seen = []
+    for batch in loader:
+        with torch.no_grad():
+            chosen = model(**batch).logits.argmax(dim=-1)
+        # What Accelerate has repeated for the last batch to be full is left out again.
+        both = accelerator.gather_for_metrics((chosen, batch["labels"]))
+        seen.append(torch.stack(both).cpu())
+    chosen, labels = torch.cat(seen, dim=1).bool()
+    hits = int((chosen & labels).sum())
+    of_same = int(chosen.sum()) + int(labels.sum())
+    return {
+        "accuracy": (chosen == labels).double().mean().item(),
+        "f1": 2 * hits / of_same if of_same else 0.0,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The script on pairs of sentences, as its page starts it, against plain training."""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+import torch
+from example_runs import EXAMPLES
+from safetensors.torch import load_file
+
+SMALL = {"pairs": 45, "batch_size": 8, "epochs": 2, "max_length": 32, "dropout": 0.0, "seed": 3}
+STEPS = SMALL["pairs"] // SMALL["batch_size"]  # an epoch
+SAVED = 4  # between checkpoints: the latest is within the second epoch
+
+
+def flags(folder, *more):
+    given = [f"--{name}={value}" for name, value in SMALL.items()]
+    return [*given, f"--output_dir={folder}", f"--checkpointing_steps={SAVED}", *more]
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import pairs
+    import train_pairs
+
+    return pairs, train_pairs
+
+
+def in_plain_torch(scripts, folder):
+    """What the script does, in one process: losses, what it says of the test, weights."""
+    pairs, script = scripts
+    tokenizer = script.AutoTokenizer.from_pretrained(folder / "tokenizer")
+    rows, tests = (
+        script.encoded(pairs.read(folder / "data", part), tokenizer, SMALL["max_length"])
+        for part in ("train", "dev")
+    )
+    torch.manual_seed(SMALL["seed"])
+    model = script.build(Namespace(model=None, **SMALL), tokenizer)
+    optimizer = torch.optim.AdamW(script.groups(model), lr=1e-3)
+    total = STEPS * SMALL["epochs"]
+    scheduler = script.get_linear_schedule_with_warmup(optimizer, total // 10, total)
+    collate = torch.utils.data.default_collate
+    losses, found = [], []
+    for epoch in range(SMALL["epochs"]):
+        model.train()
+        order = torch.randperm(
+            len(rows), generator=torch.Generator().manual_seed(SMALL["seed"] + epoch)
+        )
+        for chosen in order.split(SMALL["batch_size"])[:STEPS]:
+            loss = model(**collate([rows[row] for row in chosen])).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step(), scheduler.step(), optimizer.zero_grad()
+            losses.append(loss.item())
+        batch = collate(tests)
+        with torch.no_grad():
+            chosen, labels = model.eval()(**batch).logits.argmax(-1), batch["labels"]
+        right = (chosen * labels).sum().item()
+        found.append(
+            {
+                "accuracy": (chosen == labels).double().mean().item(),
+                "f1": 2 * right / (chosen.sum() + labels.sum()).item(),
+            }
+        )
+    return losses, found, model.state_dict()
+
+
+def resumed(rank, folder, more):
+    """Version 2 of FSDP, in a folder of its own, from the latest checkpoint of four ranks."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    from xla_fsdp.integrations.config_file import environment_of, read_config
+    from xla_fsdp.integrations.script import run_script
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    os.environ.update(environment_of(read_config(str(EXAMPLES / "accelerate" / "fsdp2.yaml"))))
+    run_script(rank, str(EXAMPLES / "train_pairs.py"), "main", flags(folder, *more))
+
+
+def test_the_documented_command_is_plain_training(scripts, run_ranks, tmp_path):
+    root = EXAMPLES.parent
+    done = subprocess.run(
+        [sys.executable, "-m", "xla_fsdp.integrations.launch", "--config_file"]
+        + ["examples/accelerate/fsdp.yaml", "examples/train_pairs.py", *flags(tmp_path)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    losses, metrics, weights = in_plain_torch(scripts, tmp_path)
+    assert done.stdout.count("epoch 1: ") == 1
+
+    def compare(skipped):
+        results = json.loads((tmp_path / "results.json").read_text())
+        assert [one["epoch"] for one in results] == list(range(skipped // STEPS, SMALL["epochs"]))
+        for one in results:
+            first = max(skipped, one["epoch"] * STEPS)
+            expected = losses[first : (one["epoch"] + 1) * STEPS]
+            assert one["loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+            for name, value in metrics[one["epoch"]].items():
+                assert one[name] == pytest.approx(value, abs=1e-9), name
+        saved = load_file(tmp_path / "model" / "model.safetensors")
+        for name, value in weights.items():
+            torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+    compare(0)
+    latest = 2 * STEPS // SAVED * SAVED
+    run_ranks(resumed, 1, str(tmp_path), ["--resume_from_checkpoint=latest"], timeout=400)
+    compare(latest)
+
+
+def test_what_is_no_mrpc_is_refused(scripts, tmp_path):
+    pairs, _ = scripts
+    with pytest.raises(ValueError, match="has no train.tsv or msr_paraphrase_train.txt"):
+        pairs.read(str(tmp_path), "train")
+    pairs.write(str(tmp_path), 30, 6)
+    made = pairs.read(str(tmp_path), "train")
+    assert len(made) == 30 and {one.same for one in made} == {True, False}
+    # The corpus itself begins with a byte order mark, and has quotation marks.
+    text = "\ufeff" + "\t".join(pairs.COLUMNS) + '\n1\t7\t8\tHe said " no .\tNo , he said .\n'
+    path = tmp_path / "msr_paraphrase_test.txt"
+    (tmp_path / "dev.tsv").unlink()
+    path.write_text(text, encoding="utf-8")
+    assert pairs.read(str(tmp_path), "dev") == [('He said " no .', "No , he said .", True)]
+    for wrong, message in ((text + "2\t1\t1\ta\tb\n", "line 3: not 0 or 1"), ("a\tb\n", "columns")):
+        path.write_text(wrong, encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            pairs.read(str(tmp_path), "dev")
