@@ -100,9 +100,9 @@ class Talking:
         own = given.detach().to(device)
         if own.dtype == torch.bool:
             own = own.to(torch.int32)
-        total = (
-            xm.all_reduce(_REDUCTIONS[name], own.clone()) if xr.world_size() > 1 else own.clone()
-        )
+        total: Any = own.clone()
+        if xr.world_size() > 1:
+            total = xm.all_reduce(_REDUCTIONS[name], total)
         if name in ("mean", "avg"):
             total = total / xr.world_size()
         self._settle()
@@ -124,7 +124,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        total = xm.all_reduce(xm.REDUCE_SUM, gradients[0].clone())
+        total: Any = xm.all_reduce(xm.REDUCE_SUM, gradients[0].clone())
         # As data: as a constant it would make a program for each rank.
         own = torch.tensor([ctx.rank]).to(total.device)
         return total.index_select(0, own)[0]

@@ -93,11 +93,7 @@ def _run_trainer(
     results = function(*args, **kwargs)
     fitting = trainer.state.fn == "fit"
     weights = full_state_dict(trainer.strategy.model) if fitting else None
-    extra = trainer_launcher_extra(trainer)
+    metrics: Any = _MultiProcessingLauncher.get_extra_results
+    extra = metrics(None, trainer)
     best = getattr(trainer.checkpoint_callback, "best_model_path", None)
     return weights, _WorkerOutput(best, None, trainer.state, results, extra)
-
-
-def trainer_launcher_extra(trainer: Any) -> dict[str, Any]:
-    """As ``_MultiProcessingLauncher`` sends it."""
-    return _MultiProcessingLauncher.get_extra_results(None, trainer)  # type: ignore[arg-type]
