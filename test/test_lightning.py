@@ -1,24 +1,45 @@
 """Lightning's Trainer and Fabric with our strategies, against plain Lightning in one process."""
 
+import csv
+import re
+
+import lightning as L
 import pytest
 import torch
 import torch_xla.runtime as xr
+from conftest import ROOT
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loggers import CSVLogger
 from lightning_models import (
+    BATCH,
     CLIP,
+    WORDS,
     Block,
+    Pair,
+    Words,
     fit,
+    loader,
+    rows,
     strategy,
     trainer_for,
 )
 
 from xla_fsdp import full_state_dict
+from xla_fsdp.consolidate.cli import main as consolidate
+from xla_fsdp.integrations.lightning import NAME, FabricStrategy, TrainerStrategy
 
 TIMEOUT = 400
+CLIPPED = {"gradient_clip_val": CLIP, "accumulate_grad_batches": 2}
+BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+
+# Of Lightning's, about the number of workers, cores and batches.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-def plain(folder, **options):
+def plain(folder, model=None, ckpt_path=None, **options):
     """How plain Lightning trains on one process."""
-    found, model = fit(trainer_for(folder, devices=1, **options))
+    trainer = trainer_for(folder, devices=1, **options)
+    found, model = fit(trainer, model=model, ckpt_path=ckpt_path)
     return found | {"weights": model.state_dict()}
 
 
@@ -29,41 +50,104 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(folder):
-    clipped = {"gradient_clip_val": CLIP, "accumulate_grad_batches": 2}
-    by_value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    return {"norm": plain(folder / "norm", **clipped), "value": plain(folder / "value", **by_value)}
+    return {
+        "norm": plain(folder / "norm", **CLIPPED),
+        "value": plain(folder / "value", **BY_VALUE),
+        "pair": plain(folder / "pair", Pair(), max_epochs=1),
+    }
 
 
-def assert_alike(found, wanted, tail=False):
+def assert_alike(found, wanted):
+    """Of a run that was resumed the end is compared."""
     for name, near in (("losses", 1e-5), ("norms", 1e-4)):
-        own = wanted[name][-len(found[name]) :] if tail else wanted[name]
-        torch.testing.assert_close(found[name], own, rtol=near, atol=near)
+        end = wanted[name][len(wanted[name]) - len(found[name]) :]
+        torch.testing.assert_close(found[name], end, rtol=near, atol=near)
+    assert found["losses"]
     assert found["seen"] == pytest.approx(wanted["seen"], abs=1e-4)
+    assert list(found["weights"]) == list(wanted["weights"])
     for name, value in wanted["weights"].items():
         torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-4)
 
 
-def ours(folder, options, ckpt_path=None, **told):
-    trainer = trainer_for(folder, strategy(**options), **told)
-    found, _ = fit(trainer, xr.world_size(), ckpt_path=ckpt_path)
+def ours(folder, model=None, ckpt_path=None, told=None, **options):
+    trainer = trainer_for(folder, strategy(**options), **(told or {}))
+    found, _ = fit(trainer, xr.world_size(), model, ckpt_path)
     return found | {"weights": full_state_dict(trainer.model)}
 
 
-def training(rank, folder):
-    clipped = {"gradient_clip_val": CLIP, "accumulate_grad_batches": 2}
+def training(rank, folder, from_plain):
     recomputed = {"activation_checkpointing_policy": {Block}}
-    by_value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    found = {"norm": ours(folder / "full", told=CLIPPED, **recomputed)}
+    if xr.world_size() == 1:
+        return found
     sharded = {"state_dict_type": "sharded", "sharding_strategy": "SHARD_GRAD_OP"}
+    logged = BY_VALUE | {"logger": CSVLogger(folder, name="log"), "log_every_n_steps": 1}
+    logged["enable_model_summary"] = True
+    found["value"] = ours(folder / "sharded", told=logged, **sharded)
+    found["pair"] = ours(folder / "pair", Pair(), told={"max_epochs": 1})
+    found["resumed"] = ours(folder / "resumed", ckpt_path=from_plain, told=CLIPPED)
+    found["speaks"] = rank_zero_only.rank == 0, f"{rank_zero_only.rank}"
+    return found
+
+
+@pytest.mark.parametrize("ranks", [4, 1])
+def test_training_is_that_of_one_process(run_ranks, reference, folder, ranks):
+    from_plain = folder / "norm" / "epoch=0.ckpt"
+    found = run_ranks(training, ranks, folder / str(ranks), from_plain, timeout=TIMEOUT)
+    for name in found[0].keys() & reference.keys():
+        assert_alike(found[0][name], reference[name])
+        for other in found[1:]:
+            assert other[name]["losses"] == found[0][name]["losses"]
+    if ranks == 1:
+        return
+    assert_alike(found[0]["resumed"], reference["norm"])
+    assert [one["speaks"] for one in found] == [(rank == 0, str(rank)) for rank in range(4)]
+    # One log of one rank.
+    (log,) = folder.glob("4/log/*/metrics.csv")
+    lines = list(csv.DictReader(log.read_text().splitlines()))
+    losses = [float(line["loss_step"]) for line in lines if line["loss_step"]]
+    assert losses == pytest.approx(reference["value"]["losses"], abs=1e-5)
+
+
+# -- resuming, on another number of ranks ------------------------------------------------------
+
+
+def resuming(rank, folder):
+    """On one rank what four have saved, in a file and in a folder; and what is evaluated."""
+    last = folder / "sharded" / "last.ckpt"
+    trainer = trainer_for(folder / "unused", strategy())
+    model = Words()
+    tested = trainer.test(model, loader(1), ckpt_path=str(last), weights_only=False, verbose=False)
+    predicted = torch.cat(trainer.predict(model, loader(1)))
     return {
-        "norm": ours(folder / "full", recomputed, **clipped),
-        "value": ours(folder / "sharded", sharded, **by_value),
+        "norm": ours(folder / "a", ckpt_path=folder / "full/epoch=0.ckpt", told=CLIPPED),
+        "value": ours(folder / "b", ckpt_path=folder / "sharded/epoch=0.ckpt", told=BY_VALUE),
+        "tested": tested,
+        "predicted": predicted,
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_training_is_that_of_one_process(run_ranks, reference, folder, ranks):
-    found = run_ranks(training, ranks, folder / str(ranks), timeout=TIMEOUT)
-    for name, wanted in reference.items():
-        assert_alike(found[0][name], wanted)
-    for rank in range(ranks):
-        assert found[rank]["norm"]["losses"] == found[0]["norm"]["losses"]
+def test_another_number_of_ranks_and_plain_lightning_go_on(run_ranks, reference, folder):
+    saved = folder / "4"
+    (found,) = run_ranks(resuming, 1, saved, timeout=TIMEOUT)
+    assert_alike(found["norm"], reference["norm"])
+    assert_alike(found["value"], reference["value"])
+    wanted = reference["value"]["seen"]
+    assert found["tested"] == [
+        pytest.approx({n: wanted[n] for n in ("val_loss", "accuracy")}, abs=1e-4)
+    ]
+    # The file is one of plain Lightning.
+    assert_alike(
+        plain(folder / "c", ckpt_path=saved / "full/epoch=0.ckpt", **CLIPPED), reference["norm"]
+    )
+    model = Words.load_from_checkpoint(saved / "full/last.ckpt", weights_only=False)
+    for name, value in reference["norm"]["weights"].items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-4)
+    # The folder becomes one.
+    whole = folder / "whole.pth"
+    consolidate(["--ckpt_prefix", str(saved / "sharded/last.ckpt"), "--save_path", str(whole)])
+    model.load_state_dict(torch.load(whole)["model"])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            found["predicted"], model(rows().tensors[0]), rtol=1e-4, atol=1e-4
+        )
