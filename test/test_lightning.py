@@ -1,19 +1,15 @@
 """Lightning's Trainer and Fabric with our strategies, against plain Lightning in one process."""
 
 import csv
-import re
 
 import lightning as L
 import pytest
 import torch
 import torch_xla.runtime as xr
-from conftest import ROOT
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import CSVLogger
 from lightning_models import (
-    BATCH,
     CLIP,
-    WORDS,
     Block,
     Pair,
     Words,
@@ -26,7 +22,8 @@ from lightning_models import (
 
 from xla_fsdp import full_state_dict
 from xla_fsdp.consolidate.cli import main as consolidate
-from xla_fsdp.integrations.lightning import NAME, FabricStrategy, TrainerStrategy
+from xla_fsdp.consolidate.errors import OtherRankError
+from xla_fsdp.integrations.lightning import NAME, FabricStrategy
 
 TIMEOUT = 400
 CLIPPED = {"gradient_clip_val": CLIP, "accumulate_grad_batches": 2}
@@ -151,3 +148,103 @@ def test_another_number_of_ranks_and_plain_lightning_go_on(run_ranks, reference,
         torch.testing.assert_close(
             found["predicted"], model(rows().tensors[0]), rtol=1e-4, atol=1e-4
         )
+
+
+# -- Fabric ------------------------------------------------------------------------------------
+
+
+def train_with(fabric, ranks, micro=1, saved=None):
+    """As Fabric's documentation has it, the optimizer made first; ``saved`` after two batches."""
+    model = Words()
+    optimizer = model.configure_optimizers()[0][0]
+    data = fabric.setup_dataloaders(loader(ranks), use_distributed_sampler=False)
+    wrapped, optimizer = fabric.setup(model, optimizer)
+    found = []
+    for index, (words, labels) in enumerate(data):
+        stepping = (index + 1) % micro == 0
+        with fabric.no_backward_sync(wrapped, enabled=not stepping):
+            loss = torch.nn.functional.cross_entropy(wrapped(words), labels)
+            fabric.backward(loss / micro)
+        found.append(loss.detach())
+        if stepping:
+            norm = fabric.clip_gradients(wrapped, optimizer, max_norm=CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(norm)
+        if index == 1 and saved is not None:
+            state = {"model": wrapped, "optimizer": optimizer, "seen": index}
+            fabric.save(saved, state)
+    return wrapped, optimizer, [fabric.all_reduce(one).item() for one in found]
+
+
+def fabric_on_ranks(rank, folder):
+    ranks, device = xr.world_size(), f"xla:{rank}"
+    found = {}
+    for kind in ("sharded", "full"):
+        told = {"auto_wrap_policy": {Block}, "state_dict_type": kind}
+        fabric = L.Fabric(strategy=FabricStrategy(**told))
+        fabric.launch()
+        where = folder / kind
+        wrapped, optimizer, seen = train_with(fabric, ranks, 2 if kind == "full" else 1, where)
+        found[kind] = seen, full_state_dict(wrapped._forward_module)
+        if kind == "full":
+            found["state"] = optimizer.state_dict()
+        # Into a model of its own: what was saved is of after two batches.
+        other = Words(8)
+        with torch.no_grad():
+            other.head.weight.zero_()
+        other, tuned = fabric.setup(other, torch.optim.AdamW(other.parameters(), lr=1.0))
+        tuned = fabric.setup_optimizers(other.module.configure_optimizers()[0][0])
+        state = {"model": other, "optimizer": tuned, "seen": None}
+        assert fabric.load(where, state, weights_only=False) == {}
+        assert state["seen"] == 1
+        found[kind + " loaded"] = full_state_dict(other._forward_module)
+        lr = {group["weight_decay"]: group["lr"] for group in tuned.optimizer.param_groups}
+        assert lr == {0.2: 3e-2, 0.0: 3e-2}
+        assert all(state["step"] > 0 for state in tuned.optimizer.state.values())
+    mine = torch.full((2,), float(rank), device="xla", requires_grad=True)
+    gathered = fabric.all_gather(mine, sync_grads=True)
+    (gathered * torch.arange(ranks).to("xla")[:, None]).sum().backward()
+    found["talk"] = [
+        fabric.all_gather({"a": mine})["a"].tolist(),
+        mine.grad.tolist(),
+        [fabric.all_reduce(mine, reduce_op=op).tolist() for op in ("sum", "mean", "max", "min")],
+        fabric.broadcast({"from": rank, "at": mine.detach()}, src=1)["from"],
+        fabric.strategy.reduce_boolean_decision(rank == 0, all=False),
+        fabric.strategy.reduce_boolean_decision(rank == 0),
+    ]
+    order = folder / "order"
+    with fabric.rank_zero_first():
+        if rank == 0:
+            order.write_text("first")
+        assert order.read_text() == "first"
+    with pytest.raises(ValueError, match="process groups"):
+        fabric.all_reduce(mine, group="some")
+    with pytest.raises(ValueError, match="must not fork"):
+        fabric.setup_dataloaders(torch.utils.data.DataLoader(rows(), num_workers=1))
+    with pytest.raises(ValueError, match=f"there are {ranks} ranks already"):
+        L.Fabric(strategy=NAME, devices=3)
+    with pytest.raises((ValueError, OtherRankError), match="is there, and a folder"):
+        fabric.save(folder / "sharded", {"model": other})
+    assert fabric.device == torch.device(device) or ranks == 1
+    return found
+
+
+def test_fabric_is_that_of_one_process(run_ranks, tmp_path):
+    found = run_ranks(fabric_on_ranks, 4, tmp_path, timeout=TIMEOUT)
+    for kind, micro in (("sharded", 1), ("full", 2)):
+        one = L.Fabric(accelerator="cpu", devices=1)
+        model, optimizer, seen = train_with(one, 1, micro, tmp_path / f"plain {kind}")
+        torch.testing.assert_close(found[0][kind][0], seen, rtol=1e-5, atol=1e-5)
+        at_two = torch.load(tmp_path / f"plain {kind}")["model"]
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(found[0][kind][1][name], value, rtol=1e-4, atol=1e-4)
+            loaded = found[0][f"{kind} loaded"][name]
+            torch.testing.assert_close(loaded, at_two[name], rtol=1e-4, atol=1e-4)
+    # One file, of which a plain optimizer takes its part.
+    optimizer.load_state_dict(found[0]["state"])
+    assert torch.load(tmp_path / "full")["model"].keys() == model.state_dict().keys()
+    for rank, one in enumerate(found):
+        rows_of = [[float(r)] * 2 for r in range(4)]
+        reduced = [[6.0] * 2, [1.5] * 2, [3.0] * 2, [0.0] * 2]
+        assert one["talk"] == [rows_of, [4.0 * rank] * 2, reduced, 1, True, False]
