@@ -1,29 +1,26 @@
 """Lightning's Trainer and Fabric with our strategies, against plain Lightning in one process."""
 
 import csv
+import re
 
 import lightning as L
 import pytest
 import torch
 import torch_xla.runtime as xr
+from conftest import ROOT
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import CSVLogger
-from lightning_models import (
-    CLIP,
-    Block,
-    Pair,
-    Words,
-    fit,
-    loader,
-    rows,
-    strategy,
-    trainer_for,
-)
+from lightning_models import CLIP, Block, Pair, Words, fit, loader, rows, strategy, trainer_for
+from safetensors.torch import load_file
 
+import xla_fsdp.integrations.lightning as integration
 from xla_fsdp import full_state_dict
 from xla_fsdp.consolidate.cli import main as consolidate
 from xla_fsdp.consolidate.errors import OtherRankError
-from xla_fsdp.integrations.lightning import NAME, FabricStrategy
+from xla_fsdp.integrations.changes import Changes
+from xla_fsdp.integrations.lightning import NAME, FabricStrategy, TrainerStrategy
+from xla_fsdp.integrations.lightning.adoption import adopt
 
 TIMEOUT = 400
 CLIPPED = {"gradient_clip_val": CLIP, "accumulate_grad_batches": 2}
@@ -248,3 +245,85 @@ def test_fabric_is_that_of_one_process(run_ranks, tmp_path):
         rows_of = [[float(r)] * 2 for r in range(4)]
         reduced = [[6.0] * 2, [1.5] * 2, [3.0] * 2, [0.0] * 2]
         assert one["talk"] == [rows_of, [4.0 * rank] * 2, reduced, 1, True, False]
+
+
+# -- a Trainer outside of ranks, and what is refused -------------------------------------------
+
+
+def test_the_page_s_script_starts_its_ranks(run_script, tmp_path):
+    page = (ROOT / "docs/lightning.md").read_text()
+    (script,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
+    told = {"cwd": tmp_path, "env": {"CPU_NUM_DEVICES": "2"}}
+    done = run_script(script, 2, **told)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"^loss (.*)$", done.stdout, re.MULTILINE)[1]) < 0.3
+    assert done.stdout.count("loss ") == 1
+    whole = tmp_path / "whole.safetensors"
+    saved = tmp_path / "runs/lightning/last.ckpt"
+    consolidate(["--ckpt_prefix", str(saved), "--save_path", str(whole)])
+    names = load_file(whole)
+    assert len(names) == 12 and names["net.1.layers.1.weight"].shape == (32, 32)
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        (dict(layers=[Block]), "layers: the strategy has no such option"),
+        (dict(state_dict_type="local"), "'full' or"),
+        (dict(auto_wrap_policy="Block"), "must be a set of classes"),
+        (dict(auto_wrap_policy={"Block"}), "must have classes of modules"),
+        (dict(activation_checkpointing_policy=print), "must be a set of classes"),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong, told):
+    for kind in (TrainerStrategy, FabricStrategy):
+        with pytest.raises((ValueError, TypeError), match=told):
+            kind(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        (dict(precision="16-mixed"), "use 'bf16-mixed'"),
+        (dict(precision="64-true"), "32-true, bf16-mixed, bf16-true"),
+        (dict(accelerator="gpu"), "leave accelerator out"),
+        (dict(devices=9), "must be 'auto' or 1 to 8"),
+    ],
+)
+def test_what_does_not_go_on_xla_is_refused(wrong, told):
+    for kind in (L.Trainer, L.Fabric):
+        with pytest.raises(ValueError, match=told):
+            kind(strategy=NAME, **wrong)
+
+
+def test_layers_and_parameters_that_nothing_would_shard_are_refused():
+    settings = TrainerStrategy(auto_wrap_policy={torch.nn.LSTM}).settings
+    with pytest.raises(ValueError, match="no module in Words is of class LSTM; it has Block"):
+        settings.require_classes(Words())
+    with pytest.raises(ValueError, match="bias: with manual optimization"):
+        settings.wrap_children(Words(), "32-true")
+    with pytest.raises(ValueError, match="has no parameter of a model that was set up"):
+        adopt(torch.optim.SGD(Words().parameters(), lr=0.1))
+
+
+def test_the_drop_in_and_its_undoing():
+    theirs = L.fabric.strategies.XLAFSDPStrategy
+    assert STRATEGY_REGISTRY["xla_fsdp"]["strategy"] is theirs
+    try:
+        integration.install_drop_in()
+        assert L.fabric.strategies.XLAFSDPStrategy is FabricStrategy
+        assert type(L.Fabric(strategy="xla_fsdp", devices=2).strategy) is FabricStrategy
+        assert type(L.Trainer(strategy="xla_fsdp", logger=False).strategy) is TrainerStrategy
+    finally:
+        integration.uninstall()
+    assert L.fabric.strategies.XLAFSDPStrategy is theirs
+    assert STRATEGY_REGISTRY["xla_fsdp"]["strategy"] is theirs
+    assert NAME not in STRATEGY_REGISTRY and rank_zero_only.rank == 0
+    assert type(rank_zero_only.rank) is int
+    integration.install()
+    assert NAME in STRATEGY_REGISTRY
+
+
+def test_another_release_is_refused():
+    with pytest.raises(ImportError, match=r"lightning 2.6.6 is installed.*xla_fsdp\[lightning\]"):
+        Changes("lightning", ["2.5.0"], extra="lightning")
