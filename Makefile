@@ -36,7 +36,7 @@ install: .venv/installed
 # uv takes a third of the time of pip, which is there for where uv reaches nothing: it does not read
 # pip's settings. Both say what they are at. Without compiled bytecode `import torch_xla` takes 18 s
 # in every process of those who set PYTHONDONTWRITEBYTECODE; with it 7.
-.venv/installed: extras := examples,hf,plan,pod,test,lint
+.venv/installed: extras := examples,hf,lightning,plan,pod,test,lint
 .venv/demo: extras := demo
 .venv/installed .venv/demo: setup.py
 	test -x $(PY) || $(PYTHON) -m venv .venv

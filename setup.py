@@ -53,6 +53,8 @@ setup(
         "pod": ["cloud-tpu-client==0.10", "absl-py", "google-api-core<1.31", "setuptools<81"],
         # xla_fsdp.integrations changes the code of these releases in places, and knows no others.
         "hf": HF,
+        # The same; it brings torchmetrics.
+        "lightning": ["lightning==2.6.6"],
         "demo": DEMO,
         "examples": [*DEMO, "tensorboard"],
         "test": [

@@ -6,6 +6,7 @@ runtime's environment, and ``xla_fsdp.consolidate`` runs where there is no torch
 
 import os as _os
 from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
 from logging import LogRecord as _LogRecord
 from logging import getLogger as _getLogger
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -130,6 +131,9 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Scripts that are to use it without a line of their own; transformers is imported by nothing else.
+# Scripts that are to use it without a line of their own; these libraries are imported by nothing
+# else.
 if _os.environ.get("XLA_FSDP_DROP_IN") == "1":
-    _import_module(".integrations.transformers", __name__)
+    for _library in ("transformers", "lightning"):
+        if _find_spec(_library) is not None:
+            _import_module(f".integrations.{_library}", __name__)

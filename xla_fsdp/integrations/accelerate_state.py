@@ -22,7 +22,7 @@ from ..checkpoint.full_state import full_state_dict
 from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.meeting import Meeting
 from ..checkpoint.saving import save_checkpoint
-from .held_shards import JoinedOptimizers
+from .held_shards import JoinedOptimizers, joined
 from .sharding import sharding_of
 
 FOLDER = "xla_fsdp"
@@ -47,7 +47,7 @@ def save_sharded_state(
     save_checkpoint(
         os.path.join(folder, FOLDER),
         _joined_models(models),
-        _joined_optimizers(optimizers),
+        joined(optimizers) if optimizers else None,
         step=accelerator.save_iteration,
         extra=extra,
         keep_last=1,
@@ -78,12 +78,12 @@ def load_sharded_state(
             original(accelerator, *args, **kwargs)
     finally:
         handle.remove()
-    joined = _joined_optimizers(optimizers)
+    both = joined(optimizers) if optimizers else None
     loaded = load_checkpoint(
-        os.path.join(folders[0], FOLDER), _joined_models(models), joined, restore_rng=True
+        os.path.join(folders[0], FOLDER), _joined_models(models), both, restore_rng=True
     )
-    if isinstance(joined, JoinedOptimizers):
-        joined.give_back()
+    if isinstance(both, JoinedOptimizers):
+        both.give_back()
     assert loaded is not None, "missing_ok was not given"
     accelerator.step = loaded.extra["step"]
     saved = loaded.extra["schedulers"]
@@ -132,11 +132,3 @@ def _showing(models: list[nn.Module], hook: Callable[..., None]) -> Callable[...
 
 def _joined_models(models: list[nn.Module]) -> nn.Module:
     return models[0] if len(models) == 1 else nn.ModuleList(models)
-
-
-def _joined_optimizers(
-    optimizers: list[torch.optim.Optimizer],
-) -> torch.optim.Optimizer | None:
-    if not optimizers:
-        return None
-    return optimizers[0] if len(optimizers) == 1 else JoinedOptimizers(optimizers)

@@ -19,21 +19,23 @@ class Changes:
     Args:
         library: the name of the distribution.
         known: its releases that the changes were written for and tested with.
+        extra: what of this package to install for them.
 
     Raises:
         UnknownReleaseError: another one is installed.
     """
 
-    def __init__(self, library: str, known: Sequence[str]) -> None:
+    def __init__(self, library: str, known: Sequence[str], extra: str = "hf") -> None:
         found = version(library)
         if found not in known:
             raise UnknownReleaseError(
                 f"{library} {found} is installed; xla_fsdp.integrations.{library} changes its code "
                 f"in places that were looked at in {', '.join(known)} only: "
-                f"pip install '{library}=={known[-1]}' (or 'xla_fsdp[hf]')"
+                f"pip install '{library}=={known[-1]}' (or 'xla_fsdp[{extra}]')"
             )
         self._wanted: list[tuple[Any, str, Callable[..., Any]]] = []
         self._added: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
         self._originals: list[tuple[Any, str, Any]] = []
         self._lock = threading.Lock()  # ranks may be threads
 
@@ -55,12 +57,19 @@ class Changes:
         """``owner.name``, which is not there, will be ``value``."""
         self._added.append((owner, name, value))
 
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """``owner.name``, which is there and no function, will be ``value``."""
+        self._replaced.append((owner, name, value))
+
     def apply(self) -> None:
         """Makes the changes, unless they are made."""
         with self._lock:
             if self._originals:
                 return
             for owner, name, value in self._added:
+                setattr(owner, name, value)
+            for owner, name, value in self._replaced:
+                self._originals.append((owner, name, vars(owner)[name]))
                 setattr(owner, name, value)
             for owner, name, replacement in self._wanted:
                 original = vars(owner)[name]

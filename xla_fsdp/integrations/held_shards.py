@@ -70,3 +70,8 @@ class JoinedOptimizers(torch.optim.Optimizer):
             each.state.clear()
             for group in each.param_groups:
                 each.state.update({p: self.state[p] for p in group["params"] if p in self.state})
+
+
+def joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """The one optimizer, or :class:`JoinedOptimizers`."""
+    return optimizers[0] if len(optimizers) == 1 else JoinedOptimizers(optimizers)

@@ -1,0 +1,329 @@
+"""Lightning's Trainer and Fabric with our strategies, against plain Lightning in one process."""
+
+import csv
+import re
+
+import lightning as L
+import pytest
+import torch
+import torch_xla.runtime as xr
+from conftest import ROOT
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loggers import CSVLogger
+from lightning_models import CLIP, Block, Pair, Words, fit, loader, rows, strategy, trainer_for
+from safetensors.torch import load_file
+
+import xla_fsdp.integrations.lightning as integration
+from xla_fsdp import full_state_dict
+from xla_fsdp.consolidate.cli import main as consolidate
+from xla_fsdp.consolidate.errors import OtherRankError
+from xla_fsdp.integrations.changes import Changes
+from xla_fsdp.integrations.lightning import NAME, FabricStrategy, TrainerStrategy
+from xla_fsdp.integrations.lightning.adoption import adopt
+
+TIMEOUT = 400
+CLIPPED = {"gradient_clip_val": CLIP, "accumulate_grad_batches": 2}
+BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+
+# Of Lightning's, about the number of workers, cores and batches.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def plain(folder, model=None, ckpt_path=None, **options):
+    """How plain Lightning trains on one process."""
+    trainer = trainer_for(folder, devices=1, **options)
+    found, model = fit(trainer, model=model, ckpt_path=ckpt_path)
+    return found | {"weights": model.state_dict()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lightning")
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    return {
+        "norm": plain(folder / "norm", **CLIPPED),
+        "value": plain(folder / "value", **BY_VALUE),
+        "pair": plain(folder / "pair", Pair(), max_epochs=1),
+    }
+
+
+def assert_alike(found, wanted):
+    """Of a run that was resumed the end is compared."""
+    for name, near in (("losses", 1e-5), ("norms", 1e-4)):
+        end = wanted[name][len(wanted[name]) - len(found[name]) :]
+        torch.testing.assert_close(found[name], end, rtol=near, atol=near)
+    assert found["losses"]
+    assert found["seen"] == pytest.approx(wanted["seen"], abs=1e-4)
+    assert list(found["weights"]) == list(wanted["weights"])
+    for name, value in wanted["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-4)
+
+
+def ours(folder, model=None, ckpt_path=None, told=None, **options):
+    trainer = trainer_for(folder, strategy(**options), **(told or {}))
+    found, _ = fit(trainer, xr.world_size(), model, ckpt_path)
+    return found | {"weights": full_state_dict(trainer.model)}
+
+
+def training(rank, folder, from_plain):
+    recomputed = {"activation_checkpointing_policy": {Block}}
+    found = {"norm": ours(folder / "full", told=CLIPPED, **recomputed)}
+    if xr.world_size() == 1:
+        return found
+    sharded = {"state_dict_type": "sharded", "sharding_strategy": "SHARD_GRAD_OP"}
+    logged = BY_VALUE | {"logger": CSVLogger(folder, name="log"), "log_every_n_steps": 1}
+    logged["enable_model_summary"] = True
+    found["value"] = ours(folder / "sharded", told=logged, **sharded)
+    found["pair"] = ours(folder / "pair", Pair(), told={"max_epochs": 1})
+    found["resumed"] = ours(folder / "resumed", ckpt_path=from_plain, told=CLIPPED)
+    found["speaks"] = rank_zero_only.rank == 0, f"{rank_zero_only.rank}"
+    return found
+
+
+@pytest.mark.parametrize("ranks", [4, 1])
+def test_training_is_that_of_one_process(run_ranks, reference, folder, ranks):
+    from_plain = folder / "norm" / "epoch=0.ckpt"
+    found = run_ranks(training, ranks, folder / str(ranks), from_plain, timeout=TIMEOUT)
+    for name in found[0].keys() & reference.keys():
+        assert_alike(found[0][name], reference[name])
+        for other in found[1:]:
+            assert other[name]["losses"] == found[0][name]["losses"]
+    if ranks == 1:
+        return
+    assert_alike(found[0]["resumed"], reference["norm"])
+    assert [one["speaks"] for one in found] == [(rank == 0, str(rank)) for rank in range(4)]
+    # One log of one rank.
+    (log,) = folder.glob("4/log/*/metrics.csv")
+    lines = list(csv.DictReader(log.read_text().splitlines()))
+    losses = [float(line["loss_step"]) for line in lines if line["loss_step"]]
+    assert losses == pytest.approx(reference["value"]["losses"], abs=1e-5)
+
+
+# -- resuming, on another number of ranks ------------------------------------------------------
+
+
+def resuming(rank, folder):
+    """On one rank what four have saved, in a file and in a folder; and what is evaluated."""
+    last = folder / "sharded" / "last.ckpt"
+    trainer = trainer_for(folder / "unused", strategy())
+    model = Words()
+    tested = trainer.test(model, loader(1), ckpt_path=str(last), weights_only=False, verbose=False)
+    predicted = torch.cat(trainer.predict(model, loader(1)))
+    return {
+        "norm": ours(folder / "a", ckpt_path=folder / "full/epoch=0.ckpt", told=CLIPPED),
+        "value": ours(folder / "b", ckpt_path=folder / "sharded/epoch=0.ckpt", told=BY_VALUE),
+        "tested": tested,
+        "predicted": predicted,
+    }
+
+
+def test_another_number_of_ranks_and_plain_lightning_go_on(run_ranks, reference, folder):
+    saved = folder / "4"
+    (found,) = run_ranks(resuming, 1, saved, timeout=TIMEOUT)
+    assert_alike(found["norm"], reference["norm"])
+    assert_alike(found["value"], reference["value"])
+    wanted = reference["value"]["seen"]
+    assert found["tested"] == [
+        pytest.approx({n: wanted[n] for n in ("val_loss", "accuracy")}, abs=1e-4)
+    ]
+    # The file is one of plain Lightning.
+    assert_alike(
+        plain(folder / "c", ckpt_path=saved / "full/epoch=0.ckpt", **CLIPPED), reference["norm"]
+    )
+    model = Words.load_from_checkpoint(saved / "full/last.ckpt", weights_only=False)
+    for name, value in reference["norm"]["weights"].items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-4)
+    # The folder becomes one.
+    whole = folder / "whole.pth"
+    consolidate(["--ckpt_prefix", str(saved / "sharded/last.ckpt"), "--save_path", str(whole)])
+    model.load_state_dict(torch.load(whole)["model"])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            found["predicted"], model(rows().tensors[0]), rtol=1e-4, atol=1e-4
+        )
+
+
+# -- Fabric ------------------------------------------------------------------------------------
+
+
+def train_with(fabric, ranks, micro=1, saved=None):
+    """As Fabric's documentation has it, the optimizer made first; ``saved`` after two batches."""
+    model = Words()
+    optimizer = model.configure_optimizers()[0][0]
+    data = fabric.setup_dataloaders(loader(ranks), use_distributed_sampler=False)
+    wrapped, optimizer = fabric.setup(model, optimizer)
+    found = []
+    for index, (words, labels) in enumerate(data):
+        stepping = (index + 1) % micro == 0
+        with fabric.no_backward_sync(wrapped, enabled=not stepping):
+            loss = torch.nn.functional.cross_entropy(wrapped(words), labels)
+            fabric.backward(loss / micro)
+        found.append(loss.detach())
+        if stepping:
+            norm = fabric.clip_gradients(wrapped, optimizer, max_norm=CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(norm)
+        if index == 1 and saved is not None:
+            state = {"model": wrapped, "optimizer": optimizer, "seen": index}
+            fabric.save(saved, state)
+    return wrapped, optimizer, [fabric.all_reduce(one).item() for one in found]
+
+
+def fabric_on_ranks(rank, folder):
+    ranks, device = xr.world_size(), f"xla:{rank}"
+    found = {}
+    for kind in ("sharded", "full"):
+        told = {"auto_wrap_policy": {Block}, "state_dict_type": kind}
+        fabric = L.Fabric(strategy=FabricStrategy(**told))
+        fabric.launch()
+        where = folder / kind
+        wrapped, optimizer, seen = train_with(fabric, ranks, 2 if kind == "full" else 1, where)
+        found[kind] = seen, full_state_dict(wrapped._forward_module)
+        if kind == "full":
+            found["state"] = optimizer.state_dict()
+        # Into a model of its own: what was saved is of after two batches.
+        other = Words(8)
+        with torch.no_grad():
+            other.head.weight.zero_()
+        other, tuned = fabric.setup(other, torch.optim.AdamW(other.parameters(), lr=1.0))
+        tuned = fabric.setup_optimizers(other.module.configure_optimizers()[0][0])
+        state = {"model": other, "optimizer": tuned, "seen": None}
+        assert fabric.load(where, state, weights_only=False) == {}
+        assert state["seen"] == 1
+        found[kind + " loaded"] = full_state_dict(other._forward_module)
+        lr = {group["weight_decay"]: group["lr"] for group in tuned.optimizer.param_groups}
+        assert lr == {0.2: 3e-2, 0.0: 3e-2}
+        assert all(state["step"] > 0 for state in tuned.optimizer.state.values())
+    mine = torch.full((2,), float(rank), device="xla", requires_grad=True)
+    gathered = fabric.all_gather(mine, sync_grads=True)
+    (gathered * torch.arange(ranks).to("xla")[:, None]).sum().backward()
+    found["talk"] = [
+        fabric.all_gather({"a": mine})["a"].tolist(),
+        mine.grad.tolist(),
+        [fabric.all_reduce(mine, reduce_op=op).tolist() for op in ("sum", "mean", "max", "min")],
+        fabric.broadcast({"from": rank, "at": mine.detach()}, src=1)["from"],
+        fabric.strategy.reduce_boolean_decision(rank == 0, all=False),
+        fabric.strategy.reduce_boolean_decision(rank == 0),
+    ]
+    order = folder / "order"
+    with fabric.rank_zero_first():
+        if rank == 0:
+            order.write_text("first")
+        assert order.read_text() == "first"
+    with pytest.raises(ValueError, match="process groups"):
+        fabric.all_reduce(mine, group="some")
+    with pytest.raises(ValueError, match="must not fork"):
+        fabric.setup_dataloaders(torch.utils.data.DataLoader(rows(), num_workers=1))
+    with pytest.raises(ValueError, match=f"there are {ranks} ranks already"):
+        L.Fabric(strategy=NAME, devices=3)
+    with pytest.raises((ValueError, OtherRankError), match="is there, and a folder"):
+        fabric.save(folder / "sharded", {"model": other})
+    assert fabric.device == torch.device(device) or ranks == 1
+    return found
+
+
+def test_fabric_is_that_of_one_process(run_ranks, tmp_path):
+    found = run_ranks(fabric_on_ranks, 4, tmp_path, timeout=TIMEOUT)
+    for kind, micro in (("sharded", 1), ("full", 2)):
+        one = L.Fabric(accelerator="cpu", devices=1)
+        model, optimizer, seen = train_with(one, 1, micro, tmp_path / f"plain {kind}")
+        torch.testing.assert_close(found[0][kind][0], seen, rtol=1e-5, atol=1e-5)
+        at_two = torch.load(tmp_path / f"plain {kind}")["model"]
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(found[0][kind][1][name], value, rtol=1e-4, atol=1e-4)
+            loaded = found[0][f"{kind} loaded"][name]
+            torch.testing.assert_close(loaded, at_two[name], rtol=1e-4, atol=1e-4)
+    # One file, of which a plain optimizer takes its part.
+    optimizer.load_state_dict(found[0]["state"])
+    assert torch.load(tmp_path / "full")["model"].keys() == model.state_dict().keys()
+    for rank, one in enumerate(found):
+        rows_of = [[float(r)] * 2 for r in range(4)]
+        reduced = [[6.0] * 2, [1.5] * 2, [3.0] * 2, [0.0] * 2]
+        assert one["talk"] == [rows_of, [4.0 * rank] * 2, reduced, 1, True, False]
+
+
+# -- a Trainer outside of ranks, and what is refused -------------------------------------------
+
+
+def test_the_page_s_script_starts_its_ranks(run_script, tmp_path):
+    page = (ROOT / "docs/lightning.md").read_text()
+    (script,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
+    told = {"cwd": tmp_path, "env": {"CPU_NUM_DEVICES": "2"}}
+    done = run_script(script, 2, **told)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"^loss (.*)$", done.stdout, re.MULTILINE)[1]) < 0.3
+    assert done.stdout.count("loss ") == 1
+    whole = tmp_path / "whole.safetensors"
+    saved = tmp_path / "runs/lightning/last.ckpt"
+    consolidate(["--ckpt_prefix", str(saved), "--save_path", str(whole)])
+    names = load_file(whole)
+    assert len(names) == 12 and names["net.1.layers.1.weight"].shape == (32, 32)
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        (dict(layers=[Block]), "layers: the strategy has no such option"),
+        (dict(state_dict_type="local"), "'full' or"),
+        (dict(auto_wrap_policy="Block"), "must be a set of classes"),
+        (dict(auto_wrap_policy={"Block"}), "must have classes of modules"),
+        (dict(activation_checkpointing_policy=print), "must be a set of classes"),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong, told):
+    for kind in (TrainerStrategy, FabricStrategy):
+        with pytest.raises((ValueError, TypeError), match=told):
+            kind(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        (dict(precision="16-mixed"), "use 'bf16-mixed'"),
+        (dict(precision="64-true"), "32-true, bf16-mixed, bf16-true"),
+        (dict(accelerator="gpu"), "leave accelerator out"),
+        (dict(devices=9), "must be 'auto' or 1 to 8"),
+    ],
+)
+def test_what_does_not_go_on_xla_is_refused(wrong, told):
+    for kind in (L.Trainer, L.Fabric):
+        with pytest.raises(ValueError, match=told):
+            kind(strategy=NAME, **wrong)
+
+
+def test_layers_and_parameters_that_nothing_would_shard_are_refused():
+    settings = TrainerStrategy(auto_wrap_policy={torch.nn.LSTM}).settings
+    with pytest.raises(ValueError, match="no module in Words is of class LSTM; it has Block"):
+        settings.require_classes(Words())
+    with pytest.raises(ValueError, match="bias: with manual optimization"):
+        settings.wrap_children(Words(), "32-true")
+    with pytest.raises(ValueError, match="has no parameter of a model that was set up"):
+        adopt(torch.optim.SGD(Words().parameters(), lr=0.1))
+
+
+def test_the_drop_in_and_its_undoing():
+    theirs = L.fabric.strategies.XLAFSDPStrategy
+    assert STRATEGY_REGISTRY["xla_fsdp"]["strategy"] is theirs
+    try:
+        integration.install_drop_in()
+        assert L.fabric.strategies.XLAFSDPStrategy is FabricStrategy
+        assert type(L.Fabric(strategy="xla_fsdp", devices=2).strategy) is FabricStrategy
+        assert type(L.Trainer(strategy="xla_fsdp", logger=False).strategy) is TrainerStrategy
+    finally:
+        integration.uninstall()
+    assert L.fabric.strategies.XLAFSDPStrategy is theirs
+    assert STRATEGY_REGISTRY["xla_fsdp"]["strategy"] is theirs
+    assert NAME not in STRATEGY_REGISTRY and rank_zero_only.rank == 0
+    assert type(rank_zero_only.rank) is int
+    integration.install()
+    assert NAME in STRATEGY_REGISTRY
+
+
+def test_another_release_is_refused():
+    with pytest.raises(ImportError, match=r"lightning 2.6.6 is installed.*xla_fsdp\[lightning\]"):
+        Changes("lightning", ["2.5.0"], extra="lightning")

@@ -1,0 +1,39 @@
+"""What a strategy is given and has to make fit: optimizers and loaders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...ranks.rank import current_rank
+from ...sharding.optimizer_checks import has_shards
+from ..held_shards import hold_shards
+
+
+def adopt(optimizer: torch.optim.Optimizer) -> None:
+    """Has ``optimizer``, which may have been made before the model was wrapped, hold its shards.
+
+    Raises:
+        ValueError: it holds none of a wrapped model's parameters, or has made steps already.
+    """
+    hold_shards(optimizer)
+    if not has_shards(optimizer):
+        raise ValueError(
+            f"this {type(optimizer).__name__} has no parameter of a model that was set up: make "
+            "it of the parameters of the model that is trained"
+        )
+
+
+def require_no_forks(loader: Any) -> None:
+    """Raises ValueError if workers of ``loader`` would be forked from ranks that are threads."""
+    if current_rank() is None or not getattr(loader, "num_workers", 0):
+        return
+    context = getattr(loader, "multiprocessing_context", None)
+    method = context if isinstance(context, str) or context is None else context.get_start_method()
+    if method in (None, "fork"):
+        raise ValueError(
+            f"num_workers={loader.num_workers}: CPU ranks are threads of one process, which must "
+            "not fork: pass multiprocessing_context='forkserver' to the DataLoader, or "
+            "num_workers=0"
+        )

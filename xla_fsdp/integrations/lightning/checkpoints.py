@@ -1,0 +1,157 @@
+"""Checkpoints of the Trainer: one file of whole tensors, or a folder of all ranks' shards.
+
+A sharded one has the model and the optimizers as a checkpoint of this package; all else that
+Lightning saves (loops, callbacks, schedulers, hyperparameters) is in it as bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch_xla
+from lightning.fabric.utilities.cloud_io import get_filesystem
+
+from ...checkpoint.full_optimizer import full_optim_state_dict, load_full_optim_state_dict
+from ...checkpoint.full_state import full_state_dict, load_full_state_dict
+from ...checkpoint.loading import load_checkpoint
+from ...checkpoint.meeting import Meeting
+from ...checkpoint.saving import save_checkpoint
+from ...consolidate.format import folders, values
+from ...consolidate.format.manifest import NAME
+from ...consolidate.format.reader import ShardedCheckpoint
+from ...consolidate.format.store import join
+from ..held_shards import joined
+from .collectives import on_host
+
+# What is in a checkpoint that was read from a folder: which one.
+_FOLDER = "xla_fsdp_folder"
+
+
+def state_of_model(strategy: Any) -> dict[str, Any]:
+    return {} if _is_sharded(strategy) else full_state_dict(strategy.model)
+
+
+def state_of_optimizer(strategy: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """By names, which are numbers to an optimizer that is not sharded: it goes by their order."""
+    return {} if _is_sharded(strategy) else full_optim_state_dict(strategy.model, optimizer)
+
+
+def save(strategy: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+    """``checkpoint`` is what the Trainer has collected; every rank calls it.
+
+    Raises:
+        ValueError: something of the other kind is in the way.
+        OtherRankError: another rank could not.
+    """
+    meeting = Meeting()
+    torch_xla.sync()
+    wanted = os.fspath(path)
+    require_kind(meeting, wanted, folder=_is_sharded(strategy))
+    if not _is_sharded(strategy):
+        write = strategy.checkpoint_io.save_checkpoint
+        meeting.first(
+            f"write {wanted}",
+            lambda: write(on_host(checkpoint), path, storage_options=storage_options),
+        )
+        return
+    if storage_options is not None:
+        raise ValueError("storage_options have no effect on sharded checkpoints: leave them out")
+    rest = {name: value for name, value in checkpoint.items() if name != "state_dict"}
+    with_optimizers = "optimizer_states" in checkpoint and strategy.optimizers
+    save_checkpoint(
+        wanted,
+        strategy.model,
+        joined(strategy.optimizers) if with_optimizers else None,
+        step=checkpoint["global_step"],
+        extra={"lightning": packed(rest)},
+        keep_last=1,
+    )
+
+
+def read(strategy: Any, path: Any, weights_only: bool | None) -> dict[str, Any]:
+    """What the Trainer is to know of a checkpoint; called with a lock that only one rank can have,
+    so ranks must not meet here."""
+    wanted = os.fspath(path)
+    if not get_filesystem(wanted).isdir(wanted):
+        return strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+    folder, extra = extra_of(wanted)
+    if not isinstance(extra, dict) or "lightning" not in extra:
+        raise ValueError(
+            f"{folder} was not saved by a Trainer, so nothing says where training was: build the "
+            "model and call xla_fsdp.load_checkpoint, or fit without ckpt_path"
+        )
+    return {**unpacked(extra["lightning"], weights_only), "state_dict": {}, _FOLDER: folder}
+
+
+def load_model(strategy: Any, checkpoint: Mapping[str, Any], strict: bool) -> None:
+    """The model, and from a folder the optimizers, too, which is read once."""
+    folder = checkpoint.get(_FOLDER)
+    if folder is None:
+        load_full_state_dict(strategy.model, checkpoint["state_dict"], strict=strict)
+        return
+    optimizers = strategy.optimizers if "optimizer_states" in checkpoint else []
+    both = joined(optimizers) if optimizers else None
+    load_checkpoint(folder, strategy.model, both, strict=strict, restore_rng=False)
+    give_back(both)
+
+
+def load_optimizers(strategy: Any, checkpoint: Mapping[str, Any]) -> None:
+    if _FOLDER in checkpoint:
+        return  # with the model
+    states = checkpoint["optimizer_states"]
+    if len(states) != len(strategy.optimizers):
+        raise ValueError(
+            f"the checkpoint has the state of {len(states)} optimizers, and configure_optimizers "
+            f"returned {len(strategy.optimizers)}"
+        )
+    for optimizer, state in zip(strategy.optimizers, states, strict=True):
+        load_full_optim_state_dict(strategy.model, optimizer, state)
+
+
+def require_kind(meeting: Meeting, path: str, folder: bool) -> None:
+    """Raises ValueError on every rank if a file is where a folder is to be, or the reverse."""
+
+    def look() -> None:
+        files = get_filesystem(path)
+        if files.exists(path) and files.isdir(path) != folder:
+            raise ValueError(
+                f"{path} is there, and a {'file' if folder else 'folder'}: with state_dict_type="
+                f"{'sharded' if folder else 'full'!r} a checkpoint is a "
+                f"{'folder' if folder else 'file'}; remove it, or save elsewhere"
+            )
+
+    meeting.first(f"save to {path}", look)
+
+
+def extra_of(path: str) -> tuple[str, Any]:
+    """The folder of the checkpoint that ``path`` means, and its ``extra``; one rank may ask."""
+    _, name = folders.resolve(path)
+    whole = path.rstrip("/") or "/"
+    last = name.rpartition("/")[2]
+    folder = whole if whole.rpartition("/")[2] == last else f"{whole}/{last}"
+    found = ShardedCheckpoint(folder)
+    return folder, values.decode(found.manifest.extra, join(folder, NAME))
+
+
+def packed(rest: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(on_host(rest), buffer)
+    return buffer.getvalue()
+
+
+def unpacked(data: bytes, weights_only: bool | None) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+
+
+def give_back(optimizer: Any) -> None:
+    """After a load into what :func:`~..held_shards.joined` returned."""
+    if hasattr(optimizer, "give_back"):
+        optimizer.give_back()
+
+
+def _is_sharded(strategy: Any) -> bool:
+    return strategy.settings.state_dict_type == "sharded"

@@ -1,0 +1,99 @@
+"""Ranks for a Trainer or a Fabric that was made outside of them.
+
+Each rank works on a copy, as on a TPU, whose ranks are processes. Afterwards the Trainer outside
+knows what the first rank's found, and its model has the trained weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.launchers.xla import _XLALauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    _MultiProcessingLauncher,
+    _WorkerOutput,
+)
+
+from ...checkpoint.full_state import full_state_dict
+from ...ranks.launch import launch
+from .collectives import on_host
+from .ranks import on_cpu
+
+
+class FabricLauncher(_XLALauncher):
+    """Runs a function on all ranks; returns what it returned on the first."""
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return on_cpu()
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _on_all_ranks(self._strategy, function, args, kwargs)
+
+
+class TrainerLauncher(_MultiProcessingLauncher):
+    """Runs ``fit`` and its like on all ranks."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy, start_method="spawn")
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return on_cpu()
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        if trainer is None:
+            return _on_all_ranks(self._strategy, function, args, kwargs)
+        if self._already_fit and trainer.state.fn == "fit":
+            raise RuntimeError(
+                "this Trainer has been fitted, and its ranks are gone with their optimizers: make "
+                "another Trainer and call fit(ckpt_path=...), or call fit twice inside "
+                "xla_fsdp.launch"
+            )
+        found = _on_all_ranks(self._strategy, _run_trainer, (trainer, function, args, kwargs), {})
+        self._already_fit |= trainer.state.fn == "fit"
+        weights, output = found
+        self._recover_results_in_main_process(output, trainer)
+        if weights is not None:
+            trainer.lightning_module.load_state_dict(weights, strict=False)
+        return output.trainer_results
+
+
+def _on_all_ranks(
+    strategy: Any, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    with tempfile.TemporaryDirectory(prefix="xla_fsdp-") as folder:
+        path = os.path.join(folder, "result")
+        number = strategy.num_processes if on_cpu() else None
+        launch(_run, (path, function, args, kwargs), num_devices=number)
+        return torch.load(path, weights_only=False)
+
+
+def _run(
+    rank: int, path: str, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> None:
+    # CPU ranks are given the same objects, and are to have their own.
+    function, args, kwargs = copy.deepcopy((function, args, kwargs))
+    result = on_host(function(*args, **kwargs))
+    if rank == 0:
+        torch.save(result, path)
+
+
+def _run_trainer(
+    trainer: Any, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any] | None, _WorkerOutput]:
+    trainer.strategy._launcher = None  # the ranks are there
+    results = function(*args, **kwargs)
+    fitting = trainer.state.fn == "fit"
+    weights = full_state_dict(trainer.strategy.model) if fitting else None
+    metrics: Any = _MultiProcessingLauncher.get_extra_results
+    extra = metrics(None, trainer)
+    best = getattr(trainer.checkpoint_callback, "best_model_path", None)
+    return weights, _WorkerOutput(best, None, trainer.state, results, extra)

@@ -1,0 +1,221 @@
+"""The Trainer's strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch_xla
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import nn
+
+from ...layers.batch_norm import SyncBatchNorm
+from ...sharding.around import is_sharded
+from ..saving import outermost
+from . import checkpoints
+from .adoption import adopt, require_no_forks
+from .collectives import Talking
+from .launcher import TrainerLauncher
+from .metrics import sync_metrics
+from .precision import ShardedTrainerPrecision, checked_precision
+from .ranks import RanksEnvironment, in_rank
+from .settings import Policy, Settings
+
+
+class TrainerStrategy(Talking, ParallelStrategy):
+    """Shards a ``LightningModule`` over the ranks; ``Trainer(strategy="xla_fully_sharded")``.
+
+    Inside a launch of ranks the Trainer uses these. Outside of one, ``fit`` and its like start
+    them: on the CPU as many as ``devices`` says, on a TPU one for each chip.
+
+    With manual optimization not the ``LightningModule`` is wrapped but each of its submodules, so
+    that several may be trained in turn.
+
+    Args:
+        auto_wrap_policy: classes of layers to be wrapped by themselves, or a function
+            ``(module, recurse, unwrapped_params) -> bool``. Default: none, one unit for all.
+        activation_checkpointing_policy: classes of layers, of those that are wrapped by themselves,
+            that are computed again in the backward.
+        state_dict_type: ``"full"``: checkpoints are one file, which every Trainer and
+            ``load_from_checkpoint`` read. ``"sharded"``: a folder, to which each rank writes its
+            shards. Either is resumed from whatever this says, on any number of ranks.
+        options: of :class:`~xla_fsdp.XlaFullyShardedDataParallel`, by name, also
+            ``sharding_strategy`` as a string. ``sync_module_states`` is True unless given.
+        accelerator, parallel_devices, checkpoint_io, precision_plugin: set by the Trainer.
+
+    Raises:
+        ValueError, TypeError: an argument has a value that is not allowed.
+    """
+
+    strategy_name = "xla_fully_sharded"
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        auto_wrap_policy: Policy | None = None,
+        activation_checkpointing_policy: Collection[type[nn.Module]] | None = None,
+        state_dict_type: str = "full",
+        **options: Any,
+    ) -> None:
+        self.settings = Settings(
+            auto_wrap_policy, activation_checkpointing_policy, state_dict_type, options
+        )
+        self.weights_only: bool | None = None  # of the checkpoint that is resumed from
+        super().__init__(
+            accelerator, parallel_devices, RanksEnvironment(), checkpoint_io, precision_plugin
+        )
+
+    # -- who is there --------------------------------------------------------------------------
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices or ())
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.world_size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def precision_plugin(self) -> Any:
+        return self._precision_plugin or ShardedTrainerPrecision("32-true")
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = (
+            None if plugin is None else ShardedTrainerPrecision(checked_precision(plugin))
+        )
+
+    def _configure_launcher(self) -> None:
+        self._launcher = None if in_rank() else TrainerLauncher(self)
+
+    # -- setting up ----------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        require_no_forks(dataloader)
+        return dataloader
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models are made on the CPU or the meta device: whole they need not fit on a chip."""
+        with _EmptyInit(enabled=bool(empty_init)):
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        self.model = self._wrapped(module)
+        _update_properties(module, device=self.root_device)
+        sync_metrics(module, self.root_device)
+        # Where inference tensors meet what is saved for a backward, no_grad is what works.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _wrapped(self, module: nn.Module) -> nn.Module:
+        precision = self.precision_plugin.precision
+        automatic = bool(getattr(module, "automatic_optimization", True))
+        if automatic and is_sharded(module):
+            root, _ = outermost(module)
+            if root is not module:  # by an earlier fit, validate, ...
+                return root
+        if self._layer_sync is not None:
+            if not isinstance(self._layer_sync, TorchSyncBatchNorm):
+                raise ValueError(
+                    f"plugins: {type(self._layer_sync).__name__} does not go on XLA; use "
+                    "sync_batchnorm=True, which makes batch norms xla_fsdp.SyncBatchNorm"
+                )
+            module = SyncBatchNorm.convert_sync_batchnorm(module)
+        self.settings.require_classes(module)
+        if automatic:
+            return self.settings.wrap(module, precision)
+        self.settings.wrap_children(module, precision)
+        return module
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            adopt(optimizer)
+
+    def model_to_device(self) -> None:
+        """Shards are where they belong."""
+
+    def teardown(self) -> None:
+        """Shards stay on the device, where the next ``fit``, ``test`` or save finds them."""
+        self.precision_plugin.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.computing():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluated(super().predict_step, args, kwargs)
+
+    def _evaluated(self, step: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        with self.computing():
+            result = step(*args, **kwargs)
+        torch_xla.sync()
+        return result
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around a micro-batch without a step. Its gradients are reduced: sharded ones need a
+        ``world_size``-th of the memory that whole ones would."""
+        yield
+        torch_xla.sync()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
+        return self._reduced(tensor, group, reduce_op)
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Of the whole model, on the first rank; nothing where each rank writes its own."""
+        return checkpoints.state_of_model(self)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return checkpoints.state_of_optimizer(self, getattr(optimizer, "optimizer", optimizer))
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        checkpoints.save(self, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        asked = self.weights_only if weights_only is None else weights_only
+        return checkpoints.read(self, checkpoint_path, asked)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        checkpoints.load_model(self, checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        checkpoints.load_optimizers(self, checkpoint)
