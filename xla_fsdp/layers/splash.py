@@ -95,8 +95,7 @@ class Splash:
             groups=b * g,
             queries=s,
             keys=t,
-            dim=d,
-            row=d * self.itemsize,
+            row=math.ceil(d / LANES) * LANES * self.itemsize,
             block_q=q,
             block_kv=kv,
             visited=visited,
@@ -112,14 +111,13 @@ class _Work:
     ``heads`` and ``groups`` are those of queries and of keys, times the batch. ``visited`` counts
     blocks of one head. ``model`` and ``executed`` are FLOPs of one product with the scores: as the
     mathematics asks, and with the hidden part of visited blocks and a head dimension that fills the
-    rows of a matrix unit. ``row`` is bytes of one position of one head.
+    rows of a matrix unit. ``row`` is bytes of one position of one head, which fills registers.
     """
 
     heads: int
     groups: int
     queries: int
     keys: int
-    dim: int
     row: int
     block_q: int
     block_kv: int
@@ -189,6 +187,7 @@ class Backward:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
         kernel = self.splash.kernel(q.shape[1], q.shape[2], k.shape[2], residuals=False)
+        backward: Any = splash_attention_kernel._splash_attention_bwd
         scale = self.splash.scale
 
         def one(q: Any, k: Any, v: Any, out: Any, total: Any, grad: Any, *ids: Any) -> Any:
@@ -196,7 +195,7 @@ class Backward:
                 q * scale, k, v, self.splash.segments(ids), None, out, total,
                 kernel.dq_mask_info, kernel.dkv_mask_info,
             )  # fmt: skip
-            settings = [
+            settings: list[Any] = [
                 kernel.kwargs[name]
                 for name in (
                     "save_residuals", "mask_value", "is_mqa", "block_sizes",
@@ -204,7 +203,7 @@ class Backward:
                     "interpret",
                 )
             ]  # fmt: skip
-            grads = splash_attention_kernel._splash_attention_bwd(*settings, kept, grad)
+            grads = backward(*settings, kept, grad)
             return grads[3] * scale, grads[4], grads[5]
 
         of_q, of_k, of_v = jax.vmap(one)(q, k, v, out, logsumexp, grad, *segments)

@@ -29,7 +29,7 @@ from .progress import Progress
 
 _NEEDED = ("jax", "jaxlib", "libtpu", "matplotlib")
 _POLL_SECONDS = 0.1
-_FORMAT = 1  # of what is kept; raise it when that changes
+_FORMAT = 2  # of what is kept; raise it when that changes
 
 
 class CompileError(RuntimeError):
