@@ -26,7 +26,7 @@ class Changes:
     """
 
     def __init__(self, library: str, known: Sequence[str], extra: str = "hf") -> None:
-        found = version(library)
+        found = version(library).partition("+")[0]  # without the label of a build
         if found not in known:
             raise UnknownReleaseError(
                 f"{library} {found} is installed; xla_fsdp.integrations.{library} changes its code "

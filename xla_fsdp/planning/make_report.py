@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..compiled.host_options import HostOptions
+from ..tpu.chips import Chip
 from ..tpu.links import describe, odd_groups
 from ..tpu.topology import Slice
 from .compiling.cache import CompiledStep
@@ -33,7 +34,7 @@ def make_report(
         title: heads the report and its pictures.
         host: what libtpu was told.
     """
-    schedule, memory = _laid_out(compiled, step)
+    schedule, memory = _laid_out(compiled, step, where.chip)
     chip = where.chip
     timing = time_step(schedule, where, compiled.model_flops)
     notes = list(odd_groups(schedule.collectives, where))
@@ -77,13 +78,15 @@ def make_report(
     )
 
 
-def _laid_out(compiled: CompiledStep, step: TracedStep) -> tuple[Schedule, CompilerMemory]:
+def _laid_out(
+    compiled: CompiledStep, step: TracedStep, chip: Chip
+) -> tuple[Schedule, CompilerMemory]:
     """The schedule and the memory it needs, as far as the compiler got with them."""
     if not compiled.scheduled:
         nothing = Schedule(0, (), (), (), (), 0, {})
         return nothing, CompilerMemory(0, 0, 0, 0, 0, 0)
     assignment = read_assignment(compiled.assignment)
-    schedule = read_schedule(compiled.scheduled, assignment, step.program.arguments)
+    schedule = read_schedule(compiled.scheduled, assignment, step.program.arguments, chip)
     if compiled.memory is not None:
         return schedule, compiled.memory
     return schedule, CompilerMemory(

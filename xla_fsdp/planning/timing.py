@@ -1,13 +1,14 @@
 """From a scheduled program to modelled times: what a step takes, and what its collectives hide.
 
 Two lanes. The compute lane executes the schedule in order, each operation for the compiler's
-``estimated_cycles`` at the TensorCore's clock (``Chip.clock_hz``); operations without an estimate
-take no time. The links are one lane too: collectives run one after the other, in the order of their
-starts, for what ``links.py`` says; only permutes that share no link run at once. Compute waits for
-a synchronous collective at its place and for an asynchronous one where it is done; one inside a
-fusion runs beside the computation of the fusion, which takes as long as the longer of them. What
-crosses from slice to slice has a lane of its own, the data-centre network. docs/plan-time-model.md
-holds the figures against published ones.
+``estimated_cycles`` at the TensorCore's clock (``Chip.clock_hz``), a Pallas kernel for what
+``program/kernels.py`` makes of its own statement; operations without an estimate take no time. The
+links are one lane too: collectives run one after the other, in the order of their starts, for what
+``links.py`` says; only permutes that share no link run at once. Compute waits for a synchronous
+collective at its place and for an asynchronous one where it is done; one inside a fusion runs
+beside the computation of the fusion, which takes as long as the longer of them. What crosses from
+slice to slice has a lane of its own, the data-centre network. docs/plan-time-model.md holds the
+figures against published ones.
 """
 
 from __future__ import annotations

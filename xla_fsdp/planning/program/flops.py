@@ -1,11 +1,11 @@
 """Floating-point operations of a model, counted in the program as it was traced.
 
-A matrix product of (m, k) and (k, n) counts 2mkn, a convolution likewise for each of its outputs;
-nothing else counts. The backward of a product is two products of the same size (one for the
-gradient of each factor), so training counts three times the forward: for a transformer this is the
-6 N per token of Kaplan et al., "Scaling Laws for Neural Language Models" (section 2.1), plus
-attention. What is computed again in the backward does not count, by the definition of model FLOPs
-utilisation in Chowdhery et al., "PaLM" (appendix B).
+A matrix product of (m, k) and (k, n) counts 2mkn, a convolution likewise for each of its outputs, a
+Pallas kernel what it says (``kernels.py``); nothing else counts. The backward of a product is two
+products of the same size (one for the gradient of each factor), so training counts three times the
+forward: for a transformer this is the 6 N per token of Kaplan et al., "Scaling Laws for Neural
+Language Models" (section 2.1), plus attention. What is computed again in the backward does not
+count, by the definition of model FLOPs utilisation in Chowdhery et al., "PaLM" (appendix B).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 
 from .hlo import Computation, Instruction, Module, parse_module
+from .kernels import is_kernel, kernel_flops
 from .shapes import Shape, numbers
 from .trips import trip_count
 
@@ -81,7 +82,7 @@ def _flops(computation: Computation, instruction: Instruction) -> float:
         spread = _DILATED.search(instruction.attributes)
         zeros = math.prod(map(int, spread[1].split("x"))) if spread else 1
         return 2.0 * _elements(instruction) * math.prod(kernel) / outputs / zeros
-    return 0.0
+    return kernel_flops(instruction) if is_kernel(instruction) else 0.0
 
 
 def _dims(computation: Computation, instruction: Instruction, operand: int) -> tuple[int, ...]:

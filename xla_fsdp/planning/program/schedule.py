@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from ...tpu.chips import Chip
 from ..records import Collective, Op, Schedule
 from .assignment import Assignment
 from .collectives import find_collectives
 from .hlo import Instruction, Module, parse_module
+from .kernels import is_kernel, kernel_cycles
 from .memory import Memory
 from .places import Line, line_up
 from .scopes import Labels
@@ -25,13 +27,16 @@ _CANNOT_TELL = 2**63 - 1
 _ESTIMATE = re.compile(r'"estimated_cycles":\s*"?(\d+)')
 
 
-def read_schedule(text: str, assignment: Assignment, arguments: Sequence[str] = ()) -> Schedule:
+def read_schedule(
+    text: str, assignment: Assignment, arguments: Sequence[str] = (), chip: Chip | None = None
+) -> Schedule:
     """Read a compiled program.
 
     Args:
         text: the scheduled, optimized HLO module (``HloModule.to_string()``).
         assignment: XLA's buffer assignment of that module.
         arguments: names of the arguments by number, where they have any.
+        chip: gives Pallas kernels cycles, which are none without it.
 
     Raises ValueError if ``text`` is not HLO or not scheduled (without the order of the instructions
     nothing here has a meaning).
@@ -42,7 +47,7 @@ def read_schedule(text: str, assignment: Assignment, arguments: Sequence[str] = 
     line = line_up(module)
     found = find_collectives(line)
     labels = Labels(line, {c.name: (c.phase, c.module) for c in found.collectives})
-    ops = tuple(_ops(line, found.places, labels))
+    ops = tuple(_ops(line, found.places, labels, chip))
     memory = Memory(line, labels, assignment, arguments)
     curve = memory.curve
     return Schedule(
@@ -53,7 +58,7 @@ def read_schedule(text: str, assignment: Assignment, arguments: Sequence[str] = 
         curve=curve,
         peak_index=max(range(len(curve)), key=curve.__getitem__),
         aliased=_aliased(module),
-        notes=tuple(line.notes + found.notes + _untimed(line)),
+        notes=tuple(line.notes + found.notes + _untimed(line) + _kernels(line, chip)),
     )
 
 
@@ -85,7 +90,31 @@ def _untimed(line: Line) -> list[str]:
     return notes
 
 
-def _ops(line: Line, taken: set[int], labels: Labels) -> Iterator[Op]:
+def _kernels(line: Line, chip: Chip | None) -> list[str]:
+    """How Pallas kernels are timed, or that they are not."""
+    kernels = [place.instruction for place in line.places if is_kernel(place.instruction)]
+    unknown = sum(chip is None or kernel_cycles(one, chip) is None for one in kernels)
+    notes = []
+    if len(kernels) > unknown:
+        notes.append(
+            f"{len(kernels) - unknown} Pallas kernel(s) take, in the model, what their stated "
+            "FLOPs or bytes take at the chip's peak rates: less than on the chip"
+        )
+    if unknown:
+        notes.append(
+            f"{unknown} Pallas kernel(s) do not say what they take (cost_estimate= of "
+            "pallas_call): no time and no FLOPs for them here"
+        )
+    return notes
+
+
+def _cycles(instruction: Instruction, chip: Chip | None) -> int:
+    if chip is not None and is_kernel(instruction):
+        return kernel_cycles(instruction, chip) or 0
+    return estimated_cycles(instruction)
+
+
+def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iterator[Op]:
     for place in line.places:
         instruction = place.instruction
         if place.index in taken or instruction.opcode in _FREE:
@@ -95,7 +124,7 @@ def _ops(line: Line, taken: set[int], labels: Labels) -> Iterator[Op]:
             index=place.index,
             name=instruction.name,
             opcode=instruction.opcode,
-            cycles=estimated_cycles(instruction),
+            cycles=_cycles(instruction, chip),
             times=place.times,
             module=module,
             phase=phase,

@@ -1,0 +1,176 @@
+"""Attention of models that somebody else wrote: ``install()``, once, before models are built.
+
+After it ``torch.nn.functional.scaled_dot_product_attention``, and with it
+``nn.MultiheadAttention`` and models of transformers whose ``attn_implementation`` is ``"sdpa"``,
+computes by the kernel what the kernel can (``xla_fsdp/layers/attention.py``), and everything else
+as before. In transformers there is also ``attn_implementation="xla_fsdp"``, which takes the kernel
+for padded and packed sequences as well: their masks become segment ids.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..layers import attention
+from .changes import Changes, UnknownReleaseError
+
+NAME = "xla_fsdp"
+_TRANSFORMERS = "4.57.6"
+changes = Changes("torch", ["2.9.0"])
+
+
+def install() -> None:
+    """Has attention of XLA tensors computed by the kernel, where there is one for it.
+
+    ``attn_implementation="xla_fsdp"`` is there if transformers was imported before: import it in
+    the main thread, since ranks may be threads and it is not safely imported by several. May be
+    called more than once.
+
+    Raises:
+        UnknownReleaseError: another torch or transformers than this was written for.
+    """
+    changes.apply()
+    if "transformers" in sys.modules:
+        _register()
+
+
+def uninstall() -> None:
+    """``scaled_dot_product_attention`` is torch's own again. Models that were told to use
+    ``attn_implementation="xla_fsdp"`` go on with it."""
+    changes.undo()
+
+
+@changes.around(F, "scaled_dot_product_attention")
+def _attend(
+    original: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    ours = attn_mask is None and not dropout_p and isinstance(query, torch.Tensor)
+    if ours and query.is_xla and query.dim() == 4:  # type: ignore[attr-defined]
+        return attention.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                    enable_gqa=enable_gqa)  # fmt: skip
+
+
+def _register() -> None:
+    import transformers
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    if transformers.__version__ != _TRANSFORMERS:
+        raise UnknownReleaseError(
+            f"transformers {transformers.__version__} is installed; how its masks become segment "
+            f"ids was looked at in {_TRANSFORMERS} only: pip install "
+            f"'transformers=={_TRANSFORMERS}' (or 'xla_fsdp[hf]')"
+        )
+    AttentionInterface.register(NAME, _transformers_attention)
+    AttentionMaskInterface.register(NAME, _transformers_mask)
+
+
+def _transformers_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers: query, key and value (batch, heads, length, head
+    dimension) to (batch, length, heads, head dimension).
+
+    A mask of two dimensions is segment ids of causal attention, from :func:`_transformers_mask`.
+    """
+    segments = None
+    if attention_mask is not None and attention_mask.dim() == 2:
+        if attention_mask.dtype != torch.int32:
+            raise ValueError(
+                f"{type(module).__name__} got a mask {tuple(attention_mask.shape)} of "
+                f"{attention_mask.dtype}, which attn_implementation={NAME!r} does not know; "
+                "use attn_implementation='sdpa' for this model"
+            )
+        segments, attention_mask = attention_mask, None
+    if dropout or attention_mask is not None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        if segments is not None:
+            attention_mask = attention.segment_mask(segments, is_causal=True)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    out = attention.scaled_dot_product_attention(
+        query, key, value, scale=scaling, enable_gqa=True, segment_ids=segments,
+        is_causal=segments is not None or (bool(causal) and query.shape[2] > 1),
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _transformers_mask(
+    batch_size: int,
+    cache_position: torch.Tensor,
+    kv_length: int,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """What the layers of a model get as their mask.
+
+    ``None`` for causal attention; segment ids (batch, length) for causal attention within each
+    sequence of a packed or padded row; for everything else (caches, sliding windows, masks of the
+    model's own) what ``"sdpa"`` gets.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    whole = kv_offset == 0 and kv_length == cache_position.shape[0]
+    packed = _packed_of(mask_function)
+    if whole and mask_function is causal_mask_function:
+        if attention_mask is None:
+            return None
+        # Padding is a segment of its own: what it computes is of no use, as before.
+        if attention_mask.shape[-1] == kv_length:
+            return attention_mask.to(torch.int32)
+    if whole and packed is not None and attention_mask is None:
+        return packed.to(torch.int32)
+    return sdpa_mask(
+        batch_size, cache_position, kv_length, kv_offset, mask_function or causal_mask_function,
+        attention_mask, **kwargs,
+    )  # fmt: skip
+
+
+def _packed_of(mask_function: Callable[..., Any] | None) -> torch.Tensor | None:
+    """The numbers of sequences, if ``mask_function`` is causal attention within each of those, and
+    nothing else. transformers keeps them in the closures of ``and_masks`` and
+    ``packed_sequence_mask_function``."""
+    from transformers.masking_utils import causal_mask_function
+
+    parts = _closure(mask_function, "and_masks").get("mask_functions", ())
+    if len(parts) != 2 or parts[0] is not causal_mask_function:
+        return None
+    return _closure(parts[1], "packed_sequence_mask_function").get("packed_sequence_mask")
+
+
+def _closure(function: Callable[..., Any] | None, maker: str) -> dict[str, Any]:
+    """What a function that ``maker`` has made holds, by name; nothing if it was made otherwise."""
+    if not getattr(function, "__qualname__", "").startswith(f"{maker}.<locals>"):
+        return {}
+    names = function.__code__.co_freevars  # type: ignore[union-attr]
+    cells = function.__closure__ or ()  # type: ignore[union-attr]
+    return dict(zip(names, (cell.cell_contents for cell in cells), strict=True))

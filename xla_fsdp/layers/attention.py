@@ -1,0 +1,231 @@
+"""Scaled dot-product attention: a kernel on TPU, torch's own mathematics elsewhere."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import torch_xla
+import torch_xla.backends
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+from torch.autograd.function import once_differentiable
+
+from .jax_call import call
+from .splash import LANES, Backward, Forward, Splash, block_of
+
+Implementation = Literal["auto", "kernel", "math"]
+# As it is before anybody puts this one in its place.
+_torch_attention = F.scaled_dot_product_attention
+_KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+# Multiples of this, and not more than that: what was compiled for v4, v5e and v6e.
+_HEAD_DIM, _LARGEST_HEAD_DIM = 64, 256
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    segment_ids: torch.Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> torch.Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention``, without scores in memory on a TPU.
+
+    On a TPU, and in a plan for one, it is a Pallas kernel, forward and backward (``splash.py``),
+    which needs memory in proportion to the length and not to its square. It has one gradient, not
+    gradients of gradients.
+
+    ``implementation="auto"`` takes the kernel where it can and torch's mathematics elsewhere: off
+    TPUs, and for an ``attn_mask``, other dtypes than bfloat16 and float32, head dimensions that are
+    no multiple of 64 up to 256 or differ between keys and values, lengths that are no multiple of
+    128, in SPMD mode, and for float32 where a matmul precision other than the default was asked.
+    ``"math"`` is always torch's; ``"kernel"`` raises where the kernel cannot be had, and elsewhere
+    than on a TPU interprets it, slowly, for tests.
+
+    Args:
+        query: (batch, heads, length, head dimension).
+        key, value: (batch, key heads, key length, head dimension).
+        attn_mask: as torch's; booleans or what is added to the scores.
+        dropout_p: must be 0.
+        is_causal: position i sees positions 0 to i.
+        scale: what scores are multiplied with; default 1 / sqrt(head dimension).
+        enable_gqa: heads of keys may be fewer and divide heads; each serves as many in a row.
+        segment_ids: (batch, length), integers: positions see those of the same number only. For
+            packed sequences, and for padding (one number for it, another for the rest), with query
+            and key of one length.
+
+    Returns:
+        (batch, heads, length, head dimension), in the dtype of ``query``; under autocast in the
+        dtype of autocast.
+
+    Raises:
+        ValueError: dropout; shapes that do not go together; ``segment_ids`` or ``is_causal``
+            together with ``attn_mask``; ``implementation="kernel"`` where there is none.
+    """
+    _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, segment_ids)
+    if implementation not in ("auto", "kernel", "math"):
+        raise ValueError(
+            f"implementation must be 'auto', 'kernel' or 'math', got {implementation!r}"
+        )
+    if query.is_xla and torch.is_autocast_enabled("xla"):  # type: ignore[attr-defined]
+        dtype = torch.get_autocast_dtype("xla")
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    if implementation != "math":
+        reason = _why_not(query, key, value, attn_mask)
+        if implementation == "kernel" and reason:
+            raise ValueError(
+                f"implementation='kernel' was asked, and {reason}; change that, or pass "
+                "implementation='auto' or 'math'"
+            )
+        if not reason and (implementation == "kernel" or _on_tpu(query.device)):
+            scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+            return _kernel(query, key, value, is_causal, scale, segment_ids)
+    if segment_ids is not None:
+        attn_mask = segment_mask(segment_ids, is_causal)
+        is_causal = False
+    return _torch_attention(
+        query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def segment_mask(segment_ids: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """``segment_ids`` (batch, length) as a mask of booleans, (batch, 1, length, length)."""
+    mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    return mask.tril() if is_causal else mask
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+    segment_ids: torch.Tensor | None,
+) -> None:
+    if dropout_p:
+        raise ValueError(
+            f"dropout_p={dropout_p}: attention here is without dropout; pass 0, apply dropout to "
+            "the output, or call torch.nn.functional.scaled_dot_product_attention"
+        )
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise ValueError(f"(batch, heads, length, head dimension) are needed, got {shapes}")
+    heads, groups = query.shape[1], key.shape[1]
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0]:
+        raise ValueError(
+            "key and value must agree in batch, heads and length, and query in batch with them: "
+            f"got {shapes}"
+        )
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(f"query and key must have the same head dimension, got {shapes}")
+    if heads != groups and not (enable_gqa and groups and heads % groups == 0):
+        raise ValueError(
+            f"{heads} heads of queries, {groups} of keys: they must be equal or, with "
+            "enable_gqa=True, the heads of keys must divide those of queries"
+        )
+    if attn_mask is not None and (is_causal or segment_ids is not None):
+        raise ValueError(
+            "attn_mask goes neither with is_causal nor with segment_ids: put everything into the "
+            "mask, or leave it out"
+        )
+    if segment_ids is not None:
+        if tuple(segment_ids.shape) != (query.shape[0], query.shape[2]):
+            raise ValueError(
+                f"segment_ids must be (batch, length) = {(query.shape[0], query.shape[2])}, got "
+                f"{tuple(segment_ids.shape)}"
+            )
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"segment_ids are those of queries and keys, which must be of one length: {shapes}"
+            )
+        if segment_ids.is_floating_point():
+            raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
+
+
+def _why_not(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+) -> str:
+    """What the kernel cannot do, "" if it can do everything."""
+    dtypes = {tensor.dtype for tensor in (query, key, value)}
+    dim = query.shape[3]
+    if not query.is_xla:  # type: ignore[attr-defined]
+        return f"tensors are on {query.device}, not on an XLA device"
+    if attn_mask is not None:
+        return "attn_mask is given, where the kernel takes is_causal and segment_ids only"
+    if len(dtypes) > 1 or not dtypes <= set(_KERNEL_DTYPES):
+        names = ", ".join(sorted(map(str, dtypes)))
+        return f"dtypes are {names}, where the kernel takes all bfloat16 or all float32"
+    if dim % _HEAD_DIM or dim > _LARGEST_HEAD_DIM or value.shape[3] != dim:
+        return (
+            f"head dimensions are {dim} and {value.shape[3]} (of values), where the kernel takes "
+            f"equal multiples of {_HEAD_DIM} up to {_LARGEST_HEAD_DIM}"
+        )
+    if not block_of(query.shape[2]) or not block_of(key.shape[2]):
+        return (
+            f"lengths are {query.shape[2]} and {key.shape[2]} (of keys), where the kernel takes "
+            f"multiples of {LANES}"
+        )
+    if xr.is_spmd():
+        return "this is SPMD mode, where the compiler cannot partition a kernel"
+    if query.dtype == torch.float32 and torch_xla.backends.get_mat_mul_precision() != "default":
+        return "a matmul precision was set, which the kernel does not follow"
+    return ""
+
+
+def _on_tpu(device: torch.device) -> bool:
+    return xm.xla_device_hw(device) == "TPU"
+
+
+def _kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+    segment_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    splash = Splash(
+        is_causal=is_causal,
+        scale=scale,
+        interpret=not _on_tpu(query.device),
+        device_kind=torch_xla._XLAC._xla_device_kind(str(query.device)),
+        itemsize=query.element_size(),
+    )
+    segments = [] if segment_ids is None else [segment_ids.to(query.device, torch.int32)]
+    tensors = [query, key, value]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return _Attention.apply(splash, query, key, value, *segments)
+    return call(Forward(splash, residuals=False), [*tensors, *segments], _platform(splash))[0]
+
+
+class _Attention(torch.autograd.Function):
+    """``apply(splash, query, key, value, segment ids or nothing)``."""
+
+    @staticmethod
+    def forward(ctx: Any, splash: Splash, *tensors: torch.Tensor) -> torch.Tensor:
+        out, logsumexp = call(Forward(splash, residuals=True), tensors, _platform(splash))
+        ctx.splash = splash
+        ctx.save_for_backward(*tensors[:3], out, logsumexp, *tensors[3:])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, logsumexp, *segments = ctx.saved_tensors
+        tensors = [q, k, v, out, logsumexp, grad.to(out.dtype), *segments]
+        grads = call(Backward(ctx.splash), tensors, _platform(ctx.splash))
+        return None, *grads, *(None for _ in segments)
+
+
+def _platform(splash: Splash) -> str:
+    return "cpu" if splash.interpret else "tpu"

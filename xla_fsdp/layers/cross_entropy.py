@@ -1,0 +1,236 @@
+"""The cross entropy of a linear layer's outputs, which never exist whole.
+
+Of a language model's memory the logits are often the largest part: 8192 tokens of a vocabulary of
+128,256 take 4 GiB in float32, and their gradient as much. Here a loop goes over parts of the
+vocabulary, and keeps of each the sum of exponentials only (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", arXiv 1805.02867); the backward computes each part again.
+
+Shapes: t tokens, n width, m size of the vocabulary, c of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_xla.core.xla_model as xm
+from torch.autograd.function import once_differentiable
+
+from .jax_call import Cost, call
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    chunk: int = 8192,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight).float(), labels)``, a part of the vocabulary at a
+    time.
+
+    Costs one product more than the three of a linear layer's step: the logits again, in the
+    backward. Products add up in float32. Has one gradient, not gradients of gradients.
+    Inside a wrapped module ``weight`` is read like any other parameter: call it in the forward of
+    the module whose wrapper holds the weight, or of one within.
+
+    Args:
+        hidden: (..., n), what goes into the last linear layer, on an XLA device (elsewhere the
+            logits are computed whole).
+        weight: (m, n), that layer's weight, of the dtype of ``hidden``.
+        labels: (...), integers from 0 to m - 1, or ``ignore_index``.
+        chunk: c, logits of a token that exist at once.
+        ignore_index: of tokens that count nothing.
+        label_smoothing: share of the target that is spread over the vocabulary, 0 to 1.
+        reduction: ``"mean"`` over the tokens that count (NaN if none does), ``"sum"`` or
+            ``"none"``: (...).
+
+    Returns:
+        The loss, in float32 at least.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together; an argument outside of its range.
+        MissingExtraError: jax, which the loop is written in, is not installed.
+    """
+    _check(hidden, weight, labels, chunk, label_smoothing, reduction)
+    if not hidden.is_xla:  # type: ignore[attr-defined]
+        logits = F.linear(hidden, weight).flatten(0, -2)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        losses = F.cross_entropy(
+            logits, labels.flatten(), None,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
+        )  # fmt: skip
+        return losses.view(labels.shape) if reduction == "none" else losses
+    if torch.is_autocast_enabled("xla"):
+        dtype = torch.get_autocast_dtype("xla")
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if hidden.dtype != weight.dtype or hidden.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}: both must be float32 or both "
+            "bfloat16; cast one (hidden.to(weight.dtype))"
+        )
+    platform = "tpu" if xm.xla_device_hw(hidden.device) == "TPU" else "cpu"
+    settings = _Settings(min(chunk, weight.shape[0]), ignore_index, label_smoothing, platform)
+    flat = labels.flatten().to(torch.int32)
+    losses = _LinearCrossEntropy.apply(settings, hidden.flatten(0, -2), weight, flat)
+    if reduction == "none":
+        return losses.view(labels.shape)
+    total = losses.sum()
+    return total if reduction == "sum" else total / (flat != ignore_index).sum()
+
+
+def _check(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    chunk: int,
+    label_smoothing: float,
+    reduction: str,
+) -> None:
+    if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden (..., n) and weight (m, n) are needed, got {tuple(hidden.shape)} and "
+            f"{tuple(weight.shape)}; a sharded weight is whole only in its wrapper's forward"
+        )
+    if labels.shape != hidden.shape[:-1] or labels.is_floating_point():
+        raise ValueError(
+            f"labels must be integers of shape {tuple(hidden.shape[:-1])}, got {labels.dtype} of "
+            f"shape {tuple(labels.shape)}"
+        )
+    if type(chunk) is not int or chunk < 1:
+        raise ValueError(f"chunk must be a positive integer, got {chunk!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """``apply(settings, hidden, weight, labels)``: the losses of tokens, (t,), float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: _Settings,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> torch.Tensor:
+        losses, total = call(_Forward(settings), [hidden, weight, labels], settings.platform)
+        ctx.settings = settings
+        ctx.save_for_backward(hidden, weight, labels, total)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensors = [*ctx.saved_tensors, grad.float()]
+        of_hidden, of_weight = call(_Backward(ctx.settings), tensors, ctx.settings.platform)
+        return None, of_hidden, of_weight, None
+
+
+@dataclass(frozen=True)
+class _Settings:
+    chunk: int
+    ignore_index: int
+    label_smoothing: float
+    platform: str
+
+    def over_chunks(self, step: Any, carry: Any, vocabulary: int) -> Any:
+        """``carry = step(carry, first row, rows)`` for every chunk."""
+        import jax
+
+        whole = vocabulary // self.chunk
+        carry = jax.lax.fori_loop(
+            0, whole, lambda i, carry: step(carry, i * self.chunk, self.chunk), carry
+        )
+        rest = vocabulary - whole * self.chunk
+        return step(carry, whole * self.chunk, rest) if rest else carry
+
+
+def _chunk_of(hidden: Any, weight: Any, labels: Any, first: Any, rows: int) -> tuple[Any, Any, Any]:
+    """Rows of the weight (c, n), logits (t, c) in float32, and which are of the label (t, c)."""
+    import jax
+    import jax.numpy as jnp
+
+    part = jax.lax.dynamic_slice_in_dim(weight, first, rows)
+    logits = jnp.einsum("tn,cn->tc", hidden, part, preferred_element_type=jnp.float32)
+    return part, logits, (labels - first)[:, None] == jnp.arange(rows)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """(hidden (t, n), weight (m, n), labels (t,)) to losses and logarithms of the sums of
+    exponentials, (t,), float32."""
+
+    settings: _Settings
+    name: str = "linear_cross_entropy"
+
+    def __call__(self, hidden: Any, weight: Any, labels: Any) -> tuple[Any, ...]:
+        import jax.numpy as jnp
+
+        tokens, vocabulary = hidden.shape[0], weight.shape[0]
+
+        def step(carry: Any, first: Any, rows: int) -> Any:
+            largest, total, of_label, everything = carry
+            _, logits, is_label = _chunk_of(hidden, weight, labels, first, rows)
+            now = jnp.maximum(largest, logits.max(1))
+            total = total * jnp.exp(largest - now) + jnp.exp(logits - now[:, None]).sum(1)
+            of_label = of_label + jnp.where(is_label, logits, 0).sum(1)
+            if self.settings.label_smoothing:
+                everything = everything + logits.sum(1)
+            return now, total, of_label, everything
+
+        zeros = jnp.zeros(tokens, jnp.float32)
+        start = jnp.full(tokens, -jnp.inf, jnp.float32), zeros, zeros, zeros
+        largest, total, of_label, everything = self.settings.over_chunks(step, start, vocabulary)
+        logsumexp = largest + jnp.log(total)
+        smooth = self.settings.label_smoothing
+        losses = logsumexp - (1 - smooth) * of_label - smooth / vocabulary * everything
+        return jnp.where(labels == self.settings.ignore_index, 0, losses), logsumexp
+
+    def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
+        return {}  # no kernel
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """(hidden, weight, labels, logarithms, gradients of the losses) to those of hidden and
+    weight."""
+
+    settings: _Settings
+    name: str = "linear_cross_entropy_backward"
+
+    def __call__(
+        self, hidden: Any, weight: Any, labels: Any, logsumexp: Any, grad: Any
+    ) -> tuple[Any, ...]:
+        import jax
+        import jax.numpy as jnp
+
+        vocabulary, smooth = weight.shape[0], self.settings.label_smoothing
+        grad = jnp.where(labels == self.settings.ignore_index, 0, grad)[:, None]
+
+        def step(carry: Any, first: Any, rows: int) -> Any:
+            of_hidden, of_weight = carry
+            part, logits, is_label = _chunk_of(hidden, weight, labels, first, rows)
+            wanted = jnp.where(is_label, 1 - smooth, 0) + smooth / vocabulary
+            of_logits = (grad * (jnp.exp(logits - logsumexp[:, None]) - wanted)).astype(part.dtype)
+            wide = {"preferred_element_type": jnp.float32}
+            of_hidden = of_hidden + jnp.einsum("tc,cn->tn", of_logits, part, **wide)
+            of_part = jnp.einsum("tc,tn->cn", of_logits, hidden, **wide).astype(part.dtype)
+            return of_hidden, jax.lax.dynamic_update_slice_in_dim(of_weight, of_part, first, 0)
+
+        start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(weight.shape, weight.dtype)
+        of_hidden, of_weight = self.settings.over_chunks(step, start, vocabulary)
+        return of_hidden.astype(hidden.dtype), of_weight
+
+    def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
+        return {}

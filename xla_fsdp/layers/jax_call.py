@@ -1,0 +1,171 @@
+"""Functions of JAX, Pallas kernels included, as operators of torch_xla's graph.
+
+A function is exported for the platform that the tensors are on, or that a plan pretends, and its
+StableHLO becomes an XLA computation that the graph calls. No JAX backend takes part, and no TPU has
+to be there: ``jax.export`` lowers for any platform. Exported code is meant to be run by compilers
+older than the JAX that made it, so kernels are written in a form of Mosaic (7) that libtpu 0.0.21,
+which torch_xla 2.9 pins, reads. Lowered by ``jax.jit`` on a machine without a TPU they would have
+the newest one (8), which it refuses. That holds for the releases in :data:`KNOWN_JAX` only.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+
+from .. import extras
+
+KNOWN_JAX = ("0.7.1",)
+DTYPES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.int32: "int32",
+}
+# Read by planning, which counts what no matrix product in the program shows.
+MODEL_FLOPS = "xla_fsdp_model_flops"
+_KERNEL = "tpu_custom_call"
+# torch_xla's way to have JAX beside it changes the environment for a moment.
+_ONE_AT_A_TIME = threading.Lock()
+
+
+class UnknownJaxError(ImportError):
+    """The installed jax is of a release whose kernels nobody has tried with this libtpu."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call of a kernel takes, in the terms of Pallas' ``CostEstimate``.
+
+    Attributes:
+        flops: floating-point operations of the matrix units, with whatever padding they need.
+        bytes: bytes moved between HBM and the core.
+        transcendentals: exponentials and the like.
+        model_flops: those of ``flops`` that the mathematics asks for.
+    """
+
+    flops: int
+    bytes: int
+    transcendentals: int = 0
+    model_flops: int = 0
+
+
+class JaxFunction(Protocol):
+    """A function of JAX arrays. Hashable: equal ones trace the same program."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __hash__(self) -> int: ...
+
+    def __call__(self, *arrays: Any) -> tuple[Any, ...]: ...
+
+    def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
+        """By how names of kernels begin. ``shapes``: those of the arguments."""
+        ...
+
+
+def call(
+    function: JaxFunction, tensors: Sequence[torch.Tensor], platform: str
+) -> list[torch.Tensor]:
+    """What ``function`` returns for ``tensors``. Not an operator with a gradient.
+
+    Args:
+        tensors: on an XLA device, of the dtypes in :data:`DTYPES`.
+        platform: ``"tpu"`` or ``"cpu"``, where the program is going to run.
+
+    Raises:
+        MissingExtraError: jax is not installed.
+        UnknownJaxError: another jax than one in :data:`KNOWN_JAX` is.
+    """
+    shapes = tuple((tuple(tensor.shape), DTYPES[tensor.dtype]) for tensor in tensors)
+    computation = _computation(function, shapes, platform)
+    return torch_xla._XLAC._xla_user_computation(
+        f"xla::{function.name}", list(tensors), computation
+    )
+
+
+def require_jax() -> None:
+    """Raises unless there is a jax that is known to go with this libtpu."""
+    extras.require_extra("plan", "a kernel written in JAX", ("jax", "jaxlib"))
+    found = version("jax")
+    if found not in KNOWN_JAX:
+        raise UnknownJaxError(
+            f"jax {found} is installed; kernels are exported in a form that libtpu 0.0.21 reads by "
+            f"jax {', '.join(KNOWN_JAX)} only: pip install 'jax=={KNOWN_JAX[-1]}' 'jaxlib=="
+            f"{KNOWN_JAX[-1]}', or pass implementation='math'"
+        )
+
+
+@lru_cache(maxsize=64)
+def _computation(
+    function: JaxFunction, shapes: tuple[tuple[tuple[int, ...], str], ...], platform: str
+) -> object:
+    require_jax()
+    from torch_xla._internal.jax_workarounds import jax_env_context, jax_import_guard
+
+    with _ONE_AT_A_TIME:
+        jax_import_guard()  # on a TPU, torch_xla must be the first to have it
+        with jax_env_context():
+            code = _exported(function, shapes, platform)
+    return xb.computation_from_module_proto(function.name, code)
+
+
+def _exported(
+    function: JaxFunction, shapes: tuple[tuple[tuple[int, ...], str], ...], platform: str
+) -> bytes:
+    """``function`` as a serialized HLO module that returns a tuple."""
+    import jax
+    import jax.export
+    import jaxlib._jax
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    def traced(*arrays: Any) -> tuple[Any, ...]:
+        return function(*arrays)
+
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    kernels = jax.export.DisabledSafetyCheck.custom_call(_KERNEL)
+    exported = jax.export.export(
+        jax.jit(traced, keep_unused=True), platforms=[platform], disabled_checks=[kernels]
+    )(*arguments)
+    costs = function.costs([shape for shape, _ in shapes])
+    with mlir.make_ir_context():
+        module = ir.Module.parse(exported.mlir_module())
+        _state_costs(ir, module, costs)
+        code = mlir.module_to_bytecode(module)
+    computation = jaxlib._jax.mlir.mlir_module_to_xla_computation(
+        code, use_tuple_args=False, return_tuple=True
+    )
+    return computation.as_serialized_hlo_module_proto()
+
+
+def _state_costs(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
+    """Writes into every kernel what it takes, where it does not say so itself."""
+
+    def state(operation: Any) -> Any:
+        attributes = operation.attributes
+        if operation.name == "stablehlo.custom_call" and "kernel_name" in attributes:
+            name = ir.StringAttr(attributes["kernel_name"]).value
+            cost = next(cost for start, cost in costs.items() if name.startswith(start))
+            config = json.loads(ir.StringAttr(attributes["backend_config"]).value)
+            config["custom_call_config"]["cost_estimate"] = {
+                "bytes_accessed": cost.bytes,
+                "flops": cost.flops,
+                "transcendentals": cost.transcendentals,
+            }
+            attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
+            attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+                {MODEL_FLOPS: ir.StringAttr.get(str(cost.model_flops))}
+            )
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(state)
