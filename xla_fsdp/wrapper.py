@@ -151,6 +151,9 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
     ):
         _require_wrappable(module)
+        _require_functions(
+            auto_wrap_policy=auto_wrap_policy, auto_wrapper_callable=auto_wrapper_callable
+        )
         given = locals()
         options = FSDPOptions(**{name: given[name] for name in FSDPOptions.__dataclass_fields__})
         super().__init__()
@@ -298,3 +301,11 @@ def _require_wrappable(module: nn.Module) -> None:
             "around them afterwards"
         )
     require_forward(module)
+
+
+def _require_functions(**options: Any) -> None:
+    for name, value in options.items():
+        if value is not None and not callable(value):
+            raise TypeError(
+                f"{name} must be a function or None, got {value!r}; see xla_fsdp.wrap for policies"
+            )

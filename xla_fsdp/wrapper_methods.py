@@ -78,6 +78,21 @@ class WrapperMethods(GradientMethods):
         else:
             super().__delattr__(name)
 
+    def register_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """On the wrapped module, whose forward is to see it."""
+        self._home_of_new(name).register_buffer(name, *args, **kwargs)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """On the wrapped module, whose forward is to see it; it is not sharded."""
+        self._home_of_new(name).register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """To the wrapped module, whose forward is to see it; it is not sharded."""
+        self._home_of_new(name).add_module(name, module)
+
+    def _home_of_new(self, name: str) -> Any:
+        return self._fsdp_wrapped_module if self._is_inside(name) else super()
+
     def _is_inside(self, name: str) -> bool:
         """Whether an attribute called ``name`` is the wrapped module's to have."""
         if WRAPPED not in self.__dict__.get("_modules", {}):  # not built yet

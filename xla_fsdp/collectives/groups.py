@@ -55,3 +55,17 @@ def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None)
     if len(set(flat)) != len(flat):
         raise ValueError(f"{name} names an ordinal twice: {[list(g) for g in checked]}")
     return checked
+
+
+def require_replicas(replicas: Groups, groups: Groups) -> None:
+    """Raises ValueError unless each of ``replicas`` are ranks that hold the same shard, one in each
+    of some of ``groups``, and each rank of ``groups`` is in one."""
+    place = {ordinal: number for group in groups for number, ordinal in enumerate(group)}
+    flat = sorted(ordinal for group in replicas for ordinal in group)
+    fit = all(len({place.get(ordinal) for ordinal in group}) == 1 for group in replicas)
+    if flat != sorted(place) or not fit:
+        raise ValueError(
+            f"replication_groups={lists(replicas)} must name each rank of sharding_groups="
+            f"{lists(groups)} once, and together those at the same place of their groups: "
+            "sharding_groups=[[0, 1], [2, 3]] go with replication_groups=[[0, 2], [1, 3]]"
+        )

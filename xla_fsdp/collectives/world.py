@@ -22,7 +22,14 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
 from ..ranks.rank import RankContext, current_rank, is_pretending
-from .groups import Groups, checked_groups, lists, require_group_arguments, require_place
+from .groups import (
+    Groups,
+    checked_groups,
+    lists,
+    require_group_arguments,
+    require_place,
+    require_replicas,
+)
 from .rings import Rings
 from .routes import Routes, routes_for
 
@@ -84,6 +91,7 @@ class World:
         replicas: Groups = ()
         if replication_groups:
             replicas = checked_groups("replication_groups", replication_groups, None)
+            require_replicas(replicas, groups)
         device = torch_xla.device()
         kind = torch_xla._XLAC._xla_device_kind(str(device))
         routes = _routes(kind) if groups == (tuple(range(total)),) else None

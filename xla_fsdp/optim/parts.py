@@ -11,6 +11,7 @@ Which elements are here differs from rank to rank, and the program must not: the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -67,10 +68,14 @@ class Parts:
     def sums(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum over each parameter: ``(m,)``, of a tensor of our shape.
 
-        ``value`` is 0 in the padding.
+        Whatever is in the padding (``nn.init.ones_(parameter)`` fills it too) does not count.
         """
         if len(self.shapes) == 1:
-            return value.reshape(self.depth, value.numel() // self.depth).sum(1)
+            value = value.reshape(self.depth, value.numel() // self.depth)
+            if math.prod(self._layout.padded_shape) > self._layout.numel:
+                inside = self.positions(value) < self._layout.numel
+                value = torch.where(inside, value, torch.zeros_like(value))
+            return value.sum(1)
         zero = torch.zeros((), dtype=value.dtype, device=value.device)
         return torch.stack([torch.where(own, value, zero).sum() for own in self._masks(value)])
 

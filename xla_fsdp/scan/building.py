@@ -10,12 +10,13 @@ from torch import nn
 from ..collectives.world import World
 from ..names import dotted, is_wrapper
 from ..sharding.awaited import Awaited, Key, comes_later
-from ..sharding.building import keeps_buffer_dtypes
+from ..sharding.building import keeps_buffer_dtypes, require_parameters_here
 from ..sharding.deferred_init import materialize
 from ..sharding.freeing import release_original_
 from ..sharding.full_precision import compute_in_full, full_precision_modules
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
+from ..sharding.released import mark_released
 from .equality import describe, require_same
 from .unit import ParameterStack, ScanUnit, Stack
 
@@ -74,6 +75,8 @@ class ScanBuilder:
 
     def _take(self, block: nn.Module, number: int) -> None:
         self._require_block(block, number)
+        for path, module in block.named_modules():
+            require_parameters_here(dotted(str(number), path), module)
         for name, parameter in block.named_parameters():
             other = self._seen.setdefault(parameter, number)
             if other != number:
@@ -151,6 +154,7 @@ class ScanBuilder:
                 value = self.world.from_first(value)
             shard = layout.cut([value], self.world.rank)
         release_original_(parameter)
+        mark_released(parameter)
         return shard
 
     def _stack_shards(

@@ -2,14 +2,17 @@
 
 To optimizers, state dicts and people who look at it, the shard. But code that computes with it (a
 head that is tied by reading ``self.embed.weight``, ``nn.MultiheadAttention`` reading the weight of
-its ``out_proj``, a method other than ``forward``) would take a part for the whole.
+its ``out_proj``, a method other than ``forward``, a layer called by itself instead of through its
+wrapper) would take a part for the whole.
 There it gets a stand-in, which has the whole parameter's shape, dtype and device and no value, and
 which says what is wrong when something is computed with it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -17,6 +20,9 @@ from torch import nn
 
 from .gathering import expects_full_parameters
 from .sharded_tensor import Place, ShardedTensor
+
+# What is between ``module.weight`` in a function and the dict that has the parameter.
+_LOOKING_UP = frozenset(["__getattr__", "__getitem__"])
 
 
 class Labelled(Protocol):
@@ -54,9 +60,9 @@ class ModuleParameters(dict[str, "nn.Parameter | None"]):
         value = super().__getitem__(name)
         if type(value) is torch.Tensor:  # gathered, as all that a forward reads of its own
             return value
-        if name in self.wholes and expects_full_parameters():
-            whole = self.wholes[name]
-            if value is whole.resting:
+        whole = self.wholes.get(name)
+        if whole is not None and value is whole.resting:
+            if expects_full_parameters() or _read_by_forward(sys._getframe(1)):
                 return ShardedElsewhere(whole)
         return value
 
@@ -64,6 +70,15 @@ class ModuleParameters(dict[str, "nn.Parameter | None"]):
     def flattened(self) -> bool:
         """Whether parameters are on a wrapper, so that nothing is here."""
         return any(whole.resting is None for whole in self.wholes.values())
+
+
+def _read_by_forward(frame: FrameType | None) -> bool:
+    """Whether the forward of a module reads an attribute: one that no wrapper runs."""
+    while frame is not None and frame.f_code.co_name in _LOOKING_UP:
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name != "forward" or not frame.f_code.co_argcount:
+        return False
+    return isinstance(frame.f_locals.get(frame.f_code.co_varnames[0]), nn.Module)
 
 
 def watch_place(
@@ -127,10 +142,11 @@ def refuse(name: str, operation: str) -> NoReturn:
     raise RuntimeError(
         f"{operation} needs parameter {name!r}, which is sharded here: this rank has only its part "
         f"of it while the wrapper that holds it ({module!r}, or one around it) is not in its "
-        f"forward. Call {module!r} instead of reading its parameter; or leave it out of the "
-        "policy, so that it belongs to the wrapper of the module that reads it (tied weights: "
-        "assign one nn.Parameter to both modules before wrapping); or, for a method other than "
-        "forward, call xla_fsdp.register_fsdp_forward_method(wrapper, 'method') once"
+        f"forward. Call the wrapper, not a module inside it, and {module!r} instead of reading its "
+        "parameter; or leave it out of the policy, so that it belongs to the wrapper of the module "
+        "that reads it (tied weights: assign one nn.Parameter to both modules before wrapping); "
+        "or, for a method other than forward, call "
+        "xla_fsdp.register_fsdp_forward_method(wrapper, 'method') once"
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+import torch_xla.runtime as xr
 from torch import nn
 
 from ..collectives.groups import checked_groups
@@ -129,4 +130,8 @@ def _local_power(grads: list[torch.Tensor], norm_type: float, zero: torch.Tensor
 
 def _with_groups(world: World, groups: Sequence[Sequence[int]]) -> World:
     checked = checked_groups("groups", groups, None)
+    if sorted(ordinal for group in checked for ordinal in group) != list(range(xr.world_size())):
+        raise ValueError(
+            f"groups must name each of the {xr.world_size()} ranks once, got {groups!r}"
+        )
     return World(0, len(checked[0]), checked, world.device, (), world.context)

@@ -14,6 +14,9 @@ from .freeing import stamps
 from .ignored import note_of
 from .unit import Unit, units_in
 
+# On a parameter that no wrapper shards: its user was told of it.
+TOLD = "_xla_fsdp_told"
+
 
 def require_values(model: nn.Module, doing: str) -> None:
     """Raises RuntimeError if ``doing`` comes before parameters of ``model`` have values."""
@@ -25,11 +28,14 @@ def require_values(model: nn.Module, doing: str) -> None:
 def require_all_sharded(root: nn.Module) -> None:
     """Warns of trainable parameters in ``root`` that no wrapper shards."""
     sharded = {shard for _, unit in units_in(root) for shard in unit.shards}
-    names = [
-        name
+    found = {
+        name: parameter
         for name, parameter in root.named_parameters()
         if parameter.requires_grad and parameter not in sharded and note_of(parameter) is None
-    ]
+    }
+    names = list(found)
+    for parameter in found.values():
+        setattr(parameter, TOLD, True)
     if names:
         some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         warnings.warn(

@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .awaited import require_filled
 from .clipping import Shared, clip_grad_norm_
+from .first_step import TOLD
 from .gathering import GatherNode
 from .ignored import note_of
 from .sharded_tensor import home_of, require_reduced
@@ -81,6 +82,13 @@ def _checked_clipping(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.
                 "their shards do. Call reshard() first, where unshard() was called"
             )
         homes = [(parameter, home_of(parameter)) for parameter in each]
+        for parameter, home in homes:
+            if home is not None and home.shard is not parameter:
+                raise RuntimeError(
+                    f"torch.nn.utils.clip_grad_norm_ was given parameters (one called {home.key!r} "
+                    "in its wrapper) as they were before wrapping, which have no gradient: take "
+                    "model.parameters() after it"
+                )
         shared = [
             Shared(home.world, [parameter])
             for parameter, home in homes
@@ -180,18 +188,32 @@ def _warn_of_empty_groups(optimizer: Optimizer) -> None:
 
 
 def _warn_of_unreduced(optimizer: Optimizer) -> None:
-    """Warns of gradients that are this rank's alone, because their parameters are ignored."""
+    """Warns of gradients that are this rank's alone, because no wrapper has their parameters."""
     if xr.world_size() == 1:
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    shards = has_shards(optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
             note = note_of(parameter)
-            if note is not None and not note.averaged and parameter.grad is not None:
+            if parameter.grad is None or home_of(parameter) is not None:
+                continue
+            if note is not None and not note.averaged:
                 warnings.warn(
                     f"parameter {note.name!r} is ignored by its wrapper, so its gradient is of "
                     "this rank's batch only, and ranks will drift apart. Call "
                     "model.average_ignored_gradients() between backward and step; or leave it so, "
                     "if ranks see the same data or are meant to differ",
+                    stacklevel=2,
+                )
+                return
+            alone = shards and note is None and parameter.device.type == "xla"
+            if alone and not getattr(parameter, TOLD, False):
+                warnings.warn(
+                    f"parameter {place} of group {number} of this {type(optimizer).__name__}, of "
+                    f"shape {list(parameter.shape)}, is in no wrapper, while others are sharded: "
+                    "its gradient is of this rank's batch only, and ranks will drift apart. Wrap "
+                    "the module that has it (what replaces a layer goes in before wrapping), or "
+                    "average its gradient by hand",
                     stacklevel=2,
                 )
                 return

@@ -66,6 +66,13 @@ class FSDPOptions:
             raise TypeError(
                 f"param_init_fn must be a function of one module, got {self.param_init_fn!r}"
             )
+        bucket = self.reduce_scatter_bucket_size_mb
+        if bucket is not None and (
+            isinstance(bucket, bool) or not isinstance(bucket, (int, float))
+        ):
+            raise TypeError(
+                f"reduce_scatter_bucket_size_mb must be a number or None, got {bucket!r}"
+            )
         self._settle_groups()
         size = self.sharding_world_size or xr.world_size()
         resharded = checked_reshard(self.reshard_after_forward, size)

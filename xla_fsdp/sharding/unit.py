@@ -54,10 +54,12 @@ class Unit:
         self.initial_stamps: list[Stamp] = []
         # Buffers that were cast, by dotted name in the wrapped module, with the dtype they had.
         self.buffer_dtypes: dict[str, torch.dtype] = {}
+        # What a freed parameter becomes: who has kept one and computes with it sees that.
+        nan = float("nan")
         if world.as_on_tpu:
-            self.placeholder = torch.zeros(1, device=world.device)
+            self.placeholder = torch.full((1,), nan, device=world.device)
         else:  # data: a constant would make the first step's program another than the second's
-            self.placeholder = torch.zeros(1, device="cpu").to(world.device)
+            self.placeholder = torch.full((1,), nan, device="cpu").to(world.device)
         # Unknown until the first forward: the outermost unit is the root.
         self.is_root: bool | None = None
         # Whether modules hold full parameters outside of a forward, see summon.py.

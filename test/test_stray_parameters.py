@@ -1,0 +1,188 @@
+"""Parameters that come into a computation by another way than their wrapper: right, or refused."""
+
+import pytest
+import torch
+from rank_warnings import every_rank_warns
+from test_special_uses import inputs, run, whole, wrapped
+from torch import nn
+
+WIDE = 128
+
+
+class Model(nn.Module):
+    """Vectors as long as a shard: of these, one rank has all and the other nothing."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = nn.LayerNorm(WIDE)
+        self.layer = nn.Linear(WIDE, 3)
+        self.penalised = [self.layer.weight]
+
+    def forward(self, x, penalty=False):
+        y = self.layer(self.norm(x))
+        return y.sum() + sum(p.square().sum() for p in self.penalised) if penalty else y
+
+
+def layers_called_by_themselves(rank):
+    x = torch.ones(2, WIDE).to("xla")
+    kinds = {}, {"shard_param_on_dim_0": True}, {"flatten_parameters": True}
+    for options in kinds:
+        model = wrapped(Model(), **options)
+        model(x)
+        for call in (model.norm, model.layer, model.module):
+            with pytest.raises(RuntimeError, match="(norm|layer).*is sharded here.*Call the wrap"):
+                call(x)
+        assert torch.equal(model(x).cpu(), Model()(x.cpu()))
+
+    class Reads(nn.Module):  # and has no wrapper itself
+        def __init__(this, layer):
+            super().__init__()
+            this.layer = layer
+
+        def forward(this, x):
+            return nn.functional.linear(x, this.layer.weight)
+
+    with pytest.raises(RuntimeError, match="'weight', which is sharded here"):
+        Reads(wrapped(nn.Linear(WIDE, 6), shard_param_on_dim_0=True))(x)
+
+
+def objects_kept_from_before(rank):
+    plain = Model()
+    before = list(plain.parameters())
+    model = wrapped(plain)
+    with pytest.raises(RuntimeError, match="square needs .*'layer.weight' in its wrapper.* empty"):
+        model(torch.ones(2, WIDE).to("xla"), penalty=True)
+    with pytest.raises(RuntimeError, match="as they were before wrapping"):
+        torch.nn.utils.clip_grad_norm_(before, 1.0)
+    # What needs no values is answered. One that is tied to it finds its shards, if it can.
+    assert before[0].dtype is torch.float32 and before[0].requires_grad and before[0].grad is None
+    assert repr(before[0]) and before[0] in set(before) and isinstance(before[0], nn.Parameter)
+    holder = nn.Linear(WIDE, 3, bias=False)
+    holder.weight = before[2]
+    assert wrapped(holder)(torch.ones(2, WIDE).to("xla")).shape == (2, 3)
+    holder = nn.Linear(WIDE, 3, bias=False)
+    holder.weight = before[2]
+    with pytest.raises(RuntimeError, match="'weight' of Linear is tied .*, and was moved since"):
+        wrapped(holder.to("xla"))
+
+
+def a_layer_replaced_later(rank):
+    model = wrapped(Model())
+    x = torch.ones(2, WIDE).to("xla")
+    model(x).sum().backward()
+    model.layer = nn.Linear(WIDE, 3).to("xla")
+    model(x).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    match = r"parameter 2 of group 0 of this SGD, of shape \[3, 128\], is in no wrapper"
+    with every_rank_warns(rank, match):
+        optimizer.step()
+    with every_rank_warns(rank, None):
+        optimizer.step()
+
+
+def things_added_to_the_wrapper(rank):
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return self.added(super().forward(x) * self.gain)
+
+    model = wrapped(Scaled(6, 3))
+    model.register_buffer("gain", torch.tensor(2.0).to("xla"), persistent=False)
+    model.add_module("added", nn.ReLU())
+    x = inputs(rank).to("xla")
+    found = model(x)
+    assert model.module.gain is model.gain and "gain" not in model.state_dict()
+    full = whole(model, model.state_dict())
+    y = nn.functional.linear(inputs(rank), full["weight"], full["bias"])
+    torch.testing.assert_close(found.cpu(), (y * 2).relu(), rtol=1e-4, atol=1e-5)
+
+
+class Negative(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        return -found if func is nn.functional.linear else found
+
+
+def what_hangs_on_parameters(rank):
+    """A shard cannot have it."""
+    from xla_fsdp import scan_blocks
+
+    def hooked(register):
+        layer = nn.Linear(6, 6)
+        getattr(layer.weight, register)(lambda given: None)
+        return layer
+
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        for wrap in (wrapped, lambda layer: scan_blocks([layer])):
+            with pytest.raises(RuntimeError, match="weight' has a hook from before the wrapping"):
+                wrap(hooked(register))
+    with pytest.raises(RuntimeError, match="'0.weight' has a hook from before"):
+        wrapped(nn.Sequential(hooked("register_hook")), flatten_parameters=True)
+    layer = nn.Linear(6, 6)
+    layer.weight = Negative(layer.weight.detach())
+    with pytest.raises(TypeError, match="'weight' is a Negative, which has operators of its own"):
+        wrapped(layer)
+    assert wrapped(nn.Sequential(layer), ignored_modules=[layer])
+    layer = nn.Linear(6, 6)
+    layer.bias.grad = torch.zeros(6)
+    with every_rank_warns(rank, "'bias' has a gradient from before the wrapping"):
+        wrapped(layer)
+
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            self.__dict__["kept"] = self.weight
+            return super().forward(x)
+
+    model = wrapped(Keeps(6, 6), disable_reshard_on_root=False)
+    model(inputs(rank).to("xla"))
+    assert model.module.kept.sum().isnan()  # was freed since
+
+
+def options(rank):
+    def refused(text, **given):
+        with pytest.raises((TypeError, ValueError), match=text):
+            wrapped(nn.Linear(6, 6), **given)
+
+    refused("auto_wrap_policy must be a function or None, got 3", auto_wrap_policy=3)
+    refused("auto_wrapper_callable must be a function or None", auto_wrapper_callable="FSDP")
+    refused("reduce_scatter_bucket_size_mb must be a number", reduce_scatter_bucket_size_mb="8")
+    # Ranks with different shards would average the gradients of these.
+    refused("replication_groups=.* must name each rank of", replication_groups=[[0, 1]])
+    refused("replication_groups=.* must name each rank of", replication_groups=[[0, 2], [1, 3]])
+    model = wrapped(nn.Linear(6, 6))
+    with pytest.raises(ValueError, match="groups must name each of the 2 ranks once"):
+        model.clip_grad_norm_(1.0, groups=[[0]])
+
+
+def padding_that_is_filled(rank):
+    """What sets all elements of a shard sets those of its padding."""
+    from xla_fsdp.optim import LAMB, LARS, Adafactor
+
+    for make in (LAMB, LARS, Adafactor):
+        plain, model = nn.Linear(6, 5), wrapped(nn.Linear(6, 5))
+        for one in (plain, model):
+            for parameter in one.parameters():
+                nn.init.constant_(parameter, 0.5)
+                parameter.grad = torch.zeros_like(parameter)
+            x = torch.ones(2, 6, device=next(one.parameters()).device)
+            one(x).square().sum().backward()
+            make(one.parameters(), lr=0.1, weight_decay=0.1).step()
+        found = whole(model, model.state_dict())
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def all_of_them(rank):
+    layers_called_by_themselves(rank)
+    objects_kept_from_before(rank)
+    a_layer_replaced_later(rank)
+    things_added_to_the_wrapper(rank)
+    what_hangs_on_parameters(rank)
+    options(rank)
+    padding_that_is_filled(rank)
+
+
+def test_each_is_right_or_refused(run_ranks):
+    run(run_ranks, all_of_them)
