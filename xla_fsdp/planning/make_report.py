@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..tpu.links import describe, odd_groups
 from ..tpu.topology import Slice
 from .compiling.cache import CompiledStep
@@ -41,6 +43,11 @@ def make_report(
             "message) are temporaries and what it reserves for itself; required here counts "
             "arguments and outputs as well."
         )
+    if schedule.to_host or schedule.to_device:
+        notes.append(
+            "Copies between HBM and the host's memory take no time here: no figures of the links "
+            "between them are published. They run beside compute, as far as they are fast enough."
+        )
     capacity = chip.device_usable_hbm_bytes
     return Report(
         topology=where.name,
@@ -76,8 +83,12 @@ def _laid_out(compiled: CompiledStep, step: TracedStep) -> tuple[Schedule, Compi
         return nothing, CompilerMemory(0, 0, 0, 0, 0, 0)
     assignment = read_assignment(compiled.assignment)
     schedule = read_schedule(compiled.scheduled, assignment, step.program.arguments)
-    if compiled.memory is not None:
-        return schedule, compiled.memory
+    memory = compiled.memory
+    if memory is not None:
+        if assignment.on_host:
+            peak = max(schedule.curve)
+            memory = replace(memory, peak=peak, host_temporaries=assignment.on_host)
+        return schedule, memory
     return schedule, CompilerMemory(
         arguments=assignment.held("argument"),
         outputs=assignment.held("output"),  # those that take no argument's buffer
@@ -85,4 +96,5 @@ def _laid_out(compiled: CompiledStep, step: TracedStep) -> tuple[Schedule, Compi
         temporaries=assignment.held("temporary"),
         code=0,
         peak=max(schedule.curve),
+        host_temporaries=assignment.on_host,
     )

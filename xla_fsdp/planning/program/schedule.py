@@ -12,6 +12,7 @@ from ..records import Collective, Op, Schedule
 from .assignment import Assignment
 from .collectives import find_collectives
 from .hlo import Instruction, Module, parse_module
+from .host_transfers import host_transfers
 from .memory import Memory
 from .places import Line, line_up
 from .scopes import Labels
@@ -45,6 +46,7 @@ def read_schedule(text: str, assignment: Assignment, arguments: Sequence[str] = 
     ops = tuple(_ops(line, found.places, labels))
     memory = Memory(line, labels, assignment, arguments)
     curve = memory.curve
+    to_host, to_device = host_transfers(line)
     return Schedule(
         length=len(line.places),
         ops=ops,
@@ -54,6 +56,8 @@ def read_schedule(text: str, assignment: Assignment, arguments: Sequence[str] = 
         peak_index=max(range(len(curve)), key=curve.__getitem__),
         aliased=_aliased(module),
         notes=tuple(line.notes + found.notes + _untimed(line)),
+        to_host=to_host,
+        to_device=to_device,
     )
 
 
