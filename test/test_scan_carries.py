@@ -286,3 +286,55 @@ def kept_or_refused(rank):
 
 def test_a_hook_remembers_by_block_or_is_refused(run_ranks):
     run_ranks(kept_or_refused, 1)
+
+
+# -- on the TPU compiler ------------------------------------------------------------------------
+
+WIDE, BLOCKS, RANK = 256, 4, 4
+
+
+def _planned_step():
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import scan_blocks
+    from xla_fsdp.comm_hooks import PowerSGDState, powerSGD_hook
+
+    layers = [nn.Sequential(nn.Linear(WIDE, WIDE, bias=False), nn.Tanh()) for _ in range(BLOCKS)]
+    options = {"compute_dtype": torch.bfloat16, "reshard_after_forward": 2}
+    model = FSDP(nn.Sequential(nn.Linear(WIDE, WIDE), scan_blocks(layers, **options)))
+    state = PowerSGDState(matrix_approximation_rank=RANK, start_powerSGD_iter=0)
+    model.module[1].register_comm_hook(state, powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(8, 128, WIDE).to("xla")
+    model(x).float().square().mean().backward()
+    model.zero_grad()
+    torch_xla.sync()  # from here on there is what the hook keeps
+    model(x).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _planned():
+    from xla_fsdp import plan
+
+    report = plan(_planned_step, "v5litepod-8", cache=False, progress=False, ranks=[0, 7])
+    assert report.executables == 1
+    inside = [one for one in report.schedule.collectives if one.times == BLOCKS]
+    matrix = WIDE * WIDE * 2  # bytes, in bfloat16
+    sent = {
+        (one.phase, one.group_size): one.wire_bytes for one in inside if one.kind == "all-gather"
+    }
+    assert sent == {("forward", 8): matrix * 7 // 8, ("backward", 2): matrix // 2}, sent
+    factors = [one for one in inside if one.kind == "all-reduce"]
+    # P, then Q; the compiler sends a scalar along.
+    assert [one.bytes for one in factors] == [pytest.approx(WIDE * RANK * 4, rel=0.01)] * 2, factors
+    # Errors and Q of all blocks are written where they were read.
+    kept = BLOCKS * (WIDE * WIDE + WIDE * RANK) * 4
+    shards = (BLOCKS + 1) * WIDE * WIDE * 4 // 8
+    assert kept + shards <= report.memory.aliased <= 1.05 * (kept + shards), report.memory
+    assert report.memory.outputs - report.memory.aliased < 4096
+
+
+def test_the_loops_on_the_tpu_compiler(elsewhere):
+    elsewhere(_planned)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -160,10 +160,8 @@ class _Replay:
             # What others hold anyway (masks, parameters) is not freed by a copy elsewhere.
             if tensor.grad_fn is None or not host_memory.can_wait_there(tensor):
                 continue
-            rows = host_memory.rows_of(tensor.shape)
-            if rows is not None:
-                with torch.no_grad():
-                    hosted[number] = host_memory.to_host(torch.view_copy(tensor, rows))
+            if tensor.numel() and host_memory.can_be_stored(tensor.shape):
+                hosted[number] = host_memory.store(tensor.detach())
         if not hosted:
             return args, kwargs
         self.on_host = {number: tensors[number].shape for number in hosted}
@@ -268,15 +266,13 @@ class _Replay:
 
     def _fetch(self, tensors: list[torch.Tensor]) -> None:
         """Brings back those of ``tensors`` that are in the host's memory."""
-        event = self.gradient
-        if self.on_host and event is not None and self.passes:
-            event = self.passes[0].unit.order.recompute(event)
+        if not self.on_host:
+            return
+        events: Sequence[torch.Tensor] = [] if self.gradient is None else [self.gradient]
+        if events and self.passes:
+            events = self.passes[0].unit.order.recompute(events[0])
         for number, shape in self.on_host.items():
-            host = tensors[number]
-            device = (
-                host_memory.to_device(host) if event is None else host_memory.fetch(host, event)
-            )
-            tensors[number] = device.view(shape)
+            tensors[number] = host_memory.fetch(tensors[number], shape, events)
 
 
 class _Slot:

@@ -2,8 +2,8 @@
 
 XLA has no operation for it: a value lies there because a custom call says so, and the TPU compiler
 makes the copies, which run beside compute. Only within a program: what is there has to come back
-before it is computed with, and cannot be an output. Other compilers do not know the call: see
-:func:`can_wait_there`.
+before it is computed with, and cannot be an output. Other compilers do not know the call, so on
+CPU ranks it is left out.
 
 The compiler starts a copy to the device as early as it can, and one to the host as late, unless a
 value that is computed meanwhile depends on it (a barrier is gone by then). So :func:`fetch` reads
@@ -14,20 +14,27 @@ have been there, decides on what comes next. Neither ever says anything but zero
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
+
+from ..ranks.rank import current_rank
 
 _CALL = "annotate_device_placement"
 _SUBLANES = 8  # rows of a tile: in multiples of them a matrix can be cut without a copy
 
 
 def can_wait_there(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is on a device that has another memory than the host."""
-    if tensor.device.type != "xla":
-        return False
-    return torch_xla._XLAC._xla_device_kind(str(tensor.device)).startswith("TPU")
+    """Whether ``tensor`` is on a device that has another memory than the host.
+
+    Also on CPU ranks that trace what a TPU would get.
+    """
+    rank = current_rank()
+    return tensor.device.type == "xla" and (
+        _on_tpu(tensor) or (rank is not None and rank.as_on_tpu)
+    )
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,34 +47,35 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
     return _placed(tensor, "device")
 
 
-def rows_of(shape: torch.Size) -> tuple[int, int, int] | None:
-    """The shape, ``(n, s, w)`` with ``n`` from 2 on, in which such a tensor travels in parts.
+def can_be_stored(shape: torch.Size) -> bool:
+    """Whether :func:`store` takes a tensor of this shape.
 
-    Slices of what is on the host are along one dimension, and not the last two, which are tiled.
-    ``None``: it has no such shape that its layout on a TPU allows without a copy.
+    Slices of what is on the host are along one dimension, which must not be one of the last two:
+    these are tiled. So a tensor is stored as ``(n, 8, w)``, which is no copy where its rows are a
+    multiple of 8, or else as ``(n, s, w)``.
     """
-    if len(shape) < 2 or not shape.numel():
-        return None
-    *before, s, w = shape
-    n = math.prod(before)
-    if s % _SUBLANES == 0:
-        n, s = n * s // _SUBLANES, _SUBLANES
-    return (n, s, w) if n > 1 else None
+    return len(shape) > 2 or (len(shape) == 2 and shape[0] % _SUBLANES == 0)
+
+
+def store(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in the host's memory, ``(n + 1, s, w)``: one row more, which says nothing.
+
+    A slice of all there is could start at one place only, and the compiler would know it.
+    """
+    *_, s, w = tensor.shape
+    s = _SUBLANES if tensor.shape[-2] % _SUBLANES == 0 else s
+    rows = to_host(torch.view_copy(tensor, (-1, s, w)))
+    return _computed(_stored, rows, [tensor])
 
 
 def arrived(host: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
-    """The first row of ``host``, ``(n, s, w)``, back on the device; ``event``: any tensor."""
-    return to_device(_part(host, event, 0, 1))
+    """The first row of what :func:`store` returned, back on the device; ``event``: any tensor."""
+    return to_device(_computed(_first_row, host, [event]))
 
 
-def fetch(host: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
-    """``host``, ``(n, s, w)``, back on the device, not before ``event`` is there.
-
-    In two parts: a slice of all of it could start at one place only.
-    """
-    half = host.shape[0] // 2
-    parts = [(0, half), (half, host.shape[0] - half)]
-    return torch.cat([to_device(_part(host, event, *part)) for part in parts])
+def fetch(host: torch.Tensor, shape: torch.Size, events: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What was stored, of that shape, back on the device, not before ``events`` are there."""
+    return to_device(_computed(_all_rows_but_one, host, events)).view(shape)
 
 
 def never(event: torch.Tensor) -> torch.Tensor:
@@ -75,24 +83,54 @@ def never(event: torch.Tensor) -> torch.Tensor:
     return torch.slice_copy(event.reshape(-1), 0, 0, 1) > math.inf
 
 
-def _part(host: torch.Tensor, event: torch.Tensor, first: int, rows: int) -> torch.Tensor:
-    offset = never(event).to(torch.int32)
-    builder = xb.create_builder("part_on_host")
-    given = [
+def _stored(rows: xb.Op, at: xb.Op) -> xb.Op:
+    n, *rest = rows.shape().sizes
+    empty = xb.Op.scalar(rows.builder(), 0, dtype=rows.shape().dtype).broadcast([n + 1, *rest])
+    return empty.dynamic_update_slice(rows, [at, *_zeros(at, len(rest))])
+
+
+def _first_row(host: xb.Op, at: xb.Op) -> xb.Op:
+    _, *rest = host.shape().sizes
+    return host.dynamic_slice([at, *_zeros(at, len(rest))], [1, *rest])
+
+
+def _all_rows_but_one(host: xb.Op, at: xb.Op) -> xb.Op:
+    n, *rest = host.shape().sizes
+    return host.dynamic_slice([at, *_zeros(at, len(rest))], [n - 1, *rest])
+
+
+def _zeros(at: xb.Op, count: int) -> list[xb.Op]:
+    return [xb.Op.scalar(at.builder(), 0, dtype=xb.Type.S32)] * count
+
+
+def _computed(
+    function: Callable[[xb.Op, xb.Op], xb.Op],
+    tensor: torch.Tensor,
+    events: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """``function`` of a tensor and a place in it, which is 0, but not before ``events``."""
+    place = torch.zeros(1, dtype=torch.int32, device=tensor.device)
+    for event in events:
+        place = place + never(event)
+    builder = xb.create_builder("host_memory")
+    given, at = (
         xb.mkparam(builder, number, xb.mkshape(xb.Op.from_torch_type(t.dtype), tuple(t.shape)))
-        for number, t in enumerate((host, offset))
-    ]
-    zero = xb.Op.scalar(builder, 0, dtype=xb.Type.S32)
-    at = given[1].reshape([]) + xb.Op.scalar(builder, first, dtype=xb.Type.S32)
-    part = given[0].dynamic_slice([at, zero, zero], [rows, *host.shape[1:]])
-    computation = xb.Op.tuple([part]).build("part_on_host")
-    parts: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation(
-        "xla::part_on_host", [host, offset], computation
+        for number, t in enumerate((tensor, place))
     )
-    return parts[0]
+    computation = xb.Op.tuple([function(given, at.reshape([]))]).build("host_memory")
+    made: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation(
+        "xla::host_memory", [tensor, place], computation
+    )
+    return made[0]
+
+
+def _on_tpu(tensor: torch.Tensor) -> bool:
+    return torch_xla._XLAC._xla_device_kind(str(tensor.device)).startswith("TPU")
 
 
 def _placed(tensor: torch.Tensor, memory: str) -> torch.Tensor:
+    if not _on_tpu(tensor):
+        return tensor
     placed: list[torch.Tensor] = torch_xla._XLAC._xla_custom_call(
         [tensor], _CALL, [list(tensor.shape)], [tensor.dtype], True, "", 0,
         {"_xla_buffer_placement": memory},

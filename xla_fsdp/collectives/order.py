@@ -46,11 +46,12 @@ class Order:
         self.last: torch.Tensor | None = None  # made of the last parameter gathered
         # Of inputs that wait in the host's memory: what the last recomputation started from, and
         # something that says that the last forward's are there.
-        self._recomputing: torch.Tensor | None = None
+        self._recomputing: Sequence[torch.Tensor] = ()
         self._on_host: torch.Tensor | None = None
         # Reduced gradients: of the unit before the last one, and since.
         self._reduced: list[torch.Tensor] = []
         self._reducing: list[torch.Tensor] = []
+        self._done: list[torch.Tensor] = []  # of the unit before that
 
     def __deepcopy__(self, memo: dict) -> Order:
         """A copy of a model is not under way."""
@@ -74,6 +75,7 @@ class Order:
         """
         before, self._arrived = self._arrived, grads
         done, self._reduced, self._reducing = self._reduced, self._reducing, []
+        self._done = done
         early = prefetch is BackwardPrefetch.BACKWARD_PRE
         events = list(before if early and before else grads)
         if limit:
@@ -88,11 +90,15 @@ class Order:
         before, self._on_host = self._on_host, arrived
         return before
 
-    def recompute(self, grad: torch.Tensor) -> torch.Tensor:
+    def recompute(self, grad: torch.Tensor) -> Sequence[torch.Tensor]:
         """What the inputs of a recomputation that starts from ``grad`` wait for before they come
-        back from the host: what the one before started from, so that they travel meanwhile."""
-        before, self._recomputing = self._recomputing, grad
-        return grad if before is None else before
+        back from the host.
+
+        For what the one before started from, so that they travel meanwhile, and for the reduction
+        of the unit two before, so that those of at most two are there.
+        """
+        before, self._recomputing = self._recomputing, [grad]
+        return [*(before or [grad]), *self._done]
 
     def turn(self, shard: torch.Tensor) -> torch.Tensor:
         """``shard``, not before the gather whose result :meth:`gathered` was told last is over."""
@@ -117,8 +123,8 @@ class Order:
 
     def backward_over(self) -> None:
         """A backward ended, or will not end."""
-        self._arrived, self._reduced, self._reducing = (), [], []
-        self._recomputing = None
+        self._arrived, self._reduced, self._reducing, self._done = (), [], [], []
+        self._recomputing = ()
         self.last = None
 
 

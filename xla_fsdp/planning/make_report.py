@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..compiled.host_options import HostOptions
 from ..tpu.chips import Chip
 from ..tpu.links import describe, odd_groups
@@ -45,6 +47,11 @@ def make_report(
             "message) are temporaries and what it reserves for itself; required here counts "
             "arguments and outputs as well."
         )
+    if schedule.to_host or schedule.to_device:
+        notes.append(
+            "Copies between HBM and the host's memory take no time here: no figures of the links "
+            "between them are published. They run beside compute, as far as they are fast enough."
+        )
     capacity = chip.device_usable_hbm_bytes(host.chip_config)
     return Report(
         topology=where.name,
@@ -87,8 +94,12 @@ def _laid_out(
         return nothing, CompilerMemory(0, 0, 0, 0, 0, 0)
     assignment = read_assignment(compiled.assignment)
     schedule = read_schedule(compiled.scheduled, assignment, step.program.arguments, chip)
-    if compiled.memory is not None:
-        return schedule, compiled.memory
+    memory = compiled.memory
+    if memory is not None:
+        if assignment.on_host:
+            peak = max(schedule.curve)
+            memory = replace(memory, peak=peak, host_temporaries=assignment.on_host)
+        return schedule, memory
     return schedule, CompilerMemory(
         arguments=assignment.held("argument"),
         outputs=assignment.held("output"),  # those that take no argument's buffer
@@ -96,4 +107,5 @@ def _laid_out(
         temporaries=assignment.held("temporary"),
         code=0,
         peak=max(schedule.curve),
+        host_temporaries=assignment.on_host,
     )

@@ -90,6 +90,8 @@ class Schedule:
     peak_index: int  # where the curve is highest
     aliased: Mapping[int, int]  # output number to the argument number whose buffer it takes
     notes: tuple[str, ...] = ()  # what the text did not say and had to be assumed
+    to_host: int = 0  # bytes copied from HBM to the host's memory in a step, without padding
+    to_device: int = 0  # and back
 
     def live_at_peak(self) -> list[Buffer]:
         """The buffers that are live at the peak, largest first."""
@@ -107,8 +109,11 @@ class CompilerMemory:
     aliased: int  # part of outputs that takes the buffers of donated arguments
     temporaries: int  # with what fragmentation costs
     code: int  # the executable itself
-    peak: int  # most live at one time, without code and fragmentation
-    host_temporaries: int = 0  # host memory, for offloaded buffers
+    # Most live at one time, without code and fragmentation. With host_temporaries, of which the
+    # compiler's figure counts some, that of the schedule's curve.
+    peak: int
+    # In the host's memory, by the buffer assignment: inputs that wait for the backward.
+    host_temporaries: int = 0
 
     @property
     def required(self) -> int:

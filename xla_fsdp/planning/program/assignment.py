@@ -18,7 +18,7 @@ _PLACE = re.compile(r"^    (\d+):(\S+)$")
 _RANGE = re.compile(r"^    (.+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 _COLOR = re.compile(r", color (\d+)")
 _PARAMETER = re.compile(r", parameter (\d+)")
-_HBM = 0  # the memory space, which XLA calls a color
+_HBM, _HOST = 0, 5  # memory spaces, which XLA calls colors
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Assignment:
 
     allocations: tuple[Allocation, ...]
     sequence: tuple[str, ...]  # names of instructions
+    on_host: int = 0  # bytes of temporaries in the host's memory
 
     def held(self, category: str) -> int:
         """Bytes of all allocations of a category, with what lies idle in them."""
@@ -79,7 +80,9 @@ def read_assignment(text: str) -> Assignment:
         elif line.startswith("  Live ranges at"):
             break
     allocations = tuple(_allocations(head, ranges, len(sequence) - 1))
-    return Assignment(allocations, tuple(sequence))
+    lines = filter(None, map(_ALLOCATION.match, head.splitlines()))
+    on_host = sum(int(line[2]) for line in lines if _color(line[3]) == _HOST)
+    return Assignment(allocations, tuple(sequence), on_host)
 
 
 def _allocations(
@@ -110,8 +113,7 @@ def _allocations(
 
 def _kind(size: int, said: str) -> tuple[int, str, int | None] | None:
     """Size, category and parameter number, or ``None`` for what is not in HBM."""
-    color = _COLOR.search(said)
-    if (color and int(color[1]) != _HBM) or "thread-local" in said:
+    if _color(said) != _HBM or "thread-local" in said:
         return None
     parameter = _PARAMETER.search(said)
     if parameter:
@@ -120,6 +122,11 @@ def _kind(size: int, said: str) -> tuple[int, str, int | None] | None:
         return size, "constant", None
     is_output = "output shape" in said or "maybe-live-out" in said
     return size, "output" if is_output else "temporary", None
+
+
+def _color(said: str) -> int:
+    color = _COLOR.search(said)
+    return int(color[1]) if color else _HBM
 
 
 def without_overlap(values: Sequence[Value]) -> list[Value]:

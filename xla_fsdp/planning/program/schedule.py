@@ -13,6 +13,7 @@ from ..records import Collective, Op, Schedule
 from .assignment import Assignment
 from .collectives import find_collectives
 from .hlo import Instruction, Module, parse_module
+from .host_transfers import host_transfers
 from .kernels import is_kernel, kernel_cycles
 from .memory import Memory
 from .places import Line, line_up
@@ -50,6 +51,7 @@ def read_schedule(
     ops = tuple(_ops(line, found.places, labels, chip))
     memory = Memory(line, labels, assignment, arguments)
     curve = memory.curve
+    to_host, to_device = host_transfers(line)
     return Schedule(
         length=len(line.places),
         ops=ops,
@@ -58,7 +60,13 @@ def read_schedule(
         curve=curve,
         peak_index=max(range(len(curve)), key=curve.__getitem__),
         aliased=_aliased(module),
+<<<<<<< HEAD
         notes=tuple(line.notes + found.notes + _untimed(line) + _kernels(line, chip)),
+=======
+        notes=tuple(line.notes + found.notes + _untimed(line)),
+        to_host=to_host,
+        to_device=to_device,
+>>>>>>> h-scan
     )
 
 

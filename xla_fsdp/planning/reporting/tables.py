@@ -32,7 +32,13 @@ class Section:
 
 def sections(report: Findings) -> list[Section]:
     """The tables that have something to show."""
-    tables = [_memory(report), _largest(report), _collectives(report), _by_unit(report)]
+    tables = [
+        _memory(report),
+        _host(report),
+        _largest(report),
+        _collectives(report),
+        _by_unit(report),
+    ]
     if report.placed:
         tables += [_traffic(report), _time(report)]
     return [t for t in (*tables, _program(report)) if t.rows]
@@ -85,7 +91,8 @@ def _memory(report: Findings) -> Section:
             ("required", m.required, known),
         ]
         if not report.refusal:
-            rows += [("live peak", m.peak, f"{by}, without code and fragmentation")]
+            said = "the schedule" if m.host_temporaries else by
+            rows += [("live peak", m.peak, f"{said}, without code and fragmentation")]
         rows += [("live peak, read off", summed, "live buffers of the schedule, added up")]
     rows += [("capacity", report.hbm_capacity, report.hbm_source)]
     small = 0 < m.required < GIB
@@ -95,6 +102,20 @@ def _memory(report: Findings) -> Section:
         headroom = f"headroom {percent(report.headroom, 1)} of the capacity"
         lines += [("fits", "yes" if report.fits else "NO", headroom)]
     return Section("HBM of a device", (unit, "how obtained"), tuple(lines))
+
+
+def _host(report: Findings) -> Section:
+    held, schedule = report.memory.host_temporaries, report.schedule
+    rows = []
+    if held or schedule.to_host or schedule.to_device:
+        rows = [("held", figure(held / MIB, 1, "MiB"), "the compiler's buffer assignment")]
+        for name, size in (("copied there", schedule.to_host), ("and back", schedule.to_device)):
+            rows.append((name, figure(size / MB, 1, "MB"), "a step, scheduled program"))
+        moved = schedule.to_host + schedule.to_device
+        if report.timed:
+            speed = figure(moved / report.timing.step / 1e9, 1, "GB/s")
+            rows.append(("needs", speed, "to hide in the modelled step; their time is NOT in it"))
+    return Section("Host memory for a device", ("", "how obtained"), tuple(rows))
 
 
 def _largest(report: Findings) -> Section:

@@ -1,0 +1,149 @@
+"""``offload=True``: inputs of checkpointed modules and of scanned blocks wait on the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_scan_carries import DEPTH, STEPS, Block, Model, assert_close, batch, exact, unsharded
+from test_special_uses import trace_as_on_tpu
+from torch import nn
+
+
+def trained(rank, scanned, offload):
+    """Weights after some steps, of two micro-batches each."""
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import checkpoint_module, full_state_dict
+
+    model = Model(scanned, **({"offload": offload} if scanned else {}))
+    if not scanned:
+        blocks = (checkpoint_module(block, offload=offload) for block in model.blocks)
+        model.blocks = nn.ModuleList(map(FSDP, blocks))
+    model = FSDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        x = batch(rank, step).to("xla")[None, :, None].expand(1, 3, 8, 5)
+        for _ in range(2):
+            (0.5 * model(x).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+    return full_state_dict(model, rank0_only=False)
+
+
+def every_way(rank):
+    expected = unsharded(2, exact)
+    for on_tpu in (False, True):
+        if on_tpu:
+            trace_as_on_tpu()
+        for scanned in (True, False):
+            found = trained(rank, scanned, True)
+            assert_close(found, expected)
+            if not on_tpu:  # the same program
+                for name, value in trained(rank, scanned, False).items():
+                    torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+
+
+def test_values_are_those_without(run_ranks):
+    run_ranks(every_way, 2)
+
+
+def on_one_rank(rank):
+    """Modules without a wrapper, inputs that stay, a loop one iteration long, and no backward."""
+    import torch_xla
+
+    from xla_fsdp import checkpoint_module, remat, scan_blocks
+
+    trace_as_on_tpu()
+    mask = torch.rand(16, 12).to("xla")
+
+    class Masked(Block):
+        def forward(self, x, mask, *, odd=None):
+            return super().forward(x * mask, 1.0) + (0 if odd is None else odd.sum())
+
+    torch.manual_seed(0)
+    block = Masked().to("xla")
+    grads = []
+    for offload in (False, True):
+        checkpoint_module(block, offload=offload)  # the last call counts
+        assert block.forward.func is (remat.offloaded if offload else remat.recomputed)
+        x = torch.linspace(-1, 1, 192).view(16, 12).to("xla").requires_grad_()
+        odd = (x[:5, :3] * 2).clone()  # no rows of eight
+        block(x * 1.0, mask, odd=odd).square().sum().backward()
+        hlo = torch_xla._XLAC._get_xla_tensors_hlo([x.grad])
+        assert ("dynamic-update-slice" in hlo) is offload
+        grads.append([x.grad.cpu(), *(p.grad.cpu() for p in block.parameters() if p.requires_grad)])
+        block.zero_grad()
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+    with torch.no_grad():
+        block(x, mask)
+    single = scan_blocks([Block()], offload=True)
+    single(x, 1.0).sum().backward()
+    torch_xla.sync()
+    assert all(p.grad is not None for p in single.parameters() if p.requires_grad)
+    for wrong in (lambda: checkpoint_module(block, offload=1), lambda: scan_blocks([], offload=1)):
+        with pytest.raises(TypeError, match="offload must be True or False, got 1"):
+            wrong()
+
+
+def test_what_is_offloaded_and_what_is_refused(run_ranks):
+    run_ranks(on_one_rank, 1)
+
+
+WIDTH, INPUT = 256, 4 * 1024 * 256 * 2  # bytes of a block's input, in bfloat16
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + nn.functional.gelu(self.linear(x))
+
+
+def _step(around, first=64):
+    def step():
+        from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+        model = FSDP(nn.Sequential(nn.Linear(first, WIDTH), around()), compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        x = torch.randn(4, 1024, first).to("xla")
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def planned():
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import checkpoint_module, plan, scan_blocks
+
+    def scanned():
+        layers = [Layer() for _ in range(16)]
+        return scan_blocks(layers, compute_dtype=torch.bfloat16, offload=True)
+
+    def singly():
+        layers = (checkpoint_module(Layer(), offload=True) for _ in range(DEPTH))
+        return nn.Sequential(*(FSDP(one, compute_dtype=torch.bfloat16) for one in layers))
+
+    for around, depth in ((scanned, 16), (singly, DEPTH)):
+        report = plan(_step(around), "v5litepod-8", cache=False, progress=False, ranks=[0])
+        held = report.memory.host_temporaries
+        assert depth * INPUT <= held <= 1.01 * depth * INPUT, held / INPUT
+        schedule = report.schedule
+        assert schedule.to_host == depth * INPUT
+        assert depth * INPUT <= schedule.to_device <= 1.01 * depth * INPUT
+        assert report.memory.peak == max(schedule.curve)
+        text = str(report)
+        assert "Host memory for a device" in text and "take no time here" in text
+        if around is scanned:
+            assert report.memory.peak < 0.7 * depth * INPUT  # never all of them, nor all but one
+            assert report.memory.required < 0.9 * depth * INPUT
+
+
+def test_on_the_tpu_compiler(elsewhere):
+    elsewhere(planned)
