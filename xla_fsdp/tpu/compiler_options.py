@@ -35,11 +35,6 @@ FOR_LOOPS: Mapping[str, str] = MappingProxyType({_BESIDE_ELEMENTS: "false"})
 _CRASHING = ("TPU v5 lite", "TPU v6 lite")
 
 
-def options_for(device_kind: str, loops: bool) -> dict[str, str]:
-    """What ``xla_fsdp.plan`` asks for on such chips; ``loops``: the program has some."""
-    return {**OPTIONS, **(FOR_LOOPS if loops and device_kind in _CRASHING else {})}
-
-
 def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
     """Adds ``options`` to ``LIBTPU_INIT_ARGS``, before ``xla_fsdp.launch``, for it and its ranks.
 
