@@ -35,6 +35,10 @@ FOR_LOOPS: Mapping[str, str] = MappingProxyType({_BESIDE_ELEMENTS: "false"})
 _CRASHING = ("TPU v5 lite", "TPU v6 lite")
 
 
+class RefusedOptionError(ValueError):
+    """``LIBTPU_INIT_ARGS`` has a value or a form that libtpu does not take."""
+
+
 def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
     """Adds ``options`` to ``LIBTPU_INIT_ARGS``, before ``xla_fsdp.launch``, for it and its ranks.
 
@@ -42,7 +46,7 @@ def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
     does not know, whoever put them there, it is told to ignore, with one warning.
 
     Raises:
-        ValueError: libtpu refuses the value or the form of a flag.
+        RefusedOptionError: (a ValueError) libtpu refuses the value or the form of a flag.
     """
     given = os.environ.get(_VARIABLE, "")
     os.environ[_VARIABLE], _ = accepted(libtpu_init_args(given, options))
@@ -54,11 +58,11 @@ def accepted(arguments: str) -> tuple[str, tuple[str, ...]]:
     Warns of these once, and of options without dashes. Without libtpu all is taken to be known.
 
     Raises:
-        ValueError: libtpu refuses the value or the form of a flag.
+        RefusedOptionError: (a ValueError) libtpu refuses the value or the form of a flag.
     """
     refused = refusal(arguments, library())
     if refused.illegal:
-        raise ValueError(
+        raise RefusedOptionError(
             f"libtpu refuses LIBTPU_INIT_ARGS={arguments!r}: {'; '.join(refused.illegal)}"
         )
     if refused.unknown:
