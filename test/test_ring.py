@@ -30,16 +30,17 @@ def test_a_ring_uses_links_between_neighbours(columns, rows):
     assert {(b, a) for a, b in rings.pairs(0)} == set(rings.pairs(1))
 
 
-def test_slices_of_v5e_and_v6e():
-    for name in ("v5litepod-4", "v5litepod-8", "v6e-8"):
+def test_slices_of_v6e():
+    for name in ("v6e-4", "v6e-8"):
         every = (tuple(range(resolve(name).devices)),)
         assert Routes(resolve(name)).rings(every) is not None
     # On more chips within blocks, of the way that is the fastest.
-    sixteen = Routes(resolve("v5litepod-16"))
+    sixteen = Routes(resolve("v6e-16"))
     blocks, across = sixteen.scatter(8 << 20, 2048).stages
     assert sixteen.rings(blocks).size == 8 and sixteen.rings(across) is None
-    # Nowhere where permutes keep the chip from computing.
-    assert Routes(resolve("v4-16")).rings((tuple(range(8)),)) is None
+    # Nowhere where permutes keep the chip from computing, or take longer than what they save.
+    for name in ("v4-16", "v5litepod-8"):
+        assert Routes(resolve(name)).rings((tuple(range(8)),)) is None
 
 
 @pytest.mark.parametrize(

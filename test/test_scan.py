@@ -436,21 +436,26 @@ def planned_where_gathers_run_beside_loops(cache):
     from xla_fsdp import plan
     from xla_fsdp.tpu import compiler_options
 
-    # With all options that other programs are compiled with, the compiler dies of this one.
-    report = plan(_clipped_step, "v5e:2x4", cache=cache, progress=False, ranks=[0])
-    assert report.fits
-    assert any(c.asynchronous and c.times == 4 for c in report.schedule.collectives)
+    def planned(**options):
+        options = {"cache": cache, "progress": False, "ranks": [0], **options}
+        return plan(_clipped_step, "v5e:2x4", **options)
 
     kept = dict(os.environ)
     try:
-        compiler_options.add_to_environment()  # as launch does
-        with pytest.raises(RuntimeError, match="TPU v5 lite .* Before launch: .*FOR_LOOPS"):
-            plan(_clipped_step, "v5e:2x4", cache=cache, progress=False, ranks=[0])
+        # With all options that launch gives, the compiler dies of this program: as there, so here.
+        for prepare in (lambda: None, compiler_options.add_to_environment):
+            prepare()
+            with pytest.raises(RuntimeError, match="TPU v5 lite .* Before launch: .*FOR_LOOPS"):
+                planned()
         os.environ.pop("LIBTPU_INIT_ARGS")
         compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
-        compiler_options.add_to_environment()
-        again = plan(_clipped_step, "v5e:2x4", cache=cache, progress=False, ranks=[0])
-        assert again.from_cache
+        report = planned()
+        assert report.fits
+        assert any(c.asynchronous and c.times == 4 for c in report.schedule.collectives)
+        (beside,) = compiler_options.FOR_LOOPS
+        assert report.compiler_options[beside] == "false (LIBTPU_INIT_ARGS)"
+        compiler_options.add_to_environment()  # as launch does then
+        assert planned().from_cache
     finally:
         os.environ.clear()
         os.environ.update(kept)

@@ -28,7 +28,10 @@ class TestChips:
         chip = CHIPS[family]
         figures = {"flops", "hbm_bytes", "usable_hbm_bytes", "hbm_bandwidth", "devices"}
         figures |= {"clock_hz", "links", "link_bandwidth", "hop_latency", "pod"}
+        # v2 and v3 slices are not joined.
+        figures |= {"dcn_bandwidth"} if chip.dcn_bandwidth else set()
         assert set(chip.sources) == figures
+        assert bool(chip.dcn_bandwidth) == (family not in ("v2", "v3"))
 
     @pytest.mark.parametrize(
         ("family", "multipliers"),

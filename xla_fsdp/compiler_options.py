@@ -3,6 +3,7 @@
 from .tpu.compiler_options import (
     FOR_LOOPS,
     OPTIONS,
+    RefusedOptionError,
     add_to_environment,
     libtpu_init_args,
     main,
@@ -13,6 +14,7 @@ from .tpu.libtpu_flags import read as read_libtpu_init_args
 __all__ = [
     "FOR_LOOPS",
     "OPTIONS",
+    "RefusedOptionError",
     "add_to_environment",
     "libtpu_init_args",
     "read_libtpu_init_args",

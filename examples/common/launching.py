@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from absl import flags
 
 import xla_fsdp
+from xla_fsdp.compiler_options import RefusedOptionError
 
 from .script import Stop, in_a_line, require
 
@@ -72,7 +73,7 @@ def _plan(train: Callable, args: tuple, options: SimpleNamespace, title: str) ->
 
     try:
         report = xla_fsdp.plan(step, topology=options.plan, title=title)
-    except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError) as error:
+    except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError, RefusedOptionError) as error:
         raise Stop(f"--plan: {error}", code=2) from error
     except xla_fsdp.CompileError as error:
         message = str(error).splitlines()[0]

@@ -69,7 +69,7 @@ def launch(
             another number of devices, or without the settings that CPU ranks need; or ``torchrun``
             started another number of processes than XLA has ranks; or ``fn`` is defined in a
             notebook and there is a TPU.
-        ValueError, TypeError: wrong ``num_devices``.
+        ValueError, TypeError: wrong ``num_devices``; on TPU: libtpu refuses LIBTPU_INIT_ARGS.
     """
     inside = current_rank()
     if inside is not None:

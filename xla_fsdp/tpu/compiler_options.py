@@ -35,9 +35,8 @@ FOR_LOOPS: Mapping[str, str] = MappingProxyType({_BESIDE_ELEMENTS: "false"})
 _CRASHING = ("TPU v5 lite", "TPU v6 lite")
 
 
-def options_for(device_kind: str, loops: bool) -> dict[str, str]:
-    """What ``xla_fsdp.plan`` asks for on such chips; ``loops``: the program has some."""
-    return {**OPTIONS, **(FOR_LOOPS if loops and device_kind in _CRASHING else {})}
+class RefusedOptionError(ValueError):
+    """``LIBTPU_INIT_ARGS`` has a value or a form that libtpu does not take."""
 
 
 def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
@@ -47,7 +46,7 @@ def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
     does not know, whoever put them there, it is told to ignore, with one warning.
 
     Raises:
-        ValueError: libtpu refuses the value or the form of a flag.
+        RefusedOptionError: (a ValueError) libtpu refuses the value or the form of a flag.
     """
     given = os.environ.get(_VARIABLE, "")
     os.environ[_VARIABLE], _ = accepted(libtpu_init_args(given, options))
@@ -59,11 +58,11 @@ def accepted(arguments: str) -> tuple[str, tuple[str, ...]]:
     Warns of these once, and of options without dashes. Without libtpu all is taken to be known.
 
     Raises:
-        ValueError: libtpu refuses the value or the form of a flag.
+        RefusedOptionError: (a ValueError) libtpu refuses the value or the form of a flag.
     """
     refused = refusal(arguments, library())
     if refused.illegal:
-        raise ValueError(
+        raise RefusedOptionError(
             f"libtpu refuses LIBTPU_INIT_ARGS={arguments!r}: {'; '.join(refused.illegal)}"
         )
     if refused.unknown:

@@ -33,12 +33,6 @@ class TracedProgram:
         """Equal for programs that could share an executable."""
         return fingerprint(self.hlo)
 
-    @property
-    def has_loops(self) -> bool:
-        """Whether some of it runs several times, as scanned blocks do."""
-        # The opcode of an instruction: field 2 of its message, five characters.
-        return b"\x12\x05while" in self.hlo
-
 
 @dataclass(frozen=True)
 class PartitionedProgram:
