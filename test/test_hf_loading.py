@@ -96,6 +96,65 @@ def test_experts_in_static_shapes(run_ranks):
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
 
 
+SIZES = dict(hidden_size=8, intermediate_size=12, moe_intermediate_size=6, n_routed_experts=4)
+SIZES |= dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
+SIZES |= dict(shared_expert_intermediate_size=10, d_model=8, d_ff=12, expert_capacity=3)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("olmoe", "OlmoeSparseMoeBlock", "OlmoeConfig", {}),
+        ("qwen2_moe", "Qwen2MoeSparseMoeBlock", "Qwen2MoeConfig", {}),
+        ("qwen3_moe", "Qwen3MoeSparseMoeBlock", "Qwen3MoeConfig", {"norm_topk_prob": True}),
+        ("deepseek_v3", "DeepseekV3MoE", "DeepseekV3Config", {}),
+        ("glm4_moe", "Glm4MoeMoE", "Glm4MoeConfig", {}),
+        ("switch_transformers", "SwitchTransformersSparseMLP", "SwitchTransformersConfig", {}),
+    ],
+    ids=lambda kind: kind[0],
+)
+def test_experts_of_other_models(kind):
+    """Outputs and gradients of a block are those of the library, which are compared on the CPU."""
+    from importlib import import_module
+
+    from xla_fsdp.integrations.experts import use_static_experts, warn_of_dynamic_experts
+
+    folder, name, config, more = kind
+    library = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    torch.manual_seed(2)
+    given = getattr(library, config)(**SIZES, dropout_rate=0.0, router_jitter_noise=0.0, **more)
+    block = getattr(library, name)(given).train()
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    hidden = torch.randn(2, 5, 8)
+    outputs, gradients = [], []
+    warn_of_dynamic_experts(block)
+    for static in (False, True):
+        if static:
+            assert use_static_experts(torch.nn.ModuleList([block])) == ["0"]
+            out = block(hidden)
+        else:
+            with pytest.warns(UserWarning, match=f"experts of {name} look for their tokens"):
+                out = block(hidden)
+        outputs.append(out[0] if isinstance(out, tuple) else out)
+        block.zero_grad()
+        outputs[-1].square().sum().backward()
+        gradients.append({n: p.grad for n, p in block.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(*outputs)
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_experts_that_are_not_known_are_refused():
+    from transformers.models.jamba.modeling_jamba import JambaConfig, JambaSparseMoeBlock
+
+    from xla_fsdp.integrations.experts import use_static_experts
+
+    model = torch.nn.ModuleList([JambaSparseMoeBlock(JambaConfig(**SIZES))])
+    with pytest.raises(ValueError, match="0 is a JambaSparseMoeBlock, whose experts are not known"):
+        use_static_experts(model)
+
+
 def test_experts_are_planned(elsewhere):
     assert elsewhere(planned) == []
 

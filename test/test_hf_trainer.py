@@ -1,7 +1,9 @@
 """The Trainer with an FSDP configuration on XLA, against plain training in one process."""
 
+import contextlib
 import functools
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -74,7 +76,10 @@ class Noted(TrainerCallback):
     """What a run logs, and that callbacks are called."""
 
     def __init__(self):
-        self.norms, self.evaluated = [], []
+        self.norms, self.evaluated, self.drawn = [], [], []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.drawn.append(torch.rand(()).item())
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "grad_norm" in logs:
@@ -171,9 +176,8 @@ CLASSES = {
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_training_is_that_of_one_process(run_ranks, reference, tmp_path, ranks):
-    cases = CASES if ranks > 1 else CASES[1:2]
-    found = run_ranks(several, ranks, str(tmp_path), cases, timeout=TIMEOUT)
-    for number, (name, micro, _) in enumerate(cases):
+    found = run_ranks(several, ranks, str(tmp_path), CASES, timeout=TIMEOUT)
+    for number, (name, micro, _) in enumerate(CASES):
         trained, loss = of_all([rank[number][0] for rank in found]), found[0][number][1]
         assert_alike(trained, reference(name, micro=micro))
         model, info = CLASSES[name].from_pretrained(
@@ -196,26 +200,32 @@ def saved_half_way(rank, folder):
     """Trains with a save after each step; the rate and the loss of each are in the logs."""
     trainer, noted = trainer_for("bert", folder, save_strategy="steps", save_steps=2)
     trainer.train()
-    return trained_by(trainer, noted)
+    return trained_by(trainer, noted), noted.drawn
 
 
 def resumed(rank, folder, checkpoint):
     trainer, noted = trainer_for("bert", folder)
     trainer.train(resume_from_checkpoint=checkpoint)
     assert trainer.state.global_step == STEPS
-    return trained_by(trainer, noted)
+    return trained_by(trainer, noted), noted.drawn
 
 
 def test_a_checkpoint_resumes_on_another_number_of_ranks(run_ranks, reference, tmp_path):
     expected = reference("bert")
-    assert_alike(of_all(run_ranks(saved_half_way, 4, str(tmp_path), timeout=TIMEOUT)), expected)
+    whole, drawn = zip(*run_ranks(saved_half_way, 4, str(tmp_path), timeout=TIMEOUT), strict=True)
+    assert_alike(of_all(whole), expected)
     checkpoint = tmp_path / "checkpoint-2"
     names = {path.name for path in checkpoint.iterdir()}
     assert {"config.json", "model.safetensors", "training_args.bin", "xla_fsdp"} <= names
     rest = Trained(expected.losses[2:], expected.norms[2:], expected.weights)
     for ranks in (1, 4):
-        found = run_ranks(resumed, ranks, str(tmp_path / "more"), str(checkpoint), timeout=TIMEOUT)
+        found, again = zip(
+            *run_ranks(resumed, ranks, str(tmp_path / "more"), str(checkpoint), timeout=TIMEOUT),
+            strict=True,
+        )
         assert_alike(of_all(found), rest)
+        if ranks == 4:  # as many as saved: their random numbers go on
+            assert again == tuple(one[2:] for one in drawn)
 
 
 def best_of(rank, folder):
@@ -233,7 +243,7 @@ def best_of(rank, folder):
         learning_rate=1.0,  # the first step is too large, so that later ones may be worse
         config={"sync_module_states": "true", "limit_all_gathers": False},
     )
-    trainer.evaluate()  # shards the model
+    first = trainer.evaluate()["eval_loss"]  # shards the model
     options = trainer.model.fsdp_options
     assert options.compute_dtype is torch.bfloat16 and options.sync_module_states
     assert not options.limit_all_gathers and not options.fp32_reduce_scatter
@@ -244,13 +254,27 @@ def best_of(rank, folder):
     trained = trained_by(trainer, noted)
     predicted = trainer.predict(rows("llama", 3))
     assert predicted.predictions.shape[0] == 3
-    return trained, trainer.state.best_model_checkpoint
+    trainer.hub_model_id = "somebody/llama"
+    with contextlib.ExitStack() as on_rank_0:
+        if rank == 0:
+            upload = mock.patch.object(
+                hf.trainer, "upload_folder", lambda **given: os.listdir(given["folder_path"])
+            )
+            on_rank_0.enter_context(upload)
+        uploaded = trainer.push_to_hub()
+    return trained, trainer.state.best_model_checkpoint, first, uploaded
 
 
 def test_the_best_checkpoint_is_loaded_at_the_end(run_ranks, tmp_path):
     from safetensors.torch import load_file
 
-    found, best = run_ranks(best_of, 4, str(tmp_path), timeout=TIMEOUT)[0]
+    (found, best, first, uploaded), *others = run_ranks(best_of, 4, str(tmp_path), timeout=TIMEOUT)
+    assert all(other[-1] is None for other in others)
+    whole = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    assert whole | {"training_args.bin"} <= set(uploaded)
+    with torch.no_grad():
+        batch = batch_of(rows("llama", 16))
+        assert first == pytest.approx(build("llama")(**batch).loss.item(), rel=1e-2)  # bfloat16
     saved = load_file(os.path.join(best, "model.safetensors"))
     for name, value in saved.items():
         assert torch.equal(found.weights[name], value), name

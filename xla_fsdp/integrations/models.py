@@ -17,6 +17,7 @@ from transformers.modeling_utils import ModuleUtilsMixin, PreTrainedModel
 
 from ..sharding.around import is_sharded
 from .changes import Changes
+from .experts import warn_of_dynamic_experts
 from .generation import generate_sharded
 from .recomputation import recompute_through_checkpoint_module
 from .saving import count_whole, save_whole
@@ -27,6 +28,7 @@ changes = Changes("transformers", ["4.57.6"])
 def adapt(module: nn.Module) -> None:
     """Called with what is being wrapped, which may have been told before to recompute."""
     recompute_through_checkpoint_module(module)
+    warn_of_dynamic_experts(module)
 
 
 @changes.around(PreTrainedModel, "save_pretrained")
