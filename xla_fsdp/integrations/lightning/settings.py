@@ -84,8 +84,9 @@ class Settings:
         if not {"compute_dtype", "mixed_precision"} & set(options):
             if precision == "bf16-mixed":
                 # Autocast says what is computed in it; batches come as they are.
-                as_given = {"cast_forward_inputs": False, "cast_root_forward_inputs": False}
-                options["mixed_precision"] = MixedPrecision(torch.bfloat16, **as_given)
+                options["mixed_precision"] = MixedPrecision(
+                    torch.bfloat16, cast_forward_inputs=False, cast_root_forward_inputs=False
+                )
             elif precision == "bf16-true":
                 options["compute_dtype"] = torch.bfloat16
         if precision == "bf16-true":
