@@ -70,6 +70,8 @@ class Words(L.LightningModule):
         self.norms.append(grad_norm(self, 2)["grad_2.0_norm_total"])
 
     def configure_optimizers(self):
+        assert "blocks.0.inner.weight" in dict(self.named_parameters())
+        assert "0.inner.weight" in dict(self.blocks.named_parameters())
         decayed = [p for n, p in self.named_parameters() if n.endswith("weight")]
         others = [p for n, p in self.named_parameters() if not n.endswith("weight")]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]

@@ -116,9 +116,24 @@ def resuming(rank, folder):
     return {
         "norm": ours(folder / "a", ckpt_path=folder / "full/epoch=0.ckpt", told=CLIPPED),
         "value": ours(folder / "b", ckpt_path=folder / "sharded/epoch=0.ckpt", told=BY_VALUE),
+        "bf16": in_bfloat16(folder / "bf16"),
         "tested": tested,
         "predicted": predicted,
     }
+
+
+def in_bfloat16(folder):
+    seen = set()
+
+    def look(module, given, made):
+        seen.add(made.dtype)
+
+    model = Words()
+    model.blocks[0].inner.register_forward_hook(look)
+    found = ours(folder, model, told=BY_VALUE | {"precision": "bf16-mixed"})
+    assert seen == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    return found["losses"]
 
 
 def test_another_number_of_ranks_and_plain_lightning_go_on(run_ranks, reference, folder):
@@ -126,6 +141,9 @@ def test_another_number_of_ranks_and_plain_lightning_go_on(run_ranks, reference,
     (found,) = run_ranks(resuming, 1, saved, timeout=TIMEOUT)
     assert_alike(found["norm"], reference["norm"])
     assert_alike(found["value"], reference["value"])
+    # Logged in float32 though computed in bfloat16: near, and not of eight bits.
+    assert found["bf16"] == pytest.approx(reference["value"]["losses"], abs=2e-2)
+    assert found["bf16"] != torch.tensor(found["bf16"]).bfloat16().tolist()
     wanted = reference["value"]["seen"]
     assert found["tested"] == [
         pytest.approx({n: wanted[n] for n in ("val_loss", "accuracy")}, abs=1e-4)

@@ -131,9 +131,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# Scripts that are to use it without a line of their own; these libraries are imported by nothing
-# else.
-if _os.environ.get("XLA_FSDP_DROP_IN") == "1":
-    for _library in ("transformers", "lightning"):
-        if _find_spec(_library) is not None:
-            _import_module(f".integrations.{_library}", __name__)
+# Scripts that are to use it without a line of their own: "1", or names of libraries with commas in
+# between. They are imported by nothing else.
+_asked = _os.environ.get("XLA_FSDP_DROP_IN", "").split(",")
+for _library in ("transformers", "lightning"):
+    if _library in _asked or (_asked == ["1"] and _find_spec(_library) is not None):
+        _integration = _import_module(f".integrations.{_library}", __name__)
+        getattr(_integration, "install_drop_in", _integration.install)()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...names import WRAPPED_PREFIX
-
 
 def norms_of_whole(
     module: nn.Module, norm_type: float | str, group_separator: str = "/"
@@ -20,7 +18,7 @@ def norms_of_whole(
     order = float(norm_type)
     # Clipping at infinity changes nothing, and knows how parameters are shared.
     norms = {
-        f"grad_{order}_norm{group_separator}{name.replace(WRAPPED_PREFIX, '')}": (
+        f"grad_{order}_norm{group_separator}{name}": (
             torch.nn.utils.clip_grad_norm_([parameter], float("inf"), order)
         )
         for name, parameter in module.named_parameters()

@@ -1,0 +1,171 @@
+"""What is registered with Lightning and changed in it, each in one place; can be undone."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.fabric.fabric
+import lightning.fabric.strategies
+import lightning.fabric.strategies.xla_fsdp
+import lightning.pytorch.trainer.connectors.data_connector
+import lightning.pytorch.utilities
+import lightning.pytorch.utilities.grads
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.accelerators import CPUAccelerator, XLAAccelerator
+from lightning.fabric.connector import _Connector
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+from ...sharding.around import is_sharded
+from .changed import changes, drop_in
+from .fabric_strategy import FabricStrategy
+from .norms import norms_of_whole
+from .ranks import RanksAccelerator, let_first_rank_speak
+from .shared_patches import Shared
+from .summary import WholeSummary
+from .trainer_strategy import TrainerStrategy
+
+NAME = TrainerStrategy.strategy_name
+DROP_IN_NAME = "xla_fsdp"
+
+_undo_speaking: list[Callable[[], None]] = []
+_installing = threading.Lock()
+
+
+def install() -> None:
+    """Registers the strategies and makes the changes, unless that was done."""
+    with _installing:
+        changes.apply()
+        if not _undo_speaking:
+            _undo_speaking.append(let_first_rank_speak())
+            _register(NAME)
+
+
+def install_drop_in() -> None:
+    """Has ``"xla_fsdp"`` and Lightning's ``XLAFSDPStrategy`` mean this package's, too."""
+    install()
+    with _installing:
+        drop_in.apply()
+        _register(DROP_IN_NAME)
+
+
+def uninstall() -> None:
+    """Puts Lightning back as it was."""
+    with _installing:
+        changes.undo()
+        drop_in.undo()
+        while _undo_speaking:
+            _undo_speaking.pop()()
+        for registry in (STRATEGY_REGISTRY, StrategyRegistry):
+            registry.pop(NAME, None)
+            registry.pop(DROP_IN_NAME, None)
+        theirs = lightning.fabric.strategies.xla_fsdp.XLAFSDPStrategy
+        theirs.register_strategies(STRATEGY_REGISTRY)
+
+
+def _register(name: str) -> None:
+    for registry, strategy in (
+        (STRATEGY_REGISTRY, FabricStrategy),
+        (StrategyRegistry, TrainerStrategy),
+    ):
+        registry.register(name, strategy, description="xla_fsdp", override=True)
+
+
+def _is_ours(strategy: Any) -> bool:
+    return isinstance(strategy, (TrainerStrategy, FabricStrategy))
+
+
+# -- what was asked for ------------------------------------------------------------------------
+
+
+def _with_ranks(original: Any, self: Any, **kwargs: Any) -> None:
+    """Lightning looks for TPUs, and lets no strategies but its own have them: ours bring an
+    accelerator of their own."""
+    strategy, accelerator = kwargs["strategy"], kwargs["accelerator"]
+    registry = STRATEGY_REGISTRY if isinstance(self, _Connector) else StrategyRegistry
+    known = isinstance(strategy, str) and strategy.lower() in registry
+    named = registry[strategy.lower()]["strategy"] if known else None
+    if named in (TrainerStrategy, FabricStrategy) or _is_ours(strategy):
+        right = (CPUAccelerator, XLAAccelerator, RanksAccelerator)
+        if accelerator not in ("auto", "tpu", "cpu") and not isinstance(accelerator, right):
+            raise ValueError(
+                f"accelerator={accelerator!r}: the ranks of strategy {NAME!r} are on XLA devices, "
+                "of a TPU or of the CPU: leave accelerator out, or set 'auto', 'tpu' or 'cpu'"
+            )
+        if getattr(strategy, "_accelerator", None) is None:
+            kwargs["accelerator"] = RanksAccelerator()
+        else:  # of a strategy that was used before
+            kwargs["accelerator"] = "auto"
+    original(self, **kwargs)
+
+
+changes.around(_Connector, "_check_config_and_set_final_flags")(_with_ranks)
+changes.around(_AcceleratorConnector, "_check_config_and_set_final_flags")(_with_ranks)
+
+
+@changes.around(Trainer, "_run")
+def _run(original: Any, self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """It forgets ``weights_only`` where a strategy restores after the setup."""
+    if _is_ours(self.strategy):
+        given = args[2] if len(args) > 2 else kwargs.get("weights_only")
+        self.strategy.weights_only = given
+    return original(self, *args, **kwargs)
+
+
+# -- what there is one of in a process ---------------------------------------------------------
+
+_shared = Shared()
+
+changes.around(lightning.fabric.fabric, "_replace_dunder_methods")(_shared)
+changes.around(lightning.pytorch.trainer.connectors.data_connector, "_replace_dunder_methods")(
+    _shared
+)
+
+
+# -- what goes by torch.distributed, or by the sizes of shards ---------------------------------
+
+
+@changes.around(Fabric, "rank_zero_first")
+@contextlib.contextmanager
+def _rank_zero_first(original: Any, self: Fabric, local: bool = False) -> Iterator[None]:
+    if not _is_ours(self.strategy):
+        with original(self, local):
+            yield
+        return
+    first = (self.local_rank if local else self.global_rank) == 0
+    if not first:
+        self.barrier("rank_zero_first")
+    yield
+    if first:
+        self.barrier("rank_zero_first")
+
+
+@changes.around(ModelSummary, "_summary")
+def _summary(original: Any, self: Any, trainer: Any, pl_module: Any) -> Any:
+    if not is_sharded(pl_module):
+        return original(self, trainer, pl_module)
+    return WholeSummary(pl_module, max_depth=self._max_depth)
+
+
+def _grad_norm(original: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not is_sharded(module):
+        return original(module, *args, **kwargs)
+    return norms_of_whole(module, *args, **kwargs)
+
+
+changes.around(lightning.pytorch.utilities, "grad_norm")(_grad_norm)
+changes.around(lightning.pytorch.utilities.grads, "grad_norm")(_grad_norm)
+
+
+# -- the drop-in -------------------------------------------------------------------------------
+
+
+for _place in (lightning.fabric.strategies, lightning.fabric.strategies.xla_fsdp):
+    drop_in.replace(_place, "XLAFSDPStrategy", FabricStrategy)
