@@ -85,9 +85,16 @@ class Block(nn.Module):
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of (b, h, s, d); cos and sin (s, d)."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    """Rotary position embedding of (b, h, s, d); cos and sin (s, d).
+
+    The halves of d change places by a product: cut and put together they would be copies, in whose
+    layout every register is filled to a quarter.
+    """
+    half = x.shape[-1] // 2
+    one = torch.eye(half, dtype=x.dtype)
+    zero = torch.zeros_like(one)
+    turn = torch.cat([torch.cat([zero, one], 1), torch.cat([-one, zero], 1)], 0)
+    return x * cos + (x @ turn.to(x.device)) * sin
 
 
 def angles(sizes: Llama, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,240 @@
+"""Attention by the kernel, which is interpreted here: equal to torch's, wherever it is called."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import checkpoint_module, plan, scan_blocks
+from xla_fsdp.layers.attention import scaled_dot_product_attention, segment_mask
+
+# heads, heads of keys, lengths of queries and keys, head dimension, dtype, causal, segments
+CASES = [
+    (2, 1, 256, 256, 64, torch.float32, True, False),
+    (4, 2, 128, 128, 64, torch.float32, True, True),
+    (1, 1, 128, 256, 128, torch.float32, False, False),
+    (2, 2, 128, 128, 64, torch.bfloat16, False, True),
+]
+# Relative to the largest value; bfloat16 is rounded in other places.
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def inputs(heads, groups, length, keys, dim, dtype):
+    generator = torch.Generator().manual_seed(length + dim)
+    sizes = [(heads, length), (groups, keys), (groups, keys), (heads, length)]
+    return [torch.randn(2, n, s, dim, generator=generator).to(dtype) for n, s in sizes]
+
+
+def ids(length):
+    first = torch.arange(length) // 50
+    return torch.stack([first, first // 2])
+
+
+def with_gradients(attend, q, k, v, weights):
+    tensors = [t.clone().requires_grad_() for t in (q, k, v)]
+    out = attend(*tensors)
+    (out * weights).sum().backward()
+    return [out.detach(), *(t.grad for t in tensors)]
+
+
+def kernel_on_ranks(rank):
+    import torch_xla
+
+    device = torch_xla.device()
+    found = []
+    for *sizes, causal, segments in CASES if rank == 0 else []:
+        tensors = [t.to(device) for t in inputs(*sizes)]
+        options = dict(is_causal=causal, enable_gqa=True, implementation="kernel")
+        if segments:
+            options["segment_ids"] = ids(sizes[2]).to(device)
+        results = with_gradients(
+            lambda q, k, v, o=options: scaled_dot_product_attention(q, k, v, **o), *tensors
+        )
+        torch_xla.sync()
+        with torch.no_grad():  # another kernel: it keeps nothing for a backward
+            out = scaled_dot_product_attention(*tensors[:3], **options)
+        assert torch.equal(out.cpu(), results[0].cpu())
+        found.append([t.cpu() for t in results])
+    return found
+
+
+def test_values_and_gradients_are_those_of_torch(run_ranks):
+    (results,) = run_ranks(kernel_on_ranks, 1, timeout=300)
+    for (*sizes, causal, segments), found in zip(CASES, results, strict=True):
+        mask = segment_mask(ids(sizes[2]), causal) if segments else None
+
+        def attend(q, k, v, mask=mask, causal=causal):
+            causal = causal and mask is None
+            return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, enable_gqa=True)
+
+        for one, expected in zip(found, with_gradients(attend, *inputs(*sizes)), strict=True):
+            assert one.dtype == expected.dtype
+            error = (one.float() - expected.float()).abs().max() / expected.float().abs().max()
+            assert error < CLOSE[expected.dtype], (sizes, causal, segments, error)
+
+
+class Block(nn.Module):
+    def __init__(self, implementation="kernel", width=128):
+        super().__init__()
+        self.implementation = implementation
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 2 * width)  # two heads of 64, one of keys and one of values
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x, segment_ids=None):
+        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, 64)).transpose(1, 2)
+        q, k, v = heads.split([2, 1, 1], 1)
+        mixed = scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True, segment_ids=segment_ids,
+            implementation=self.implementation,
+        )  # fmt: skip
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def wrapped(blocks, way):
+    if way == "scanned":
+        return FSDP(scan_blocks(blocks))
+    return FSDP(nn.ModuleList(FSDP(checkpoint_module(block)) for block in blocks))
+
+
+def losses(model, x, segments, optimizer, sync=lambda: None):
+    found = []
+    for _ in range(2):
+        y = x
+        for block in model if isinstance(model, nn.ModuleList) else [model]:
+            y = block(y, segments)
+        loss = y.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync()
+        found.append(loss.detach())
+    return found
+
+
+def batch():
+    return torch.randn(4, 128, 128, generator=torch.Generator().manual_seed(3)), ids(128)
+
+
+def blocks(implementation="kernel"):
+    torch.manual_seed(5)
+    return [Block(implementation) for _ in range(2)]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(FSDP(checkpoint_module(block)) for block in blocks)
+
+    def forward(self, x, segments):
+        for block in self.blocks:
+            x = block(x, segments)
+        return x
+
+
+def train_on_ranks(rank):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    device = torch_xla.device()
+    found = {}
+    for way in ("checkpointed", "scanned"):
+        model = FSDP(Checkpointed(blocks())) if way == "checkpointed" else scan_blocks(blocks())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        x, segments = batch()
+        mine = slice(2 * rank, 2 * rank + 2)
+        steps = losses(model, x[mine].to(device), segments.to(device), optimizer, torch_xla.sync)
+        found[way] = [xm.all_reduce("sum", loss, scale=0.5).item() for loss in steps]
+    return found
+
+
+def test_in_checkpointed_and_scanned_blocks(run_ranks):
+    results = run_ranks(train_on_ranks, 2, timeout=300)
+    model = nn.ModuleList(blocks("math"))
+    x, segments = batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    expected = [loss.item() for loss in losses(model, x, torch.cat([segments] * 2), optimizer)]
+    assert expected[1] < expected[0]
+    for found in results:
+        assert found == {way: pytest.approx(expected, rel=1e-5) for way in found}
+        assert set(found) == {"checkpointed", "scanned"}
+
+
+def refused(expected, **given):
+    q = torch.zeros(1, 2, 128, 64)
+    arguments = {"query": q, "key": q, "value": q, **given}
+    with pytest.raises(ValueError, match=expected):
+        scaled_dot_product_attention(**arguments)
+
+
+def test_refusals_say_what_to_do():
+    q = torch.zeros(1, 2, 128, 64)
+    refused("dropout_p=0.1: .*apply dropout", dropout_p=0.1)
+    refused("2 heads of queries, 1 of keys.*enable_gqa=True", key=q[:, :1], value=q[:, :1])
+    refused("goes neither with is_causal", is_causal=True, attn_mask=torch.ones(128, 128) > 0)
+    refused(re.escape("segment_ids must be (batch, length) = (1, 128)"), segment_ids=ids(128))
+    refused("on cpu, not on an XLA device.*implementation='auto'", implementation="kernel")
+    refused("implementation must be", implementation="flash")
+
+
+def why_not_on_ranks(rank):
+    import torch_xla
+
+    def reason(shape, dtype=torch.bfloat16, **given):
+        x = torch.zeros(shape, dtype=dtype, device=torch_xla.device())
+        with pytest.raises(ValueError) as caught:
+            scaled_dot_product_attention(x, x, x, implementation="kernel", **given)
+        # And "auto" computes it all the same.
+        assert scaled_dot_product_attention(x, x, x, **given).shape == x.shape
+        return str(caught.value)
+
+    mask = torch.ones(128, 128, dtype=torch.bool, device=torch_xla.device())
+    return [
+        reason((1, 1, 128, 32)),
+        reason((1, 1, 100, 64)),
+        reason((1, 1, 128, 64), torch.float16),
+        reason((1, 1, 128, 64), attn_mask=mask),
+    ]
+
+
+def test_what_the_kernel_cannot_is_said_or_computed_by_torch(run_ranks):
+    ((dim, length, dtype, mask),) = run_ranks(why_not_on_ranks, 1)
+    assert "multiples of 64 up to 256" in dim
+    assert "lengths are 100 and 100 (of keys), where the kernel takes multiples of 128" in length
+    assert "torch.float16" in dtype
+    assert "attn_mask is given" in mask
+
+
+def planned():
+    def step():
+        model = FSDP(scan_blocks(
+            [Block("auto") for _ in range(3)], compute_dtype=torch.bfloat16
+        ))  # fmt: skip
+        x = torch.zeros(2, 512, 128, device="xla", dtype=torch.bfloat16)
+        model(x).float().square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    report = plan(step, "v5litepod-4", ranks=[0], cache=False, progress=False)
+    kernels = [op for op in report.schedule.ops if op.name.startswith(("splash", "vmap_splash"))]
+    # Forward, the same again in the backward, gradients of queries, of keys and values.
+    assert [op.times for op in kernels] == [3] * 4
+    assert [op.phase for op in kernels] == ["forward", *["backward"] * 3]
+    # A product with the scores of all heads, 64 of their dimension filling half of a matrix unit,
+    # is 2 x 4 x 512 x 512 x 128 FLOPs: two in the forward, three for queries, four for keys and
+    # values. The second forward also writes 512 bytes a query, and is limited by its 3 MiB.
+    assert sorted(op.cycles for op in kernels) == [4088, 5761, 6132, 8176]
+    assert any("4 Pallas kernel(s) take, in the model" in note for note in report.schedule.notes)
+    # Model FLOPs: products with what is visible, 6 a block; and of linear layers.
+    pairs = 512 * 513 // 2
+    attention = 6 * 2 * pairs * 64 * 2 * 2 * 3
+    linear = 6 * 2 * 512 * (128 * 256 + 128 * 128) * 3
+    assert report.timing.model_flops == attention + linear
+    # No scores: they would be 2 x 2 x 512 x 512.
+    assert not any(re.search(r"512,512", str(buffer)) for buffer in report.schedule.buffers)
+
+
+def test_plan(elsewhere):
+    elsewhere(planned)

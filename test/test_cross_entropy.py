@@ -1,0 +1,163 @@
+"""The cross entropy that goes over the vocabulary in a loop: equal to torch's on whole logits."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import plan
+from xla_fsdp.layers.cross_entropy import linear_cross_entropy
+
+TOKENS, WIDTH, WORDS = 12, 16, 50
+# chunk, options; 50 is not a multiple of any chunk
+CASES = [
+    (8, {}),
+    (7, {"label_smoothing": 0.1, "ignore_index": 3}),
+    (64, {"reduction": "sum"}),
+    (50, {"reduction": "none", "label_smoothing": 0.2}),
+]
+
+
+def inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(3, TOKENS // 3, WIDTH, generator=generator)
+    weight = torch.randn(WORDS, WIDTH, generator=generator)
+    labels = torch.randint(0, WORDS, (3, TOKENS // 3), generator=generator)
+    labels[0, 0], labels[1, 1] = -100, 3
+    labels[2, 2] = 3
+    return hidden.to(dtype), weight.to(dtype), labels
+
+
+def with_gradients(loss_of, hidden, weight, labels):
+    hidden, weight = (t.clone().requires_grad_() for t in (hidden, weight))
+    loss = loss_of(hidden, weight, labels)
+    factor = torch.linspace(1, 2, TOKENS, device=loss.device).view(labels.shape)
+    (loss * factor if loss.dim() else 3 * loss).sum().backward()
+    return [loss.detach(), hidden.grad, weight.grad]
+
+
+def whole(hidden, weight, labels, **options):
+    loss = F.cross_entropy(F.linear(hidden, weight).float().flatten(0, 1), labels.flatten(),
+                           **options)  # fmt: skip
+    return loss.view(labels.shape) if loss.dim() else loss
+
+
+def options_of(options):
+    # Labels of -100 must be ignored one way or another.
+    return {"ignore_index": -100, **options}
+
+
+class Head(nn.Module):
+    def __init__(self, fused=True, width=WIDTH, words=WORDS, chunk=16):
+        super().__init__()
+        torch.manual_seed(2)
+        self.fused, self.chunk = fused, chunk
+        self.below = nn.Linear(width, width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, hidden, labels):
+        hidden = self.below(hidden)
+        if self.fused:
+            return linear_cross_entropy(hidden, self.head.weight, labels, chunk=self.chunk)
+        return whole(hidden, self.head.weight, labels)
+
+
+def on_ranks(rank):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    device = torch_xla.device()
+    found = []
+    for chunk, options in CASES if rank == 0 else []:
+        hidden, weight, labels = inputs()
+        if options.get("ignore_index"):
+            labels = labels.clamp_min(0)
+        tensors = [t.to(device) for t in (hidden, weight, labels)]
+        found.append(with_gradients(
+            lambda *t, c=chunk, o=options: linear_cross_entropy(*t, chunk=c, **o), *tensors
+        ))  # fmt: skip
+    narrow = with_gradients(linear_cross_entropy, *(t.to(device) for t in inputs(torch.bfloat16)))
+    torch_xla.sync()
+    model = FSDP(Head())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    steps = []
+    hidden, _, labels = inputs()
+    for _ in range(2):
+        loss = model(hidden.to(device), labels.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        steps.append(xm.all_reduce("sum", loss.detach(), scale=0.5).item())
+    to_cpu = [[t.cpu() for t in one] for one in found]
+    return to_cpu, [t.cpu() for t in narrow], steps
+
+
+def test_losses_and_gradients_are_those_of_torch(run_ranks):
+    (found, narrow, steps), (_, _, same) = run_ranks(on_ranks, 2, timeout=300)
+    for (_, options), results in zip(CASES, found, strict=True):
+        hidden, weight, labels = inputs()
+        if options.get("ignore_index"):
+            labels = labels.clamp_min(0)
+        expected = with_gradients(
+            lambda *t, o=options: whole(*t, **options_of(o)), hidden, weight, labels
+        )
+        for one, other in zip(results, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    # In bfloat16 logits keep float32, which torch rounds: as exact as the inputs.
+    wide = with_gradients(whole, *(t.float() if t.is_floating_point() else t
+                                   for t in inputs(torch.bfloat16)))  # fmt: skip
+    assert [t.dtype for t in narrow] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    for one, other in zip(narrow, wide, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=2e-2, atol=2e-2)
+    # Of a wrapped head.
+    model = Head(fused=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    hidden, _, labels = inputs()
+    expected = []
+    for _ in range(2):
+        loss = model(hidden, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert steps == same == pytest.approx(expected, rel=1e-5)
+
+
+def refused(expected, **given):
+    hidden, weight, labels = inputs()
+    arguments = {"hidden": hidden, "weight": weight, "labels": labels, **given}
+    with pytest.raises(ValueError, match=expected):
+        linear_cross_entropy(**arguments)
+
+
+def test_refusals_and_other_devices():
+    hidden, weight, labels = inputs()
+    assert torch.equal(linear_cross_entropy(*inputs()), whole(hidden, weight, labels))
+    refused("whole only in its wrapper's forward", weight=weight.flatten())
+    refused(re.escape("labels must be integers of shape (3, 4)"), labels=labels.flatten())
+    refused("chunk must be a positive integer", chunk=0)
+    refused("label_smoothing must be from 0 to 1", label_smoothing=2.0)
+    refused("reduction must be one of", reduction="avg")
+
+
+def planned():
+    def temporaries(fused):
+        def step():
+            model = FSDP(Head(fused, 128, 8192, 1024), compute_dtype=torch.bfloat16)
+            hidden = torch.zeros(1, 4096, 128, device="xla")
+            model(hidden, torch.zeros(1, 4096, dtype=torch.long, device="xla")).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+        report = plan(step, "v5litepod-4", ranks=[0], cache=False, progress=False)
+        return report.memory.temporaries
+
+    # Logits in float32 are 128 MiB.
+    assert temporaries(fused=True) < 48 * 2**20 < 128 * 2**20 < temporaries(fused=False)
+
+
+def test_plan(elsewhere):
+    elsewhere(planned)
