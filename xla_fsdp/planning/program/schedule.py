@@ -60,13 +60,9 @@ def read_schedule(
         curve=curve,
         peak_index=max(range(len(curve)), key=curve.__getitem__),
         aliased=_aliased(module),
-<<<<<<< HEAD
         notes=tuple(line.notes + found.notes + _untimed(line) + _kernels(line, chip)),
-=======
-        notes=tuple(line.notes + found.notes + _untimed(line)),
         to_host=to_host,
         to_device=to_device,
->>>>>>> h-scan
     )
 
 
