@@ -75,8 +75,6 @@ class ScanBuilder:
 
     def _take(self, block: nn.Module, number: int) -> None:
         self._require_block(block, number)
-        for path, module in block.named_modules():
-            require_parameters_here(dotted(str(number), path), module)
         for name, parameter in block.named_parameters():
             other = self._seen.setdefault(parameter, number)
             if other != number:
@@ -84,6 +82,8 @@ class ScanBuilder:
                     f"blocks {other} and {number} share the parameter {name}; scanned blocks must "
                     "have parameters of their own. Wrap the blocks singly"
                 )
+        for path, module in block.named_modules():
+            require_parameters_here(dotted(str(number), path), module)
         described = describe(block, self.ignore)
         if self._template is None:
             self._template, self._described = block, described
