@@ -120,7 +120,6 @@ def groups_of_gathers(rank, **options):
 
 def kept_within_two(rank):
     expected = unsharded(4, exact)
-    assert_close(sharded(rank, reshard_after_forward=2), expected)
     rows = sharded(rank, reshard_after_forward=2, shard_param_on_dim_0=True)
     assert_close(rows, expected)
     trace_as_on_tpu()
@@ -138,15 +137,11 @@ def test_backward_gathers_within_two_of_four_ranks(run_ranks):
 # -- communication hooks ------------------------------------------------------------------------
 
 
-def hooked(rank, on_tpu):
-    import torch_xla.runtime as xr
-
+def stateless(rank):
     from xla_fsdp import comm_hooks
 
-    if on_tpu:
-        trace_as_on_tpu()
-    ranks = xr.world_size()
-    expected = unsharded(ranks, exact)
+    trace_as_on_tpu()
+    expected = unsharded(2, exact)
     plain = sharded(rank)
     for name, value in sharded(rank, comm_hooks.reduce_scatter_hook).items():
         torch.testing.assert_close(value, plain[name], rtol=0, atol=0)
@@ -163,51 +158,52 @@ def hooked(rank, on_tpu):
         seen.append((bucket.names, bucket.block_names))
         return bucket.reduce(bucket.buffer().clamp(-limit, limit))
 
-    found = sharded(rank, clipped, 0.02)
-    assert_close(
-        found,
-        unsharded(ranks, lambda *args: exact(*args[:2], [g.clamp(-0.02, 0.02) for g in args[2]])),
-    )
+    def mean(step, name, gradients):
+        return exact(step, name, [gradient.clamp(-0.02, 0.02) for gradient in gradients])
+
+    assert_close(sharded(rank, clipped, 0.02), unsharded(2, mean))
     scanned = [(names, blocks) for names, blocks in seen if blocks is not None]
     names, blocks = next(one for one in scanned if "blocks.up.weight" in one[0])
     at = names.index("blocks.up.weight")
     assert [one[at] for one in blocks] == [f"blocks.{n}.up.weight" for n in range(DEPTH)]
     assert len({names for names, _ in scanned}) * STEPS == len(scanned)  # once a backward
-
-    power(rank, ranks)
-    if ranks == 4:
-        replicas = sharded(rank, comm_hooks.bf16_compress_hook, over="replicas", **hybrid(rank))
-        assert_close(replicas, expected, 2**-5)
+    power(2, rank)
 
 
-def power(rank, ranks):
+def test_hooks_reduce_in_the_loop(run_ranks):
+    run_ranks(stateless, 2)
+
+
+def on_four_ranks(rank):
+    from xla_fsdp import comm_hooks
+
+    power(4, rank, warm_start=False)
+    replicas = sharded(rank, comm_hooks.bf16_compress_hook, over="replicas", **hybrid(rank))
+    assert_close(replicas, unsharded(4, exact), 2**-5)
+
+
+def test_hooks_reduce_over_replicas_and_power_sgd_without_a_start(run_ranks):
+    run_ranks(on_four_ranks, 4)
+
+
+def power(ranks, rank, **options):
     from xla_fsdp.comm_hooks import PowerSGDState, powerSGD_hook
 
-    def trained(given):
-        state = PowerSGDState(min_compression_rate=1, start_powerSGD_iter=1, **given)
-        reference = Reference(state._random_q, 2, 1, state.use_error_feedback, state.warm_start)
+    state = PowerSGDState(None, 2, 1, 1, **options)
+    reference = Reference(state._random_q, 2, 1, warm=state.warm_start)
 
-        def mean(step, name, gradients):
-            reference.step = step
-            return reference.mean(name, gradients)
+    def mean(step, name, gradients):
+        reference.step = step
+        return reference.mean(name, gradients)
 
-        expected = unsharded(ranks, mean)
-        assert_close(sharded(rank, powerSGD_hook, state), expected)
-        return state
-
-    saved = trained({"matrix_approximation_rank": 2}).state_dict()
-    trained({"matrix_approximation_rank": 2, "warm_start": False})
+    assert_close(sharded(rank, powerSGD_hook, state), unsharded(ranks, mean))
+    saved = state.state_dict()
     matrices = saved["matrices"]
     singly = {f"blocks.{n}.{name}.weight" for n in range(DEPTH) for name in ("up", "down")}
     assert set(matrices) == singly | {"first.weight"}, set(matrices)
     for name in singly:
         assert matrices[name]["q"].shape[1] == 2 and saved["iterations"][name] == STEPS
-    assert matrices["blocks.0.up.weight"]["error"].abs().max() > 0
-
-
-@pytest.mark.parametrize("ranks,on_tpu", [(2, True), (4, False)])
-def test_hooks_reduce_in_the_loop(run_ranks, ranks, on_tpu):
-    run_ranks(hooked, ranks, on_tpu)
+        assert matrices[name]["error"].abs().max() > 0
 
 
 def kept_or_refused(rank):
