@@ -109,15 +109,12 @@ class _Search:
         instruction = place.instruction
         rendezvous = _RENDEZVOUS.search(instruction.attributes)
         name = rendezvous[1] if rendezvous else instruction.name
-        if name not in self._between:
-            self._between[name] = len(self.found)
+        end = "operands" if instruction.opcode == "send" else "results"
+        number = self._between.get(name)
+        if number is None or getattr(self.found[number], end):
+            number = self._between[name] = len(self.found)
             self._add(place, instruction, (), (), asynchronous=True)
-        number = self._between[name]
-        one, shapes = self.found[number], tuple(leaves(instruction.shape)[:1])
-        if instruction.opcode == "send":
-            one.operands = shapes
-        else:
-            one.results = shapes
+        setattr(self.found[number], end, leaves(instruction.shape)[:1])
         self.own.add(place.index)
         self._carry(place, number)
 
