@@ -274,6 +274,7 @@ def test_the_best_checkpoint_is_loaded_at_the_end(run_ranks, tmp_path):
     assert whole | {"training_args.bin"} <= set(uploaded)
     with torch.no_grad():
         batch = batch_of(rows("llama", 16))
+        batch["num_items_in_batch"] = batch["labels"].numel()
         assert first == pytest.approx(build("llama")(**batch).loss.item(), rel=1e-2)  # bfloat16
     saved = load_file(os.path.join(best, "model.safetensors"))
     for name, value in saved.items():
