@@ -94,12 +94,6 @@ class Block(nn.Module):
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
-def wrapped(blocks, way):
-    if way == "scanned":
-        return FSDP(scan_blocks(blocks))
-    return FSDP(nn.ModuleList(FSDP(checkpoint_module(block)) for block in blocks))
-
-
 def losses(model, x, segments, optimizer, sync=lambda: None):
     found = []
     for _ in range(2):
@@ -210,9 +204,7 @@ def test_what_the_kernel_cannot_is_said_or_computed_by_torch(run_ranks):
 
 def planned():
     def step():
-        model = FSDP(scan_blocks(
-            [Block("auto") for _ in range(3)], compute_dtype=torch.bfloat16
-        ))  # fmt: skip
+        model = scan_blocks([Block("auto") for _ in range(3)], compute_dtype=torch.bfloat16)
         x = torch.zeros(2, 512, 128, device="xla", dtype=torch.bfloat16)
         model(x).float().square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -20,6 +20,8 @@ Implementation = Literal["auto", "kernel", "math"]
 # As it is before anybody puts this one in its place.
 _torch_attention = F.scaled_dot_product_attention
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+# "Unsupported matmul RHS type on target" (bfloat16), says Mosaic of libtpu 0.0.21.
+_WITHOUT_KERNEL = ("TPU v2", "TPU v3")
 # Multiples of this, and not more than that: what was compiled for v4, v5e and v6e.
 _HEAD_DIM, _LARGEST_HEAD_DIM = 64, 256
 
@@ -44,11 +46,11 @@ def scaled_dot_product_attention(
     gradients of gradients.
 
     ``implementation="auto"`` takes the kernel where it can and torch's mathematics elsewhere: off
-    TPUs, and for an ``attn_mask``, other dtypes than bfloat16 and float32, head dimensions that are
-    no multiple of 64 up to 256 or differ between keys and values, lengths that are no multiple of
-    128, in SPMD mode, and for float32 where a matmul precision other than the default was asked.
-    ``"math"`` is always torch's; ``"kernel"`` raises where the kernel cannot be had, and elsewhere
-    than on a TPU interprets it, slowly, for tests.
+    TPUs, on v2 and v3, and for an ``attn_mask``, other dtypes than bfloat16 and float32, head
+    dimensions that are no multiple of 64 up to 256 or differ between keys and values, lengths that
+    are no multiple of 128, in SPMD mode, and for float32 where a matmul precision other than the
+    default was asked. ``"math"`` is always torch's; ``"kernel"`` raises where the kernel cannot be
+    had, and elsewhere than on a TPU interprets it, slowly, for tests.
 
     Args:
         query: (batch, heads, length, head dimension).
@@ -67,6 +69,7 @@ def scaled_dot_product_attention(
         dtype of autocast.
 
     Raises:
+        MissingExtraError: the kernel is to be used, and jax is not installed.
         ValueError: dropout; shapes that do not go together; ``segment_ids`` or ``is_causal``
             together with ``attn_mask``; ``implementation="kernel"`` where there is none.
     """
@@ -175,6 +178,8 @@ def _why_not(
             f"lengths are {query.shape[2]} and {key.shape[2]} (of keys), where the kernel takes "
             f"multiples of {LANES}"
         )
+    if (kind := _kind(query.device)) in _WITHOUT_KERNEL:
+        return f"this is a {kind}, which the kernel cannot be compiled for"
     if xr.is_spmd():
         return "this is SPMD mode, where the compiler cannot partition a kernel"
     if query.dtype == torch.float32 and torch_xla.backends.get_mat_mul_precision() != "default":
@@ -184,6 +189,11 @@ def _why_not(
 
 def _on_tpu(device: torch.device) -> bool:
     return xm.xla_device_hw(device) == "TPU"
+
+
+def _kind(device: torch.device) -> str:
+    """What the runtime calls the chip."""
+    return torch_xla._XLAC._xla_device_kind(str(device))
 
 
 def _kernel(
@@ -198,7 +208,7 @@ def _kernel(
         is_causal=is_causal,
         scale=scale,
         interpret=not _on_tpu(query.device),
-        device_kind=torch_xla._XLAC._xla_device_kind(str(query.device)),
+        device_kind=_kind(query.device),
         itemsize=query.element_size(),
     )
     segments = [] if segment_ids is None else [segment_ids.to(query.device, torch.int32)]
