@@ -125,7 +125,7 @@ class Order:
         """A backward ended, or will not end."""
         self._arrived, self._reduced, self._reducing, self._done = (), [], [], []
         self._recomputing = ()
-        self.last = None
+        self.last = self._on_host = None  # a recomputation may have checkpointed modules in it
 
 
 def after(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> list[torch.Tensor]:
