@@ -17,6 +17,7 @@ import xla_fsdp.integrations.lightning as ours
 BATCH = 8  # of all ranks together
 ROWS = 32
 WORDS = 12
+WIDTH = 32  # all ranks have a part of the matrices
 CLIP = 0.2
 
 
@@ -34,7 +35,7 @@ class Block(nn.Module):
 class Words(L.LightningModule):
     """Which of the words it is; an optimizer with two groups, a schedule by steps."""
 
-    def __init__(self, width=8):
+    def __init__(self, width=WIDTH):
         super().__init__()
         self.save_hyperparameters()
         torch.manual_seed(3)
@@ -106,6 +107,7 @@ class Losses(Callback):
 def trainer_for(folder, strategy="auto", **options):
     kept = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True)
     told = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    told["num_sanity_val_steps"] = 0
     told |= {
         "max_epochs": 2,
         "callbacks": [Losses(), kept],
@@ -136,8 +138,8 @@ class Pair(L.LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(4)
-        self.maker = nn.Sequential(nn.Embedding(WORDS, 8), Block(8))
-        self.judge = nn.ModuleList([Block(8), nn.Linear(8, 3)])
+        self.maker = nn.Sequential(nn.Embedding(WORDS, WIDTH), Block(WIDTH))
+        self.judge = nn.ModuleList([Block(WIDTH), nn.Linear(WIDTH, 3)])
 
     def training_step(self, batch, index):
         words, labels = batch

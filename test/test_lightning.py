@@ -11,6 +11,7 @@ from conftest import ROOT
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import grad_norm
 from lightning_models import CLIP, Block, Pair, Words, fit, loader, rows, strategy, trainer_for
 from safetensors.torch import load_file
 
@@ -24,6 +25,7 @@ from xla_fsdp.integrations.lightning.adoption import adopt
 
 TIMEOUT = 400
 CLIPPED = {"gradient_clip_val": CLIP, "accumulate_grad_batches": 2}
+SHORT = {"max_epochs": 1, "limit_train_batches": 2}
 BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 
 # Of Lightning's, about the number of workers, cores and batches.
@@ -47,7 +49,7 @@ def reference(folder):
     return {
         "norm": plain(folder / "norm", **CLIPPED),
         "value": plain(folder / "value", **BY_VALUE),
-        "pair": plain(folder / "pair", Pair(), max_epochs=1),
+        "pair": plain(folder / "pair", Pair(), **SHORT),
     }
 
 
@@ -56,7 +58,7 @@ def assert_alike(found, wanted):
     for name, near in (("losses", 1e-5), ("norms", 1e-4)):
         end = wanted[name][len(wanted[name]) - len(found[name]) :]
         torch.testing.assert_close(found[name], end, rtol=near, atol=near)
-    assert found["losses"]
+    assert found["losses"] and bool(found["norms"]) == bool(wanted["norms"])
     assert found["seen"] == pytest.approx(wanted["seen"], abs=1e-4)
     assert list(found["weights"]) == list(wanted["weights"])
     for name, value in wanted["weights"].items():
@@ -69,7 +71,7 @@ def ours(folder, model=None, ckpt_path=None, told=None, **options):
     return found | {"weights": full_state_dict(trainer.model)}
 
 
-def training(rank, folder, from_plain):
+def training(rank, folder):
     recomputed = {"activation_checkpointing_policy": {Block}}
     found = {"norm": ours(folder / "full", told=CLIPPED, **recomputed)}
     if xr.world_size() == 1:
@@ -78,23 +80,21 @@ def training(rank, folder, from_plain):
     logged = BY_VALUE | {"logger": CSVLogger(folder, name="log"), "log_every_n_steps": 1}
     logged["enable_model_summary"] = True
     found["value"] = ours(folder / "sharded", told=logged, **sharded)
-    found["pair"] = ours(folder / "pair", Pair(), told={"max_epochs": 1})
-    found["resumed"] = ours(folder / "resumed", ckpt_path=from_plain, told=CLIPPED)
+    found["pair"] = ours(folder / "pair", Pair(), told=SHORT)
     found["speaks"] = rank_zero_only.rank == 0, f"{rank_zero_only.rank}"
     return found
 
 
 @pytest.mark.parametrize("ranks", [4, 1])
 def test_training_is_that_of_one_process(run_ranks, reference, folder, ranks):
-    from_plain = folder / "norm" / "epoch=0.ckpt"
-    found = run_ranks(training, ranks, folder / str(ranks), from_plain, timeout=TIMEOUT)
+    found = run_ranks(training, ranks, folder / str(ranks), timeout=TIMEOUT)
     for name in found[0].keys() & reference.keys():
         assert_alike(found[0][name], reference[name])
         for other in found[1:]:
             assert other[name]["losses"] == found[0][name]["losses"]
+            assert other[name]["norms"] == found[0][name]["norms"]
     if ranks == 1:
         return
-    assert_alike(found[0]["resumed"], reference["norm"])
     assert [one["speaks"] for one in found] == [(rank == 0, str(rank)) for rank in range(4)]
     # One log of one rank.
     (log,) = folder.glob("4/log/*/metrics.csv")
@@ -106,7 +106,7 @@ def test_training_is_that_of_one_process(run_ranks, reference, folder, ranks):
 # -- resuming, on another number of ranks ------------------------------------------------------
 
 
-def resuming(rank, folder):
+def resuming(rank, folder, from_plain):
     """On one rank what four have saved, in a file and in a folder; and what is evaluated."""
     last = folder / "sharded" / "last.ckpt"
     trainer = trainer_for(folder / "unused", strategy())
@@ -116,6 +116,7 @@ def resuming(rank, folder):
     return {
         "norm": ours(folder / "a", ckpt_path=folder / "full/epoch=0.ckpt", told=CLIPPED),
         "value": ours(folder / "b", ckpt_path=folder / "sharded/epoch=0.ckpt", told=BY_VALUE),
+        "plain": ours(folder / "c", ckpt_path=from_plain, told=CLIPPED),
         "bf16": in_bfloat16(folder / "bf16"),
         "tested": tested,
         "predicted": predicted,
@@ -130,7 +131,7 @@ def in_bfloat16(folder):
 
     model = Words()
     model.blocks[0].inner.register_forward_hook(look)
-    found = ours(folder, model, told=BY_VALUE | {"precision": "bf16-mixed"})
+    found = ours(folder, model, told=BY_VALUE | SHORT | {"precision": "bf16-mixed"})
     assert seen == {torch.bfloat16}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     return found["losses"]
@@ -138,11 +139,13 @@ def in_bfloat16(folder):
 
 def test_another_number_of_ranks_and_plain_lightning_go_on(run_ranks, reference, folder):
     saved = folder / "4"
-    (found,) = run_ranks(resuming, 1, saved, timeout=TIMEOUT)
+    from_plain = folder / "norm" / "epoch=0.ckpt"
+    (found,) = run_ranks(resuming, 1, saved, from_plain, timeout=TIMEOUT)
     assert_alike(found["norm"], reference["norm"])
+    assert_alike(found["plain"], reference["norm"])
     assert_alike(found["value"], reference["value"])
     # Logged in float32 though computed in bfloat16: near, and not of eight bits.
-    assert found["bf16"] == pytest.approx(reference["value"]["losses"], abs=2e-2)
+    assert found["bf16"] == pytest.approx(reference["value"]["losses"][:2], abs=2e-2)
     assert found["bf16"] != torch.tensor(found["bf16"]).bfloat16().tolist()
     wanted = reference["value"]["seen"]
     assert found["tested"] == [
@@ -205,7 +208,7 @@ def fabric_on_ranks(rank, folder):
         if kind == "full":
             found["state"] = optimizer.state_dict()
         # Into a model of its own: what was saved is of after two batches.
-        other = Words(8)
+        other = Words()
         with torch.no_grad():
             other.head.weight.zero_()
         other, tuned = fabric.setup(other, torch.optim.AdamW(other.parameters(), lr=1.0))
@@ -272,7 +275,7 @@ def test_the_page_s_script_starts_its_ranks(run_script, tmp_path):
     page = (ROOT / "docs/lightning.md").read_text()
     (script,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
     told = {"cwd": tmp_path, "env": {"CPU_NUM_DEVICES": "2"}}
-    done = run_script(script, 2, **told)
+    done = run_script(script, 1, **told)
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"^loss (.*)$", done.stdout, re.MULTILINE)[1]) < 0.3
     assert done.stdout.count("loss ") == 1
@@ -338,6 +341,7 @@ def test_the_drop_in_and_its_undoing():
     assert STRATEGY_REGISTRY["xla_fsdp"]["strategy"] is theirs
     assert NAME not in STRATEGY_REGISTRY and rank_zero_only.rank == 0
     assert type(rank_zero_only.rank) is int
+    assert "xla_fsdp" not in grad_norm.__code__.co_filename
     integration.install()
     assert NAME in STRATEGY_REGISTRY
 

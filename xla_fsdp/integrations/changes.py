@@ -58,7 +58,7 @@ class Changes:
         self._added.append((owner, name, value))
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """``owner.name``, which is there and no function, will be ``value``."""
+        """``owner.name``, which is there, will be ``value``."""
         self._replaced.append((owner, name, value))
 
     def apply(self) -> None:
@@ -69,7 +69,7 @@ class Changes:
             for owner, name, value in self._added:
                 setattr(owner, name, value)
             for owner, name, value in self._replaced:
-                self._originals.append((owner, name, vars(owner)[name]))
+                self._originals.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, value)
             for owner, name, replacement in self._wanted:
                 original = vars(owner)[name]

@@ -11,9 +11,6 @@ import lightning.fabric.fabric
 import lightning.fabric.strategies
 import lightning.fabric.strategies.xla_fsdp
 import lightning.pytorch.trainer.connectors.data_connector
-import lightning.pytorch.utilities
-import lightning.pytorch.utilities.grads
-import torch
 from lightning.fabric import Fabric
 from lightning.fabric.accelerators import CPUAccelerator, XLAAccelerator
 from lightning.fabric.connector import _Connector
@@ -22,11 +19,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.utilities import grad_norm
 
 from ...sharding.around import is_sharded
 from .changed import changes, drop_in
 from .fabric_strategy import FabricStrategy
-from .norms import norms_of_whole
+from .norms import enter
 from .ranks import RanksAccelerator, let_first_rank_speak
 from .shared_patches import Shared
 from .summary import WholeSummary
@@ -154,14 +152,8 @@ def _summary(original: Any, self: Any, trainer: Any, pl_module: Any) -> Any:
     return WholeSummary(pl_module, max_depth=self._max_depth)
 
 
-def _grad_norm(original: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not is_sharded(module):
-        return original(module, *args, **kwargs)
-    return norms_of_whole(module, *args, **kwargs)
-
-
-changes.around(lightning.pytorch.utilities, "grad_norm")(_grad_norm)
-changes.around(lightning.pytorch.utilities.grads, "grad_norm")(_grad_norm)
+# Not by its name, under which others have it already.
+changes.replace(grad_norm, "__code__", enter.__code__)
 
 
 # -- the drop-in -------------------------------------------------------------------------------
