@@ -124,7 +124,8 @@ def train(args: argparse.Namespace) -> None:
         accelerator.print(found.format(**results[-1]), flush=True)
 
     target = os.path.join(args.output_dir, "model")
-    state = accelerator.get_state_dict(model)  # on every rank; whole on the first
+    # Asked for on every rank, whole on the first one's host; on the device if nothing is sharded.
+    state = {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()}
     accelerator.unwrap_model(model).save_pretrained(
         target,
         state_dict=state,
