@@ -2,7 +2,7 @@
 Paraphrase Corpus; in plain Python.
 
 :func:`read` reads them, as the corpus or GLUE has them; :func:`write` writes some that a small
-model learns in a minute: news of companies, said again in other words, or denied.
+model learns in minutes: news of companies, said again in other words, or denied.
 """
 
 import csv

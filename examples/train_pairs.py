@@ -121,10 +121,12 @@ def train(args: argparse.Namespace) -> None:
         mean = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
         results.append({"epoch": epoch, "loss": mean, **evaluate(accelerator, model, dev_loader)})
         found = "epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.3f}, F1 {f1:.3f}"
-        accelerator.print(found.format(**results[-1]), flush=True)
+        if accelerator.is_main_process:
+            print(found.format(**results[-1]), flush=True)
 
     target = os.path.join(args.output_dir, "model")
-    state = accelerator.get_state_dict(model)  # on every rank; whole on the first
+    # Asked for on every rank, whole on the first one's host; on the device if nothing is sharded.
+    state = {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()}
     accelerator.unwrap_model(model).save_pretrained(
         target,
         state_dict=state,
