@@ -71,7 +71,7 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
     def _attend(self, x, cos, sin):
-        from xla_fsdp.layers.attention import scaled_dot_product_attention
+        from xla_fsdp.layers import scaled_dot_product_attention
 
         def heads(y):  # (b, s, h d) to (b, h, s, d)
             return y.unflatten(-1, (-1, self.sizes.dim)).transpose(1, 2)
@@ -118,7 +118,7 @@ class Model(nn.Module):
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
 
     def forward(self, tokens, labels):
-        from xla_fsdp.layers.cross_entropy import linear_cross_entropy
+        from xla_fsdp.layers import linear_cross_entropy
 
         cos, sin = angles(self.sizes, tokens.device)
         x = self.norm(self.blocks(self.embed(tokens), cos, sin))

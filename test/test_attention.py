@@ -9,7 +9,8 @@ from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import checkpoint_module, plan, scan_blocks
-from xla_fsdp.layers.attention import scaled_dot_product_attention, segment_mask
+from xla_fsdp.layers import scaled_dot_product_attention
+from xla_fsdp.layers.attention import segment_mask
 
 # heads, heads of keys, lengths of queries and keys, head dimension, dtype, causal, segments
 CASES = [

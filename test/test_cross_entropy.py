@@ -9,7 +9,7 @@ from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import plan
-from xla_fsdp.layers.cross_entropy import linear_cross_entropy
+from xla_fsdp.layers import linear_cross_entropy
 
 TOKENS, WIDTH, WORDS = 12, 16, 50
 # chunk, options; 50 is not a multiple of any chunk

@@ -1,1 +1,6 @@
-"""Modules that know of sharding."""
+"""Modules that know of sharding, and functions that compute without what would not fit."""
+
+from .attention import scaled_dot_product_attention
+from .cross_entropy import linear_cross_entropy
+
+__all__ = ["linear_cross_entropy", "scaled_dot_product_attention"]
