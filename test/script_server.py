@@ -23,10 +23,13 @@ class ScriptServer:
     def __init__(self):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
+        # Set by the import of torch_xla, in this process too: scripts are to find what it sets.
+        environment = {name: text for name, text in os.environ.items() if name != "PJRT_DEVICE"}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
+                env=environment,
                 pass_fds=[theirs.fileno()],
             )
 
