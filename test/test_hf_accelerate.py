@@ -167,15 +167,19 @@ def first_half(rank, folder):
 
 
 def second_half(rank, folder):
-    accelerator, parts = two_models(seed=3)
+    accelerator, parts = two_models(seed=3, state_dict_type="LOCAL_STATE_DICT")
     accelerator.load_state(folder)
     assert accelerator.step == 2
+    again = os.path.join(folder, f"of-{accelerator.num_processes}")
+    accelerator.save_state(again)
+    assert "xla_fsdp" in os.listdir(again) and "model.safetensors" not in os.listdir(again)
+    accelerator.load_state(again)
     train_two(accelerator, parts, 2, STEPS)
     return [accelerator.get_state_dict(model) for model in parts[:2]]
 
 
-def two_models(seed=7):
-    accelerator = accelerator_for(**by_class("gpt2"), state_dict_type="FULL_STATE_DICT")
+def two_models(seed=7, state_dict_type="FULL_STATE_DICT"):
+    accelerator = accelerator_for(**by_class("gpt2"), state_dict_type=state_dict_type)
     models = [build("gpt2"), torch.nn.Linear(3, 3)]
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -192,7 +196,9 @@ def two_models(seed=7):
 
     sharding = sharding_of(accelerator.state)
     prepared = accelerator.prepare(models[0], *optimizers)
-    use_sharding(accelerator.state, type(sharding)(sharding.options, full_state=True))
+    use_sharding(
+        accelerator.state, type(sharding)(sharding.options, full_state=sharding.full_state)
+    )
     models[1] = accelerator.prepare(models[1])
     return accelerator, [prepared[0], models[1], *prepared[1:], *accelerator.prepare(*schedulers)]
 
