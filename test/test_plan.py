@@ -297,8 +297,14 @@ import psutil
 from test_plan import _step
 from xla_fsdp import plan
 
+def compiles(process):
+    try:
+        return any("compile_child" in word for word in process.cmdline())
+    except psutil.Error:  # it has ended
+        return False
+
 def interrupt():
-    while not any("compile_child" in " ".join(c.cmdline()) for c in psutil.Process().children()):
+    while not any(map(compiles, psutil.Process().children())):
         time.sleep(0.05)
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGINT)
@@ -327,9 +333,14 @@ import psutil
 PLAN = "import sys; sys.path.insert(0, sys.argv[1]); from test_plan import _step; " \
        "from xla_fsdp import plan; plan(_step(blocks=8), 'v3-8', cache=False, ranks=[0])"
 plan = psutil.Popen([sys.executable, "-c", PLAN, sys.argv[1]], stderr=subprocess.DEVNULL)
-while not (
-    compilers := [c for c in plan.children() if any("compile_child" in w for w in c.cmdline())]
-):
+
+def compiles(process):
+    try:
+        return any("compile_child" in word for word in process.cmdline())
+    except psutil.Error:  # it has ended
+        return False
+
+while not (compilers := [child for child in plan.children() if compiles(child)]):
     time.sleep(0.05)
 time.sleep(1)
 plan.send_signal(signal.SIGTERM)

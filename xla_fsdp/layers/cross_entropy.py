@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch_xla
 import torch_xla.core.xla_model as xm
 from torch.autograd.function import once_differentiable
 
+from ..tpu.compiler_options import require_loops_compile
 from .jax_call import Cost, call
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -59,6 +61,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes or dtypes that do not go together; an argument outside of its range.
         MissingExtraError: jax, which the loop is written in, is not installed.
+        RuntimeError: on v5e and v6e, an option is set with which the compiler crashes on loops.
     """
     _check(hidden, weight, labels, chunk, label_smoothing, reduction)
     if not hidden.is_xla:  # type: ignore[attr-defined]
@@ -77,6 +80,7 @@ def linear_cross_entropy(
             f"hidden is {hidden.dtype} and weight {weight.dtype}: both must be float32 or both "
             "bfloat16; cast one (hidden.to(weight.dtype))"
         )
+    require_loops_compile(torch_xla._XLAC._xla_device_kind(str(hidden.device)))
     platform = "tpu" if xm.xla_device_hw(hidden.device) == "TPU" else "cpu"
     settings = _Settings(min(chunk, weight.shape[0]), ignore_index, label_smoothing, platform)
     flat = labels.flatten().to(torch.int32)

@@ -84,7 +84,7 @@ def require_loops_compile(device_kind: str) -> None:
     given = read(os.environ.get(_VARIABLE, ""))
     if device_kind in _CRASHING and given.get(_BESIDE_ELEMENTS) == "true":
         raise RuntimeError(
-            f"on {device_kind} the TPU compiler crashes on scanned blocks if LIBTPU_INIT_ARGS has "
+            f"on {device_kind} the TPU compiler crashes on loops if LIBTPU_INIT_ARGS has "
             f"--{_BESIDE_ELEMENTS}=true, which launch adds. Before launch: "
             "from xla_fsdp.compiler_options import FOR_LOOPS, add_to_environment; "
             f"add_to_environment(FOR_LOOPS). Or export LIBTPU_INIT_ARGS=--{_BESIDE_ELEMENTS}=false"
