@@ -300,6 +300,22 @@ def besides(rank, folder):
     return logits
 
 
+def arguments_given(rank):
+    from unittest import mock
+
+    from accelerate.utils import GradientAccumulationPlugin
+
+    import xla_fsdp.integrations.accelerate  # noqa: F401
+
+    with mock.patch("accelerate.utils.environment.clear_environment", side_effect=AssertionError):
+        return GradientAccumulationPlugin(num_steps=3).to_kwargs()
+
+
+def test_the_environment_of_other_ranks_is_not_emptied(run_ranks):
+    """Ranks that read it at that moment would not shard, and go on."""
+    assert run_ranks(arguments_given, 1) == [{"num_steps": 3}]
+
+
 def test_evaluation_and_saving_in_bfloat16(run_ranks, tmp_path):
     from safetensors.torch import load_file
     from transformers import BertForSequenceClassification

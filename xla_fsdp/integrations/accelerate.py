@@ -23,6 +23,7 @@ from accelerate.data_loader import MpDeviceLoaderWrapper
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
+from accelerate.utils.dataclasses import KwargsHandler
 from torch import nn
 
 from ..checkpoint.full_state import full_state_dict
@@ -136,6 +137,17 @@ def _named_strategy(plugin: FullyShardedDataParallelPlugin) -> Any:
 
 def _flag(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("true", "1", "yes", "on", "y", "t")
+
+
+@changes.around(KwargsHandler, "to_kwargs")
+def _given(original: Any, self: KwargsHandler) -> dict[str, Any]:
+    """What differs from the defaults, without emptying the environment meanwhile: other ranks,
+    which may be threads, would find nothing in it, and not shard."""
+    if hasattr(self, "__post_init__"):  # which may look into the environment
+        with _setting:
+            return original(self)
+    default = type(self)().to_dict()
+    return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
 
 # -- prepare -----------------------------------------------------------------------------------
