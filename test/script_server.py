@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 _LARGEST = 1 << 20  # of a request, which holds the environment
@@ -118,4 +119,8 @@ if __name__ == "__main__":
     if command[0] == "-m":
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(command[0], run_name="__main__")
+        # Not by runpy: multiprocessing has to know the script as the main module.
+        main = types.ModuleType("__main__")
+        main.__file__ = command[0]
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+        exec(compile(Path(command[0]).read_bytes(), command[0], "exec"), vars(main))

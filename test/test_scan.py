@@ -438,14 +438,14 @@ def planned_where_gathers_run_beside_loops(cache):
 
     def planned(**options):
         options = {"cache": cache, "progress": False, "ranks": [0], **options}
-        return plan(_clipped_step, "v5e:2x4", **options)
+        return plan(_clipped_step, "v6e:2x4", **options)
 
     kept = dict(os.environ)
     try:
         # With all options that launch gives, the compiler dies of this program: as there, so here.
         for prepare in (lambda: None, compiler_options.add_to_environment):
             prepare()
-            with pytest.raises(RuntimeError, match="TPU v5 lite .* Before launch: .*FOR_LOOPS"):
+            with pytest.raises(RuntimeError, match="TPU v6 lite .* Before launch: .*FOR_LOOPS"):
                 planned()
         os.environ.pop("LIBTPU_INIT_ARGS")
         compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
