@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from ..tpu.chips import CHIPS, Chip
 from ..tpu.compiler_options import OPTIONS, accepted, libtpu_init_args
-from ..tpu.libtpu_flags import read, with_last
+from ..tpu.libtpu_flags import ARGUMENTS, read, with_last
 
-ARGUMENTS, MEGACORE = "LIBTPU_INIT_ARGS", "TPU_MEGACORE"
+MEGACORE = "TPU_MEGACORE"
 # Who starts the ranks: ``xla_fsdp.launch``; torch_xla's own launch, or a program of one's own
 # around its collectives; something that does not import torch_xla, such as JAX.
 LAUNCHERS = ("xla_fsdp", "torch_xla", "other")

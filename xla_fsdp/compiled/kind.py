@@ -8,6 +8,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 from ..tpu.compiler_options import libtpu_init_args
+from ..tpu.libtpu_flags import ARGUMENTS
 
 # Raised when what is kept changes.
 _FORMAT = "1"
@@ -36,7 +37,7 @@ def describe_kind(on: str, part: str) -> dict[str, str]:
         "machine": platform.machine(),
         # Processes on TPU compile for other devices each.
         "process": part if on == "TPU" else "any",
-        "LIBTPU_INIT_ARGS": libtpu_init_args(os.environ.get("LIBTPU_INIT_ARGS", "")),
+        ARGUMENTS: libtpu_init_args(os.environ.get(ARGUMENTS, "")),
         "TPU_LIBRARY_PATH": os.environ.get("TPU_LIBRARY_PATH", ""),
         "TPU_MEGACORE": os.environ.get("TPU_MEGACORE", ""),
     }

@@ -11,9 +11,8 @@ import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from .libtpu_flags import library, read, refusal, without, without_dashes, written
+from .libtpu_flags import ARGUMENTS, library, read, refusal, without, without_dashes, written
 
-_VARIABLE = "LIBTPU_INIT_ARGS"
 _BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
 
 OPTIONS: Mapping[str, str] = MappingProxyType({
@@ -48,8 +47,8 @@ def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
     Raises:
         RefusedOptionError: (a ValueError) libtpu refuses the value or the form of a flag.
     """
-    given = os.environ.get(_VARIABLE, "")
-    os.environ[_VARIABLE], _ = accepted(libtpu_init_args(given, options))
+    given = os.environ.get(ARGUMENTS, "")
+    os.environ[ARGUMENTS], _ = accepted(libtpu_init_args(given, options))
 
 
 def accepted(arguments: str) -> tuple[str, tuple[str, ...]]:
@@ -81,7 +80,7 @@ def require_loops_compile(device_kind: str) -> None:
     Raises:
         RuntimeError: this process asks for the first of :data:`OPTIONS` on v5e or v6e.
     """
-    given = read(os.environ.get(_VARIABLE, ""))
+    given = read(os.environ.get(ARGUMENTS, ""))
     if device_kind in _CRASHING and given.get(_BESIDE_ELEMENTS) == "true":
         raise RuntimeError(
             f"on {device_kind} the TPU compiler crashes on loops if LIBTPU_INIT_ARGS has "
@@ -103,4 +102,4 @@ def libtpu_init_args(given: str, options: Mapping[str, str] = OPTIONS) -> str:
 
 def main() -> None:
     """Prints what ``LIBTPU_INIT_ARGS`` is to be: ``python -m xla_fsdp.compiler_options``."""
-    print(accepted(libtpu_init_args(os.environ.get(_VARIABLE, "")))[0])
+    print(accepted(libtpu_init_args(os.environ.get(ARGUMENTS, "")))[0])

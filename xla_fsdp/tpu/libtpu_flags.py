@@ -21,6 +21,8 @@ from pathlib import Path
 
 from . import flag_check
 
+# What libtpu reads its flags from when it starts.
+ARGUMENTS = "LIBTPU_INIT_ARGS"
 _UNKNOWN = re.compile(r"^ERROR: Unknown command line flag '([^']*)'", re.MULTILINE)
 _ILLEGAL = re.compile(r"^ERROR: (?!Unknown command line flag)(.*)$", re.MULTILINE)
 # Known to no libtpu.
@@ -109,7 +111,7 @@ def refusal(arguments: str, library: str | None) -> Refusal:
 @lru_cache(maxsize=64)
 def _asked(arguments: str, library: str) -> Refusal:
     environment = {
-        "LIBTPU_INIT_ARGS": f"--{_ASKING} {arguments}",
+        ARGUMENTS: f"--{_ASKING} {arguments}",
         "TPU_SKIP_MDS_QUERY": "1",  # asks nothing of the network either
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_MIN_LOG_LEVEL": "3",

@@ -28,10 +28,10 @@ from ...ranks.cpu import call_site
 from ...ranks.cpu.mode import READS, reads_to_host, xla_tensors
 from ...ranks.cpu.patches import Patches
 from ...ranks.rank import pretending
+from ...tpu.libtpu_flags import ARGUMENTS
 from ...tpu.topology import Slice
 from .live import assign, is_pending
 
-_ARGUMENTS = "LIBTPU_INIT_ARGS"
 # More than any step reads, and soon reached by a loop that waits for a value.
 _MANY_READS = 2000
 # Values of tensors this large are not drawn: nothing will ever look at them.
@@ -81,8 +81,8 @@ class Pretence:
         patches = Patches()
         self._stack.callback(patches.undo)
         if self.arguments is not None:
-            self._stack.callback(_set_back, os.environ.get(_ARGUMENTS))
-            os.environ[_ARGUMENTS] = self.arguments
+            self._stack.callback(_set_back, os.environ.get(ARGUMENTS))
+            os.environ[ARGUMENTS] = self.arguments
         # torch_xla keeps both for the process once it knows them.
         patches.set(xr, "_WORLD_SIZE", self.size)
         patches.set(xr, "_ORDINAL", self.rank)
@@ -129,9 +129,9 @@ class Pretence:
 
 
 def _set_back(arguments: str | None) -> None:
-    os.environ.pop(_ARGUMENTS, None)
+    os.environ.pop(ARGUMENTS, None)
     if arguments is not None:
-        os.environ[_ARGUMENTS] = arguments
+        os.environ[ARGUMENTS] = arguments
 
 
 def settle(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
