@@ -88,17 +88,27 @@ def optimizer_for(groups):
     return torch.optim.AdamW(groups, lr=0.02, eps=1e-3)
 
 
-def plain(name, clip=CLIP, micro=1, steps=STEPS, groups=groups_of, schedule=None, count=False):
+def plain(
+    name, clip=CLIP, micro=1, steps=STEPS, groups=groups_of, schedule=None, count=False, dtype=None
+):
     """The whole batch in one process, in plain torch on the CPU.
 
     ``count``: as the Trainer does it, losses are sums, divided by the number of labels (that of
-    the first word, which no model of languages predicts, counts).
+    the first word, which no model of languages predicts, counts). ``dtype``: of the copies of the
+    parameters that the model computes with.
     """
     model, data = build(name), rows(name)
     model.train()
     optimizer = optimizer_for(groups(model))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) if schedule else None
     trained = Trained()
+
+    def loss_of(**batch):
+        if dtype is None:
+            return model(**batch).loss
+        narrow = {name: p.to(dtype) for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, narrow, (), batch).loss
+
     for step in range(steps):
         part = data[step * BATCH : (step + 1) * BATCH]
         losses = []
@@ -106,9 +116,9 @@ def plain(name, clip=CLIP, micro=1, steps=STEPS, groups=groups_of, schedule=None
             size = BATCH // micro
             batch = batch_of(part[number * size : (number + 1) * size])
             if count and counts(model):
-                loss = model(**batch, num_items_in_batch=micro * batch["labels"].numel()).loss
+                loss = loss_of(**batch, num_items_in_batch=micro * batch["labels"].numel())
             else:
-                loss = model(**batch).loss / micro
+                loss = loss_of(**batch) / micro
             loss.backward()
             losses.append(loss.item())
         trained.losses.append(sum(losses))
@@ -137,3 +147,22 @@ def assert_alike(found, expected):
     assert found.weights.keys() == expected.weights.keys()
     for name, value in expected.weights.items():
         close(found.weights[name], value, 1e-4, name)
+
+
+def assert_alike_in_bfloat16(found, narrow, wide):
+    """Losses, norms and weights nearer to ``narrow``, plain training in bfloat16, than twice as far
+    as that is from ``wide``, in float32: sums of four ranks are rounded in another order."""
+
+    def far(one, other):
+        one, other = (torch.as_tensor(each, dtype=torch.float64) for each in (one, other))
+        return torch.linalg.vector_norm(one - other).item()
+
+    def whole(weights):
+        return torch.cat([value.double().reshape(-1) for _, value in sorted(weights.items())])
+
+    assert found.weights.keys() == narrow.weights.keys()
+    for what in ("losses", "norms"):
+        one, near, away = (getattr(each, what) for each in (found, narrow, wide))
+        assert 0 < far(near, away) and far(one, near) <= 2 * far(near, away), what
+    one, near, away = (whole(each.weights) for each in (found, narrow, wide))
+    assert 0 < far(near, away) and far(one, near) <= 2 * far(near, away)

@@ -21,5 +21,20 @@ def test_links_lead_somewhere(path):
     assert [one for one in modules if not (ROOT / f"{one.replace('.', '/')}.py").exists()] == []
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_blocks_are_closed(path):
+    inside = False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            language = line.strip().removeprefix("```")
+            assert not (inside and language), f"line {number}: a block begins inside a block"
+            inside = not inside
+            # A block that is empty but for this is a fence too many.
+            start = number if inside else 0
+        elif inside and not line.strip():
+            assert number != start + 1, f"line {start}: a block begins with an empty line"
+    assert not inside, "the last block is not closed"
+
+
 def test_the_readme_is_one_page():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

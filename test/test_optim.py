@@ -374,21 +374,59 @@ class Lars(torch.optim.SGD):
 
 
 def warned(rank):
-    for make in (torch.optim.LBFGS, torch.optim.Adafactor, Lars, torch.optim.Muon):
+    for make in (torch.optim.Adafactor, Lars, torch.optim.Muon):
         model = wrapped("dim0", Matrices)
         optimizer = make(model.parameters())
         put_gradients(model, gradients(plain(Matrices), 1))
-        step = functools.partial(optimizer.step, *[lambda: 0.0] * (make is torch.optim.LBFGS))
         with every_rank_warns(rank, "matrices or norms; on shards, .*xla_fsdp.optim"):
-            step()
+            optimizer.step()
         with every_rank_warns(rank, None):
-            step()  # said once
+            optimizer.step()  # said once
             make_lamb(model.parameters()).step()
             torch.optim.AdamW(model.parameters()).step()
 
 
 def test_others_of_their_kind_are_warned_of(run_ranks):
     run_ranks(warned, 2)
+
+
+def lbfgs(rank):
+    import torch_xla
+
+    from xla_fsdp import ShardingStrategy
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def train(model, x, y):
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    def mlp():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)
+    part = slice(4 * rank, 4 * rank + 4)
+    mine = [one[part].to(torch_xla.device()) for one in (x, y)]
+    with pytest.raises(RuntimeError, match="LBFGS decides by norms.*'0.weight'.*NO_SHARD"):
+        train(FSDP(mlp()), *mine)
+    # It compares losses, which must be the same on all ranks: they see the same batch.
+    whole = FSDP(mlp(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    found = train(whole, x.to(torch_xla.device()), y.to(torch_xla.device()))
+    for ours, plain_one in zip(found, train(mlp(), x, y), strict=True):
+        torch.testing.assert_close(ours.reshape(-1)[: plain_one.numel()], plain_one.reshape(-1))
+
+
+def test_lbfgs_is_refused_on_shards_and_right_without(run_ranks):
+    run_ranks(lbfgs, 2)
 
 
 def refused(rank):

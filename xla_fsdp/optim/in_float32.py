@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..sharding.freeing import Stamp, stamps
-from ..sharding.optimizer_checks import warn_of_norms
+from ..sharding.optimizer_checks import check_elementwise
 from ..sharding.sharded_tensor import home_of, set_home
 from .base import keep_dtypes
 from .saved import SavesItself, SavesMore, saver_of
@@ -63,7 +63,7 @@ class InFloat32(Optimizer):
             raise TypeError(
                 f"optimizer_class must make a torch.optim.Optimizer, got {type(inner).__name__}"
             )
-        warn_of_norms(inner)
+        check_elementwise(inner)
         self._inner = inner
         # The kind of the inner optimizer goes with its options into checkpoints.
         self._own = {"optimizer": type(inner).__name__, **own}

@@ -59,7 +59,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         _require_shards(optimizer)
         every = [p for group in optimizer.param_groups for p in group["params"]]
         require_filled(every, f"{type(optimizer).__name__}.step() came")
-        warn_of_norms(optimizer)
+        check_elementwise(optimizer)
         _warn_of_empty_groups(optimizer)
         _warn_of_unreduced(optimizer)
         optimizer.__dict__[_SEEN] = number
@@ -153,8 +153,11 @@ def _require_shards(optimizer: Optimizer) -> None:
                 )
 
 
-def warn_of_norms(optimizer: Optimizer) -> None:
-    """Warns if the step is not made of the single elements, and knows nothing of shards."""
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Warns if the step is not made of the single elements, and knows nothing of shards.
+
+    Raises RuntimeError for LBFGS, where ranks would not even take the same way.
+    """
     if getattr(optimizer, "knows_shards", False):  # xla_fsdp.optim, which lies above
         return
     known = [c.__name__ for c in type(optimizer).__mro__ if c.__name__ in _NOT_ELEMENTWISE]
@@ -164,6 +167,13 @@ def warn_of_norms(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             home = home_of(parameter)
             if home is not None and home.world is not None and home.world.size > 1:
+                if "LBFGS" in known:
+                    raise RuntimeError(
+                        "LBFGS decides by norms, here those of one rank's shards (such as that of "
+                        f"{home.key!r}), how often it calls the closure: ranks would wait for one "
+                        "another forever. Wrap with sharding_strategy=ShardingStrategy.NO_SHARD, "
+                        "where every rank has whole parameters, or take another optimizer"
+                    )
                 warnings.warn(
                     f"{known[0]} computes with whole matrices or norms; on shards, such as that of "
                     f"{home.key!r}, it computes another thing. xla_fsdp.optim has optimizers that "
