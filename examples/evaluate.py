@@ -51,6 +51,7 @@ def load(folder: str) -> tuple[nn.Module, Any]:
         read = described["images"] if read is None else read
         place = os.path.join(folder, "weights")
         if network["kind"] == "llama":  # a folder of the hub
+            os.environ["USE_TORCH_XLA"] = "0"  # else transformers imports it
             from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
             return LlamaForCausalLM.from_pretrained(place, dtype=torch.float32), read

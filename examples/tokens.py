@@ -20,14 +20,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from absl import flags
-from common.script import Stop, in_a_line, require
+from common.script import DEFINE_number, Stop, in_a_line, require
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 flags.DEFINE_string("data", None, "folder with tokens; made of --text if it is not there")
 flags.DEFINE_string("text", None, "folder of .txt files; default: what comes with Python")
 flags.DEFINE_string("tokenizer", None, "tokenizer.json to make --data with; default: bytes")
+flags.DEFINE_string("end_token", "<|endoftext|>", "of --tokenizer, between documents")
 flags.DEFINE_integer("tokens_per_sample", None, "tokens of a sequence", lower_bound=1)
 flags.DEFINE_integer("valid_samples", None, "sequences to validate with; default: all", 1)
+flags.DEFINE_string("prompt", "The ", "what the sample at the end goes on from; empty: no sample")
+flags.DEFINE_integer("sample_tokens", 60, "tokens of the sample", lower_bound=1)
+DEFINE_number("temperature", 0.0, "of the sample; 0: the likeliest token", "[0, inf)")
 for _name in ("data", "text", "tokenizer"):
     require(_name, bool, "is empty; name a file or folder")
 
@@ -47,7 +51,7 @@ class Tokens(NamedTuple):
     end: int  # the token after each document
 
     def tokenizer(self) -> Tokenizer:
-        return _tokenizer(os.path.join(self.folder, "tokenizer.json"))
+        return open_tokenizer(os.path.join(self.folder, "tokenizer.json"))
 
 
 def byte_level() -> Tokenizer:
@@ -61,12 +65,17 @@ def byte_level() -> Tokenizer:
     return made
 
 
-def prepare(options: SimpleNamespace) -> Tokens:
-    """Those of ``--data``, which is made if it is not there. Before the ranks start."""
+def prepare(options: SimpleNamespace, default: str | None = None) -> Tokens:
+    """Those of ``--data``, which is made if it is not there, with ``--tokenizer`` or the one in the
+    file ``default``. Before the ranks start."""
     folder = options.data or BYTES
     if not os.path.exists(os.path.join(folder, "tokens.json")):
-        made = _tokenizer(options.tokenizer) if options.tokenizer else byte_level()
-        write(folder, texts_in(options.text) if options.text else shipped_texts(), made)
+        file = options.tokenizer or default
+        texts = texts_in(options.text) if options.text else shipped_texts()
+        if file:
+            write(folder, texts, open_tokenizer(file), options.end_token)
+        else:
+            write(folder, texts, byte_level(), END)
     elif options.text or options.tokenizer:
         given = "--text" if options.text else "--tokenizer"
         raise Stop(f"{folder} has tokens already: leave out {given}, or name another --data", 2)
@@ -96,11 +105,11 @@ def texts_in(folder: str) -> Iterator[str]:
             raise Stop(f"--text={folder}: {path}: {in_a_line(error)}", code=2) from error
 
 
-def write(folder: str, documents: Iterable[str], tokenizer: Tokenizer) -> None:
+def write(folder: str, documents: Iterable[str], tokenizer: Tokenizer, mark: str) -> None:
     """Makes ``folder``; of 20 documents the last is to validate with. All of it, or nothing."""
-    vocabulary, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(END)
+    vocabulary, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(mark)
     if end is None:
-        raise Stop(f"the tokenizer has no {END!r}, which is put between documents", code=2)
+        raise Stop(f"the tokenizer has no {mark!r} to put between documents: --end_token", code=2)
     parts: dict[str, list[np.ndarray]] = {"valid": [], "train": []}
     dtype = np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
     for number, document in enumerate(text for text in documents if text.strip()):
@@ -158,7 +167,7 @@ def open_folder(folder: str) -> Tokens:
     return Tokens(folder, *mapped, vocabulary, end)
 
 
-def _tokenizer(path: str) -> Tokenizer:
+def open_tokenizer(path: str) -> Tokenizer:
     try:
         return Tokenizer.from_file(path)
     except Exception as error:  # the library raises nothing narrower

@@ -5,13 +5,11 @@
     PJRT_DEVICE=TPU python examples/train_gpt.py --arch=13B --data=/shared/tokens \\
         --ckpt_dir=/shared/gpt --resume                   # on every host of a pod: examples/pod/
 
-Flags are named as in fairseq, and those of a run with 13 billion parameters there are the defaults
-of all sizes but the tiny one, which learns the bytes of Python's own texts in minutes. Blocks are
-one loop of the program, which takes minutes less to compile, unless a flag says what a loop can not
-have. --batch_size is that of a rank, as there; losses are in nats, where fairseq's are in bits.
+Flags are named as in fairseq; those of its run with 13 billion parameters are the defaults of all
+sizes but the tiny one, which learns the bytes of Python's own texts in minutes. Blocks are one loop
+of the program unless a flag says what a loop can not have. --batch_size is that of a rank.
 """
 
-import ast
 from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
@@ -25,7 +23,7 @@ from common.batches import on_device
 from common.launching import launch_or_plan
 from common.schedules import polynomial
 from common.script import DEFINE_number, Stop, fill_in, run
-from common.updates import Updates
+from common.updates import Updates, betas
 from networks import require_for_training
 from torch import nn
 
@@ -35,17 +33,6 @@ from xla_fsdp.tpu import compiler_options
 flags.DEFINE_enum("arch", "tiny", list(gpt.FAMILY), "which of the family")
 flags.DEFINE_integer("vocab_size", None, f"default: {gpt.VOCABULARY}; tiny: that of --data", 1)
 flags.DEFINE_integer("positions", None, f"of the longest sequence; default: {gpt.POSITIONS}", 1)
-flags.DEFINE_integer("batch_size", 8, "sequences a rank and micro-batch", lower_bound=1)
-flags.DEFINE_integer("update_freq", 1, "micro-batches of an update", lower_bound=1)
-flags.DEFINE_integer("max_update", None, "updates; default: 10, tiny: 300", lower_bound=1)
-DEFINE_number("lr", None, "rate after the warm-up; default: 1e-4, tiny: 3e-3", "(0, inf)")
-flags.DEFINE_integer("warmup_updates", None, "default: 5, tiny: 30", lower_bound=0)
-flags.DEFINE_integer("total_num_update", None, "when the rate is lowest; default: max_update", 1)
-DEFINE_number("end_learning_rate", 0.0, "the rate then", "[0, inf)")
-DEFINE_number("power", 1.0, "of the decay: 1 is linear", "(0, inf)")
-flags.DEFINE_string("adam_betas", "(0.9, 0.98)", "of AdamW")
-DEFINE_number("weight_decay", 0.0, "of AdamW", "[0, inf)")
-DEFINE_number("clip_norm", 1.0, "largest norm of the gradient; 0: any", "[0, inf]")
 flags.DEFINE_enum("compute_dtype", None, ["float32", "bfloat16"], "default: bfloat16 but tiny")
 flags.DEFINE_bool("fp16", False, "compute in float16, with a loss that is scaled")
 DEFINE_number("fp16_init_scale", 128.0, "scale at first", "(0, inf)")
@@ -53,13 +40,7 @@ flags.DEFINE_bool("no_reshard_after_forward", False, "keep full parameters for t
 flags.DEFINE_bool("checkpoint_activations", None, "recompute blocks; default: if scanned")
 flags.DEFINE_bool("offload_activations", False, "inputs of blocks wait on the host")
 flags.DEFINE_bool("scan_blocks", None, "blocks as one loop, compiled once; default: if possible")
-flags.DEFINE_integer("validate_interval_updates", 100, "updates between validations", 1)
-flags.DEFINE_integer("save_interval_updates", 100, "updates between checkpoints", lower_bound=1)
-flags.DEFINE_string("ckpt_dir", "runs/gpt/ckpt", "folder of the checkpoints, shared by all hosts")
-flags.DEFINE_alias("resume_update", "resume_epoch")
-flags.DEFINE_string("prompt", "The ", "what the sample at the end goes on from; empty: no sample")
-flags.DEFINE_integer("sample_tokens", 60, "tokens of the sample", lower_bound=1)
-DEFINE_number("temperature", 0.0, "of the sample; 0: the likeliest token", "[0, inf)")
+flags.FLAGS.set_default("ckpt_dir", "runs/gpt/ckpt")
 
 
 def main(options: SimpleNamespace) -> None:
@@ -96,19 +77,13 @@ def set_defaults(options: SimpleNamespace) -> None:
     if options.tokens_per_sample > options.positions:
         longer = f"--tokens_per_sample={options.tokens_per_sample} is longer than"
         raise Stop(f"{longer} the model's --positions={options.positions}", code=2)
-    try:
-        options.betas = tuple(float(beta) for beta in ast.literal_eval(options.adam_betas))
-        torch.optim.AdamW([torch.zeros(1)], betas=options.betas)
-    except (ValueError, TypeError, SyntaxError, IndexError) as error:
-        two = "two numbers from 0 to below 1, such as '(0.9, 0.98)'"
-        raise Stop(f"--adam_betas={options.adam_betas} are not {two}", code=2) from error
     # Blocks become one loop unless a flag says what a loop can not have.
     asked = ["--no_reshard_after_forward"] * options.no_reshard_after_forward
     asked += ["--nocheckpoint_activations"] * (options.checkpoint_activations is False)
     fill_in(options, scan_blocks=not asked)
     if options.scan_blocks and asked:
         raise Stop(f"--scan_blocks excludes {asked[0]}", code=2)
-    if options.offload_activations and options.checkpoint_activations is False:
+    if options.offload_activations and "--nocheckpoint_activations" in asked:
         raise Stop("--offload_activations excludes --nocheckpoint_activations", code=2)
 
 
@@ -150,7 +125,7 @@ def train(
         require_for_training(count, "--arch")
     torch.manual_seed(options.seed)  # the same weights on every rank
     model = build(options, network)
-    how = {"betas": options.betas, "weight_decay": options.weight_decay}
+    how = {"betas": betas(options.adam_betas), "weight_decay": options.weight_decay}
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, **how)
     how = {"warmup": options.warmup_updates, "total": options.total_num_update}
     how |= {"power": options.power, "end": options.end_learning_rate / options.lr}
@@ -197,17 +172,15 @@ def train(
 
     if prompt:
         with evaluation.evaluating(model):
-            how = {"temperature": options.temperature, "seed": options.seed}
-            device = torch_xla.device()
-            told = gpt.complete(model, prompt, options.sample_tokens, length, device, **how)
+            how = (options.sample_tokens, length, torch_xla.device(), options.temperature)
+            told = gpt.complete(model, prompt, *how, options.seed)
     if rank == 0:  # all ranks' parts become one model, in which plain torch must find the same loss
         found = tokens.open_folder(data)
         if prompt:
             print(f"sample: {found.tokenizer().decode(told)!r}")
         folder = closing.consolidate(options, saved, network, tokens.describe(options, data))
         others = {"loss by frequencies alone": f"{tokens.loss_of_frequencies(found):.4f}"}
-        title = f"GPT {options.arch}, fully sharded"
-        closing.summarize_loss(title, options, meters, saved, folder, others)
+        closing.summarize_loss("GPT, fully sharded", options, meters, saved, folder, others)
 
 
 def validate(

@@ -14,9 +14,8 @@ from rich.table import Table
 
 import xla_fsdp
 
-from .meters import Meters
+from .meters import Meters, perplexity
 from .script import Stop
-from .updates import Updates, perplexity
 
 flags.DEFINE_bool("no_ckpt_consolidation", False, "leave it at the files of the ranks")
 
@@ -98,7 +97,7 @@ def summarize(
 
 
 def summarize_loss(
-    title: str, options: SimpleNamespace, meters: Updates, saved: str, folder: str | None,
+    title: str, options: SimpleNamespace, meters: Any, saved: str, folder: str | None,
     others: dict[str, str],
 ) -> None:  # fmt: skip
     """The same of a language model, by its validation loss, which plain torch must find as well, to

@@ -157,3 +157,8 @@ def memory_in_use() -> tuple[int, str]:
         return used, f"host {used / 2**30:.1f} GiB"
     used, limit = found["bytes_used"], found["bytes_limit"]
     return used, f"HBM {used / 2**30:.1f}{f' of {limit / 2**30:.1f}' if limit else ''} GiB"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), and infinity where that is too large for a number."""
+    return round(math.exp(loss), 2) if loss < 700 else math.inf

@@ -1,4 +1,4 @@
-"""What rank 0 shows of language models: a bar or a line of JSON, update by update, and curves."""
+"""Training by updates, as of language models: flags as in fairseq, and what rank 0 shows."""
 
 import json
 import math
@@ -11,13 +11,44 @@ from rich.console import Console
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from .meters import memory_in_use, open_curves, start_bar
-from .script import Stop
+from . import checkpoints  # noqa: F401  # whose flag gets another name
+from .meters import memory_in_use, open_curves, perplexity, start_bar
+from .script import DEFINE_number, Stop, require
 
+flags.DEFINE_integer("batch_size", 8, "sequences a rank and micro-batch", lower_bound=1)
+flags.DEFINE_integer("update_freq", 1, "micro-batches of an update", lower_bound=1)
+flags.DEFINE_integer("max_update", None, "updates in all", lower_bound=1)
+DEFINE_number("lr", None, "rate after the warm-up", "(0, inf)")
+flags.DEFINE_integer("warmup_updates", None, "updates up to that rate", lower_bound=0)
+flags.DEFINE_integer("total_num_update", None, "when the rate is lowest; default: max_update", 1)
+DEFINE_number("end_learning_rate", 0.0, "the rate then", "[0, inf)")
+DEFINE_number("power", 1.0, "of the decay: 1 is linear", "(0, inf)")
+flags.DEFINE_string("adam_betas", "(0.9, 0.98)", "of AdamW")
+DEFINE_number("weight_decay", 0.0, "of AdamW", "[0, inf)")
+DEFINE_number("clip_norm", 1.0, "largest norm of the gradient; 0: any", "[0, inf]")
+flags.DEFINE_integer("validate_interval_updates", 100, "updates between validations", 1)
+flags.DEFINE_integer("save_interval_updates", 100, "updates between checkpoints", lower_bound=1)
+flags.DEFINE_string("ckpt_dir", None, "folder of the checkpoints, shared by all hosts")
+flags.DEFINE_alias("resume_update", "resume_epoch")
 flags.DEFINE_alias("log_interval", "log_steps")
 flags.DEFINE_enum("log_format", None, ["bar", "json"], "default: a bar on a terminal, else json")
 # What fairseq calls min_loss_scale: the gradients are not finite, whatever they are scaled with.
 SMALLEST_SCALE = 1e-4
+
+
+def betas(text: str) -> tuple[float, ...]:
+    """Those of ``--adam_betas``."""
+    return tuple(float(beta) for beta in text.strip("() ").split(","))
+
+
+def _are_betas(text: str) -> bool:
+    try:
+        return len(betas(text)) == 2 and all(0 <= beta < 1 for beta in betas(text))
+    except ValueError:
+        return False
+
+
+require("adam_betas", _are_betas, "must be two numbers from 0 to below 1: '(0.9, 0.98)'")
 
 
 class Updates:
@@ -48,7 +79,7 @@ class Updates:
 
     def update(
         self, number: int, loss: torch.Tensor, norm: torch.Tensor, optimizer: Optimizer,
-        scaler: GradScaler,
+        scaler: GradScaler | None = None,
     ) -> None:  # fmt: skip
         """Was traced: the mean loss of this rank, the norm of all gradients."""
         import torch_xla.core.xla_model as xm
@@ -59,8 +90,8 @@ class Updates:
         if self._done is None:
             self._done = number - 1
         if number % self.every == 0 or number == self.last:
-            rate, scaled = optimizer.param_groups[0]["lr"], scaler.is_enabled()
-            scale = scaler.get_scale() if scaled else None
+            rate = optimizer.param_groups[0]["lr"]
+            scale = scaler.get_scale() if scaler and scaler.is_enabled() else None
             # Called once the step has run: to look at the loss here would cut the step in two.
             xm.add_step_closure(self._show, (number, self._now, rate, scale))
 
@@ -110,8 +141,3 @@ class Updates:
             self._bar.stop()
         if self._writer is not None:
             self._writer.close()
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), and infinity where that is too large for a number."""
-    return round(math.exp(loss), 2) if loss < 700 else math.inf
