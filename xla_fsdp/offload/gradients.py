@@ -14,6 +14,7 @@ import torch
 import torch_xla
 
 from ..ranks.rank import is_pretending
+from ..sharding.host_shard import HostShard
 from ..sharding.shard_hooks import accumulate
 
 # Bytes that are fetched at a time, unless one tensor has more.
@@ -39,6 +40,7 @@ class HostGradients:
 
     def take(self, shard: torch.Tensor, grad: torch.Tensor) -> None:
         """Adds ``grad`` to that of ``shard`` once the backward is over."""
+        assert isinstance(shard, HostShard)  # what an optimizer has, nothing like it
         self.pending.append((shard, grad))
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._told):

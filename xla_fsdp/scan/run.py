@@ -226,7 +226,8 @@ class Scan(torch.autograd.Function):
             tensors[:number],
             (needs[:number], needs[number:]),
         )
-        of_stacks = ctx.run.unit.gradients.given(tensors[number:], of_stacks)
+        # What autograd saved may be other objects with the same values.
+        of_stacks = ctx.run.unit.gradients.given(ctx.run.unit.shards, of_stacks)
         return None, of_x, None, *of_constants, *of_stacks
 
 

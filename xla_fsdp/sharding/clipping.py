@@ -13,6 +13,7 @@ from torch import nn
 
 from ..collectives.groups import checked_groups
 from ..collectives.world import World
+from ..ranks.rank import is_pretending
 from .sharded_tensor import require_reduced
 
 
@@ -94,6 +95,7 @@ def clip_grad_norm_(
     for world, grads in by_world.items():
         part = _local_power([g for g in grads if g.device == device], norm_type, zero)
         if on_host := [g for g in grads if g.device != device]:
+            on_host = [] if is_pretending() else on_host  # of what no program sees
             power = _local_power(on_host, norm_type, torch.zeros((), device="cpu"))
             theirs = _on_device(power, device)
             part = torch.maximum(part, theirs) if is_max else part + theirs
@@ -113,6 +115,8 @@ def clip_grad_norm_(
     for _, grad in clipped:
         factor = coefficient
         if grad.device != device:
+            if is_pretending():
+                continue
             told = coefficient.cpu() if told is None else told
             factor = told
         grad.detach().mul_(factor.to(grad.dtype))

@@ -20,7 +20,7 @@ class HostShard(nn.Parameter):
     """
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """As of any tensor: its values, of which autograd and counters know nothing."""
         alias: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         given, times = vars(self).get(ALIASES, ((), 0))
