@@ -13,9 +13,10 @@ from typing import NamedTuple
 import tokens
 import torch
 from common.script import Stop, in_a_line
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
 
 import xla_fsdp
 from xla_fsdp.consolidate import CheckpointError
@@ -114,6 +115,38 @@ def complete_folder(folder: str, config: LlamaConfig, found: tokens.Tokens) -> N
     config.architectures = [LlamaForCausalLM.__name__]
     config.save_pretrained(folder)
     shutil.copy(os.path.join(found.folder, "tokenizer.json"), folder)
+
+
+def without_values(config: LlamaConfig) -> "Llama":
+    """The model on the meta device, but for what is in no checkpoint and computed here."""
+    with torch.device("meta"):
+        model = Llama(config)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    return model
+
+
+def initialize(model: LlamaForCausalLM, module: nn.Module) -> None:
+    """Gives values to a submodule, as the library would."""
+    module.to_empty(device="cpu", recurse=False)
+    model._init_weights(module)
+
+
+def with_adapters(model: nn.Module, rank: int) -> PeftModel:
+    """LoRA on all linear layers but the last; only that is trained."""
+    how = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
+    return get_peft_model(model, LoraConfig(**how, task_type="CAUSAL_LM"))
+
+
+def generate(
+    model: nn.Module, prompt: list[int], config: LlamaConfig, options: SimpleNamespace
+) -> list[int]:
+    """The library's own search, with keys and values kept; on every rank the same."""
+    torch.manual_seed(options.seed)
+    how = {"do_sample": bool(options.temperature), "temperature": options.temperature or None}
+    how |= {"max_new_tokens": options.sample_tokens, "pad_token_id": config.eos_token_id}
+    row = torch.tensor([prompt])
+    told = model.generate(input_ids=row, attention_mask=torch.ones_like(row), **how)
+    return told[0].tolist()
 
 
 def known_by(config: LlamaConfig, lora_rank: int) -> dict[str, object]:

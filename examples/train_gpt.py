@@ -36,6 +36,7 @@ flags.DEFINE_integer("positions", None, f"of the longest sequence; default: {gpt
 flags.DEFINE_enum("compute_dtype", None, ["float32", "bfloat16"], "default: bfloat16 but tiny")
 flags.DEFINE_bool("fp16", False, "compute in float16, with a loss that is scaled")
 DEFINE_number("fp16_init_scale", 128.0, "scale at first", "(0, inf)")
+flags.DEFINE_bool("cpu_offload", False, "shards, optimizer and its work on the host")
 flags.DEFINE_bool("no_reshard_after_forward", False, "keep full parameters for the backward")
 flags.DEFINE_bool("checkpoint_activations", None, "recompute blocks; default: if scanned")
 flags.DEFINE_bool("offload_activations", False, "inputs of blocks wait on the host")
@@ -52,7 +53,9 @@ def main(options: SimpleNamespace) -> None:
         more = f"{found.folder} has a vocabulary of {here}"
         raise Stop(f"{more}, more than --vocab_size={options.vocab_size}", code=2)
     prompt = tokens.encode_prompt(found, options) if found else []
-    if options.scan_blocks or fused(options):
+    # Logits do not exist whole where they are large; the loop over their parts knows no float16.
+    options.fused = options.vocab_size > 8192 and not options.fp16
+    if options.scan_blocks or options.fused:
         compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
     size = gpt.FAMILY[options.arch]
     network = {"vocabulary": options.vocab_size, "positions": options.positions, **size._asdict()}
@@ -87,16 +90,12 @@ def set_defaults(options: SimpleNamespace) -> None:
         raise Stop("--offload_activations excludes --nocheckpoint_activations", code=2)
 
 
-def fused(options: SimpleNamespace) -> bool:
-    """Whether logits are too large to exist whole; the loop over parts knows no float16."""
-    return options.vocab_size > 8192 and not options.fp16
-
-
 def build(options: SimpleNamespace, network: dict) -> nn.Module:
     """The model, sharded block by block while it is built."""
     from xla_fsdp.layers import linear_cross_entropy, scaled_dot_product_attention
 
-    how = {"compute_dtype": getattr(torch, options.compute_dtype)}
+    where = xla_fsdp.CPUOffload() if options.cpu_offload else None
+    how = {"compute_dtype": getattr(torch, options.compute_dtype), "cpu_offload": where}
     reshard = not options.no_reshard_after_forward
     wrap = partial(xla_fsdp.XlaFullyShardedDataParallel, reshard_after_forward=reshard, **how)
     offload = options.offload_activations
@@ -108,7 +107,7 @@ def build(options: SimpleNamespace, network: dict) -> nn.Module:
             blocks = (xla_fsdp.checkpoint_module(block, offload=offload) for block in blocks)
         return nn.Sequential(*(wrap(block) for block in blocks))
 
-    loss = linear_cross_entropy if fused(options) else gpt.linear_cross_entropy
+    loss = linear_cross_entropy if options.fused else gpt.linear_cross_entropy
     layers = {"attention": scaled_dot_product_attention, "cross_entropy": loss}
     return wrap(gpt.GPT(**network, join=join, **layers))
 
@@ -126,7 +125,8 @@ def train(
     torch.manual_seed(options.seed)  # the same weights on every rank
     model = build(options, network)
     how = {"betas": betas(options.adam_betas), "weight_decay": options.weight_decay}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, **how)
+    how |= {"lr": options.lr, "fused": options.cpu_offload or None}  # torch's for the CPU
+    optimizer = torch.optim.AdamW(model.parameters(), **how)
     how = {"warmup": options.warmup_updates, "total": options.total_num_update}
     how |= {"power": options.power, "end": options.end_learning_rate / options.lr}
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(polynomial, **how))

@@ -7,15 +7,15 @@
     PJRT_DEVICE=TPU python examples/train_llama.py --folder=/shared/llama --data=/shared/tokens \\
         --ckpt_dir=/shared/run --resume                   # on every host of a pod: examples/pod/
 
-A row of --tokens_per_sample tokens holds documents one after the other, none of which sees another
-(flash attention with segment ids). Logits never exist whole. New models have their blocks in one
-loop of the program; those that adapters are put into are wrapped block by block. What is
-consolidated at the end is a folder of the hub again. --batch_size is that of a rank.
+A row of --tokens_per_sample tokens holds documents, none of which sees another. Attention is flash
+attention, logits never exist whole, and blocks are one loop of the program unless adapters are in
+them. What is consolidated at the end is a folder of the hub. --batch_size is that of a rank.
 """
 
 import os
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import llama
 import tokens
@@ -28,10 +28,7 @@ from common.schedules import polynomial
 from common.script import Stop, fill_in, run
 from common.updates import Updates, betas
 from networks import require_for_training
-from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import xla_fsdp
 from xla_fsdp.integrations import attention
@@ -59,8 +56,7 @@ def main(options: SimpleNamespace) -> None:
     attention.install()
     compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
     checkpoints.prepare_folder(options)
-    with torch.device("meta"):
-        count = sum(one.numel() for one in llama.Llama(config).parameters())
+    count = sum(parameter.numel() for parameter in llama.without_values(config).parameters())
     print(title := f"LLaMA, {count:,} parameters", flush=True)
     args = (options, config, count, found and found.folder, prompt)
     launch_or_plan(train, args, options, options.num_devices, title)
@@ -73,32 +69,20 @@ def set_defaults(options: SimpleNamespace) -> None:
     fill_in(options, tokens_per_sample=2048 if options.size == "1B" else 8192, lr=3e-4)
     fill_in(options, compute_dtype="bfloat16", max_update=300, warmup_updates=30)
     fill_in(options, total_num_update=options.max_update, scan_blocks=not options.lora_rank)
-    if options.lora_rank and not options.folder:
-        raise Stop("--lora_rank needs --folder, a model to put adapters into", code=2)
-    if options.lora_rank and options.scan_blocks:
-        raise Stop("--lora_rank excludes --scan_blocks", code=2)
-    given = options.vocab_size or options.positions
-    if options.folder and (given or options.make_folder):
+    if options.lora_rank and (options.scan_blocks or not options.folder):
+        raise Stop("--lora_rank needs --folder, and excludes --scan_blocks", code=2)
+    if options.folder and (options.vocab_size or options.positions or options.make_folder):
         raise Stop("--folder excludes --vocab_size, --positions and --make_folder", code=2)
 
 
-def build(options: SimpleNamespace, config: LlamaConfig, scan: bool, new: bool) -> nn.Module:
+def build(options: SimpleNamespace, config: Any, scan: bool, new: bool) -> nn.Module:
     """The sharded model, which never exists whole; ``new``: with values."""
-    with torch.device("meta"):
-        model = inner = llama.Llama(config)
-    inner.model.rotary_emb = LlamaRotaryEmbedding(config)  # whose buffers are in no checkpoint
+    model = inner = llama.without_values(config)
     if options.lora_rank:
-        how = {"lora_alpha": 2 * options.lora_rank, "target_modules": "all-linear"}
-        how |= {"r": options.lora_rank, "task_type": "CAUSAL_LM"}
-        model = get_peft_model(inner, LoraConfig(**how))
+        model = llama.with_adapters(inner, options.lora_rank)
 
-    def begin(module: nn.Module) -> None:
-        """Gives values to one submodule, or says that a folder or checkpoint will."""
-        if not new:
-            return xla_fsdp.loaded_later(module)
-        module.to_empty(device="cpu", recurse=False)
-        inner._init_weights(module)
-
+    # Each submodule gets values when its turn comes, or when a folder or checkpoint is loaded.
+    begin = partial(llama.initialize, inner) if new else xla_fsdp.loaded_later
     how = {"compute_dtype": getattr(torch, options.compute_dtype), "param_init_fn": begin}
     wrap = partial(xla_fsdp.XlaFullyShardedDataParallel, **how)
     layers, offload = inner.model.layers, options.offload_activations
@@ -116,12 +100,10 @@ def build(options: SimpleNamespace, config: LlamaConfig, scan: bool, new: bool) 
 
 
 def train(
-    index: int, options: SimpleNamespace, config: LlamaConfig, count: int, data: str | None,
-    prompt: list,
-) -> None:  # fmt: skip
+    index: int, options: SimpleNamespace, config: Any, count: int, data: str | None, prompt: list
+) -> None:
     """What each rank runs; ``data``: the folder of the tokens, of which a plan needs none."""
-    # Not at the top of the file: launch has to set up the runtime before.
-    import torch_xla.runtime as xr
+    import torch_xla.runtime as xr  # not at the top of the file, as launch sets up the runtime
 
     from xla_fsdp.integrations.peft import save_merged
 
@@ -176,7 +158,12 @@ def train(
         meters.validated(update, *validate(model, options, data, share))
 
     if prompt:
-        told = generate(model, options, config, prompt)
+        single = model
+        if options.scan_blocks:  # a loop keeps no keys and values: the same, block by block
+            single = build(options, config, scan=False, new=False)
+            xla_fsdp.load_checkpoint(options.ckpt_dir, single, restore_rng=False)
+        with evaluation.evaluating(single):
+            told = llama.generate(single, prompt, config, options)
     # All ranks' parts become one model, in which plain torch must find the same loss.
     folder, described = closing.folder_of(options, saved), tokens.describe(options, data, "packed")
     if folder and options.lora_rank:
@@ -186,30 +173,13 @@ def train(
         found = tokens.open_folder(data)
         if prompt:
             print(f"sample: {found.tokenizer().decode(told)!r}")
-        if folder and options.lora_rank:
-            closing.describe(folder, network, described)
-        elif folder:
-            closing.consolidate(options, saved, network, described)
         if folder:
+            closing.describe(folder, network, described)
+            if not options.lora_rank:
+                closing.consolidate(options, saved, network, described)
             llama.complete_folder(os.path.join(folder, "weights"), config, found)
         others = {"loss by frequencies alone": f"{tokens.loss_of_frequencies(found):.4f}"}
         closing.summarize_loss("LLaMA, fully sharded", options, meters, saved, folder, others)
-
-
-def generate(
-    model: nn.Module, options: SimpleNamespace, config: LlamaConfig, prompt: list[int]
-) -> list[int]:
-    """The library's own search, with keys and values kept, on every rank the same."""
-    if options.scan_blocks:  # in one loop, which keeps none: the same model, block by block
-        model = build(options, config, scan=False, new=False)
-        xla_fsdp.load_checkpoint(options.ckpt_dir, model, restore_rng=False)
-    torch.manual_seed(options.seed)
-    how = {"do_sample": bool(options.temperature), "temperature": options.temperature or None}
-    how |= {"max_new_tokens": options.sample_tokens, "pad_token_id": config.eos_token_id}
-    row = torch.tensor([prompt])
-    with evaluation.evaluating(model):
-        told = model.generate(input_ids=row, attention_mask=torch.ones_like(row), **how)
-    return told[0].tolist()
 
 
 def validate(
