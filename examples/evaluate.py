@@ -2,10 +2,10 @@
 
     python examples/evaluate.py runs/mnist/ckpt_consolidated [--datadir DIR] [--batch_size 256]
 
-The folder says which network it is and how its images are read: safetensors files are in
-``weights``, and beside them ``network.json`` has what :func:`build` and :func:`test_images` need,
-``{"network": {"kind": ..., ...}, "images": {...}}``. --datadir reads the images from somewhere
-else. Prints one line of JSON.
+The folder says which network it is and what it is evaluated on: safetensors files are in
+``weights``, and beside them ``network.json`` has what :func:`build` and :func:`test_images` or
+:func:`validation_loss` need, ``{"network": {"kind": ..., ...}, "images" or "tokens": {...}}``.
+--datadir reads these from somewhere else. Prints one line of JSON.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import digits
 import images
 import networks
 import torch
+import torch.nn.functional as F
 from common import script
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -28,8 +29,10 @@ from torch.utils.data import DataLoader, Dataset
 
 def main(folder: str, datadir: str | None, batch_size: int, num_workers: int) -> None:
     model, described = load(folder)
-    data = test_images(described, datadir)
     model.eval()
+    if isinstance(described, dict) and described.get("kind") == "tokens":
+        return print(json.dumps(validation_loss(model, described, datadir)))
+    data = test_images(described, datadir)
     correct = 0
     with torch.no_grad():
         for batch, labels in DataLoader(data, batch_size, num_workers=num_workers):
@@ -40,13 +43,19 @@ def main(folder: str, datadir: str | None, batch_size: int, num_workers: int) ->
 
 
 def load(folder: str) -> tuple[nn.Module, Any]:
-    """The network with its weights, and how its images are to be read."""
+    """The network with its weights, and how its images or tokens are to be read."""
     try:
         with open(os.path.join(folder, "network.json"), encoding="utf-8") as file:
             described = json.load(file)
-        network, read = described["network"], described["images"]
-        model = build(**network)
-        weights, place = {}, os.path.join(folder, "weights")
+        network, read = described["network"], described.get("tokens")
+        read = described["images"] if read is None else read
+        place = os.path.join(folder, "weights")
+        if network["kind"] == "llama":  # a folder of the hub
+            os.environ["USE_TORCH_XLA"] = "0"  # else transformers imports it
+            from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+            return LlamaForCausalLM.from_pretrained(place, dtype=torch.float32), read
+        model, weights = build(**network), {}
         for name in sorted(os.listdir(place)):
             if name.endswith(".safetensors"):
                 weights |= load_file(os.path.join(place, name))
@@ -60,7 +69,7 @@ def load(folder: str) -> tuple[nn.Module, Any]:
 
 
 def build(kind: str, **arguments: Any) -> nn.Module:
-    """The network with random weights: of ``kind`` ``mnist``, ``vit`` or ``torchvision``."""
+    """The network with random weights. ``kind``: ``mnist``, ``vit``, ``torchvision``, ``gpt``."""
     if kind == "mnist":
         from train_mnist import MnistNetwork
 
@@ -69,7 +78,36 @@ def build(kind: str, **arguments: Any) -> nn.Module:
         return networks.VisionTransformer(**arguments)
     if kind == "torchvision":
         return networks.torchvision_model(**arguments)
-    raise script.Stop(f"unknown kind of network {kind!r}; mnist, vit and torchvision are known", 2)
+    if kind == "gpt":
+        import gpt
+
+        return gpt.GPT(**arguments)
+    known = "mnist, vit, torchvision, gpt and llama are known"
+    raise script.Stop(f"unknown kind of network {kind!r}; {known}", 2)
+
+
+def validation_loss(model: nn.Module, described: Any, folder: str | None) -> dict[str, Any]:
+    """The mean of the tokens of ``--data`` that a ``network.json`` says under ``tokens``."""
+    import tokens
+
+    try:
+        found = tokens.open_folder(folder or described["folder"])
+        rows = tokens.Rows(found, found.valid, described["length"], "valid.bin")
+        batches = tokens.validation_batches(rows, described["count"], 8, 0, 1)
+        batches = tokens.PREPARED[described["rows"]](batches, found.end)
+    except (TypeError, KeyError) as error:
+        unknown = f"network.json does not say how tokens are read: {script.in_a_line(error)}"
+        raise script.Stop(unknown, code=2) from error
+    total, counted = 0.0, 0
+    with torch.no_grad():
+        for numbers, labels, *packed in batches:
+            # transformers sees by positions that begin again where a document does.
+            logits = model(numbers, position_ids=packed[1]).logits if packed else model(numbers)
+            logits = logits.float().flatten(0, 1)
+            total += F.cross_entropy(logits, labels.flatten(), reduction="sum").item()
+            counted += int((labels != tokens.IGNORED).sum())
+    assert "torch_xla" not in sys.modules
+    return {"loss": total / counted, "tokens": counted}
 
 
 def test_images(described: Any, datadir: str | None) -> Dataset:
@@ -107,7 +145,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.error = lambda message: script.end(f"{message} (--help lists the flags)", 2)
     parser.add_argument("folder", nargs="*", help="with a consolidated model")
-    parser.add_argument("--datadir", help="folder of the images; default: that of the training")
+    parser.add_argument("--datadir", help="folder of images or tokens; default: as in training")
     parser.add_argument("--batch_size", type=int, default=256, help="images at a time")
     parser.add_argument("--num_workers", type=int, default=0, help="processes that read images")
     options = parser.parse_args(arguments)

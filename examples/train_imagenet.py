@@ -17,11 +17,12 @@ joined into one model in plain torch, which examples/evaluate.py evaluates. --he
 from functools import partial
 from types import SimpleNamespace
 
+import image_batches
 import networks
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, closing, evaluation, image_batches, schedules, wrapping
+from common import checkpoints, closing, evaluation, schedules, wrapping
 from common.batches import on_device
 from common.launching import launch_or_plan
 from common.meters import Meters

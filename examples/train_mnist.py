@@ -28,9 +28,10 @@ import torch
 import torch.nn.functional as F
 from absl import flags
 from common import checkpoints, closing, evaluation, script, wrapping
-from common.batches import on_device, test_batches, training_batches
+from common.batches import on_device
 from common.launching import launch_or_plan
 from common.meters import Meters
+from sampling import test_batches, training_batches
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -7,11 +7,12 @@ python examples/train_resnet_auto_wrap.py --plan=v3-8 # what the same needs on a
 from functools import partial
 from types import SimpleNamespace
 
+import image_batches
 import networks
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, closing, evaluation, image_batches, script
+from common import checkpoints, closing, evaluation, script
 from common.batches import on_device
 from common.launching import launch_or_plan
 from common.meters import Meters

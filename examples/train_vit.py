@@ -11,18 +11,18 @@ The defaults with --datadir, --fake_data or --plan are those of the 10-billion-p
 v3-128: 32 blocks of width 5120, 1024 images a step. Without, a small one learns digits in minutes.
 --batch_size is that of all ranks together. Flags are named as in the public example for XLA. No
 host ever holds the model: a block is built, cut into shards and dropped before the next one. Blocks
-are one loop of the program, which takes minutes less to compile, and far less memory; with
---noscan_blocks each is wrapped by itself.
+are one loop of the program, compiled in less time and memory; with --noscan_blocks they are not.
 """
 
 from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 
+import image_batches
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, closing, evaluation, image_batches
+from common import checkpoints, closing, evaluation
 from common.batches import on_device
 from common.launching import launch_or_plan
 from common.meters import Meters

@@ -28,7 +28,7 @@ def loader(common, tmp_path):
         if workers:
             how = {"num_workers": workers, "persistent_workers": True}
             how["multiprocessing_context"] = "forkserver"
-        return common.batches.training_batches(
+        return common.sampling.training_batches(
             data, rank, world_size, batch_size // world_size, seed=seed, vary=vary, **how
         )
 
@@ -89,7 +89,7 @@ def test_parts_are_chosen_as_torchvision_does(common):
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_large_test_batch_reads_every_image_once(common, ranks):
     data = [(torch.zeros(1), label) for label in range(297)]
-    shares = [common.batches.test_batches(data, rank, ranks, 100_000) for rank in range(ranks)]
+    shares = [common.sampling.test_batches(data, rank, ranks, 100_000) for rank in range(ranks)]
     labels = [[labels for _, labels in share] for share in shares]
     assert {len(batch) for share in labels for batch in share} == {-(-297 // ranks)}
     found = torch.cat([batch for share in labels for batch in share])
@@ -103,7 +103,7 @@ def test_cpu_ranks_share_the_cores(run_script):
     done = run_script(
         "import os, sys; sys.path.insert(0, sys.argv[1])\n"
         "from types import SimpleNamespace\n"
-        "from common import image_batches\n"
+        "import image_batches\n"
         "import torch_xla.runtime as xr\n"
         "def workers(kind, ranks, cores, wish=None):\n"
         "    xr.device_type, xr.world_size = lambda: kind, lambda: ranks\n"

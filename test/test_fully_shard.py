@@ -6,7 +6,7 @@ from in_place import Layer, Model, assert_like_plain, build, sharded, train
 
 
 def every_case(rank, size):
-    from xla_fsdp import FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
+    from xla_fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 
     plain = build()
     expected = train(plain)
@@ -14,7 +14,7 @@ def every_case(rank, size):
     mesh = torch.arange(size).view(2, -1)
     cases = [
         {"mesh": list(range(size)), "reshard_after_forward": False},
-        {"mesh": mesh, "reshard_after_forward": True, "offload_policy": OffloadPolicy()},
+        {"mesh": mesh, "reshard_after_forward": True, "offload_policy": CPUOffloadPolicy()},
     ]
     if size == 4:
         cases.append({"reshard_after_forward": 2})

@@ -96,7 +96,7 @@ def refusals(rank, size):
     from torch.distributed.fsdp import MixedPrecisionPolicy as Theirs
 
     import xla_fsdp
-    from xla_fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+    from xla_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     def refused(match, error=ValueError, module=None, **options):
@@ -104,7 +104,8 @@ def refusals(rank, size):
             fully_shard(nn.Linear(2, 2) if module is None else module, **options)
 
     refused("mp_policy must be", mp_policy=Theirs())
-    refused("offload_policy=CPUOffloadPolicy.*not possible", offload_policy=CPUOffloadPolicy())
+    refused("offload_policy must be an xla_fsdp.OffloadPolicy", offload_policy=True)
+    refused("by offload_policy", cpu_offload=xla_fsdp.CPUOffload())
     refused("shard_placement_fn", shard_placement_fn=lambda parameter: None)
     refused("device_mesh must be", mesh=[0])
     refused("reshard_after_forward must be", reshard_after_forward="no")

@@ -117,7 +117,12 @@ def several(rank, ranks, cases):
 
 
 CASES = [
-    ("gpt2", "one by one", 2, {"fsdp_version": 2, "reshard_after_forward": False}),
+    (
+        "gpt2",
+        "one by one",
+        2,
+        {"fsdp_version": 2, "reshard_after_forward": False, "cpu_offload": True},
+    ),
     (
         "bert",
         "optimizer first",
@@ -128,7 +133,11 @@ CASES = [
         "llama",
         "model first",
         1,
-        {"sharding_strategy": "HYBRID_SHARD", "activation_checkpointing": True},
+        {
+            "sharding_strategy": "HYBRID_SHARD",
+            "activation_checkpointing": True,
+            "cpu_offload": True,
+        },
     ),
     ("vit", "one by one", 1, {"sharding_strategy": "NO_SHARD", "sync_module_states": True}),
     (
@@ -389,8 +398,6 @@ def refused(rank):
     from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
     for given, message in (
-        ({"cpu_offload": True}, "fsdp_offload_params"),
-        ({"cpu_offload": True, "fsdp_version": 2}, "fsdp_offload_params"),
         ({"ignored_modules": "transformer.("}, "must be a regular expression"),
         ({"ignored_modules": [3]}, "ignored_modules must be modules"),
         ({"auto_wrap_policy": 3}, "auto_wrap_policy must be TRANSFORMER_BASED_WRAP"),
@@ -516,7 +523,7 @@ def test_a_config_file_is_what_the_plugin_reads(tmp_path, monkeypatch):
         ("sharding_strategy: 2", "reshard_after_forward: true", "goes with fsdp_version: 2"),
         ("  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n", "", "cls_to_wrap needs fsdp_auto_wr"),
         ("prefetch: false", "prefetch: maybe", "fsdp_forward_prefetch: maybe must be true or f"),
-        ("params: false", "params: true", "fsdp_offload_params is not possible on XLA yet"),
+        ("params: false", "params: maybe", "fsdp_offload_params: maybe must be true or false"),
         ("mixed_precision: bf16", "mixed_precision: fp16", "mixed_precision: fp16 does not go"),
         ("distributed_type: FSDP\n", "", "`distributed_type` must be specified"),
         ("main_training", "dynamo_backend: INDUCTOR\nmain_training", "dynamo_backend: INDUCTOR"),

@@ -41,6 +41,7 @@ if _TYPE_CHECKING:
     from .remat import checkpoint_module
     from .scan.blocks import scan_blocks
     from .sharding.awaited import loaded_later
+    from .sharding.cpu_offload import CPUOffload
     from .sharding.mixed_precision import MixedPrecision
     from .sharding.strategy import ShardingStrategy
     from .tpu.topology import UnknownTopologyError
@@ -74,6 +75,7 @@ _HOMES = {
     "ShardedGradScaler": "grad_scaler",
     "BackwardPrefetch": "collectives.order",
     "MixedPrecision": "sharding.mixed_precision",
+    "CPUOffload": "sharding.cpu_offload",
     "loaded_later": "sharding.awaited",
     "ShardingStrategy": "sharding.strategy",
     "SyncBatchNorm": "layers.batch_norm",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
@@ -50,5 +53,9 @@ class ShardedGradScaler(GradScaler):
         device = torch_xla.device()
         # A rank may have no gradient at all, and still takes part.
         own = found.get(device, torch.zeros((), device=device))
+        cpu = torch.device("cpu")
+        if cpu in found:  # with cpu_offload
+            theirs: Any = xm.send_cpu_data_to_device([found[cpu]], device)
+            own = torch.maximum(own, theirs[0])
         world = World.to_reduce_over(None, device)
         return {device: world.all_reduce_max(own, "found infinity")}

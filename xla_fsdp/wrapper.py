@@ -13,8 +13,10 @@ from .collectives.order import BackwardPrefetch
 from .collectives.world import World
 from .libraries import adapt
 from .names import is_wrapper, shell_of
+from .offload.attaching import attach
 from .sharding import metadata
 from .sharding.building import UnitBuilder
+from .sharding.cpu_offload import CPUOffload
 from .sharding.first_step import compare_initial_weights, require_all_sharded, require_values
 from .sharding.gathering import computing, computing_passes
 from .sharding.ignored import mark_ignored
@@ -102,6 +104,8 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             ``(replicate, shard)`` mesh each row does, and columns average their gradients.
         mixed_precision: torch FSDP's names for the dtypes and for which inputs are cast, see
             :class:`~xla_fsdp.MixedPrecision`.
+        cpu_offload: ``CPUOffload()`` keeps shards, gradients and optimizer state in the host's
+            memory, and has the update run there: docs/offload.md.
         ignored_modules, ignored_parameters: submodules (with all that is in them, wrappers
             excepted) and parameters that stay whole on every rank, whose gradients are not reduced,
             see :meth:`average_ignored_gradients`. ``ignored_states`` is torch FSDP's name for
@@ -146,6 +150,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         sharding_strategy: ShardingStrategy | None = None,
         device_mesh: Any = None,
         mixed_precision: MixedPrecision | None = None,
+        cpu_offload: CPUOffload | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_parameters: Iterable[nn.Parameter] | None = None,
         ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
@@ -173,6 +178,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         on_device = any(p.device.type == "xla" and not p.is_meta for p in module.parameters())
         builder = UnitBuilder(module, self, options, world)
         self._unit = builder.build()
+        attach(self._unit)
         self._fsdp_wrapped_module = module
         watch_optimizers()
         adapt(module)
@@ -243,9 +249,14 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             for unit in self._wrapped_units():
                 unit.gradients.flush()
                 narrow_gradients(unit)
-        if self.fsdp_options.sync_on_finalization:
+        hosts = [unit.gradients.host for unit in self._wrapped_units()]
+        if self.fsdp_options.sync_on_finalization or any(hosts):
             for unit in self._wrapped_units():  # what is full would be an output of the program
                 unit.leave_backward()
+        for host in hosts:
+            if host is not None:
+                host.arrive()
+        if self.fsdp_options.sync_on_finalization:
             # Not torch_xla.sync(): this is autograd's thread, whose default device is another's.
             device = str(self._unit.world.device)
             torch_xla._XLAC._xla_step_marker(device, [], wait=False)

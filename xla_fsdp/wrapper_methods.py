@@ -16,6 +16,7 @@ from .sharding import metadata
 from .sharding.attributes import ModuleParameters, refuse_replacement
 from .sharding.awaited import still_awaited
 from .sharding.gathering import in_method
+from .sharding.host_shard import staying
 from .sharding.options import FSDPOptions
 from .sharding.summon import full_params_of, require_no_scanned, summon_full_params
 from .sharding.unit import Unit, units_in
@@ -125,6 +126,7 @@ class WrapperMethods(GradientMethods):
         """``to``, ``half``, ``cpu`` and the like: dtypes may change, the device may not."""
         if is_wrapper(self):
             require_device_stays(self._unit, fn)
+            fn = staying(fn, self._unit.shards)
         waiting = still_awaited(vars(self)["_unit"].awaited) if is_wrapper(self) else []
         super()._apply(fn, recurse)
         for one in waiting:

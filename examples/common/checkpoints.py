@@ -56,15 +56,28 @@ def resume(
     network: dict[str, Any],
     steps: int,
 ) -> tuple[int, str]:
+    """As :func:`load`; returns how many epochs are done, and the checkpoint."""
+    found = load(options, folder, state, network, steps, options.num_epochs)
+    return (found.step, found.path) if found else (0, "")
+
+
+def load(
+    options: SimpleNamespace,
+    folder: str,
+    state: tuple[Any, Any, Any],
+    network: dict[str, Any],
+    steps: int,
+    last: int,
+) -> "xla_fsdp.LoadedCheckpoint | None":
     """Loads what the flags ask for into ``state``: model, optimizer and scheduler.
 
     ``network`` must be what was saved as ``extra={"network": ...}``: some differ in no shape, as in
-    their heads. Returns how many epochs are done, and the checkpoint. From here on, rate and
-    schedule are as the flags say now, with so many ``steps`` an epoch.
+    their heads. From here on, rate and schedule are as the flags say now, with so many
+    ``steps`` an epoch. It must not be beyond the ``last``.
     """
     step = options.resume_epoch
     if options.plan or not (options.resume or step):
-        return 0, ""
+        return None
     given = schedules.settings(state[1])
     try:
         found = xla_fsdp.load_checkpoint(folder, *state, missing_ok=not step, step=step or None)
@@ -73,18 +86,18 @@ def resume(
         told = re.sub(r"^rank \d+ could not [^:]*: \w+: ", "", str(error))
         raise Stop(told, code=2) from error
     if found is None:
-        return 0, ""
+        return None
     saved = found.extra.get("network") if isinstance(found.extra, dict) else None
     for name in sorted(saved.keys() | network.keys()) if isinstance(saved, dict) else ():
         if saved.get(name) != network.get(name):
             other = f"another network: its {name} is {saved.get(name)}, not {network.get(name)}"
             same = "give it the same, or begin in another folder"
             raise Stop(f"{found.path} is of {other}; {same}", code=2)
-    if found.step > options.num_epochs:
+    if found.step > last:
         done = f"{found.path} is at {found.step} already"
-        raise Stop(f"{done}: nothing to train up to {options.num_epochs}", code=2)
+        raise Stop(f"{done}: nothing to train up to {last}", code=2)
     schedules.go_on(*state[1:], given, found.step * steps)
-    return found.step, found.path
+    return found
 
 
 def _another(folder: str) -> str:

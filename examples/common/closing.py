@@ -14,7 +14,7 @@ from rich.table import Table
 
 import xla_fsdp
 
-from .meters import Meters
+from .meters import Meters, perplexity
 from .script import Stop
 
 flags.DEFINE_bool("no_ckpt_consolidation", False, "leave it at the files of the ranks")
@@ -24,23 +24,34 @@ EVALUATED = 10**11
 
 
 def consolidate(
-    options: SimpleNamespace, saved: str, network: dict[str, Any], images: dict[str, Any]
+    options: SimpleNamespace, saved: str, network: dict[str, Any], data: dict[str, Any]
 ) -> str | None:
     """Joins a checkpoint into one model with the command line tool; returns the model's folder.
 
-    ``network`` and ``images`` say there what evaluate.py needs. ``None`` if the checkpoint is not
-    on this machine, or the flags say so.
+    ``network`` and ``data`` say there what evaluate.py needs. ``None`` if the checkpoint is not on
+    this machine, or the flags say so.
     """
-    if "://" in saved or options.no_ckpt_consolidation:
+    folder = folder_of(options, saved)
+    if folder is None:
         return None
-    folder = f"{os.path.dirname(saved)}_consolidated"
-    os.makedirs(folder, exist_ok=True)
-    described = json.dumps({"network": network, "images": images}, indent=1)
-    Path(folder, "network.json").write_text(described)
+    describe(folder, network, data)
     command = [sys.executable, "-m", "xla_fsdp.consolidate", "--ckpt_prefix", saved]
     command += ["--save_path", os.path.join(folder, "weights"), "--format", "safetensors"]
     _run(command, "consolidation")
     return folder
+
+
+def folder_of(options: SimpleNamespace, saved: str) -> str | None:
+    """Where the whole model of a checkpoint goes, if anywhere."""
+    nowhere = "://" in saved or options.no_ckpt_consolidation
+    return None if nowhere else f"{os.path.dirname(saved)}_consolidated"
+
+
+def describe(folder: str, network: dict[str, Any], data: dict[str, Any]) -> None:
+    """Makes the folder, and ``network.json`` in it."""
+    os.makedirs(folder, exist_ok=True)
+    described = {"network": network, "tokens" if data["kind"] == "tokens" else "images": data}
+    Path(folder, "network.json").write_text(json.dumps(described, indent=1))
 
 
 def evaluate_in_plain_torch(folder: str) -> dict[str, Any]:
@@ -58,27 +69,16 @@ def summarize(
     on the border, or one in 50 where that computed in a narrow dtype.
     """
     correct, images, parameters = meters.correct, meters.images, count_parameters(saved)
-    rows = {"epochs": str(options.num_epochs), "parameters": f"{parameters:,}"}
-    rows |= {"ranks": str(meters.world_size), "programs": _programs(options.compilation_cache)}
-    if meters.loss is not None:  # this run trained
-        rows["training time"] = f"{meters.seconds:.1f} s"
-        rows["samples/s, last epoch"] = f"{meters.samples_per_second:,.0f}"
-        rows["final training loss"] = f"{meters.loss:.4f}"
-    rows["checkpoint"] = saved
-    if "://" in saved:
-        command = "python -m xla_fsdp.consolidate --ckpt_prefix"
-        rows["to consolidate"] = f"{command} {saved} --save_path model"
-    else:
-        rows["size, each rank"] = _sizes(saved)
+    rows = {"epochs": str(options.num_epochs)}
+    speed = {"samples/s, last epoch": f"{meters.samples_per_second:,.0f}"}
+    rows |= _of_the_run(options, meters, saved, parameters, speed)
     rows["accuracy, sharded"] = f"{correct / images:.2%} ({correct} of {images})"
     agree, again = True, {}
     if folder:
-        size = sum(file.stat().st_size for file in Path(folder, "weights").iterdir())
-        rows["consolidated"] = f"{folder} ({size / 1024:,.0f} KiB)"
+        rows |= _of_the_folder(folder)
         read = json.loads(Path(folder, "network.json").read_text())["images"]
         # Fake images are in no folder.
         known = read["kind"] == "mnist" or read["datadir"] is not None
-        rows["in plain torch"] = f"python examples/evaluate.py {folder}"
         if not known:
             rows["in plain torch"] += " --datadir=DIR"
         elif parameters * images <= EVALUATED:
@@ -89,6 +89,60 @@ def summarize(
             del rows["in plain torch"]
             same = f"{again['accuracy']:.2%} ({again['correct']} of {images})"
             rows |= {"accuracy, plain torch": same, "agree": "yes" if agree else "no"}
+    _print(title, rows)
+    if not agree:
+        two = f"the sharded model got {correct} of {images} right, the consolidated one"
+        wrong = "the checkpoint is not the model that was trained"
+        raise Stop(f"{two} {again['correct']}: {wrong}")
+
+
+def summarize_loss(
+    title: str, options: SimpleNamespace, meters: Any, saved: str, folder: str | None,
+    others: dict[str, str],
+) -> None:  # fmt: skip
+    """The same of a language model, by its validation loss, which plain torch must find as well, to
+    the rounding of the dtype that the sharded model computed in. ``others``: further rows."""
+    loss, parameters = meters.valid_loss, count_parameters(saved)
+    rows = {"updates": str(options.max_update)}
+    speed = {"tokens/s, last updates": f"{meters.speed:,.0f}"}
+    rows |= _of_the_run(options, meters, saved, parameters, speed) | others
+    rows["validation loss, sharded"] = f"{loss:.4f} (perplexity {perplexity(loss)})"
+    again, apart = loss, {"float32": 2e-4, "float16": 1e-2, "bfloat16": 2e-2}[options.compute_dtype]
+    if folder:
+        rows |= _of_the_folder(folder)
+        if parameters * meters.valid_tokens <= EVALUATED:
+            again = evaluate_in_plain_torch(folder)["loss"]
+            del rows["in plain torch"]
+            rows["validation loss, plain torch"] = f"{again:.4f}"
+            rows["agree"] = "yes" if abs(again - loss) <= apart * max(1, loss) else "no"
+    _print(title, rows)
+    if rows.get("agree") == "no":
+        wrong = "the checkpoint is not the model that was trained"
+        raise Stop(f"the sharded model's loss is {loss}, the consolidated one's {again}: {wrong}")
+
+
+def _of_the_run(
+    options: SimpleNamespace, meters: Any, saved: str, parameters: int, speed: dict[str, str]
+) -> dict[str, str]:
+    rows = {"parameters": f"{parameters:,}", "ranks": str(meters.world_size)}
+    rows["programs"] = _programs(options.compilation_cache)
+    if meters.loss is not None:  # this run trained
+        rows |= {"training time": f"{meters.seconds:.1f} s", **speed}
+        rows["final training loss"] = f"{meters.loss:.4f}"
+    rows["checkpoint"] = saved
+    if "://" in saved:
+        command = "python -m xla_fsdp.consolidate --ckpt_prefix"
+        return rows | {"to consolidate": f"{command} {saved} --save_path model"}
+    return rows | {"size, each rank": _sizes(saved)}
+
+
+def _of_the_folder(folder: str) -> dict[str, str]:
+    size = sum(file.stat().st_size for file in Path(folder, "weights").iterdir())
+    rows = {"consolidated": f"{folder} ({size / 1024:,.0f} KiB)"}
+    return rows | {"in plain torch": f"python examples/evaluate.py {folder}"}
+
+
+def _print(title: str, rows: dict[str, str]) -> None:
     table = Table(title=title, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -96,10 +150,6 @@ def summarize(
         table.add_row(*row)
     width = None if sys.stdout.isatty() else 100
     Console(file=sys.stdout, width=width).print(table, highlight=False)
-    if not agree:
-        two = f"the sharded model got {correct} of {images} right, the consolidated one"
-        wrong = "the checkpoint is not the model that was trained"
-        raise Stop(f"{two} {again['correct']}: {wrong}")
 
 
 def count_parameters(saved: str) -> int:

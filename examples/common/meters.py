@@ -4,6 +4,7 @@ import math
 import resource
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from absl import flags
@@ -33,18 +34,11 @@ class Meters:
         self.steps, self.images = len(batches), len(held_out.dataset)
         share = min(len(batches.sampler), self.steps * batches.batch_size)  # a rank and epoch
         self.samples_per_step = share * self.world_size / self.steps
-        self.loss = self.correct = self._bar = self._writer = None
+        self.loss = self.correct = self._bar = None
         self.seconds = self.samples_per_second = 0.0
         show = self.rank == 0 and not options.plan
         self._console = Console(stderr=True, quiet=not show)
-        if options.logdir and show:
-            from torch.utils.tensorboard import SummaryWriter
-
-            try:
-                self._writer = SummaryWriter(options.logdir)
-            except (OSError, ValueError, ImportError) as error:
-                wrong = f"{in_a_line(error)}; name another folder"
-                raise Stop(f"--logdir={options.logdir}: {wrong}", code=2) from error
+        self._writer = open_curves(options, show)
 
     def start_epoch(self, number: int) -> None:
         import torch_xla
@@ -52,13 +46,8 @@ class Meters:
         self.epoch, self._step, self._start = number, 0, time.perf_counter()
         self._total = torch.zeros((), device=torch_xla.device())
         if self._console.is_terminal and not self._console.quiet:
-            texts = [TextColumn("{task.description}"), TextColumn("{task.fields[status]}")]
-            columns = (texts[0], BarColumn(), MofNCompleteColumn(), texts[1])
-            how = {"console": self._console, "auto_refresh": False, "transient": True}
-            self._bar = Progress(*columns, **how)
             status = "compiling" if self.loss is None else ""
-            self._bar.add_task(f"epoch {number}", total=self.steps, status=status)
-            self._bar.start()
+            self._bar = start_bar(self._console, f"epoch {number}", self.steps, status)
 
     def step(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
         """A step was traced, at the rate that the optimizer still has."""
@@ -132,6 +121,29 @@ class Meters:
             self._writer.close()
 
 
+def start_bar(console: Console, text: str, total: int, status: str) -> Progress:
+    """A bar with one task, which is gone when it stops."""
+    texts = [TextColumn("{task.description}"), TextColumn("{task.fields[status]}")]
+    columns = (texts[0], BarColumn(), MofNCompleteColumn(), texts[1])
+    bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
+    bar.add_task(text, total=total, status=status)
+    bar.start()
+    return bar
+
+
+def open_curves(options: SimpleNamespace, show: bool) -> Any:
+    """What writes TensorBoard's files to ``--logdir``, if that is given and this rank is to."""
+    if not options.logdir or not show:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    try:
+        return SummaryWriter(options.logdir)
+    except (OSError, ValueError, ImportError) as error:
+        wrong = f"{in_a_line(error)}; name another folder"
+        raise Stop(f"--logdir={options.logdir}: {wrong}", code=2) from error
+
+
 def memory_in_use() -> tuple[int, str]:
     """Bytes in use on this rank's device now, and as text; on CPU ranks, of their process."""
     import torch_xla
@@ -145,3 +157,8 @@ def memory_in_use() -> tuple[int, str]:
         return used, f"host {used / 2**30:.1f} GiB"
     used, limit = found["bytes_used"], found["bytes_limit"]
     return used, f"HBM {used / 2**30:.1f}{f' of {limit / 2**30:.1f}' if limit else ''} GiB"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), and infinity where that is too large for a number."""
+    return round(math.exp(loss), 2) if loss < 700 else math.inf

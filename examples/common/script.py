@@ -89,8 +89,8 @@ def DEFINE_number(name: str, default: float | None, help: str, interval: str) ->
 
 
 def list_flags(program: str) -> None:
-    """Lets --help of ``program`` list the flags of the shared helpers too, but not absl's own."""
+    """Lets --help of ``program`` list the flags of the helpers too, but not absl's own."""
     for module, defined in flags.FLAGS.flags_by_module_dict().items():
-        if module.partition(".")[0] == "common":
+        if module.partition(".")[0] in ("common", "image_batches", "sampling", "tokens"):
             for flag in defined:
                 flags.FLAGS.register_key_flag_for_module(program, flag)

@@ -12,7 +12,7 @@ from ..names import SHELL, is_wrapper
 from ..sharding.options import FSDPOptions
 from ..wrapper import XlaFullyShardedDataParallel
 from .module import FSDPModule, become_sharded
-from .policies import MixedPrecisionPolicy, OffloadPolicy, checked_precision, require_no_offload
+from .policies import MixedPrecisionPolicy, OffloadPolicy, checked_precision, meant_by_offload
 from .shell import Shell
 
 T = TypeVar("T", bound="nn.Module | list[nn.Module]")
@@ -22,6 +22,7 @@ _OTHERWISE = {
     "compute_dtype": "mp_policy",
     "fp32_reduce_scatter": "mp_policy",
     "mixed_precision": "mp_policy",
+    "cpu_offload": "offload_policy",
     "sharding_strategy": "mesh and reshard_after_forward",
     "device_mesh": "mesh",
     "sharding_groups": "mesh",
@@ -66,7 +67,8 @@ def fully_shard(
             which is then gathered among that many ranks only.
         shard_placement_fn: only ``None``: parameters are cut as vectors, whatever their shape.
         mp_policy: dtypes; default: those of the parameters.
-        offload_policy: only ``OffloadPolicy()``, which is none.
+        offload_policy: ``CPUOffloadPolicy()``: shards, gradients and the optimizer's state and
+            step are on the host, docs/offload.md. ``OffloadPolicy()``, the default: nothing is.
         ignored_params: parameters that stay whole on every rank and whose gradients are not
             reduced, see ``average_ignored_gradients``.
         options: further ones of :class:`XlaFullyShardedDataParallel`, such as ``forward_prefetch``,
@@ -78,14 +80,14 @@ def fully_shard(
         RuntimeError: the module is sharded or wrapped already, or has no ``forward``.
     """
     precision = checked_precision(mp_policy or MixedPrecisionPolicy())
-    require_no_offload(offload_policy or OffloadPolicy())
+    offload = meant_by_offload(OffloadPolicy() if offload_policy is None else offload_policy)
     if shard_placement_fn is not None:
         raise ValueError(
             f"shard_placement_fn={shard_placement_fn!r} is not possible: parameters are cut as "
             "vectors, which divides every shape evenly. Leave it out; results are the same"
         )
     given = _checked_options(options)
-    given |= _about_resharding(reshard_after_forward)
+    given |= _about_resharding(reshard_after_forward) | {"cpu_offload": offload}
     if ignored_params is not None:
         given["ignored_parameters"] = ignored_params
     modules = module if isinstance(module, list) else [module]

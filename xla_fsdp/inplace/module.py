@@ -14,6 +14,7 @@ from torch import nn
 
 from ..names import SHELL, is_wrapper, shell_of
 from ..sharding.gathering import in_method
+from ..sharding.host_shard import staying
 from ..sharding.summon import require_no_scanned, summon_full_params
 from ..sharding.unit import Unit
 from ..wrapper_methods import require_device_stays
@@ -123,7 +124,7 @@ class FSDPModule(FSDPSettings):
         """``to``, ``half``, ``cpu`` and the like: dtypes may change, the device may not."""
         self._shell.release()
         require_device_stays(self._unit, fn)
-        return super()._apply(fn, recurse)
+        return super()._apply(staying(fn, self._unit.shards), recurse)
 
     def __deepcopy__(self, memo: dict) -> Any:
         self._fsdp_at_rest()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision, require_flags_and_dtypes
 
 
@@ -56,7 +57,11 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """torch's name for shards on the host; refused by ``fully_shard``, there is no offload yet."""
+    """Shards, gradients and optimizer state on the host: the wrapper's ``CPUOffload()``.
+
+    Attributes:
+        pin_memory: no effect, there is no memory to pin for a TPU.
+    """
 
     pin_memory: bool = True
 
@@ -68,11 +73,15 @@ def checked_precision(policy: Any) -> MixedPrecisionPolicy:
     return policy
 
 
-def require_no_offload(policy: Any) -> None:
-    """Raises ValueError if ``offload_policy`` asks for anything."""
-    if type(policy) is not OffloadPolicy:
+def meant_by_offload(policy: Any) -> CPUOffload | None:
+    """The wrapper's ``cpu_offload``.
+
+    Raises:
+        ValueError: ``offload_policy`` is none of ours.
+    """
+    if not isinstance(policy, OffloadPolicy):
         raise ValueError(
-            f"offload_policy={policy!r} is not possible: parameters, gradients and optimizer state "
-            "stay on the device. Leave it out, or pass xla_fsdp.OffloadPolicy(); to hold less "
-            "there, shard over more ranks"
+            "offload_policy must be an xla_fsdp.OffloadPolicy or xla_fsdp.CPUOffloadPolicy, got "
+            f"{policy!r}"
         )
+    return CPUOffload() if isinstance(policy, CPUOffloadPolicy) else None

@@ -109,8 +109,6 @@ def _variables(given: Mapping[str, Any]) -> dict[str, str]:
                     f"{name} needs fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP (by class) or "
                     "SIZE_BASED_WRAP (by number), without which nothing is wrapped by itself"
                 )
-    if str(given.get("fsdp_offload_params", "no")).lower() not in ("no", "false", "off", "0"):
-        raise ValueError("fsdp_offload_params is not possible on XLA yet: set it to false")
     found = {}
     for name, value in given.items():
         found[_VARIABLES.get(name, name.upper())] = _text(name, value, version)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from ..collectives.order import BackwardPrefetch
+from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision
 from .sharding import Sharding, meant_by_name
 
@@ -32,7 +34,6 @@ def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
         ValueError, TypeError: it asks for something that does not go on XLA; the message says what
             to change.
     """
-    _refuse_what_is_not_there(plugin)
     if mixed_precision not in ("no", "bf16"):
         raise ValueError(
             f"mixed_precision={mixed_precision!r} does not go with sharding on XLA, whose TPUs "
@@ -50,6 +51,7 @@ def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
         options["sync_module_states"] = bool(plugin.sync_module_states)
         prefetch = plugin.backward_prefetch
         options["backward_prefetch"] = None if prefetch is None else BackwardPrefetch[prefetch.name]
+    options["cpu_offload"] = _offload(plugin)
     precision = _precision(plugin, mixed_precision)
     if precision is not None:
         options["mixed_precision"] = precision
@@ -64,12 +66,11 @@ def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
     )
 
 
-def _refuse_what_is_not_there(plugin: FullyShardedDataParallelPlugin) -> None:
-    offload = plugin.cpu_offload
-    if getattr(offload, "offload_params", False) or type(offload).__name__ == "CPUOffloadPolicy":
-        raise ValueError(
-            "fsdp_offload_params (cpu_offload) is not possible on XLA yet: set it to false"
-        )
+def _offload(plugin: FullyShardedDataParallelPlugin) -> CPUOffload | None:
+    """torch's ``CPUOffload`` or, in version 2, its ``CPUOffloadPolicy``."""
+    asked = plugin.cpu_offload
+    offloads = getattr(asked, "offload_params", False) or isinstance(asked, CPUOffloadPolicy)
+    return CPUOffload() if offloads else None
 
 
 def _ignored(given: Any) -> Sequence[nn.Module] | str:

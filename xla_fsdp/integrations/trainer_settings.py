@@ -9,6 +9,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import FSDPOption
 
 from ..collectives.order import BackwardPrefetch
+from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision
 from .sharding import Sharding, meant_by_name
 
@@ -47,8 +48,6 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
             f"fsdp_config has {', '.join(unknown)}, of which the Trainer knows nothing on XLA; it "
             f"knows {', '.join(sorted(_KNOWN))}"
         )
-    if FSDPOption.OFFLOAD in args.fsdp:
-        raise ValueError("fsdp='... offload' is not possible on XLA yet: leave offload out")
     if args.fp16:
         raise ValueError(
             "fp16=True does not go with sharding on XLA, whose TPUs have no float16 units: use "
@@ -61,6 +60,8 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
         )
     # The Trainer's default: models that ranks have built may differ.
     options: dict[str, Any] = {"sync_module_states": True}
+    if FSDPOption.OFFLOAD in args.fsdp:
+        options["cpu_offload"] = CPUOffload()
     strategies = [_STRATEGIES[option] for option in args.fsdp if option in _STRATEGIES]
     settings = dict(args.xla_fsdp_config)
     if strategies and not {"reshard_after_forward", "sharding_strategy"} & set(settings):

@@ -87,7 +87,11 @@ def call(
         UnknownJaxError: another jax than one in :data:`KNOWN_JAX` is.
     """
     shapes = tuple((tuple(tensor.shape), DTYPES[tensor.dtype]) for tensor in tensors)
-    computation = _computation(function, shapes, platform)
+    with _ONE_AT_A_TIME:
+        # Ranks that are threads get the same one. Each torch_xla computation counts as another,
+        # whatever is in it: the ranks would compile a program each, and these may meet in
+        # different orders, for ever.
+        computation = _computation(function, shapes, platform)
     return torch_xla._XLAC._xla_user_computation(
         f"xla::{function.name}", list(tensors), computation
     )
@@ -112,10 +116,9 @@ def _computation(
     require_jax()
     from torch_xla._internal.jax_workarounds import jax_env_context, jax_import_guard
 
-    with _ONE_AT_A_TIME:
-        jax_import_guard()  # on a TPU, torch_xla must be the first to have it
-        with jax_env_context():
-            code = _exported(function, shapes, platform)
+    jax_import_guard()  # on a TPU, torch_xla must be the first to have it
+    with jax_env_context():
+        code = _exported(function, shapes, platform)
     return xb.computation_from_module_proto(function.name, code)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..sharding.sharded_tensor import home_of
 from .parts import Parts
 
 
@@ -19,6 +20,23 @@ class ShardedOptimizer(Optimizer):
 
     # torch's optimizers of the same kind compute another thing on shards, and are warned of.
     knows_shards = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of any optimizer.
+
+        Raises:
+            ValueError: a parameter is offloaded to the host.
+        """
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            home = home_of(parameter)
+            if home is not None and home.copy is not None:
+                raise ValueError(
+                    f"{type(self).__name__} asks all ranks about {home.key!r}, which needs it on "
+                    "the device; cpu_offload keeps it on the host. Take an optimizer of torch that "
+                    "works on elements (torch.optim.AdamW(parameters, fused=True)), or wrap "
+                    "without cpu_offload"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ..compiled.host_options import HostOptions
 from ..tpu.chips import Chip
+from ..tpu.hosts import PCIE_SOURCE, host_of
 from ..tpu.links import describe, odd_groups
 from ..tpu.topology import Slice
 from .compiling.cache import CompiledStep
@@ -52,6 +53,21 @@ def make_report(
             "Copies between HBM and the host's memory take no time here: no figures of the links "
             "between them are published. They run beside compute, as far as they are fast enough."
         )
+    needs = None
+    if step.host is not None:
+        machine = host_of(where)
+        needs = replace(
+            step.host,
+            ranks=min(machine.devices, where.devices),
+            capacity=machine.memory,
+            source=machine.source,
+            link=machine.link,
+            link_source=PCIE_SOURCE,
+        )
+        notes.append(
+            "The optimizer steps on the host, after this program: neither its time nor that of the "
+            "transfers is in the modelled step."
+        )
     capacity = chip.device_usable_hbm_bytes(host.chip_config)
     return Report(
         topology=where.name,
@@ -82,6 +98,7 @@ def make_report(
         ),
         notes=tuple(notes),
         refusal=compiled.refusal,
+        host=needs,
     )
 
 

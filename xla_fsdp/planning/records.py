@@ -122,6 +122,36 @@ class CompilerMemory:
 
 
 @dataclass(frozen=True)
+class HostNeeds:
+    """What one rank needs of its host where its optimizer steps there, in bytes, and of the host.
+
+    The transfers are not part of the compiled program.
+    """
+
+    shards: int
+    gradients: int
+    state: int  # the optimizer's
+    buffers: int  # what is on its way, at most
+    to_host: int  # gradients, in a step
+    to_device: int  # shards in the dtype they are gathered in, in a step
+    ranks: int = 1  # of a host
+    capacity: int = 0  # memory of the host
+    source: str = ""  # of the capacity
+    link: float = 0.0  # bytes a second between a rank's device and the host, one way
+    link_source: str = ""
+
+    @property
+    def required(self) -> int:
+        """Of all ranks of a host."""
+        return self.ranks * (self.shards + self.gradients + self.state + self.buffers)
+
+    @property
+    def seconds(self) -> float:
+        """A step's transfers, one after the other."""
+        return (self.to_host + self.to_device) / self.link if self.link else 0.0
+
+
+@dataclass(frozen=True)
 class Slot:
     """A stretch of modelled time in one lane of the timeline, in seconds from the start."""
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..collectives.world import World
 from ..names import WRAPPED_PREFIX, dotted
+from ..offload.attaching import attach
 from ..sharding import metadata
 from ..sharding.first_step import require_values
 from ..sharding.optimizer_checks import watch_optimizers
@@ -100,6 +101,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         compiler_options.require_loops_compile(world.device_kind)
         builder = ScanBuilder(options, world, ignore)
         self._unit = builder.build(blocks, offload)
+        attach(self._unit)
         self._fsdp_wrapped_module = self._unit.template
         watch_optimizers()
         self._register_state_dict_hook(_take_apart)

@@ -14,6 +14,7 @@ from ..sharding.building import keeps_buffer_dtypes, require_parameters_here
 from ..sharding.deferred_init import materialize
 from ..sharding.freeing import release_original_
 from ..sharding.full_precision import compute_in_full, full_precision_modules
+from ..sharding.host_shard import HostShard, on_host
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
 from ..sharding.released import mark_released
@@ -162,8 +163,11 @@ class ScanBuilder:
     ) -> None:
         trainable = template.get_parameter(stack.name).requires_grad
         with torch.no_grad():
-            values = torch.stack(shards).to(self.world.device)
-        parameter = nn.Parameter(values, requires_grad=trainable)
+            values = torch.stack(shards)
+            if self.options.cpu_offload is None:
+                parameter = nn.Parameter(values.to(self.world.device), requires_grad=trainable)
+            else:
+                parameter = HostShard(on_host(values), requires_grad=trainable)
         parameter.__dict__.update(self._attributes[stack.name])
         stack.put(parameter)
 

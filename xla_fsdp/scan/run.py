@@ -152,9 +152,10 @@ class Run:
             ahead=len(last),
             memory=memory,
         )
+        unit = self.unit
         by_constant = dict(zip(which, of_constants, strict=False))
         by_stack = {
-            number: share.to(stacks[number].dtype)
+            number: share if unit.stored[number].widens else share.to(stacks[number].dtype)
             for number, share in zip(reduced, results, strict=True)
         }
         return (
@@ -207,7 +208,7 @@ class Scan(torch.autograd.Function):
     def forward(
         ctx: Any, run: Run, x: torch.Tensor, number: int, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        y, *kept = run.forward(x, tensors[number:])
+        y, *kept = run.forward(x, run.unit.sources)
         if kept:
             ctx.run, ctx.number, ctx.kept = run, number, len(kept)
             ctx.save_for_backward(*kept, *tensors)
@@ -221,10 +222,12 @@ class Scan(torch.autograd.Function):
         of_x, of_constants, of_stacks = ctx.run.backward(
             grad,
             kept,
-            tensors[number:],
+            ctx.run.unit.sources,
             tensors[:number],
             (needs[:number], needs[number:]),
         )
+        # What autograd saved may be other objects with the same values.
+        of_stacks = ctx.run.unit.gradients.given(ctx.run.unit.shards, of_stacks)
         return None, of_x, None, *of_constants, *of_stacks
 
 

@@ -106,7 +106,8 @@ class ScanUnit(Unit):
         self.template = template
         self.offload = offload
         self.depth = 0
-        self.depth = 0
+        # What the optimizer sees; `tensors` are what a block has of it.
+        self._stacked: list[ShardedTensor] = []
         self.parameters: list[ParameterStack] = []
         self.buffers: list[Stack] = []
         self.linears: list[nn.Linear] = []
@@ -117,6 +118,15 @@ class ScanUnit(Unit):
     def shards(self) -> list[nn.Parameter]:
         return [stack.value for stack in self.parameters]
 
+    @property
+    def stored(self) -> list[ShardedTensor]:
+        return self._stacked
+
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """What the loops slice: the stacked shards, or what the device has of them."""
+        return [tensor.source for tensor in self._stacked]
+
     def holders(self) -> list[tuple[ShardedTensor, nn.Parameter, int]]:
         count, held = len(self.parameters), []
         for number, tensor in enumerate(self.tensors):
@@ -126,11 +136,15 @@ class ScanUnit(Unit):
         return held
 
     def note_homes(self) -> None:
-        for stack in self.parameters:
-            tensor = ShardedTensor(
-                stack.value, stack.layout, stack.name, wide=stack.wide, world=self.world
-            )
-            set_home(stack.value, tensor)
+        if not self._stacked:
+            self._stacked = [
+                ShardedTensor(
+                    stack.value, stack.layout, stack.name, wide=stack.wide, world=self.world
+                )
+                for stack in self.parameters
+            ]
+        for tensor in self._stacked:
+            set_home(tensor.shard, tensor)
 
     def describe_blocks(self, depth: int, cast: dict[str, torch.dtype]) -> None:
         """Fills in ``tensors``, ``places`` and ``buffer_dtypes``, block by block.
@@ -209,6 +223,8 @@ class ScanUnit(Unit):
             shard.to(fulls[number].dtype) if exact and number in fulls else shard
             for number, shard in enumerate(shards)
         )
+        for tensor, stored in zip(tensors, self._stacked, strict=True):
+            tensor.widens = stored.widens
         self.memory = memory
         try:
             return self.wire.reduce(tensors, fulls)[0] if fulls else {}

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import nn
 
+from ..collectives.world import World
 from .gathering import expects_full_parameters
 from .sharded_tensor import Place, ShardedTensor
 
@@ -29,6 +30,7 @@ class Labelled(Protocol):
     """Knows the name of a wrapper: "" or "blocks.3."; only the first forward tells it."""
 
     label: str
+    world: World
 
 
 class Whole(NamedTuple):
@@ -95,7 +97,7 @@ def watch_place(
         parameters = module.__dict__["_parameters"] = ModuleParameters(parameters)
     shape = tensor.layout.members[member].shape
     parameters.wholes[place.name] = Whole(
-        place.resting, owner, name, shape, shard.dtype, shard.device
+        place.resting, owner, name, shape, shard.dtype, owner.world.device
     )
 
 

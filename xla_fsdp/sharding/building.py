@@ -19,6 +19,7 @@ from .awaited import Awaited, comes_later
 from .deferred_init import is_on_meta, materialize
 from .freeing import release_original_, stamps
 from .full_precision import compute_in_full, full_precision_modules
+from .host_shard import HostShard, on_host
 from .ignored import is_ignored, note_of, settle_ignored
 from .layout import Layout
 from .options import FSDPOptions
@@ -151,8 +152,11 @@ class UnitBuilder:
             values = [self._agreed(parameter.detach()) for parameter in parameters]
             self.unit.initial_checksum += sum(map(checksum, values))
             cut = layout.cut(values, self.world.rank)
-            cut = cut.to(self.world.device)
-            shard = nn.Parameter(cut, requires_grad=parameters[0].requires_grad)
+            trained = parameters[0].requires_grad
+            if self.options.cpu_offload is None:
+                shard = nn.Parameter(cut.to(self.world.device), requires_grad=trained)
+            else:
+                shard = HostShard(on_host(cut), requires_grad=trained)
         late = [number for number, one in enumerate(parameters) if comes_later(one)]
         if not self.options.flatten_parameters:
             # What users hung on a parameter ("no weight decay", "expert") goes with it.

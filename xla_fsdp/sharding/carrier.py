@@ -37,14 +37,14 @@ class Carrier:
         before = [] if order.last is None else [order.last]
         kept = [] if secondary is None else list(secondary.pieces.items())
         fills = secondary is not None and not kept and not backward
-        shards = [] if kept else [tensor.shard for tensor in tensors]
+        shards = [] if kept else [tensor.source for tensor in tensors]
 
         def gathered(given: Tensors) -> Tensors:
             inside, rest = Order(), iter(given)
             # What stands for a shard in the trace is no Parameter.
             own = list(tensors)
             if shards:
-                own = [replace(t, shard=next(rest)) for t in own]  # type: ignore[arg-type]
+                own = [replace(t, shard=next(rest), copy=None) for t in own]  # type: ignore[arg-type]
             pieces = {number: next(rest) for number, _ in kept}
             then = [next(rest) for _ in events]
             inside.last = next(rest, None)

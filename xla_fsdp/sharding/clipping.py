@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import nn
 
 from ..collectives.groups import checked_groups
 from ..collectives.world import World
+from ..ranks.rank import is_pretending
 from .sharded_tensor import require_reduced
 
 
@@ -50,7 +52,8 @@ def clip_grad_norm_(
     sharding group (or over ``groups``), in float32 at least; parameters used by several units
     count once. Parameters that are whole on every rank (ignored ones) count once; should ranks have
     different gradients for them, the mean of their powers counts (for ``inf`` the largest), so that
-    all ranks scale alike. Nothing is fetched from the device.
+    all ranks scale alike. Nothing is fetched from the device, unless gradients are on the host
+    (``cpu_offload``): powers are summed there, and the coefficient is fetched.
 
     Args:
         units: the sharding units of the model.
@@ -90,7 +93,12 @@ def clip_grad_norm_(
     zero = torch.zeros((), device=device)
     total = zero
     for world, grads in by_world.items():
-        part = _local_power(grads, norm_type, zero)
+        part = _local_power([g for g in grads if g.device == device], norm_type, zero)
+        if on_host := [g for g in grads if g.device != device]:
+            on_host = [] if is_pretending() else on_host  # of what no program sees
+            power = _local_power(on_host, norm_type, torch.zeros((), device="cpu"))
+            theirs = _on_device(power, device)
+            part = torch.maximum(part, theirs) if is_max else part + theirs
         if world is None:
             # Were it only this rank's, and ranks differ, each would scale its shards otherwise.
             world, part = everyone, part if is_max else part / everyone.size
@@ -103,9 +111,22 @@ def clip_grad_norm_(
         total = total.sqrt() if norm_type == 2 else total ** (1 / norm_type)
 
     coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    told: torch.Tensor | None = None  # to the host, if somebody there asks
     for _, grad in clipped:
-        grad.detach().mul_(coefficient.to(grad.dtype))
+        factor = coefficient
+        if grad.device != device:
+            if is_pretending():
+                continue
+            told = coefficient.cpu() if told is None else told
+            factor = told
+        grad.detach().mul_(factor.to(grad.dtype))
     return total
+
+
+def _on_device(number: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As data: with a number of its own every step would be another program."""
+    sent: Any = xm.send_cpu_data_to_device([number], device)
+    return sent[0]
 
 
 def _local_power(grads: list[torch.Tensor], norm_type: float, zero: torch.Tensor) -> torch.Tensor:

@@ -17,14 +17,21 @@ Stamp = tuple[int, int]
 
 
 def stamps(tensors: Iterable[torch.Tensor]) -> list[Stamp]:
-    """For each XLA tensor something that is another one whenever its value is another.
+    """For each tensor something that is another one whenever its value is another.
 
-    Computations and ``.data = ...`` give a tensor another number, copies into it another version.
-    Takes a fraction of a microsecond each.
+    On XLA computations and ``.data = ...`` give a tensor another number, copies into it another
+    version. On the CPU ``.data = ...`` gives it another address; see ``host_shard.py`` for what
+    is not seen there. Takes a fraction of a microsecond each.
     """
     number = torch_xla._XLAC._xla_get_tensor_id
     with torch._C.DisableTorchFunction():  # CPU ranks look at every function, this one too
-        return [(number(t), 0 if t.is_inference() else t._version) for t in tensors]
+        return [
+            (
+                number(t) if t.device.type == "xla" else t.data_ptr(),
+                0 if t.is_inference() else t._version,
+            )
+            for t in tensors
+        ]
 
 
 def free_(tensors: Iterable[torch.Tensor], placeholder: torch.Tensor) -> None:

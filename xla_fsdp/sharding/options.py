@@ -10,6 +10,7 @@ import torch
 import torch_xla.runtime as xr
 
 from ..collectives.order import BackwardPrefetch
+from .cpu_offload import CPUOffload, checked_offload
 from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, meant_by_precision
 from .secondary import checked_reshard
 from .strategy import ShardingStrategy, checked_mesh, meant_by_strategy
@@ -45,6 +46,7 @@ class FSDPOptions:
     sharding_strategy: ShardingStrategy | None = None
     device_mesh: Any = None
     mixed_precision: MixedPrecision | None = None
+    cpu_offload: CPUOffload | None = None
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -79,6 +81,9 @@ class FSDPOptions:
         object.__setattr__(self, "reshard_after_forward", resharded)
         meant = meant_by_precision(self.mixed_precision)
         self._settle(f"mixed_precision={self.mixed_precision}", meant)
+        object.__setattr__(
+            self, "cpu_offload", checked_offload(self.cpu_offload, self.mixed_precision)
+        )
 
     def _settle_groups(self) -> None:
         mesh = self.device_mesh

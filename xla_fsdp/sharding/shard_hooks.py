@@ -49,11 +49,16 @@ def _register_post_accumulate_grad_hook(
     return torch.Tensor.register_post_accumulate_grad_hook(shard, after)
 
 
-def accumulate(shard: nn.Parameter, grad: torch.Tensor) -> None:
+def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
     """Adds ``grad`` to that of ``shard`` as autograd would, hooks included."""
     for hook in list((shard._backward_hooks or {}).values()):
         changed = hook(grad)
         grad = grad if changed is None else changed
-    shard.grad = grad if shard.grad is None else shard.grad + grad
+    if shard.grad is None:
+        shard.grad = grad
+    elif grad.device.type == "cpu":  # where memory may be short
+        shard.grad.add_(grad)
+    else:
+        shard.grad = shard.grad + grad
     for hook in list((getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(shard)

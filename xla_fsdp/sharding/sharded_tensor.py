@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from ..collectives.world import World
+from .host_shard import ALIASES
 from .layout import Layout
 from .shard_hooks import REPLACED
+
+
+class DeviceCopy(Protocol):
+    """What stands on the device for a shard that lies on the host."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the shard is gathered."""
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The shard as it is now, in this dtype."""
+
+    def send(self) -> object:
+        """Makes ``value``, which takes a while, before it is asked for."""
 
 
 @dataclass(eq=False)
@@ -30,6 +47,13 @@ class ShardedTensor:
     world: World | None = None
     summoned: object | None = None  # its full parameters outside of a forward, see summon.py
     unreduced: int = 0  # units that hold full gradients of it, inside no_sync
+    copy: DeviceCopy | None = None  # where the shard is on the host, see cpu_offload.py
+    widens: bool = False  # a gradient stays as it is reduced: who gets it gives it the right dtype
+
+    @property
+    def source(self) -> torch.Tensor:
+        """What this rank sends in a gather."""
+        return self.shard if self.copy is None else self.copy.value
 
 
 @dataclass(frozen=True)
@@ -55,7 +79,7 @@ def set_home(parameter: nn.Parameter, tensor: ShardedTensor, number: int = 0) ->
 
 def users_attributes(shard: nn.Parameter) -> dict[str, Any]:
     """What users hung on a parameter, and sharding on its shard."""
-    ours = REPLACED | {_HOME}
+    ours = REPLACED | {_HOME, ALIASES}
     return {name: value for name, value in vars(shard).items() if name not in ours}
 
 

@@ -22,7 +22,7 @@ from .attributes import refuse_replacement
 from .gathering import computing_passes
 from .sharded_tensor import ShardedTensor, users_attributes
 from .unit import Unit
-from .whole import How, Whole, cut, gathered
+from .whole import How, Whole, cut, gathered, on_device
 
 
 @contextlib.contextmanager
@@ -170,8 +170,10 @@ class _Summoned:
         unit.summoned = True
         new = [tensor for tensor in unit.tensors if tensor.summoned is None]
         graded = [t for t in new if self.how.with_grads and t.shard.grad is not None]
-        values = gathered(unit, new, [tensor.shard.detach() for tensor in new])
-        grads = gathered(unit, graded, [t.shard.grad for t in graded if t.shard.grad is not None])
+        device = unit.world.device
+        values = gathered(unit, new, [on_device(t.shard.detach(), device) for t in new])
+        shares = [on_device(t.shard.grad, device) for t in graded if t.shard.grad is not None]
+        grads = gathered(unit, graded, shares)
         torch_xla.sync(wait=True)  # before ranks do different things with what they all gathered
         for tensor, members in values.items():
             self.wholes[tensor] = tensor.summoned = Whole.of(
@@ -246,14 +248,14 @@ class _Summoned:
         for tensor, whole in self.wholes.items():
             values, grads = whole.changed()
             if values:
-                tensor.shard.copy_(cut(tensor.layout, whole.world, whole.parameters))
+                tensor.shard.copy_(cut(tensor, whole.world, whole.parameters))
             if self.how.with_grads and grads:
                 full = [parameter.grad for parameter in whole.parameters]
                 own = None
                 if any(grad is not None for grad in full):
                     pairs = zip(full, whole.parameters, strict=True)
                     some = [torch.zeros_like(p) if grad is None else grad for grad, p in pairs]
-                    own = cut(tensor.layout, whole.world, some)
+                    own = cut(tensor, whole.world, some)
                 tensor.shard.grad = own
             tensor.shard.requires_grad_(whole.parameters[0].requires_grad)
         torch_xla.sync()  # a program of its own

@@ -143,6 +143,11 @@ class Unit:
     def shards(self) -> list[nn.Parameter]:
         return [tensor.shard for tensor in self.tensors]
 
+    @property
+    def stored(self) -> list[ShardedTensor]:
+        """The sharded tensors whose shards an optimizer sees."""
+        return self.tensors
+
     def holders(self) -> list[tuple[ShardedTensor, nn.Parameter, int]]:
         """For every sharded tensor the parameter that an optimizer sees, and the first of its
         flattened elements that is the tensor's."""
@@ -272,6 +277,8 @@ class Unit:
         if not self.computing and torch._C._current_graph_task_id() == -1:
             for task in list(self._backward):
                 self._leave_backward(task)
+            if self.gradients.host is not None:
+                self.gradients.host.forget()
             self._restore()
 
     def _needs_anchor(self, arguments: Sequence[torch.Tensor]) -> bool:

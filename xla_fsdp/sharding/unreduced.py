@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -12,11 +13,25 @@ from .sharded_tensor import ShardedTensor
 from .wire import Wire
 
 
+class GradientsToHost(Protocol):
+    """Where gradients go whose shards are on the host."""
+
+    def take(self, shard: torch.Tensor, grad: torch.Tensor) -> None:
+        """Adds ``grad``, which is on the device, to that of ``shard`` once the backward is over."""
+
+    def arrive(self) -> None:
+        """The backward is over, and nothing full is left on the device."""
+
+    def forget(self) -> None:
+        """Drops what a backward that failed has left."""
+
+
 class UnitGradients:
     """What becomes of the full gradients of a unit's members.
 
     Attributes:
         require_sync: whether a backward reduces; ``False`` inside ``no_sync``.
+        host: what takes the gradient shards, where shards are on the host.
     """
 
     def __init__(self, tensors: list[ShardedTensor], wire: Wire, carrier: Carrier) -> None:
@@ -24,6 +39,7 @@ class UnitGradients:
         self._wire = wire
         self._carrier = carrier
         self.require_sync = True
+        self.host: GradientsToHost | None = None
         # Full gradients of the micro-batches inside no_sync, by index in `tensors`.
         self._unsynced: dict[int, torch.Tensor] = {}
 
@@ -33,7 +49,8 @@ class UnitGradients:
         """A gradient shard for every sharded tensor, from the full gradients of its members, and
         what came out of the collectives.
 
-        ``None`` where no member got a gradient or none is needed, and inside ``no_sync``.
+        ``None`` where no member got a gradient or none is needed, inside ``no_sync``, and where
+        they go to the host.
         """
         reached: dict[int, Sequence[torch.Tensor | None]] = {}
         first = 0
@@ -48,7 +65,20 @@ class UnitGradients:
         held = {number: self._unsynced[number] for number in reached if number in self._unsynced}
         self._forget(held)
         shards, arrived = self._carrier.reduce(self._tensors, reached, held)
-        return [shards.get(number) for number in range(len(self._tensors))], arrived
+        found = [shards.get(number) for number in range(len(self._tensors))]
+        return self.given([tensor.shard for tensor in self._tensors], found), arrived
+
+    def given(
+        self, shards: Sequence[torch.Tensor], grads: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """What autograd is to give ``shards``, whose gradients are ``grads``: these, or nothing,
+        where the host gets them."""
+        if self.host is None:
+            return grads
+        for shard, grad in zip(shards, grads, strict=True):
+            if grad is not None:
+                self.host.take(shard, grad)
+        return [None] * len(grads)
 
     @property
     def are_held(self) -> bool:
@@ -63,7 +93,8 @@ class UnitGradients:
         """Reduces what ``no_sync`` gathered for tensors that the last backward did not reach."""
         if self.require_sync and self._unsynced:
             for number, grad in self._wire.reduce(self._tensors, self._unsynced)[0].items():
-                accumulate(self._tensors[number].shard, grad)
+                give = accumulate if self.host is None else self.host.take
+                give(self._tensors[number].shard, grad)
             self.forget()
 
     def _hold(self, fulls: dict[int, torch.Tensor]) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch_xla.core.xla_model as xm
 from torch import nn
 
 from ..collectives.order import Order
 from ..collectives.world import World
 from .freeing import stamps
-from .layout import Layout
 from .sharded_tensor import ShardedTensor
 from .unit import Unit
 from .wire import Wire
@@ -55,19 +56,29 @@ def gathered(
     wire.label = unit.wire.label
     # What stands for a shard on the wire need be no Parameter.
     sent = [
-        replace(tensor, shard=shard)  # type: ignore[arg-type]
+        replace(tensor, shard=shard, copy=None)  # type: ignore[arg-type]
         for tensor, shard in zip(tensors, shards, strict=True)
     ]
     full = iter(wire.gather(sent, Order(), (), backward=False))
     return {tensor: [next(full) for _ in tensor.layout.members] for tensor in tensors}
 
 
-def cut(layout: Layout, world: World, full: Sequence[torch.Tensor]) -> torch.Tensor:
-    """This rank's shard of the ``full`` members of a tensor."""
+def on_device(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``shard``, or a copy of one that is on the host."""
+    if shard.device.type == "xla":
+        return shard
+    sent: Any = xm.send_cpu_data_to_device([shard], device)  # no program, whatever its size
+    return sent[0]
+
+
+def cut(tensor: ShardedTensor, world: World, full: Sequence[torch.Tensor]) -> torch.Tensor:
+    """This rank's shard of the ``full`` members of ``tensor``, where the shard is."""
+    layout, where = tensor.layout, tensor.shard.device
     if not layout.numel or full[0].device.type == "cpu":
-        return layout.cut(full, world.rank).to(world.device)
+        return layout.cut(full, world.rank).to(where)
     by_rank = layout.join(full).view(world.size, -1)
-    return torch.index_select(by_rank, 0, world.rank_on_device).view(layout.shard_shape)
+    own = torch.index_select(by_rank, 0, world.rank_on_device).view(layout.shard_shape)
+    return own if where.type == "xla" else own.cpu()
 
 
 def _seen(parameters: Sequence[nn.Parameter]) -> tuple[list[object], list[object]]:

@@ -121,11 +121,11 @@ class Wire:
                 order.gathered(gathered)
             layouts = [tensors[i].layout for i in part]
             for i, piece in zip(part, _unpacked(gathered, layouts), strict=True):
-                dtype = self._compute_dtype(tensors[i])
+                dtype = self.compute_dtype(tensors[i])
                 full[i] = [value.to(dtype) for value in tensors[i].layout.split(piece)]
         for i, tensor in enumerate(tensors):
             if not tensor.layout.numel:
-                shard = tensor.shard.to(self._compute_dtype(tensor))
+                shard = tensor.source.to(self.compute_dtype(tensor))
                 full[i] = [shard.new_zeros(member.shape) for member in tensor.layout.members]
         return [value for i in range(len(tensors)) for value in full[i]]
 
@@ -134,9 +134,10 @@ class Wire:
         return self._parts(tensors, self._wire_dtypes(tensors))
 
     def _wire_dtypes(self, tensors: Sequence[ShardedTensor]) -> list[torch.dtype]:
-        return self._dtypes(tensors, [self._compute_dtype(tensor) for tensor in tensors])
+        return self._dtypes(tensors, [self.compute_dtype(tensor) for tensor in tensors])
 
-    def _compute_dtype(self, tensor: ShardedTensor) -> torch.dtype:
+    def compute_dtype(self, tensor: ShardedTensor) -> torch.dtype:
+        """In which the members of ``tensor`` are computed with."""
         dtype, own = self.options.compute_dtype, tensor.shard.dtype
         return own if dtype is None or tensor.wide or not own.is_floating_point else dtype
 
@@ -185,12 +186,12 @@ class Wire:
             reduced = (self.hook or self.average)(own, [fulls[i] for i in part])
             arrived.append(reduced)
             for i, tensor, piece in zip(part, own, self.shares(reduced, own), strict=True):
-                shards[i] = (
-                    piece if piece.dtype == tensor.shard.dtype else piece.to(tensor.shard.dtype)
-                )
+                # The host widens what it gets: fewer bytes to send.
+                stays = tensor.widens or piece.dtype == tensor.shard.dtype
+                shards[i] = piece if stays else piece.to(tensor.shard.dtype)
         for i in numbers:
             if not tensors[i].layout.numel:
-                shards[i] = torch.zeros_like(tensors[i].shard)
+                shards[i] = torch.zeros_like(tensors[i].source)
         return shards, arrived
 
     def average(
@@ -286,8 +287,8 @@ def widened(shard: torch.Tensor) -> torch.Tensor:
 def _packed(tensors: Sequence[ShardedTensor]) -> tuple[torch.Tensor, tuple[int, ...]]:
     """What this rank sends for ``tensors``, and the shape to send it in."""
     if len(tensors) == 1:
-        return tensors[0].shard, tensors[0].layout.wire_shape
-    shard = torch.cat([_flat(tensor.shard) for tensor in tensors])
+        return tensors[0].source, tensors[0].layout.wire_shape
+    shard = torch.cat([_flat(tensor.source) for tensor in tensors])
     return shard, lanes(shard.shape[0])
 
 

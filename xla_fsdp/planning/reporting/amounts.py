@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-GIB, MIB, MB = 2**30, 2**20, 10**6
+GIB, MIB, GB, MB = 2**30, 2**20, 10**9, 10**6
 MB_MEANS = "10^6 bytes"  # as bandwidths are rated; MiB and GiB are binary
 UNKNOWN = "unknown"
 

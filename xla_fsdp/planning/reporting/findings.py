@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..records import CompilerMemory, Schedule, Timing
+from ..records import CompilerMemory, HostNeeds, Schedule, Timing
 from .amounts import GIB, MIB
 
 
@@ -41,6 +41,7 @@ class Findings:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     refusal: str = ""  # the compiler's message, if the step did not fit while it compiled
+    host: HostNeeds | None = None  # where the optimizer steps there
 
     def __post_init__(self) -> None:
         for name in ("devices", "hbm_capacity"):
@@ -51,7 +52,24 @@ class Findings:
     @property
     def fits(self) -> bool:
         """Whether the step can be loaded and run."""
+        return self.fits_device and self.fits_host
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether HBM suffices."""
         return not self.refusal and self.memory.required <= self.hbm_capacity
+
+    @property
+    def host_required(self) -> int:
+        """Bytes of a host's memory: of offloaded state, and of inputs that wait there."""
+        if self.host is None:
+            return 0
+        return self.host.required + self.host.ranks * self.memory.host_temporaries
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the memory of a host suffices, where that is looked at."""
+        return self.host is None or self.host_required <= self.host.capacity
 
     @property
     def headroom(self) -> float:
@@ -92,6 +110,11 @@ class Findings:
         required = f"{self.memory.required / GIB:.1f}"
         if self.memory.required < GIB / 10:
             required = f"{self.memory.required / MIB:.1f} MiB"
+        if self.host is not None and self.fits_device and not self.fits_host:
+            return (
+                f"DOES NOT FIT: {self.host_required / 1e9:.0f} GB of {self.host.capacity / 1e9:.0f}"
+                f" GB that a host of {self.topology} has"
+            )
         if self.fits:
             return f"FITS: {required} {of} ({100 * self.headroom:.0f} % headroom)"
         missing = (self.memory.required - self.hbm_capacity) / GIB

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..records import KINDS, Collective
-from .amounts import GIB, MB, MIB, UNKNOWN, figure, milliseconds, percent, share, short, units
+from ..records import KINDS, Collective, HostNeeds
+from .amounts import GB, GIB, MB, MIB, UNKNOWN, figure, milliseconds, percent, share, short, units
 from .findings import Findings
 
 TINY = 64 * 1024  # bytes: a collective smaller than this costs its latency
@@ -100,7 +100,7 @@ def _memory(report: Findings) -> Section:
     lines = [(name, figure(size and size / scale, digits), how) for name, size, how in rows]
     if report.sized:
         headroom = f"headroom {percent(report.headroom, 1)} of the capacity"
-        lines += [("fits", "yes" if report.fits else "NO", headroom)]
+        lines += [("fits", "yes" if report.fits_device else "NO", headroom)]
     return Section("HBM of a device", (unit, "how obtained"), tuple(lines))
 
 
@@ -115,7 +115,26 @@ def _host(report: Findings) -> Section:
         if report.timed:
             speed = figure(moved / report.timing.step / 1e9, 1, "GB/s")
             rows.append(("needs", speed, "to hide in the modelled step; their time is NOT in it"))
+    if report.host is not None:
+        rows += _offloaded(report, report.host)
     return Section("Host memory for a device", ("", "how obtained"), tuple(rows))
+
+
+def _offloaded(report: Findings, host: HostNeeds) -> list[tuple[str, ...]]:
+    read, said = "tensors of the traced step", "on the links to the host; NOT in the modelled step"
+    rows = [
+        ("shards", figure(host.shards / GB, 2, "GB"), read),
+        ("gradients", figure(host.gradients / GB, 2, "GB"), read),
+        ("optimizer", figure(host.state / GB, 2, "GB"), "what its first step makes"),
+        ("buffers", figure(host.buffers / GB, 2, "GB"), "for what is on its way, at most"),
+        ("gradients sent", figure(host.to_host / MB, 1, "MB"), "a step, when the program is over"),
+        ("shards sent", figure(host.to_device / MB, 1, "MB"), "a step, in the dtype of the gather"),
+        ("takes", milliseconds(host.seconds), f"{said}: {host.link_source}"),
+        ("a host needs", figure(report.host_required / GB, 1, "GB"), f"{host.ranks} rank(s)"),
+        ("a host has", figure(host.capacity / GB, 1, "GB"), host.source),
+    ]
+    rows.append(("fits", "yes" if report.fits_host else "NO", "with nothing else on the host"))
+    return rows
 
 
 def _largest(report: Findings) -> Section:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from ...tree import tensors_in
+from .host_step import HostSteps
 from .live import Kept, is_xla
 from .naming import Naming
 from .pretend import settle
@@ -47,6 +48,7 @@ class SteadyOptimizers:
         self.untrained: list[torch.Tensor] = []
         self.warming_up = False
         self._saved: list[_Saved] = []
+        self.host = HostSteps()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[SteadyOptimizers]:
@@ -60,6 +62,7 @@ class SteadyOptimizers:
             yield self
 
     def _put_back(self) -> None:
+        self.host.restore()
         while self._saved:
             self._saved.pop().restore()
 
@@ -84,9 +87,11 @@ class SteadyOptimizers:
                 self.with_closure = True
             self._on_state(optimizer)
         self._naming.enter("optimizer")
+        self.host.shrink(optimizer)
 
     def _after(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if not self.warming_up:
+            self.host.restore()
             self._naming.leave()
             self.stepped.append(optimizer)
 
@@ -95,10 +100,12 @@ class SteadyOptimizers:
         before = [Kept(p) for p in parameters if is_xla(p)]
         before += [Kept(p.grad) for p in parameters if p.grad is not None and is_xla(p.grad)]
         self.warming_up = True
+        self.host.shrink(optimizer)
         try:
             optimizer.step(*args[1:], **kwargs)
         finally:
             self.warming_up = False
+            self.host.restore()
             for kept in before:
                 kept.restore()
         settle(state_tensors(optimizer))

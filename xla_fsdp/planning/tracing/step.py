@@ -15,7 +15,9 @@ from ...ranks.cpu import call_site
 from ...ranks.cpu.runtime import ONE_AT_A_TIME
 from ...ranks.rank import current_rank
 from ...tpu.topology import Slice
+from ..records import HostNeeds
 from .bound import ZeroBound, zero_bound
+from .host_step import needs_of, offloaded, waiting
 from .live import LiveTensors, held, is_xla
 from .naming import Naming, plain
 from .pretend import Pretence, StepTraced, settle
@@ -42,6 +44,8 @@ class TracedStep:
         sized_by_data: places where values decided on a shape.
         untrained: names of parameters that an optimizer has, and that got no gradient.
         trained: how many parameters the optimizers have that require one.
+        host: what is on the host, where the optimizer steps there: then ``program`` is what sends
+            it the last gradients.
     """
 
     program: TracedProgram
@@ -53,6 +57,7 @@ class TracedStep:
     sized_by_data: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
     trained: int = 0
+    host: HostNeeds | None = None
 
 
 def trace_step(
@@ -129,6 +134,8 @@ class _Run:
         self.steps_read: int | None = None
         self.over = False
         self.calls = 0  # of roots, and of optimizers, since the last cut
+        self.sent: list[int] = []  # bytes of each gradient that `found` sends to the host
+        self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # on the host, before
 
     def begin(self) -> StepBoundary:
         """The first module is called, or the first optimizer steps: the step begins."""
@@ -208,6 +215,7 @@ class _Run:
             with_closure=self.optimizers.with_closure,
             sized_by_data=tuple(pretence.sized_by_data),
             untrained=tuple(owners.get(p, "a parameter") for p in self.optimizers.untrained),
+            host=needs_of(offloaded(self.naming.roots), self.sent, self.optimizers.host.state),
             trained=sum(
                 p.requires_grad
                 for optimizer in self.optimizers.all
@@ -218,12 +226,17 @@ class _Run:
 
     def forget(self) -> None:
         """Lets go of the model."""
+        for shard, grad in self._grads:
+            shard.grad = grad
+        self._grads.clear()
         self.boundary = None
         self.naming.forget()
         self.optimizers.all.clear()
         self.optimizers.stepped.clear()
 
     def _settle(self) -> StepBoundary:
+        if not self._grads:
+            self._grads = [(t.shard, t.shard.grad) for t in offloaded(self.naming.roots)]
         tensors = self.live.all()
         settle(tensors)
         self.boundary = StepBoundary(tensors)
@@ -232,10 +245,14 @@ class _Run:
     def _lower(self) -> None:
         assert self.boundary is not None, "nothing has begun"
         program = self.boundary.lower(self.live.all(), self._names(self.boundary))
+        sent = [t.numel() * t.dtype.itemsize for t in waiting(self.naming.roots)]
+        if self.sent and not sent:  # beside the host's step: norms, parameters that are ignored
+            self.has_optimizer = self.has_optimizer or bool(self.optimizers.stepped)
+            return
         if program is None:
             return
         self.programs += 1
-        self.found = program
+        self.found, self.sent = program, sent
         self.has_optimizer = bool(self.optimizers.stepped) or self._updates_parameters(program)
         self.bound = zero_bound(self.naming.roots)
 
@@ -256,6 +273,9 @@ class _Run:
         """What the device buffers are called."""
         owners = self._owners()
         named = [(name, tensor) for tensor, name in owners.items()]
+        for tensor in offloaded(self.naming.roots):
+            if tensor.copy is not None:
+                named.append((owners.get(tensor.shard, tensor.key), tensor.copy.value))
         for optimizer in self.optimizers.all:
             named += named_state(optimizer, owners)
         # In-place updates leave a tensor pending; its buffer is the one noted when the step began.

@@ -7,10 +7,9 @@ from typing import Any
 import digits
 import images
 from absl import flags
+from common import script
+from sampling import test_batches, training_batches
 from torch.utils.data import DataLoader
-
-from . import script
-from .batches import test_batches, training_batches
 
 DIGITS = "runs/digits"
 

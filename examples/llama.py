@@ -1,0 +1,203 @@
+"""LLaMA of the library transformers, trained on rows that several documents share.
+
+Names are those of the library: a model trained here is a folder of the hub, and the other way.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import tokens
+import torch
+from common.script import Stop, in_a_line
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
+
+import xla_fsdp
+from xla_fsdp.consolidate import CheckpointError
+
+
+class Size(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+    groups: int  # heads of keys and values
+    inner: int
+
+
+# Of config.json of Llama 3.2 1B, 3.1 8B and 3.1 70B; embeddings are not tied here.
+SIZES = {
+    "tiny": Size(2, 128, 4, 2, 384),
+    "1B": Size(16, 2048, 32, 8, 8192),
+    "8B": Size(32, 4096, 32, 8, 14336),
+    "70B": Size(80, 8192, 64, 8, 28672),
+}
+VOCABULARY = 128_256
+
+
+def configuration(options: SimpleNamespace, found: tokens.Tokens | None) -> LlamaConfig:
+    """Of the model in ``--folder``, or of a new one. Stops if it does not go with the tokens that
+    were ``found``; a plan needs none."""
+    config = _of_the_folder(options.folder) if options.folder else _new(options, found)
+    longest = config.max_position_embeddings
+    if options.tokens_per_sample > longest:
+        longer = f"--tokens_per_sample={options.tokens_per_sample} is longer than"
+        raise Stop(f"{longer} the model's {longest} positions", code=2)
+    if found and found.vocabulary > config.vocab_size:
+        more = f"{found.folder} has a vocabulary of {found.vocabulary}"
+        raise Stop(f"{more}, more than the model's {config.vocab_size}", code=2)
+    words = tokenizer_of(options.folder)
+    if found and words:
+        if tokens.open_tokenizer(words).get_vocab() != found.tokenizer().get_vocab():
+            other = f"{found.folder} was made with another tokenizer than {words}"
+            raise Stop(f"{other}, and numbers would mean other words: name a new --data", code=2)
+    return config
+
+
+def tokenizer_of(folder: str | None) -> str | None:
+    """The file in a folder of the hub, if there is one."""
+    path = os.path.join(folder or "", "tokenizer.json")
+    return path if folder and os.path.exists(path) else None
+
+
+def _of_the_folder(folder: str) -> LlamaConfig:
+    try:
+        said = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        if said.get("model_type") != "llama":
+            raise ValueError(f"config.json is of a {said.get('model_type')!r}, not of a 'llama'")
+        found = LlamaConfig.from_pretrained(folder, attn_implementation="xla_fsdp")
+    except (OSError, ValueError) as error:
+        raise Stop(f"--folder={folder} has no model: {in_a_line(error)}", code=2) from error
+    found.dtype = torch.float32  # of the shards; it computes in --compute_dtype
+    return found
+
+
+def _new(options: SimpleNamespace, found: tokens.Tokens | None) -> LlamaConfig:
+    sizes = SIZES[options.size]
+    here = found.vocabulary if found else tokens.byte_level().get_vocab_size()
+    default = here if options.size == "tiny" else VOCABULARY
+    return LlamaConfig(
+        num_hidden_layers=sizes.layers,
+        hidden_size=sizes.width,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.groups,
+        intermediate_size=sizes.inner,
+        vocab_size=options.vocab_size or default,
+        max_position_embeddings=options.positions or options.tokens_per_sample,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        bos_token_id=None,
+        eos_token_id=found.end if found else None,
+        dtype=torch.float32,
+        attn_implementation="xla_fsdp",
+    )
+
+
+def make_folder(options: SimpleNamespace) -> None:
+    """``--make_folder``: a model that nobody has trained, and a tokenizer of bytes."""
+    folder = Path(options.make_folder)
+    if folder.exists():
+        raise Stop(f"--make_folder={folder} is there already", code=2)
+    torch.manual_seed(options.seed)
+    config = _new(options, None)
+    config._attn_implementation = "sdpa"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokens.byte_level().save(str(folder / "tokenizer.json"))
+
+
+def complete_folder(folder: str, config: LlamaConfig, found: tokens.Tokens) -> None:
+    """Weights become a folder of the hub."""
+    config.architectures = [LlamaForCausalLM.__name__]
+    config.save_pretrained(folder)
+    shutil.copy(os.path.join(found.folder, "tokenizer.json"), folder)
+
+
+def without_values(config: LlamaConfig) -> "Llama":
+    """The model on the meta device, but for what is in no checkpoint and computed here."""
+    with torch.device("meta"):
+        model = Llama(config)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    return model
+
+
+def initialize(model: LlamaForCausalLM, module: nn.Module) -> None:
+    """Gives values to a submodule, as the library would."""
+    module.to_empty(device="cpu", recurse=False)
+    model._init_weights(module)
+
+
+def with_adapters(model: nn.Module, rank: int) -> PeftModel:
+    """LoRA on all linear layers but the last; only that is trained."""
+    how = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
+    return get_peft_model(model, LoraConfig(**how, task_type="CAUSAL_LM"))
+
+
+def generate(
+    model: nn.Module, prompt: list[int], config: LlamaConfig, options: SimpleNamespace
+) -> list[int]:
+    """The library's own search, with keys and values kept; on every rank the same."""
+    torch.manual_seed(options.seed)
+    how = {"do_sample": bool(options.temperature), "temperature": options.temperature or None}
+    how |= {"max_new_tokens": options.sample_tokens, "pad_token_id": config.eos_token_id}
+    row = torch.tensor([prompt])
+    told = model.generate(input_ids=row, attention_mask=torch.ones_like(row), **how)
+    return told[0].tolist()
+
+
+def known_by(config: LlamaConfig, lora_rank: int) -> dict[str, object]:
+    """What tells a model from others in a checkpoint."""
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    names += ("intermediate_size", "vocab_size", "rope_theta", "tie_word_embeddings")
+    sizes = {name: getattr(config, name) for name in names}
+    return {"kind": "llama", "lora_rank": lora_rank, **sizes}
+
+
+def load(model: nn.Module, folder: str) -> None:
+    """Each rank reads its own part of each parameter of a folder of the hub. Adapters, which are in
+    no such folder, stay as they are."""
+    own = [name for name in model.state_dict() if ".lora_" not in name]
+    plain = {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): name for name in own
+    }
+    adapters = len(own) < len(model.state_dict())
+    try:
+        found = xla_fsdp.load_weights(
+            model, folder, strict=not adapters, rename=lambda name: plain.get(name, name)
+        )
+    except CheckpointError as error:
+        raise Stop(f"--folder={folder}: {in_a_line(error, None)}", code=2) from error
+    odd = [name for name in found.missing_keys if ".lora_" not in name] + found.unexpected_keys
+    if odd:
+        raise Stop(f"--folder={folder} does not fit the model: {', '.join(odd[:3])}", code=2)
+
+
+class Llama(LlamaForCausalLM):
+    """The library's, and a loss whose logits never exist whole.
+
+    ``model.layers`` may be one module that runs all of them, as ``scan_blocks`` makes it.
+    """
+
+    def loss(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, segments: torch.Tensor,
+        positions: torch.Tensor, reduction: str = "mean",
+    ) -> torch.Tensor:  # fmt: skip
+        """The cross entropy of ``labels``, which are the tokens that follow, or -100.
+
+        All are (batch, length): ``segments`` the number of the document within its row, of which a
+        token sees no other; ``positions`` its place in that.
+        """
+        from xla_fsdp.layers import linear_cross_entropy
+
+        x = self.model.embed_tokens(input_ids)
+        turns = self.model.rotary_emb(x, positions)
+        layers = self.model.layers
+        for layer in layers if isinstance(layers, nn.ModuleList) else [layers]:
+            # Numbers where a mask would be are segments to attn_implementation="xla_fsdp".
+            x = layer(x, attention_mask=segments.to(torch.int32), position_embeddings=turns)
+        x = self.model.norm(x)
+        return linear_cross_entropy(x, self.lm_head.weight, labels, reduction=reduction)

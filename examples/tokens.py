@@ -1,0 +1,301 @@
+"""Text as files of token numbers, mapped into memory, and the batches that are cut from them.
+
+A folder has ``train.bin`` and ``valid.bin``: token numbers of 16 bits, of 32 for a vocabulary
+beyond 65,536, little-endian, one document after the other, each with an end mark. ``tokens.json``
+says how many there are, and ``tokenizer.json`` is what the library ``tokenizers`` made them with.
+Other programs may write such folders: nothing but the four files is needed.
+"""
+
+import functools
+import json
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from absl import flags
+from common.script import DEFINE_number, Stop, in_a_line, require
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+flags.DEFINE_string("data", None, "folder with tokens; made of --text if it is not there")
+flags.DEFINE_string("text", None, "folder of .txt files; default: what comes with Python")
+flags.DEFINE_string("tokenizer", None, "tokenizer.json to make --data with; default: bytes")
+flags.DEFINE_string("end_token", "<|endoftext|>", "of --tokenizer, between documents")
+flags.DEFINE_integer("tokens_per_sample", None, "tokens of a sequence", lower_bound=1)
+flags.DEFINE_integer("valid_samples", None, "sequences to validate with; default: all", 1)
+flags.DEFINE_string("prompt", "The ", "what the sample at the end goes on from; empty: no sample")
+flags.DEFINE_integer("sample_tokens", 60, "tokens of the sample", lower_bound=1)
+DEFINE_number("temperature", 0.0, "of the sample; 0: the likeliest token", "[0, inf)")
+for _name in ("data", "text", "tokenizer"):
+    require(_name, bool, "is empty; name a file or folder")
+
+END, BYTES = "<|endoftext|>", "runs/tokens"
+IGNORED = -100  # as a label
+# Of the training tokens, for the frequencies.
+COUNTED = 10**7
+
+
+class Tokens(NamedTuple):
+    """What is in a folder, mapped into memory."""
+
+    folder: str
+    train: np.ndarray
+    valid: np.ndarray
+    vocabulary: int
+    end: int  # the token after each document
+
+    def tokenizer(self) -> Tokenizer:
+        return open_tokenizer(os.path.join(self.folder, "tokenizer.json"))
+
+
+def byte_level() -> Tokenizer:
+    """A token for each byte, and the end mark: needs no file, and knows all text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[])
+    made = Tokenizer(model)
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([END])
+    return made
+
+
+def prepare(options: SimpleNamespace, default: str | None = None) -> Tokens:
+    """Those of ``--data``, which is made if it is not there, with ``--tokenizer`` or the one in the
+    file ``default``. Before the ranks start."""
+    folder = options.data or BYTES
+    if not os.path.exists(os.path.join(folder, "tokens.json")):
+        file = options.tokenizer or default
+        texts = texts_in(options.text) if options.text else shipped_texts()
+        if file:
+            write(folder, texts, open_tokenizer(file), options.end_token)
+        else:
+            write(folder, texts, byte_level(), END)
+    elif options.text or options.tokenizer:
+        given = "--text" if options.text else "--tokenizer"
+        raise Stop(f"{folder} has tokens already: leave out {given}, or name another --data", 2)
+    found = open_folder(folder)
+    Rows(found, found.train, options.tokens_per_sample, "train.bin")
+    Rows(found, found.valid, options.tokens_per_sample, "valid.bin")
+    return found
+
+
+def shipped_texts() -> Iterator[str]:
+    """Text that is on every machine: the reference of the language and the standard library."""
+    from pydoc_data.topics import topics
+
+    yield from (topics[name] for name in sorted(topics))
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def texts_in(folder: str) -> Iterator[str]:
+    paths = sorted(Path(folder).rglob("*.txt"))
+    if not paths:
+        raise Stop(f"--text={folder}: no .txt file is in it", code=2)
+    for path in paths:
+        try:
+            yield path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise Stop(f"--text={folder}: {path}: {in_a_line(error)}", code=2) from error
+
+
+def write(folder: str, documents: Iterable[str], tokenizer: Tokenizer, mark: str) -> None:
+    """Makes ``folder``; of 20 documents the last is to validate with. All of it, or nothing."""
+    vocabulary, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(mark)
+    if end is None:
+        raise Stop(f"the tokenizer has no {mark!r} to put between documents: --end_token", code=2)
+    parts: dict[str, list[np.ndarray]] = {"valid": [], "train": []}
+    dtype = np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
+    for number, document in enumerate(text for text in documents if text.strip()):
+        numbers = tokenizer.encode(document, add_special_tokens=False).ids
+        part = "valid" if number % 20 == 19 else "train"
+        parts[part].append(np.array([*numbers, end], dtype))
+    if not parts["train"]:
+        raise Stop(f"there is no text to make {folder} of: all of it is empty", code=2)
+    if not parts["valid"]:  # few documents: the end of the last one
+        last = parts["train"].pop()
+        cut = len(last) - max(1, len(last) // 10)
+        parts["train"].append(last[:cut])
+        parts["valid"].append(last[cut:])
+    counts = {name: sum(map(len, part)) for name, part in parts.items()}
+    parent = os.path.dirname(os.path.abspath(folder))
+    try:
+        os.makedirs(parent, exist_ok=True)
+        made = tempfile.mkdtemp(prefix=".tokens-", dir=parent)
+        try:
+            for name, part in parts.items():
+                np.concatenate(part).tofile(os.path.join(made, f"{name}.bin"))
+            tokenizer.save(os.path.join(made, "tokenizer.json"))
+            said = {"dtype": dtype.name, "vocabulary": vocabulary, "end": end, "tokens": counts}
+            Path(made, "tokens.json").write_text(json.dumps(said))
+            os.chmod(made, 0o755)
+            os.rename(made, folder)
+        except OSError:
+            # Another start, or another host, was quicker.
+            if not os.path.exists(os.path.join(folder, "tokens.json")):
+                raise
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    except OSError as error:
+        raise Stop(f"--data={folder} can not be written: {in_a_line(error)}", code=2) from error
+
+
+def open_folder(folder: str) -> Tokens:
+    """Raises Stop if the files are not as long as ``tokens.json`` says."""
+    path = os.path.join(folder, "tokens.json")
+    try:
+        said = json.loads(Path(path).read_text(encoding="utf-8"))
+        dtype = np.dtype({"uint16": "<u2", "uint32": "<u4"}[said["dtype"]])
+        vocabulary, end = int(said["vocabulary"]), int(said["end"])
+        counts = [int(said["tokens"][name]) for name in ("train", "valid")]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise Stop(f"{path} does not describe tokens: {in_a_line(error)}", code=2) from error
+    mapped = []
+    for name, count in zip(("train.bin", "valid.bin"), counts, strict=True):
+        file = os.path.join(folder, name)
+        size = os.path.getsize(file) if os.path.exists(file) else 0
+        if size != count * dtype.itemsize or not count:
+            wanted = f"{count:,} tokens of {dtype.itemsize} bytes, which tokens.json says"
+            raise Stop(f"{file} has {size:,} bytes, not {wanted}: make or copy it anew", code=2)
+        mapped.append(np.memmap(file, dtype, mode="r"))
+    return Tokens(folder, *mapped, vocabulary, end)
+
+
+def open_tokenizer(path: str) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:  # the library raises nothing narrower
+        raise Stop(f"{path} is no tokenizer: {in_a_line(error)}", code=2) from error
+
+
+class Rows:
+    """``tokens`` in rows of ``length`` and the one that follows, which is the next row's first."""
+
+    def __init__(self, found: Tokens, tokens: np.ndarray, length: int, name: str) -> None:
+        self.found, self.tokens, self.length, self.name = found, tokens, length, name
+        if len(tokens) <= length:
+            few = f"{found.folder}/{name} has {len(tokens):,} tokens"
+            raise Stop(f"{few}, too few for --tokens_per_sample={length} and one more", code=2)
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        first = number * self.length
+        row = self.tokens[first : first + self.length + 1].astype(np.int64)
+        # On an XLA device a number too large would be taken for another, without a word.
+        if row.max() >= self.found.vocabulary:
+            wrong = f"{self.found.folder}/{self.name} has token {row.max()} after place {first:,}"
+            raise Stop(f"{wrong}, beyond the vocabulary of {self.found.vocabulary}", code=2)
+        return torch.from_numpy(row)
+
+
+def to_train(
+    options: SimpleNamespace, data: str | None, share: tuple[int, int, int], done: int, count: int,
+    rows: str = "pairs",
+) -> Iterator[tuple[torch.Tensor, ...]]:  # fmt: skip
+    """``count`` batches of one rank, after ``done`` sequences of all.
+
+    ``share``: the rank, how many there are, sequences a batch. Without ``data``, for a plan, all
+    tokens are 0.
+    """
+    rank, ranks, size = share
+    if data is None:
+        nothing = torch.zeros(size, options.tokens_per_sample + 1, dtype=torch.long)
+        return PREPARED[rows]([nothing] * count, 0)
+    found = open_folder(data)
+    all_of_them = Rows(found, found.train, options.tokens_per_sample, "train.bin")
+    how = {"seed": options.seed, "done": done, "batches": count}
+    return PREPARED[rows](training_batches(all_of_them, size, rank, ranks, **how), found.end)
+
+
+def to_validate(
+    options: SimpleNamespace, data: str, share: tuple[int, int, int], rows: str = "pairs"
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The batches to validate with of one rank."""
+    rank, ranks, size = share
+    found = open_folder(data)
+    held_out = Rows(found, found.valid, options.tokens_per_sample, "valid.bin")
+    batches = validation_batches(held_out, options.valid_samples, size, rank, ranks)
+    return PREPARED[rows](batches, found.end)
+
+
+def describe(options: SimpleNamespace, data: str, rows: str = "pairs") -> dict[str, object]:
+    """What is validated with, for evaluate.py."""
+    how = {"length": options.tokens_per_sample, "count": options.valid_samples, "rows": rows}
+    return {"kind": "tokens", "folder": os.path.abspath(data), **how}
+
+
+def encode_prompt(found: Tokens, options: SimpleNamespace) -> list[int]:
+    """``--prompt`` as tokens, none if it is empty."""
+    prompt = found.tokenizer().encode(options.prompt, add_special_tokens=False).ids
+    if len(prompt) >= options.tokens_per_sample:
+        many = f"--prompt has {len(prompt)} tokens"
+        raise Stop(f"{many}, and --tokens_per_sample={options.tokens_per_sample}", code=2)
+    return prompt
+
+
+def training_batches(
+    rows: Rows, size: int, rank: int, ranks: int, seed: int, done: int, batches: int
+) -> Iterator[torch.Tensor]:
+    """``batches`` of one rank, (``size``, length + 1) each, after ``done`` rows of all ranks.
+
+    Rows come in another order each epoch, which depends on ``seed`` and the epoch alone.
+    """
+
+    @functools.lru_cache(maxsize=2)
+    def order(epoch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed + 2**32 * epoch)
+        return torch.randperm(len(rows), generator=generator)
+
+    for number in range(batches):
+        first = done + (number * ranks + rank) * size
+        places = (divmod(place, len(rows)) for place in range(first, first + size))
+        yield torch.stack([rows[int(order(epoch)[index])] for epoch, index in places])
+
+
+def validation_batches(
+    rows: Rows, count: int | None, size: int, rank: int, ranks: int
+) -> Iterator[torch.Tensor]:
+    """The first ``count`` rows, on each rank as many batches; -1 is in rows that fill up."""
+    count = min(len(rows), count or len(rows))
+    filling = torch.full((rows.length + 1,), -1)
+    for first in range(0, count, size * ranks):
+        places = range(first + rank * size, first + (rank + 1) * size)
+        yield torch.stack([rows[place] if place < count else filling for place in places])
+
+
+def pairs(batches: Iterable[torch.Tensor], end: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Of rows with a token more than their length: tokens and, as labels, those that follow."""
+    for rows in batches:
+        labels = rows[:, 1:]
+        yield rows[:, :-1].clamp(min=0), labels.masked_fill(labels < 0, IGNORED)
+
+
+def packed(batches: Iterable[torch.Tensor], end: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same, and to which document of the row each token belongs, and where it is in that.
+
+    The first token of a document is no label: nothing before it tells of it.
+    """
+    for tokens, labels in pairs(batches, end):
+        after_end = torch.nn.functional.pad(tokens[:, :-1] == end, (1, 0))
+        places = torch.arange(tokens.shape[1]).expand_as(tokens)
+        first = torch.where(after_end, places, 0).cummax(1).values
+        segments = after_end.cumsum(1)
+        yield tokens, labels.masked_fill(tokens == end, IGNORED), segments, places - first
+
+
+PREPARED = {"pairs": pairs, "packed": packed}
+
+
+def loss_of_frequencies(found: Tokens) -> float:
+    """Of a model that only knows how often each token is, in nats a token to validate with."""
+    counts = np.bincount(found.train[:COUNTED], minlength=found.vocabulary) + 1.0
+    seen = np.bincount(found.valid, minlength=found.vocabulary)
+    return float(-(seen * np.log(counts / counts.sum())).sum() / seen.sum())

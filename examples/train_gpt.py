@@ -1,0 +1,200 @@
+"""Trains a decoder of GPT-3's family from scratch on text, fully sharded.
+
+    python examples/train_gpt.py                          # a tiny one on 4 ranks of any CPU
+    python examples/train_gpt.py --arch=13B --plan=v4-32  # what 13 billion need, without a TPU
+    PJRT_DEVICE=TPU python examples/train_gpt.py --arch=13B --data=/shared/tokens \\
+        --ckpt_dir=/shared/gpt --resume                   # on every host of a pod: examples/pod/
+
+Flags are named as in fairseq; those of its run with 13 billion parameters are the defaults of all
+sizes but the tiny one, which learns the bytes of Python's own texts in minutes. Blocks are one loop
+of the program unless a flag says what a loop can not have. --batch_size is that of a rank.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from types import SimpleNamespace
+
+import gpt
+import tokens
+import torch
+from absl import flags
+from common import checkpoints, closing, evaluation
+from common.batches import on_device
+from common.launching import launch_or_plan
+from common.schedules import polynomial
+from common.script import DEFINE_number, Stop, fill_in, run
+from common.updates import Updates, betas
+from networks import require_for_training
+from torch import nn
+
+import xla_fsdp
+from xla_fsdp.tpu import compiler_options
+
+flags.DEFINE_enum("arch", "tiny", list(gpt.FAMILY), "which of the family")
+flags.DEFINE_integer("vocab_size", None, f"default: {gpt.VOCABULARY}; tiny: that of --data", 1)
+flags.DEFINE_integer("positions", None, f"of the longest sequence; default: {gpt.POSITIONS}", 1)
+flags.DEFINE_enum("compute_dtype", None, ["float32", "bfloat16"], "default: bfloat16 but tiny")
+flags.DEFINE_bool("fp16", False, "compute in float16, with a loss that is scaled")
+DEFINE_number("fp16_init_scale", 128.0, "scale at first", "(0, inf)")
+flags.DEFINE_bool("cpu_offload", False, "shards, optimizer and its work on the host")
+flags.DEFINE_bool("no_reshard_after_forward", False, "keep full parameters for the backward")
+flags.DEFINE_bool("checkpoint_activations", None, "recompute blocks; default: if scanned")
+flags.DEFINE_bool("offload_activations", False, "inputs of blocks wait on the host")
+flags.DEFINE_bool("scan_blocks", None, "blocks as one loop, compiled once; default: if possible")
+flags.FLAGS.set_default("ckpt_dir", "runs/gpt/ckpt")
+
+
+def main(options: SimpleNamespace) -> None:
+    set_defaults(options)
+    found = None if options.plan else tokens.prepare(options)
+    here = found.vocabulary if found else tokens.byte_level().get_vocab_size()
+    fill_in(options, vocab_size=here if options.arch == "tiny" else gpt.VOCABULARY)
+    if found and here > options.vocab_size:
+        more = f"{found.folder} has a vocabulary of {here}"
+        raise Stop(f"{more}, more than --vocab_size={options.vocab_size}", code=2)
+    prompt = tokens.encode_prompt(found, options) if found else []
+    # Logits do not exist whole where they are large; the loop over their parts knows no float16.
+    options.fused = options.vocab_size > 8192 and not options.fp16
+    if options.scan_blocks or options.fused:
+        compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
+    size = gpt.FAMILY[options.arch]
+    network = {"vocabulary": options.vocab_size, "positions": options.positions, **size._asdict()}
+    count = gpt.count_parameters(options.vocab_size, options.positions, size)
+    checkpoints.prepare_folder(options)
+    print(title := f"GPT {options.arch}, {count:,} parameters", flush=True)
+    args = (options, network, count, found and found.folder, prompt)
+    launch_or_plan(train, args, options, options.num_devices, title)
+
+
+def set_defaults(options: SimpleNamespace) -> None:
+    """Those of fairseq's run with 13 billion parameters, or of one that a CPU trains in minutes."""
+    if options.fp16 and options.compute_dtype:
+        raise Stop("--fp16 excludes --compute_dtype", code=2)
+    fill_in(options, compute_dtype="float16" if options.fp16 else None)
+    if options.arch == "tiny":
+        fill_in(options, tokens_per_sample=64, positions=130, max_update=300, lr=3e-3)
+        fill_in(options, warmup_updates=30, compute_dtype="float32", valid_samples=256)
+    fill_in(options, tokens_per_sample=2048, positions=gpt.POSITIONS, max_update=10, lr=1e-4)
+    fill_in(options, warmup_updates=5, compute_dtype="bfloat16")
+    fill_in(options, total_num_update=options.max_update)
+    if options.tokens_per_sample > options.positions:
+        longer = f"--tokens_per_sample={options.tokens_per_sample} is longer than"
+        raise Stop(f"{longer} the model's --positions={options.positions}", code=2)
+    # Blocks become one loop unless a flag says what a loop can not have.
+    asked = ["--no_reshard_after_forward"] * options.no_reshard_after_forward
+    asked += ["--nocheckpoint_activations"] * (options.checkpoint_activations is False)
+    fill_in(options, scan_blocks=not asked)
+    if options.scan_blocks and asked:
+        raise Stop(f"--scan_blocks excludes {asked[0]}", code=2)
+    if options.offload_activations and "--nocheckpoint_activations" in asked:
+        raise Stop("--offload_activations excludes --nocheckpoint_activations", code=2)
+
+
+def build(options: SimpleNamespace, network: dict) -> nn.Module:
+    """The model, sharded block by block while it is built."""
+    from xla_fsdp.layers import linear_cross_entropy, scaled_dot_product_attention
+
+    where = xla_fsdp.CPUOffload() if options.cpu_offload else None
+    how = {"compute_dtype": getattr(torch, options.compute_dtype), "cpu_offload": where}
+    reshard = not options.no_reshard_after_forward
+    wrap = partial(xla_fsdp.XlaFullyShardedDataParallel, reshard_after_forward=reshard, **how)
+    offload = options.offload_activations
+
+    def join(blocks: Iterable[nn.Module]) -> nn.Module:
+        if options.scan_blocks:  # which recomputes them
+            return xla_fsdp.scan_blocks(blocks, offload=offload, **how)
+        if options.checkpoint_activations or offload:
+            blocks = (xla_fsdp.checkpoint_module(block, offload=offload) for block in blocks)
+        return nn.Sequential(*(wrap(block) for block in blocks))
+
+    loss = linear_cross_entropy if options.fused else gpt.linear_cross_entropy
+    layers = {"attention": scaled_dot_product_attention, "cross_entropy": loss}
+    return wrap(gpt.GPT(**network, join=join, **layers))
+
+
+def train(
+    index: int, options: SimpleNamespace, network: dict, count: int, data: str | None, prompt: list
+) -> None:
+    """What each rank runs; ``data``: the folder of the tokens, of which a plan needs none."""
+    import torch_xla  # not at the top of the file: launch has to set up the runtime before
+    import torch_xla.runtime as xr
+
+    rank, ranks, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
+    if data:
+        require_for_training(count, "--arch")
+    torch.manual_seed(options.seed)  # the same weights on every rank
+    model = build(options, network)
+    how = {"betas": betas(options.adam_betas), "weight_decay": options.weight_decay}
+    how |= {"lr": options.lr, "fused": options.cpu_offload or None}  # torch's for the CPU
+    optimizer = torch.optim.AdamW(model.parameters(), **how)
+    how = {"warmup": options.warmup_updates, "total": options.total_num_update}
+    how |= {"power": options.power, "end": options.end_learning_rate / options.lr}
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(polynomial, **how))
+    scaler = xla_fsdp.ShardedGradScaler(options.fp16_init_scale, enabled=options.fp16)
+    evaluation.vary_by_rank(options.seed)
+    network, state = {"kind": "gpt", **network}, (model, optimizer, scheduler)
+    loaded = checkpoints.load(options, options.ckpt_dir, state, network, 1, options.max_update)
+    update, saved, sequences = 0, "", 0
+    if loaded:
+        update, saved, sequences = loaded.step, loaded.path, loaded.extra["sequences"]
+        if loaded.extra["scaler"]:
+            scaler.load_state_dict(loaded.extra["scaler"])
+    share = (rank, ranks, options.batch_size)
+    rest = (options.max_update - update) * options.update_freq
+    batches = tokens.to_train(options, data, share, sequences, rest)
+    meters = Updates(options, tokens=options.update_freq * options.batch_size * ranks * length)
+    with meters, on_device(batches, options) as loader:  # which runs a step with the next batch
+        total = 0.0
+        for number, (numbers, labels) in enumerate(loader, 1):
+            loss = model(numbers, labels) / options.update_freq
+            scaler.scale(loss).backward()  # gradients are averaged over the ranks when it returns
+            total = total + loss.detach()
+            if number % options.update_freq:
+                continue
+            scaler.unscale_(optimizer)
+            norm = model.clip_grad_norm_(options.clip_norm or float("inf"))
+            scaler.step(optimizer)
+            scaler.update()
+            update, total, mean = update + 1, 0.0, total
+            sequences += options.update_freq * options.batch_size * ranks
+            meters.update(update, mean, norm, optimizer, scaler)
+            scheduler.step()
+            optimizer.zero_grad()
+            last = update == options.max_update
+            if last or update % options.validate_interval_updates == 0:
+                meters.validated(update, *validate(model, options, data, share))
+            if last or update % options.save_interval_updates == 0:
+                extra = {"network": network, "sequences": sequences, "scaler": scaler.state_dict()}
+                how = {"step": update, "extra": extra, "keep_last": options.keep_ckpts}
+                saved = xla_fsdp.save_checkpoint(options.ckpt_dir, *state, **how)
+    if not rest:  # the run before was ended after its last update
+        meters.validated(update, *validate(model, options, data, share))
+
+    if prompt:
+        with evaluation.evaluating(model):
+            how = (options.sample_tokens, length, torch_xla.device(), options.temperature)
+            told = gpt.complete(model, prompt, *how, options.seed)
+    if rank == 0:  # all ranks' parts become one model, in which plain torch must find the same loss
+        found = tokens.open_folder(data)
+        if prompt:
+            print(f"sample: {found.tokenizer().decode(told)!r}")
+        folder = closing.consolidate(options, saved, network, tokens.describe(options, data))
+        others = {"loss by frequencies alone": f"{tokens.loss_of_frequencies(found):.4f}"}
+        closing.summarize_loss("GPT, fully sharded", options, meters, saved, folder, others)
+
+
+def validate(
+    model: nn.Module, options: SimpleNamespace, data: str, share: tuple[int, int, int]
+) -> tuple[float, int]:
+    """The mean loss of a held-out token over all ranks, and how many tokens there are."""
+    batches, total, counted = tokens.to_validate(options, data, share), 0, 0
+    with evaluation.evaluating(model), on_device(batches, options) as loader:
+        for numbers, labels in loader:
+            total = total + model(numbers, labels, reduction="sum")
+            counted = counted + (labels != tokens.IGNORED).sum()
+        counted = evaluation.over_all_ranks(counted)
+        return evaluation.over_all_ranks(total) / counted, counted
+
+
+if __name__ == "__main__":
+    run(main)

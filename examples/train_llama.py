@@ -1,0 +1,199 @@
+"""Trains a LLaMA on text, from scratch or from a folder of the hub, whole or by LoRA, sharded.
+
+    python examples/train_llama.py                        # a tiny one on 4 ranks of any CPU
+    python examples/train_llama.py --folder=runs/llama/ckpt_consolidated/weights --lora_rank=8 \\
+        --data=runs/mine --text=mine --ckpt_dir=runs/lora/ckpt    # adapters to it, for other text
+    python examples/train_llama.py --size=8B --plan=v5p-128       # without a TPU
+    PJRT_DEVICE=TPU python examples/train_llama.py --folder=/shared/llama --data=/shared/tokens \\
+        --ckpt_dir=/shared/run --resume                   # on every host of a pod: examples/pod/
+
+A row of --tokens_per_sample tokens holds documents, none of which sees another. Attention is flash
+attention, logits never exist whole, and blocks are one loop of the program unless adapters are in
+them. What is consolidated at the end is a folder of the hub. --batch_size is that of a rank.
+"""
+
+import os
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import llama
+import tokens
+import torch
+from absl import flags
+from common import checkpoints, closing, evaluation
+from common.batches import on_device
+from common.launching import launch_or_plan
+from common.schedules import polynomial
+from common.script import Stop, fill_in, run
+from common.updates import Updates, betas
+from networks import require_for_training
+from torch import nn
+
+import xla_fsdp
+from xla_fsdp.integrations import attention
+from xla_fsdp.tpu import compiler_options
+
+flags.DEFINE_enum("size", "tiny", list(llama.SIZES), "of a new model")
+flags.DEFINE_string("folder", None, "go on from this model: config.json and safetensors files")
+flags.DEFINE_string("make_folder", None, "write an untrained model of --size there, and end")
+flags.DEFINE_integer("lora_rank", 0, "train adapters of that rank, not the model", lower_bound=0)
+flags.DEFINE_integer("vocab_size", None, f"default: {llama.VOCABULARY}; tiny: that of --data", 1)
+flags.DEFINE_integer("positions", None, "of a new model; default: tokens_per_sample", 1)
+flags.DEFINE_enum("compute_dtype", None, ["float32", "bfloat16"], "default: bfloat16 but tiny")
+flags.DEFINE_bool("offload_activations", False, "inputs of blocks wait on the host")
+flags.DEFINE_bool("scan_blocks", None, "blocks as one loop, compiled once; default: if no LoRA")
+flags.FLAGS.set_default("ckpt_dir", "runs/llama/ckpt")
+
+
+def main(options: SimpleNamespace) -> None:
+    set_defaults(options)
+    if options.make_folder:
+        return llama.make_folder(options)
+    found = None if options.plan else tokens.prepare(options, llama.tokenizer_of(options.folder))
+    config = llama.configuration(options, found)
+    prompt = tokens.encode_prompt(found, options) if found else []
+    attention.install()
+    compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
+    checkpoints.prepare_folder(options)
+    count = sum(parameter.numel() for parameter in llama.without_values(config).parameters())
+    print(title := f"LLaMA, {count:,} parameters", flush=True)
+    args = (options, config, count, found and found.folder, prompt)
+    launch_or_plan(train, args, options, options.num_devices, title)
+
+
+def set_defaults(options: SimpleNamespace) -> None:
+    """Those of a large model, or of one that a CPU trains in minutes."""
+    if options.size == "tiny":
+        fill_in(options, tokens_per_sample=128, compute_dtype="float32", valid_samples=128, lr=3e-3)
+    fill_in(options, tokens_per_sample=2048 if options.size == "1B" else 8192, lr=3e-4)
+    fill_in(options, compute_dtype="bfloat16", max_update=300, warmup_updates=30)
+    fill_in(options, total_num_update=options.max_update, scan_blocks=not options.lora_rank)
+    if options.lora_rank and (options.scan_blocks or not options.folder):
+        raise Stop("--lora_rank needs --folder, and excludes --scan_blocks", code=2)
+    if options.folder and (options.vocab_size or options.positions or options.make_folder):
+        raise Stop("--folder excludes --vocab_size, --positions and --make_folder", code=2)
+
+
+def build(options: SimpleNamespace, config: Any, scan: bool, new: bool) -> nn.Module:
+    """The sharded model, which never exists whole; ``new``: with values."""
+    model = inner = llama.without_values(config)
+    if options.lora_rank:
+        model = llama.with_adapters(inner, options.lora_rank)
+
+    # Each submodule gets values when its turn comes, or when a folder or checkpoint is loaded.
+    begin = partial(llama.initialize, inner) if new else xla_fsdp.loaded_later
+    how = {"compute_dtype": getattr(torch, options.compute_dtype), "param_init_fn": begin}
+    wrap = partial(xla_fsdp.XlaFullyShardedDataParallel, **how)
+    layers, offload = inner.model.layers, options.offload_activations
+    if scan:
+        more = {"ignore": ["layer_idx"], "offload": offload}
+        inner.model.layers = xla_fsdp.scan_blocks(layers, **how, **more)
+    else:
+        for number, layer in enumerate(layers):
+            layers[number] = wrap(xla_fsdp.checkpoint_module(layer, offload=offload))
+    if not config.tie_word_embeddings:
+        inner.model.embed_tokens = wrap(inner.model.embed_tokens)
+    model = wrap(model)
+    xla_fsdp.register_fsdp_forward_method(model, "loss")
+    return model
+
+
+def train(
+    index: int, options: SimpleNamespace, config: Any, count: int, data: str | None, prompt: list
+) -> None:
+    """What each rank runs; ``data``: the folder of the tokens, of which a plan needs none."""
+    import torch_xla.runtime as xr  # not at the top of the file, as launch sets up the runtime
+
+    from xla_fsdp.integrations.peft import save_merged
+
+    rank, ranks, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
+    if data:
+        require_for_training(count, "--size")
+    torch.manual_seed(options.seed)  # the same weights on every rank
+    model = build(options, config, options.scan_blocks, new=not options.folder)
+    how = {"betas": betas(options.adam_betas), "weight_decay": options.weight_decay}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=options.lr, **how)
+    how = {"warmup": options.warmup_updates, "total": options.total_num_update}
+    how |= {"power": options.power, "end": options.end_learning_rate / options.lr}
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(polynomial, **how))
+    evaluation.vary_by_rank(options.seed)
+    network, state = llama.known_by(config, options.lora_rank), (model, optimizer, scheduler)
+    loaded = checkpoints.load(options, options.ckpt_dir, state, network, 1, options.max_update)
+    update, saved, sequences = 0, "", 0
+    if loaded:
+        update, saved, sequences = loaded.step, loaded.path, loaded.extra["sequences"]
+    elif options.folder and data:
+        llama.load(model, options.folder)
+    share = (rank, ranks, options.batch_size)
+    rest = (options.max_update - update) * options.update_freq
+    batches = tokens.to_train(options, data, share, sequences, rest, "packed")
+    meters = Updates(options, tokens=options.update_freq * options.batch_size * ranks * length)
+    if options.folder and data and not loaded:  # what is to become better
+        meters.validated(0, *validate(model, options, data, share))
+    with meters, on_device(batches, options) as loader:  # which runs a step with the next batch
+        total = 0.0
+        for number, packed in enumerate(loader, 1):
+            loss = model.loss(*packed) / options.update_freq
+            loss.backward()  # gradients are averaged over the ranks when it returns
+            total = total + loss.detach()
+            if number % options.update_freq:
+                continue
+            norm = model.clip_grad_norm_(options.clip_norm or float("inf"))
+            optimizer.step()
+            update, total, mean = update + 1, 0.0, total
+            sequences += options.update_freq * options.batch_size * ranks
+            meters.update(update, mean, norm, optimizer)
+            scheduler.step()
+            optimizer.zero_grad()
+            last = update == options.max_update
+            if last or update % options.validate_interval_updates == 0:
+                meters.validated(update, *validate(model, options, data, share))
+            if last or update % options.save_interval_updates == 0:
+                how = {"step": update, "extra": {"network": network, "sequences": sequences}}
+                how |= {"keep_last": options.keep_ckpts}
+                saved = xla_fsdp.save_checkpoint(options.ckpt_dir, *state, **how)
+    if not rest:  # the run before was ended after its last update
+        meters.validated(update, *validate(model, options, data, share))
+
+    if prompt:
+        single = model
+        if options.scan_blocks:  # a loop keeps no keys and values: the same, block by block
+            single = build(options, config, scan=False, new=False)
+            xla_fsdp.load_checkpoint(options.ckpt_dir, single, restore_rng=False)
+        with evaluation.evaluating(single):
+            told = llama.generate(single, prompt, config, options)
+    # All ranks' parts become one model, in which plain torch must find the same loss.
+    folder, described = closing.folder_of(options, saved), tokens.describe(options, data, "packed")
+    if folder and options.lora_rank:
+        model.save_pretrained(os.path.join(folder, "adapter"))
+        save_merged(model, os.path.join(folder, "weights"))
+    if rank == 0:
+        found = tokens.open_folder(data)
+        if prompt:
+            print(f"sample: {found.tokenizer().decode(told)!r}")
+        if folder:
+            closing.describe(folder, network, described)
+            if not options.lora_rank:
+                closing.consolidate(options, saved, network, described)
+            llama.complete_folder(os.path.join(folder, "weights"), config, found)
+        others = {"loss by frequencies alone": f"{tokens.loss_of_frequencies(found):.4f}"}
+        closing.summarize_loss("LLaMA, fully sharded", options, meters, saved, folder, others)
+
+
+def validate(
+    model: nn.Module, options: SimpleNamespace, data: str, share: tuple[int, int, int]
+) -> tuple[float, int]:
+    """The mean loss of a held-out token over all ranks, and how many tokens there are."""
+    batches, total, counted = tokens.to_validate(options, data, share, "packed"), 0, 0
+    with evaluation.evaluating(model), on_device(batches, options) as loader:
+        for packed in loader:
+            total = total + model.loss(*packed, reduction="sum")
+            counted = counted + (packed[1] != tokens.IGNORED).sum()
+        counted = evaluation.over_all_ranks(counted)
+        return evaluation.over_all_ranks(total) / counted, counted
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,446 @@
+"""``cpu_offload``: training is what it is without, and the host holds what it is said to hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoint_runs import Run
+from test_accumulation import ALL, cases
+from test_scan_carries import Model, batch
+from test_special_uses import inputs, mlp, trace_as_on_tpu
+from zoo import Zoo, batches, loss_of
+
+HOST = torch.device("cpu")
+
+
+def offloaded(kind, model, **options):
+    from xla_fsdp import CPUOffload
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    options["cpu_offload"] = CPUOffload()
+    if kind == "nested":
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = FSDP(block, **options)
+    return FSDP(
+        model, flatten_parameters=kind == "flat", shard_param_on_dim_0=kind == "rows", **options
+    )
+
+
+def plain(kind, model, **options):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    if kind == "nested":
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = FSDP(block, **options)
+    return FSDP(
+        model, flatten_parameters=kind == "flat", shard_param_on_dim_0=kind == "rows", **options
+    )
+
+
+def trained(rank, size, wrap, kind, optimizer, steps=3, **options):
+    """Losses, this rank's shards, and how many programs the last two steps compiled."""
+    import torch_xla
+    import torch_xla.debug.metrics as met
+
+    torch.manual_seed(0)
+    model = wrap(kind, Zoo(), **options)
+    stepping = optimizer([p for p in model.parameters() if p.requires_grad])
+    losses, compiled = [], []
+    for tokens in batches(steps):
+        each = tokens.shape[0] // size
+        mine = tokens[rank * each : (rank + 1) * each].to("xla")
+        loss = loss_of(model(mine), mine)
+        loss.backward()
+        stepping.step()
+        stepping.zero_grad()
+        torch_xla.sync()
+        losses.append(loss.item())
+        compiled.append(met.counter_value("UncachedCompile"))
+    held = [p for p in model.parameters()]
+    return losses, [p.detach().cpu() for p in held], compiled, {p.device for p in held}
+
+
+# Products with powers of two are exact, whether XLA or a kernel of torch rounds them or not before
+# it adds.
+EXACT = {"lr": 0.25, "momentum": 0.5}
+
+
+def heavy_ball(parameters):
+    return torch.optim.SGD(parameters, **EXACT)
+
+
+def fused(parameters):
+    return torch.optim.SGD(parameters, **EXACT, fused=True)
+
+
+def bit_for_bit(rank):
+    import torch_xla.runtime as xr
+
+    size = xr.world_size()
+    narrow = {"compute_dtype": torch.bfloat16}
+    ways = [("nested", {}), ("flat", {}), ("rows", narrow)]
+    for number, (kind, options) in enumerate(ways[: 1 if size == 4 else 3]):
+        expected = trained(rank, size, plain, kind, heavy_ball, **options)
+        step = fused if number % 2 else heavy_ball
+        found = trained(rank, size, offloaded, kind, step, **options)
+        assert found[3] == {HOST} and expected[3] != {HOST}
+        # XLA leaves out that a gradient is rounded to bfloat16 if it need not go anywhere.
+        close = 1e-2 if options else 0
+        for one, other in zip(found[1], expected[1], strict=True):
+            torch.testing.assert_close(one, other, rtol=close, atol=close)
+        torch.testing.assert_close(found[0], expected[0], rtol=close, atol=close)
+        if found[2][-1] is not None:  # one program, whatever the step
+            assert found[2][-1] == found[2][-2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_bit_for_bit_as_without(run_ranks, ranks):
+    run_ranks(bit_for_bit, ranks)
+
+
+def adam_is_torchs(rank):
+    """The update is torch's on the CPU, from the gradients that the host has, bit for bit."""
+    import torch_xla
+
+    torch.manual_seed(0)
+    model = offloaded("nested", Zoo(), compute_dtype=torch.bfloat16)
+    shards = [p for p in model.parameters() if p.requires_grad]
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in shards]
+    mine, theirs = (torch.optim.AdamW(p, lr=0.1, fused=True) for p in (shards, copies))
+    for tokens in batches(2):
+        for _ in range(2):  # accumulated on the host
+            loss_of(model(tokens.to("xla")).float(), tokens.to("xla")).backward()
+        for shard, copy in zip(shards, copies, strict=True):
+            assert shard.grad is None or shard.grad.device == HOST
+            assert shard.grad is None or shard.grad.dtype is torch.float32
+            copy.grad = None if shard.grad is None else shard.grad.clone()
+        mine.step()
+        theirs.step()
+        mine.zero_grad()
+        torch_xla.sync()
+        assert all(map(torch.equal, shards, copies))
+
+
+def accumulated(rank, on_tpu):
+    from xla_fsdp import CPUOffload
+
+    narrow = {"compute_dtype": torch.bfloat16, "cpu_offload": CPUOffload()}
+    cases(rank, on_tpu, [({"cpu_offload": CPUOffload()}, ALL[1:3]), (narrow, ALL[:1])])
+    if not on_tpu:
+        adam_is_torchs(rank)
+
+
+@pytest.mark.parametrize("ranks,on_tpu", [(2, False), (2, True)])
+def test_accumulation_no_sync_and_clipping(run_ranks, ranks, on_tpu):
+    run_ranks(accumulated, ranks, on_tpu)
+
+
+def scanned(rank, on_tpu):
+    """Scanned blocks alone and in a wrapper; parameters of the root are offloaded or not."""
+    import torch_xla
+
+    from xla_fsdp import CPUOffload, full_state_dict
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    if on_tpu:
+        trace_as_on_tpu()
+    narrow = {"compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}
+    for options in ({}, narrow):
+        found = []
+        for offload in (None, CPUOffload()):
+            model = FSDP(Model(True, cpu_offload=offload, **options), **options)
+            optimizer = torch.optim.SGD(model.parameters(), **EXACT)
+            for step in range(3):
+                for _ in range(2):
+                    model(batch(rank, step).to("xla")).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                torch_xla.sync()
+            assert (model.blocks.sharded_params[0].device == HOST) is (offload is not None)
+            found.append(full_state_dict(model, rank0_only=False))
+        for name, value in found[0].items():
+            torch.testing.assert_close(found[1][name], value, rtol=0, atol=0)
+
+
+def test_scanned_blocks(run_ranks):
+    run_ranks(scanned, 2, False)
+    run_ranks(scanned, 2, True)
+
+
+class OffloadedRun(Run):
+    def __init__(self, rank, size, seed=0):
+        super().__init__("root", rank, size, seed)
+        torch.manual_seed(seed)
+        self.model = offloaded("nested", Zoo())
+        self.optimizer.param_groups[0]["params"][:] = []
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer.param_groups[0]["params"] += trained
+
+
+def saved(rank, folder):
+    """From here on: a run that goes on without offload and on other ranks takes over."""
+    from xla_fsdp import AsyncCheckpointer, full_optim_state_dict, full_state_dict
+
+    run = OffloadedRun(rank, 2)
+    run.train(0, 2)
+    run.save(f"{folder}/now", 2)
+    checkpointer = AsyncCheckpointer(f"{folder}/later")
+    checkpointer.save(run.model, run.optimizer, run.scheduler, step=2)
+    losses = run.train(2, 4)
+    checkpointer.close()
+    again = OffloadedRun(rank, 2, seed=5)
+    again.load(f"{folder}/later")
+    assert again.train(2, 4) == losses
+    full = full_state_dict(run.model, rank0_only=False)
+    states = full_optim_state_dict(run.model, run.optimizer, rank0_only=False)
+    return losses, full, states
+
+
+def resumed(rank, folder):
+    from xla_fsdp import (
+        full_optim_state_dict,
+        full_state_dict,
+        load_full_optim_state_dict,
+        load_full_state_dict,
+    )
+
+    run = Run("root", rank, 4, seed=7)
+    run.load(f"{folder}/now")
+    losses = run.train(2, 4)
+    full = full_state_dict(run.model, rank0_only=False)
+    states = full_optim_state_dict(run.model, run.optimizer, rank0_only=False)
+    back = OffloadedRun(rank, 4, seed=9)
+    load_full_state_dict(back.model, full)
+    load_full_optim_state_dict(back.model, back.optimizer, states)
+    for name, value in full_state_dict(back.model, rank0_only=False).items():
+        assert torch.equal(value, full[name])
+    for name, state in full_optim_state_dict(back.model, back.optimizer, rank0_only=False)[
+        "state"
+    ].items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(states["state"][name][key]))
+    return losses, full, states
+
+
+def test_checkpoints_with_other_ranks_and_without_offload(run_ranks, tmp_path):
+    losses, full, states = run_ranks(saved, 2, str(tmp_path))[0]
+    others, found, own = run_ranks(resumed, 4, str(tmp_path))[0]
+    torch.testing.assert_close(losses, others, rtol=1e-5, atol=1e-6)
+    for name, value in full.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    assert own["state"].keys() == states["state"].keys()
+
+
+def changed_by_hand(rank):
+    """Whoever changes a shard, the next forward computes with it."""
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model = offloaded("root", mlp())
+    x = inputs(0).to("xla")
+
+    def output():
+        with torch.no_grad():
+            return model(x).cpu()
+
+    def expected():
+        with FSDP.summon_full_params(model, writeback=False, offload_to_cpu=True):
+            values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        other = mlp()
+        other.load_state_dict(values)
+        return other(inputs(0)).detach()
+
+    def summoned():
+        with FSDP.summon_full_params(model):
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
+
+    def by_data():
+        for parameter in model.parameters():
+            parameter.data.add_(0.25)
+
+    held = []
+
+    def by_what_data_gave():
+        for one in held:
+            one.mul_(2.0)
+
+    def fused_step():
+        # Its kernel does not count versions.
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.SGD(model.parameters(), lr=0.5, fused=True).step()
+
+    def loaded():
+        model.load_state_dict({k: v * 0.75 for k, v in model.state_dict().items()})
+
+    def moved():
+        model.to(torch_xla.device())
+        model.double()
+        model.float()
+        assert {p.device for p in model.parameters()} == {HOST}
+
+    def assigned():
+        for parameter in model.parameters():
+            parameter.data = parameter.data + 0.125
+
+    before = output()
+    for change in (summoned, by_data, fused_step, loaded, assigned):
+        change()
+        now = output()
+        assert not torch.allclose(now, before), change.__name__
+        torch.testing.assert_close(now, expected(), rtol=1e-4, atol=1e-5)
+        before = now
+    held += [parameter.data for parameter in model.parameters()]
+    torch.testing.assert_close(output(), before)
+    by_what_data_gave()
+    torch.testing.assert_close(output(), expected(), rtol=1e-4, atol=1e-5)
+    held.clear()
+    before = output()
+    moved()
+    torch.testing.assert_close(output(), before)
+    loss = model(x).square().sum()
+    fused_step()
+    with pytest.raises(RuntimeError, match="was changed after the forward"):
+        loss.backward()
+
+
+def scaled(rank):
+    import torch_xla.core.xla_model as xm
+
+    from xla_fsdp import ShardedGradScaler
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    for fused_kernel in (False, True):
+        for bad in (None, 1):
+            model, reference = offloaded("root", mlp()), FSDP(mlp())
+            mine = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused_kernel)
+            theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
+            scaler = ShardedGradScaler(init_scale=8.0, growth_interval=1)
+            before = [p.detach().clone() for p in model.parameters()]
+            scaler.scale(model(inputs(rank).to("xla")).square().mean()).backward()
+            reference(inputs(rank).to("xla")).square().mean().backward()
+            if rank == bad:
+                next(model.parameters()).grad[0] = float("inf")
+            if not fused_kernel:
+                scaler.unscale_(mine)
+                model.clip_grad_norm_(1.0)
+                reference.clip_grad_norm_(1.0)
+            scaler.step(mine)
+            scaler.update()
+            theirs.step()
+            assert scaler.get_scale() == (16.0 if bad is None else 4.0)
+            expected = reference.parameters() if bad is None else before
+            for one, other in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(one.detach(), other.detach().cpu(), rtol=1e-4, atol=1e-5)
+            assert len(set(xm.mesh_reduce("scale", scaler.get_scale(), list))) == 1
+
+
+def uses(rank):
+    changed_by_hand(rank)
+    scaled(rank)
+    in_pieces(rank)
+    refused(rank)
+
+
+def in_pieces(rank):
+    """Buffers of a few bytes: gradients come and copies go piece by piece."""
+    import copy
+
+    model, other = offloaded("root", mlp()), mlp()
+    model._unit.gradients.host.most = 64
+    for tensor in model._unit.tensors:
+        tensor.copy._uploads.most = 64
+    for one in (model, copy.deepcopy(model)):
+        other.zero_grad()
+        for _ in range(2):
+            one(inputs(rank).to("xla")).square().sum().backward()
+        for number in range(2):
+            (other(inputs(number)).square().sum()).backward()
+        for name, parameter in one.named_parameters():
+            begin = rank * parameter.numel()
+            full = torch.cat([other.get_parameter(name).grad.flatten(), torch.zeros(4096)])
+            expected = full[begin : begin + parameter.numel()]
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-5)
+        one.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def refused(rank):
+    from xla_fsdp import CPUOffload, MixedPrecision
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp.optim import LAMB, MasterWeights
+
+    for given in ((True, False, True), (False, True, True), (True, True, False)):
+        with pytest.raises(ValueError, match=r"CPUOffload\(parameters=.* is not possible"):
+            CPUOffload(*given)
+    with pytest.raises(TypeError, match="CPUOffload.gradients must be True or False, got 1"):
+        CPUOffload(gradients=1)
+    with pytest.raises(TypeError, match="cpu_offload must be an xla_fsdp.CPUOffload or None"):
+        FSDP(mlp(), cpu_offload=True)
+    narrow = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
+    with pytest.raises(ValueError, match="keep_low_precision_grads=True. does not go with cpu_of"):
+        FSDP(mlp(), cpu_offload=CPUOffload(), mixed_precision=narrow)
+    nothing = FSDP(mlp(), cpu_offload=CPUOffload(False, False, False))
+    assert next(nothing.parameters()).device.type == "xla"
+    model = offloaded("root", mlp().bfloat16())
+    for make in (
+        lambda: LAMB(model.parameters()),
+        lambda: MasterWeights(model.parameters(), LAMB, lr=0.1),
+    ):
+        with pytest.raises(ValueError, match="LAMB asks all ranks about .*cpu_offload"):
+            make()
+    tied = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    tied[0] = FSDP(tied[0], cpu_offload=CPUOffload())
+    with pytest.raises(ValueError, match="'weight' is shared with another wrapper"):
+        FSDP(tied)
+    with pytest.raises(RuntimeError, match="they can not move to cpu"):
+        model.cpu()
+
+
+def test_uses_and_refusals(run_ranks):
+    run_ranks(uses, 2)
+
+
+def planned():
+    """The plan has a program without an optimizer, and counts what is on the host."""
+    from xla_fsdp import CPUOffload, Report, plan
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    width, ranks = 1024, 8
+    elements = 4 * (width * width + width)
+    options = {"compute_dtype": torch.bfloat16, "cpu_offload": CPUOffload()}
+
+    def step():
+        layers = (torch.nn.Linear(width, width) for _ in range(4))
+        model = FSDP(torch.nn.Sequential(*(FSDP(one, **options) for one in layers)), **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        for _ in range(2):
+            model(torch.zeros(64, width).to("xla")).float().square().mean().backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert next(model.parameters()).numel() * ranks >= width * width
+
+    report = plan(step, "v5litepod-8", ranks=[0], cache=False, progress=False)
+    host, shards = report.host, 4 * elements // ranks
+    assert (host.shards, host.gradients, host.ranks) == (shards, shards, ranks)
+    assert 2 * shards <= host.state <= 2 * shards + 4 * 8  # and a count for every parameter
+    assert host.to_host == host.to_device == shards // 2
+    assert report.host_required == ranks * (4 * shards + host.buffers + host.state - 2 * shards)
+    assert host.capacity == 384e9 and report.fits and report.fits_host
+    # bfloat16 shards and the batch go in, bfloat16 gradients come out.
+    assert report.memory.arguments < shards // 2 + 2**20
+    assert report.memory.outputs < shards // 2 + 2**20
+    text = str(report)
+    assert "a host needs" in text and "optimizer steps on the host" in text
+    assert Report.from_json(report.to_json()).host == host
+    # More than there is.
+    small = Report.from_json(report.to_json().replace('"capacity": 384000000000', '"capacity": 9'))
+    assert not small.fits and small.fits_device and "GB that a host of" in str(small)
+
+
+def test_plan(elsewhere):
+    elsewhere(planned)

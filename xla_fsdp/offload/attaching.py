@@ -1,0 +1,75 @@
+"""Giving a unit whose shards are on the host what it needs to compute on the device."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from ..ranks.rank import is_pretending
+from ..sharding.host_shard import HostShard
+from ..sharding.sharded_tensor import ShardedTensor, home_of
+from ..sharding.unit import Unit
+from .copies import ShardCopy, Uploads
+from .gradients import HostGradients
+
+
+def attach(unit: Unit) -> None:
+    """Gives every shard of ``unit`` that lies on the host a copy on the device, and its gradient a
+    way back. Nothing, if ``unit`` offloads nothing.
+
+    Raises:
+        ValueError: a parameter that another wrapper has as well (tied weights) is offloaded by one
+            of the two only.
+    """
+    offloads = unit.options.cpu_offload is not None
+    for tensor in unit.stored:
+        if isinstance(tensor.shard, HostShard) is not offloads:
+            ours, theirs = ("is", "not") if offloads else ("not", "is")
+            raise ValueError(
+                f"parameter {tensor.key!r} is shared with another wrapper (tied weights), and "
+                f"{ours} offloaded here but {theirs} there: give both wrappers the same cpu_offload"
+            )
+    if not offloads:
+        return
+    uploads = Uploads(unit.world.device)
+    unit.gradients.host = HostGradients(unit.world.device)
+    for tensor in unit.stored:
+        shard = tensor.shard
+        assert isinstance(shard, HostShard)  # looked at above
+        dtype = functools.partial(unit.wire.compute_dtype, tensor)
+        if tensor.copy is None:
+            tensor.copy = ShardCopy(shard, dtype, uploads)
+        elif tensor.copy.dtype is not dtype():  # tied, and the other wrapper computes otherwise
+            tensor.copy = ShardCopy(shard, functools.partial(_stored, tensor), uploads)
+        tensor.widens = True
+    watch_steps()
+
+
+def _stored(tensor: ShardedTensor) -> torch.dtype:
+    return tensor.shard.dtype
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Has every step of an optimizer of torch tell shards on the host that they changed, the first
+    time it is called. Its fused kernels do not say so themselves."""
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    stepped = [
+        shard
+        for group in optimizer.param_groups
+        for shard in group["params"]
+        if isinstance(shard, HostShard) and shard.grad is not None
+    ]
+    for shard in stepped:
+        torch.autograd.graph.increment_version(shard)
+    if is_pretending():
+        return
+    for shard in stepped:  # on their way while the next batch is made and the next step traced
+        home = home_of(shard)
+        if home is not None and home.copy is not None:
+            home.copy.send()

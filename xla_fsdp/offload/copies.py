@@ -1,0 +1,98 @@
+"""What the device has of shards that lie on the host: copies, sent when they are needed.
+
+A copy is made anew when its shard has changed, by an optimizer, a load or a hand. Nothing is
+computed on the device for it: a transfer is no program, so none is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+
+from ..ranks.rank import is_pretending
+from ..sharding.host_shard import HostShard
+
+# Bytes that may be on their way to the device before somebody waits for them, unless one tensor
+# has more. Until then there is a copy of them on the host.
+STAGED_BYTES = 1 << 28
+
+
+class Uploads:
+    """Sends to ``device``, at most ``most`` bytes at a time.
+
+    Attributes:
+        sent: bytes so far.
+    """
+
+    def __init__(self, device: torch.device, most: int = STAGED_BYTES) -> None:
+        self.device = device
+        self.most = most
+        self.sent = 0
+        self._under_way = 0
+
+    def send(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``value``, which is on the CPU, as ``dtype`` on the device.
+
+        Returns while it is under way; ``value`` may be changed at once.
+        """
+        size = value.numel() * dtype.itemsize
+        if self._under_way and self._under_way + size > self.most:
+            self._wait()
+        self._under_way += size
+        self.sent += size
+        return self._send(value.to(dtype))
+
+    def _send(self, value: torch.Tensor) -> torch.Tensor:
+        sent: Any = xm.send_cpu_data_to_device([value], self.device)
+        return sent[0]
+
+    def _wait(self) -> None:
+        """Until all that was sent is there: what is sent after it is, and comes back."""
+        self._under_way = 0
+        if not is_pretending():
+            last = self._send(torch.zeros(1, device="cpu"))
+            torch_xla._XLAC._xla_get_cpu_tensors([last])
+
+
+class ShardCopy:
+    """The copy of one shard.
+
+    Args:
+        dtype: in which it is gathered, asked for whenever it is sent.
+    """
+
+    def __init__(
+        self, shard: HostShard, dtype: Callable[[], torch.dtype], uploads: Uploads
+    ) -> None:
+        self._shard = shard
+        self._dtype = dtype
+        self._uploads = uploads
+        self._value: torch.Tensor | None = None
+        self._made_of: object = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is gathered."""
+        return self._dtype()
+
+    @property
+    def value(self) -> torch.Tensor:
+        """On the device, of the shape of the shard."""
+        return self.send()
+
+    def send(self) -> torch.Tensor:
+        """Starts the transfer, if the shard has changed since the last one."""
+        state = self._shard.state()
+        if self._value is None or state != self._made_of:
+            self._value = None  # before the next one is there: one of them in device memory
+            self._value = self._uploads.send(self._shard.detach(), self._dtype())
+            self._made_of = state
+        return self._value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a deep copy has: not the tensor, which is made of another shard."""
+        return {**vars(self), "_value": None, "_made_of": None}

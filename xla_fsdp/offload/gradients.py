@@ -1,0 +1,107 @@
+"""Gradients of shards, from the device to the host, at the end of a backward.
+
+The results of a program are there when all of it has run. So the backward ends with a cut: the
+program starts, and gradients are fetched in pieces as soon as it is over, one piece while the one
+before is added up on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch_xla
+
+from ..ranks.rank import is_pretending
+from ..sharding.host_shard import HostShard
+from ..sharding.shard_hooks import accumulate
+
+# Bytes that are fetched at a time, unless one tensor has more.
+FETCHED_BYTES = 1 << 28
+
+Pending = tuple[torch.Tensor, torch.Tensor]
+
+
+class HostGradients:
+    """Those of one unit.
+
+    Attributes:
+        pending: shards and their gradients, on the device.
+        received: bytes so far.
+    """
+
+    def __init__(self, device: torch.device, most: int = FETCHED_BYTES) -> None:
+        self.device = device
+        self.most = most
+        self.pending: list[Pending] = []
+        self.received = 0
+        self._told: int | None = None  # the backward whose end calls us
+
+    def take(self, shard: torch.Tensor, grad: torch.Tensor) -> None:
+        """Adds ``grad`` to that of ``shard`` once the backward is over."""
+        assert isinstance(shard, HostShard)  # what an optimizer has, nothing like it
+        self.pending.append((shard, grad))
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._told):
+            self._told = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.arrive)
+
+    def forget(self) -> None:
+        """Drops what a backward that failed has left."""
+        self.pending.clear()
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """Runs what was traced, and gives every shard its gradient, in the shard's dtype."""
+        self._told = None
+        if not self.pending:
+            return
+        # Not torch_xla.sync(): this may be autograd's thread, whose default device is another's.
+        torch_xla._XLAC._xla_step_marker(str(self.device), [], wait=False)
+        pending, self.pending = self.pending, []
+        self.received += sum(_bytes(one) for one in pending)
+        for shards, values in self._fetched(pending):
+            for shard, value in zip(shards, values, strict=True):
+                accumulate(shard, value.to(shard.dtype))
+
+    def _fetched(
+        self, pending: list[Pending]
+    ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Shards and their gradients on the CPU, piece by piece; empties ``pending``."""
+        pieces = self._pieces(pending)
+        if len(pieces) == 1:
+            yield _fetch(pieces.pop())
+            return
+        with ThreadPoolExecutor(1, "fetch gradients") as pool:
+            following = pool.submit(_fetch, pieces.pop())
+            while pieces:
+                fetched = following.result()
+                following = pool.submit(_fetch, pieces.pop())
+                yield fetched
+            yield following.result()
+
+    def _pieces(self, pending: list[Pending]) -> list[list[Pending]]:
+        """The last of them first."""
+        pieces: list[list[Pending]] = []
+        size = 0
+        while pending:
+            one = pending.pop()
+            if not pieces or size + _bytes(one) > self.most:
+                pieces.append([])
+                size = 0
+            pieces[-1].insert(0, one)
+            size += _bytes(one)
+        return pieces
+
+
+def _bytes(one: Pending) -> int:
+    return one[1].numel() * one[1].dtype.itemsize
+
+
+def _fetch(piece: list[Pending]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    shards, values = [shard for shard, _ in piece], [value for _, value in piece]
+    piece.clear()  # with `values` they leave the device's memory
+    if is_pretending():  # pages that nobody writes take up no memory
+        return shards, [torch.zeros(v.shape, dtype=v.dtype, device="cpu") for v in values]
+    return shards, torch_xla._XLAC._xla_get_cpu_tensors(values)

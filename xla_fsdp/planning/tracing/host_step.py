@@ -1,0 +1,123 @@
+"""The part of a step that runs on the host: counted, not run.
+
+With ``cpu_offload`` the optimizer has tensors on the CPU. In a plan nobody needs their values, and
+there may be more of them than this machine has memory. So while an optimizer steps, each has two
+elements; what state it makes of these says how much it makes of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...names import is_wrapper
+from ...offload.copies import STAGED_BYTES
+from ...offload.gradients import FETCHED_BYTES, HostGradients
+from ...sharding.host_shard import HostShard
+from ...sharding.sharded_tensor import ShardedTensor
+from ...sharding.unit import Unit
+from ..records import HostNeeds
+
+_FEW = 2
+
+
+class HostSteps:
+    """What optimizers do on the host.
+
+    Attributes:
+        state: bytes of the optimizers' state there.
+    """
+
+    def __init__(self) -> None:
+        self.state = 0
+        self._known: dict[HostShard, int] = {}
+        self._kept: list[tuple[Optimizer, HostShard, torch.Tensor, Any, Any]] = []
+
+    def shrink(self, optimizer: Optimizer) -> None:
+        """Gives the host's parameters of ``optimizer`` two elements each, and no state."""
+        if getattr(optimizer, "knows_shards", False):  # of its own form, for bfloat16 shards
+            return
+        for group in optimizer.param_groups:
+            for shard in group["params"]:
+                if not isinstance(shard, HostShard) or not shard.numel():
+                    continue
+                grad = shard.grad
+                state = optimizer.state.pop(shard, None)
+                self._kept.append((optimizer, shard, shard.detach(), grad, state))
+                shard.grad = None
+                few = torch.zeros(_FEW, dtype=shard.dtype, device="cpu")
+                torch.Tensor.data.__set__(shard, few)  # type: ignore[attr-defined]
+                shard.grad = None if grad is None else torch.zeros_like(few)
+
+    def restore(self) -> None:
+        """Undoes :meth:`shrink`, and counts the state that was made."""
+        while self._kept:
+            optimizer, shard, values, grad, state = self._kept.pop()
+            made = optimizer.state.pop(shard, {})
+            size = 0
+            for value in made.values():
+                if isinstance(value, torch.Tensor):
+                    each = values.numel() if value.numel() == _FEW else 1
+                    size += each * value.dtype.itemsize
+            self._known[shard] = max(size, self._known.get(shard, 0))
+            shard.grad = None
+            torch.Tensor.data.__set__(shard, values)  # type: ignore[attr-defined]
+            shard.grad = grad
+            if state is not None:
+                optimizer.state[shard] = state
+        self.state = sum(self._known.values())
+
+
+def units_of(roots: Iterable[nn.Module]) -> Iterator[Unit]:
+    """The units in ``roots``, each once."""
+    seen = set()
+    for root in roots:
+        for module in root.modules():
+            if is_wrapper(module) and id(module._unit) not in seen:
+                seen.add(id(module._unit))
+                yield module._unit
+
+
+def offloaded(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
+    """What of ``roots`` lies on the host, each once."""
+    found = {
+        id(tensor): tensor
+        for unit in units_of(roots)
+        for tensor in unit.stored
+        if tensor.copy is not None
+    }
+    return list(found.values())
+
+
+def waiting(roots: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Gradients on the device that the program to be run is to bring to the host."""
+    hosts = [unit.gradients.host for unit in units_of(roots)]
+    return [grad for host in hosts if isinstance(host, HostGradients) for _, grad in host.pending]
+
+
+def needs_of(tensors: list[ShardedTensor], sent: list[int], state: int) -> HostNeeds | None:
+    """What one rank needs of its host; ``None`` if nothing.
+
+    Args:
+        sent: bytes of every gradient that the device sends in a step.
+        state: bytes of the optimizer's.
+    """
+    if not tensors:
+        return None
+    sizes = [(t.shard.numel(), t.shard.dtype.itemsize, t.copy) for t in tensors]
+    copies = [count * copy.dtype.itemsize for count, _, copy in sizes if copy is not None]
+    trained = [t.shard for t in tensors if t.shard.requires_grad]
+    largest = max(*copies, *sent, 0, 0)
+    return HostNeeds(
+        shards=sum(count * size for count, size, _ in sizes),
+        gradients=sum(shard.numel() * shard.dtype.itemsize for shard in trained),
+        state=state,
+        # What is narrowed for the device and the runtime's copy of it; what arrives, in two pieces.
+        buffers=min(2 * max(largest, STAGED_BYTES, FETCHED_BYTES), 2 * sum(copies)),
+        to_host=sum(sent),
+        to_device=sum(copies),
+    )

@@ -1,0 +1,67 @@
+"""``cpu_offload``: what of a wrapper's parameters lies in the host's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .mixed_precision import MixedPrecision
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """What is kept in the host's memory, and computed there: docs/offload.md.
+
+    The shards that an optimizer sees, their gradients and its state are tensors on the CPU, and the
+    update runs there. The device has a copy of the shards in the dtype in which they are gathered.
+    These go together: an update needs all three in one place.
+
+    Attributes:
+        parameters: the shards, in the dtype in which they are stored.
+        gradients: of the shards.
+        optimizer: its state, and the update.
+
+    Raises:
+        TypeError: an attribute is no bool.
+        ValueError: some are True and others False.
+    """
+
+    parameters: bool = True
+    gradients: bool = True
+    optimizer: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, bool):
+                raise TypeError(f"CPUOffload.{field.name} must be True or False, got {value!r}")
+        if len({self.parameters, self.gradients, self.optimizer}) > 1:
+            raise ValueError(
+                f"{self} is not possible: an optimizer needs parameters, gradients and state in "
+                "one place, and torch has no gradient on another device than its parameter. Pass "
+                "CPUOffload(), which is all three on the host, or None"
+            )
+
+
+def checked_offload(value: Any, precision: MixedPrecision | None) -> CPUOffload | None:
+    """``cpu_offload`` as it counts: ``None`` where nothing is offloaded.
+
+    Raises:
+        TypeError: it is neither a :class:`CPUOffload` nor ``None``.
+        ValueError: ``precision`` keeps gradients narrower than shards.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, CPUOffload):
+        raise TypeError(
+            "cpu_offload must be an xla_fsdp.CPUOffload or None, got "
+            f"{value!r}; torch's CPUOffload(offload_params=True) is xla_fsdp.CPUOffload()"
+        )
+    if not value.parameters:
+        return None
+    if precision is not None and precision.keep_low_precision_grads:
+        raise ValueError(
+            "MixedPrecision(keep_low_precision_grads=True) does not go with cpu_offload: the "
+            "optimizer on the host has float32 gradients. Leave keep_low_precision_grads out"
+        )
+    return value
