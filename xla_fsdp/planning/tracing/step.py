@@ -21,6 +21,7 @@ from .naming import Naming, plain
 from .pretend import Pretence, StepTraced, settle
 from .steady import SteadyOptimizers, named_state, state_tensors
 from .traced import StepBoundary, TracedProgram
+from .units import TracedUnit, traced_units
 
 # Of a model or an optimizer without a sync: more than any step makes.
 _MANY_CALLS = 1000
@@ -42,6 +43,7 @@ class TracedStep:
         sized_by_data: places where values decided on a shape.
         untrained: names of parameters that an optimizer has, and that got no gradient.
         trained: how many parameters the optimizers have that require one.
+        units: what is gathered together.
     """
 
     program: TracedProgram
@@ -53,6 +55,7 @@ class TracedStep:
     sized_by_data: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
     trained: int = 0
+    units: tuple[TracedUnit, ...] = ()
 
 
 def trace_step(
@@ -123,6 +126,7 @@ class _Run:
         self.boundary: StepBoundary | None = None
         self.found: TracedProgram | None = None
         self.bound: ZeroBound | None = None
+        self.units: tuple[TracedUnit, ...] = ()
         self.has_optimizer = False
         self.programs = 0
         # How many optimizer steps there were when a value was read after one.
@@ -202,6 +206,7 @@ class _Run:
         return TracedStep(
             program=self.found,
             bound=self.bound,
+            units=self.units,
             reads=tuple(pretence.reads),
             programs_before=max(self.programs - 1, 0),
             has_optimizer=self.has_optimizer,
@@ -238,6 +243,7 @@ class _Run:
         self.found = program
         self.has_optimizer = bool(self.optimizers.stepped) or self._updates_parameters(program)
         self.bound = zero_bound(self.naming.roots)
+        self.units = traced_units(self.naming.roots)
 
     def _updates_parameters(self, program: TracedProgram) -> bool:
         """Whether it trains, be it with an optimizer that is none of torch's."""
