@@ -1,4 +1,4 @@
-"""``--tune SLICE`` searches how this very run is sharded best; ``--settings FILE`` has the answer."""
+"""``--tune SLICE`` searches how this run is sharded best; ``--settings FILE`` has the answer."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...tpu.topology import Slice
 from .facts import StepFacts, UnitFacts
@@ -58,7 +59,11 @@ class Estimates:
     def __init__(self, facts: dict[str | int, StepFacts], where: Slice) -> None:
         self._facts = facts
         self._where = where
-        self.wire = Wire(where)
+
+    @cached_property
+    def wire(self) -> Wire:
+        """The slice's links."""
+        return Wire(self._where)
 
     def facts(self, settings: ShardingSettings) -> StepFacts:
         """Of the model with these settings' units and batch."""
@@ -68,20 +73,21 @@ class Estimates:
 
     def of(self, settings: ShardingSettings) -> Estimate:
         """The estimate for ``settings``."""
-        facts = self.facts(settings)
-        shared = settings.shard_ranks or self._where.devices
-        units = [_Unit(one, facts, settings, number) for number, one in enumerate(facts.units)]
-        if settings.units == "model":
-            gathered = [_merged(units)]
-        else:
-            gathered = units
+        facts, shared = self.facts(settings), settings.shard_ranks or self._where.devices
+        units = _units(facts, settings)
         compute = sum(unit.compute for unit in units) + self._optimizer(facts, shared)
-        exposed = self._exposed(gathered, settings, shared)
+        exposed = self._exposed(_gathered(units, settings), settings, shared)
+        return replace(self.memory(settings), compute=compute, exposed=exposed)
+
+    def memory(self, settings: ShardingSettings) -> Estimate:
+        """The memory alone; its times are 0."""
+        facts, shared = self.facts(settings), settings.shard_ranks or self._where.devices
+        units = _units(facts, settings)
+        gathered = _gathered(units, settings)
         state = (facts.state + 4 * sum(u.trainable for u in facts.units)) / shared
         state += facts.inputs
         hbm = state + _activations(units) + _full(gathered, settings) + _code(gathered, settings)
-        host = sum(unit.on_host for unit in units)
-        return Estimate(compute, exposed, hbm, state, host)
+        return Estimate(0.0, 0.0, hbm, state, sum(unit.on_host for unit in units))
 
     def _optimizer(self, facts: StepFacts, shared: int) -> float:
         return 2 * facts.state / shared / self._where.chip.device_hbm_bandwidth
@@ -142,6 +148,15 @@ class _Unit:
     @property
     def compute(self) -> float:
         return self.forward + self.backward
+
+
+def _units(facts: StepFacts, settings: ShardingSettings) -> list[_Unit]:
+    return [_Unit(one, facts, settings, number) for number, one in enumerate(facts.units)]
+
+
+def _gathered(units: list[_Unit], settings: ShardingSettings) -> list[_Unit]:
+    """What is gathered together."""
+    return [_merged(units)] if settings.units == "model" else units
 
 
 def _merged(units: Sequence[_Unit]) -> _Unit:

@@ -18,7 +18,7 @@ def would_give(
     """The one change that would make ``settings`` fit, and what it would give; "" if none would."""
     changes = _changes(settings, bool(estimates.facts(settings).blocks))
     for what, other in changes:
-        hbm = correction.applied(other, estimates.of(other)).hbm
+        hbm = correction.applied(other, estimates.memory(other)).hbm
         if hbm <= capacity:
             return f"{what} would give {hbm / GIB:.1f}"
     return ""
@@ -57,7 +57,7 @@ def what_would_fit(
     facts = estimates.facts(settings)
     lean = leanest(settings, facts)
     capacity = where.chip.device_usable_hbm_bytes()
-    needed = correction.applied(lean, estimates.of(lean)).hbm
+    needed = correction.applied(lean, estimates.memory(lean)).hbm
     advice = [
         f"The least by the model is {needed / GIB:.1f} of {capacity / GIB:.1f} GiB a device "
         f"({lean})."
@@ -65,14 +65,14 @@ def what_would_fit(
     smaller = (settings.batch or facts.batch) // 2
     while smaller >= 1 and settings.batch is not None:
         other = lean.changed(batch=smaller)
-        hbm = correction.applied(other, estimates.of(other)).hbm
+        hbm = correction.applied(other, estimates.memory(other)).hbm
         if hbm <= capacity:
             advice.append(f"A batch of {smaller} a device would need {hbm / GIB:.1f} GiB.")
             break
         smaller //= 2
     for slice_ in larger(where):
         other_estimates = Estimates({"blocks": facts, lean.units: facts}, slice_)
-        hbm = correction.applied(lean, other_estimates.of(lean)).hbm
+        hbm = correction.applied(lean, other_estimates.memory(lean)).hbm
         if hbm <= slice_.chip.device_usable_hbm_bytes():
             advice.append(
                 f"{slice_.name}, with the same batch a device, would need {hbm / GIB:.1f} GiB: the "

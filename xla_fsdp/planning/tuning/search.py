@@ -16,6 +16,8 @@ from .space import Space, plainness
 _SLACK, _SLACK_OF_NEW = 0.05, 0.2
 # Of HBM, by an estimate: more than that the compiler is not asked about.
 _OVER, _OVER_OF_NEW = 1.1, 1.5
+# Times that differ by less are equal: the model is not that good.
+_EQUAL = 1e-3
 # One compilation in so many tries what an estimate tells little of, on the best.
 _FINE_PART = 3
 
@@ -100,8 +102,11 @@ class Search:
     def best(self) -> ShardingSettings | None:
         """The fastest a sample of those that fit; of equals the plainest, and of these the one
         compiled first."""
-        fitting = [one for one, found in self._found.items() if found.fits]
-        return min(fitting, key=lambda one: (self._trial(one).per_sample, plainness(one)),
+        fitting = {
+            one: self._trial(one).per_sample for one, found in self._found.items() if found.fits
+        }
+        bar = (1 + _EQUAL) * min(fitting.values(), default=0.0)
+        return min((one for one, time in fitting.items() if time <= bar), key=plainness,
                    default=None)  # fmt: skip
 
     def _estimate(self, settings: ShardingSettings) -> Estimate:
@@ -190,7 +195,8 @@ class Search:
             return "not compiled: the budget was spent"
         times = self._trial(settings).per_sample / self._trial(best).per_sample
         if found is not None:
-            return f"{times:.2f} times the time of the best" if times > 1 else "no faster"
+            faster = "as fast, and further from the defaults"
+            return f"{times:.2f} times the time of the best" if times > 1 + _EQUAL else faster
         slack = _SLACK if self.correction.knows(settings) else _SLACK_OF_NEW
         if times * (1 - slack) >= 1:
             return f"not compiled: modelled {times:.2f} times the time of the best"
