@@ -23,7 +23,7 @@ from .facts import StepFacts, facts_of
 from .remedies import what_would_fit
 from .search import Measured, Search
 from .settings import ShardingSettings
-from .space import Space, checked_search
+from .space import MANY_BLOCKS, Space, checked_search
 from .tuning import Tuning
 
 Step = Callable[[ShardingSettings], Any]
@@ -195,13 +195,18 @@ def _scans(
     facts: StepFacts,
     batch: int | None,
 ) -> tuple[bool, str]:
-    """Whether blocks can be one loop; if not though somebody might want it, why."""
+    """Whether blocks can be one loop, and what is to be said of that."""
     if True not in wanted.get("scan", (True,)) or len(facts.blocks) < 2:
         return False, ""
     try:
         asking.trace(ShardingSettings(batch=batch, scan=True, recompute="all"))
     except (ValueError, TypeError, RuntimeError) as error:
         return False, f"Blocks can not be scanned: {' '.join(str(error).split())[:200]}"
+    if len(facts.blocks) > MANY_BLOCKS and "scan" not in wanted:
+        return True, (
+            f"{len(facts.blocks)} blocks were tried as one loop only, which compiles in a fraction "
+            'of the time and memory; search={"scan": [False, True]} tries them singly as well.'
+        )
     return True, ""
 
 

@@ -20,6 +20,10 @@ MAIN = (
 )  # fmt: skip
 FINE = ("collective_routes", "forward_prefetch", "backward_prefetch", "limit_all_gathers")
 
+# More blocks than that are tried as one loop only, where they can be one: wrapped singly, 32 of the
+# 10-billion-parameter ViT take more than 15 GB of memory to compile (benchmarks/vit.py).
+MANY_BLOCKS = 16
+
 Values = Mapping[str, Sequence[Any]]
 
 
@@ -74,7 +78,7 @@ class Space:
         values: dict[str, Sequence[Any]] = {
             "batch": batches,
             "units": ("blocks", "model") if blocks else ("model",),
-            "scan": (False, True) if scans else (False,),
+            "scan": ((True,) if blocks > MANY_BLOCKS else (False, True)) if scans else (False,),
             "reshard_after_forward": (True, False, *together),
             "kept_blocks": (0, *half),
             "recompute": ("none", *half, "all") if blocks else ("none",),
