@@ -89,6 +89,7 @@ def tune(
         raise ValueError(f"budget must be a number of compilations from 1 on; got {budget!r}")
     batches = _batches(batch)
     wanted = checked_search(search)
+    units: tuple[str | int, ...] = wanted.get("units", ("blocks",))
     if "batch" in wanted:
         if batch is not None:
             raise ValueError("batch and search['batch'] exclude each other: leave one out")
@@ -98,7 +99,7 @@ def tune(
     shown = Progress() if progress else Progress(None)
     asking = _Asking(step, where, compiler_options or {}, launcher, PlanCache.at(cache), shown)
     with shown.while_doing(f"analysing a step on {where.name}"):
-        facts = _facts(asking, where, batches[0], wanted.get("units", ("blocks",)))
+        facts = _facts(asking, where, batches[0], units)
         scans, why_not = _scans(asking, wanted, facts["blocks"], batches[0])
     space = Space.of(facts["blocks"], where, batches, scans, wanted)
     capacity = where.chip.device_usable_hbm_bytes(asking.host({}).chip_config)
@@ -185,7 +186,7 @@ def measured(report: Report) -> Measured:
 def _facts(
     asking: _Asking, where: Slice, batch: int | None, units: Collection[str | int]
 ) -> dict[str | int, StepFacts]:
-    names = ["blocks", *(one for one in units if isinstance(one, int))]
+    names: list[str | int] = ["blocks", *(one for one in units if isinstance(one, int))]
     return {one: facts_of(asking.trace, where.chip, where.devices, batch, one) for one in names}
 
 

@@ -90,8 +90,8 @@ class StepFacts:
             )
             for unit in self.units
         )
-        more = {"inputs": factor * self.inputs, "flops": factor * self.flops, "batch": batch}
-        return replace(self, units=units, **more)
+        inputs, flops = factor * self.inputs, factor * self.flops
+        return replace(self, units=units, inputs=inputs, flops=flops, batch=batch)
 
 
 def facts_of(
