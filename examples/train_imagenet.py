@@ -2,6 +2,7 @@
 
     python examples/train_imagenet.py                     # digits on 4 ranks of any machine's CPU
     python examples/train_imagenet.py --plan=v3-8         # what ImageNet would need, without a TPU
+    python examples/train_imagenet.py --tune=v3-8         # and how it would be sharded best
     PJRT_DEVICE=TPU python examples/train_imagenet.py --datadir=/datasets/imagenet-1k \\
         --use_nested_fsdp --num_epochs=100 --lr=0.4 --batch_size=128 --num_warmup_epochs=5 \\
         --lr_scheduler_divide_every_n_epochs=30 --lr_scheduler_divisor=10 --eval_interval=10
@@ -22,9 +23,8 @@ import networks
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, closing, evaluation, schedules, wrapping
+from common import checkpoints, closing, evaluation, schedules, tuning, wrapping
 from common.batches import on_device
-from common.launching import launch_or_plan
 from common.meters import Meters
 from common.script import DEFINE_number, Stop, fill_in, run
 from torch import nn
@@ -70,13 +70,15 @@ BLOCKS = {  # of --auto_wrap_policy=type_based
 
 def main(options: SimpleNamespace) -> None:
     wrapping.settle(options)
+    tuning.settle(options, *wrapping.SHARDING)
     set_defaults(options, digits=image_batches.prepare(options))
     network = {"model": options.model, "num_classes": options.num_classes}
     # Statistics of one image will do if there are others on other ranks.
     together = max(2, options.batch_size) if options.sync_batch_norm else options.batch_size
     networks.try_out(options.model, options, together, "--model or --num_classes")
     checkpoints.prepare_folder(options)
-    launch_or_plan(train, (options, network), options, options.num_devices, options.model)
+    how = (options, options.num_devices, options.model)
+    tuning.launch_plan_or_tune(train, (options, network), *how)
 
 
 def set_defaults(options: SimpleNamespace, digits: bool) -> None:
@@ -99,7 +101,7 @@ def train(index: int, options: SimpleNamespace, network: dict) -> None:
     """What each rank runs."""
     import torch_xla  # not at the top of the file: launch has to set up the runtime before
 
-    sizes = (options.batch_size, options.test_set_batch_size)
+    sizes = (tuning.batch_size(options, options.batch_size), options.test_set_batch_size)
     batches, held_out = image_batches.batches(options, *sizes)
     network = {"kind": "torchvision", **network}
 
@@ -107,22 +109,7 @@ def train(index: int, options: SimpleNamespace, network: dict) -> None:
     model = networks.torchvision_model(options.model, options.num_classes)
     if options.sync_batch_norm:
         model = xla_fsdp.SyncBatchNorm.convert_sync_batchnorm(model)
-    policy = wrapping.policy(options, model, BLOCKS)
-    fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **wrapping.arguments(options))
-
-    def wrap(layer: nn.Module, **forwarded) -> nn.Module:
-        """A unit: its parameters are gathered, used, and freed before those of the next are."""
-        if options.use_gradient_checkpointing:
-            layer = xla_fsdp.checkpoint_module(layer)
-        return fsdp(layer, **forwarded)
-
-    model = model.to(torch_xla.device())
-    if options.use_nested_fsdp:
-        for name, child in list(model.named_children()):
-            if any(True for _ in child.parameters()):
-                setattr(model, name, wrap(child))
-    model = fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrap)
-
+    model = shard(model.to(torch_xla.device()), options)
     optimizer, scheduler = optimize(model, options, len(batches))
     evaluation.vary_by_rank(options.seed)
     state = (model, optimizer, scheduler)
@@ -162,6 +149,28 @@ def train(index: int, options: SimpleNamespace, network: dict) -> None:
     accuracy, target = 100 * meters.correct / meters.images, options.target_accuracy
     if target and accuracy < target:
         raise Stop(f"accuracy {accuracy:.2f}% is below {target} %")
+
+
+def shard(model: nn.Module, options: SimpleNamespace) -> nn.Module:
+    """The model, wrapped as flags or settings say."""
+    how = wrapping.arguments(options)
+    if options.sharding:
+        blocks = BLOCKS.intersection(map(type, model.modules())) or None
+        return options.sharding.wrap(model, blocks, **how)
+    policy = wrapping.policy(options, model, BLOCKS)
+    fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **how)
+
+    def wrap(layer: nn.Module, **forwarded) -> nn.Module:
+        """A unit: its parameters are gathered, used, and freed before those of the next are."""
+        if options.use_gradient_checkpointing:
+            layer = xla_fsdp.checkpoint_module(layer)
+        return fsdp(layer, **forwarded)
+
+    if options.use_nested_fsdp:
+        for name, child in list(model.named_children()):
+            if any(True for _ in child.parameters()):
+                setattr(model, name, wrap(child))
+    return fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrap)
 
 
 def optimize(model: nn.Module, options: SimpleNamespace, steps: int) -> tuple:

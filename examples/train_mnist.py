@@ -27,9 +27,8 @@ import digits
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, closing, evaluation, script, wrapping
+from common import checkpoints, closing, evaluation, script, tuning, wrapping
 from common.batches import on_device
-from common.launching import launch_or_plan
 from common.meters import Meters
 from sampling import test_batches, training_batches
 from torch import nn
@@ -75,6 +74,7 @@ class MnistNetwork(nn.Module):
 
 def main(options: SimpleNamespace) -> None:
     wrapping.settle(options)
+    tuning.settle(options, *wrapping.SHARDING)
     if options.fake_data and options.datadir:
         raise script.Stop("--fake_data excludes --datadir", code=2)
     lr, num_epochs = (0.01, 2) if options.datadir else (0.02, 12)
@@ -85,7 +85,8 @@ def main(options: SimpleNamespace) -> None:
 
     torch.manual_seed(options.seed)
     network = MnistNetwork()
-    launch_or_plan(train, (options, network), options, options.num_devices, "MNIST network")
+    how = (options, options.num_devices, "MNIST network")
+    tuning.launch_plan_or_tune(train, (options, network), *how)
 
 
 def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
@@ -95,7 +96,8 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
     import torch_xla.runtime as xr
 
     # Every rank reads its own part of the data.
-    share = (xr.global_ordinal(), xr.world_size(), options.batch_size)
+    batch_size = tuning.batch_size(options, options.batch_size)
+    share = (xr.global_ordinal(), xr.world_size(), batch_size)
     train_data = digits.load(True, options.datadir, options.fake_data)
     test_data = digits.load(False, options.datadir, options.fake_data)
     how = {"drop_last": options.drop_last, "max_steps": options.max_steps}
@@ -104,7 +106,8 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
 
     model = copy.deepcopy(network)  # ranks may be threads that were handed the same one
     model.to(torch_xla.device())
-    policy = wrapping.policy(options, model, {nn.Conv2d, nn.Linear})
+    layers = {nn.Conv2d, nn.Linear}
+    policy = wrapping.policy(options, model, layers)
     fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **wrapping.arguments(options))
 
     def wrap(layer: nn.Module, **forwarded: Any) -> nn.Module:
@@ -113,10 +116,13 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
             layer = xla_fsdp.checkpoint_module(layer)
         return fsdp(layer, **forwarded)
 
-    if options.use_nested_fsdp:
-        for name in ("conv1", "conv2", "fc1", "fc2"):
-            setattr(model, name, wrap(getattr(model, name)))
-    model = fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrap)
+    if options.sharding:  # as a file of --settings says
+        model = options.sharding.wrap(model, layers, **wrapping.arguments(options))
+    else:
+        if options.use_nested_fsdp:
+            for name in ("conv1", "conv2", "fc1", "fc2"):
+                setattr(model, name, wrap(getattr(model, name)))
+        model = fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrap)
 
     # Of this rank's part of every parameter. The learning rate stays what it is.
     optimizer = torch.optim.SGD(

@@ -4,6 +4,7 @@
     python examples/train_vit.py --plan=v3-128            # what 10 billion need, without a TPU
     python examples/train_vit.py --plan=v4-512 --embed_dim=10240 --num_heads=64 --num_blocks=48
                                                           # and 60 billion
+    python examples/train_vit.py --tune=v3-128 --settings=v3.json   # how it is sharded best there
     PJRT_DEVICE=TPU python examples/train_vit.py --datadir=/datasets/imagenet-1k \\
         --ckpt_dir=/shared/vit --resume                   # on every host of a pod: examples/pod/
 
@@ -22,9 +23,8 @@ import image_batches
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, closing, evaluation
+from common import checkpoints, closing, evaluation, tuning
 from common.batches import on_device
-from common.launching import launch_or_plan
 from common.meters import Meters
 from common.schedules import half_cosine
 from common.script import DEFINE_number, Stop, fill_in, run
@@ -61,8 +61,14 @@ flags.DEFINE_bool("scan_blocks", None, "blocks as one loop, compiled once; defau
 flags.DEFINE_bool("run_without_fsdp", False, "every rank holds the whole model, to compare")
 flags.DEFINE_bool("shard_on_cpu", True, "cut blocks into shards on the host, not on the device")
 
+# What settings decide as well.
+SHARDING = "no_reshard_after_forward flatten_parameters no_grad_ckpt run_without_fsdp".split()
+SHARDING += ["shard_on_cpu", "scan_blocks"]
+
 
 def main(options: SimpleNamespace) -> None:
+    if tuning.settle(options, *SHARDING):
+        options.scan_blocks = False
     set_defaults(options, digits=image_batches.prepare(options))
     for whole, part in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
         size, of = getattr(options, whole), getattr(options, part)
@@ -83,7 +89,8 @@ def main(options: SimpleNamespace) -> None:
         raise Stop(f"{sizes}: larger than any tensor; choose less", code=2) from error
     checkpoints.prepare_folder(options)
     print(title := f"vision transformer, {count:,} parameters", flush=True)
-    launch_or_plan(train, (options, network, count), options, options.num_devices, title)
+    how = (options, options.num_devices, title)
+    tuning.launch_plan_or_tune(train, (options, network, count), *how)
 
 
 def set_defaults(options: SimpleNamespace, digits: bool) -> None:
@@ -96,8 +103,7 @@ def set_defaults(options: SimpleNamespace, digits: bool) -> None:
     fill_in(options, batch_size=1024, num_epochs=300, lr=1e-3, warmup_steps=10_000)
     fill_in(options, compute_dtype="bfloat16", ckpt_epoch_interval=10, test_epoch_interval=10)
     # Blocks become one loop unless a flag says what a loop can not have.
-    names = ("no_reshard_after_forward", "flatten_parameters", "no_grad_ckpt", "run_without_fsdp")
-    asked = [f"--{name}" for name in names if getattr(options, name)]
+    asked = [f"--{name}" for name in SHARDING[:4] if getattr(options, name)]
     asked = ["--noshard_on_cpu"] * (not options.shard_on_cpu) + asked
     if options.run_without_fsdp and asked[0] not in ("--no_grad_ckpt", "--run_without_fsdp"):
         raise Stop(f"--run_without_fsdp wraps nothing: it excludes {asked[0]}", code=2)
@@ -119,6 +125,8 @@ def build(options: SimpleNamespace, network: dict, device: torch.device) -> nn.M
         )
 
     def join(blocks: Iterable[nn.Module]) -> nn.Module:
+        if options.sharding:
+            return options.sharding.join(blocks, compute_dtype=compute_dtype)
         if options.scan_blocks:
             return xla_fsdp.scan_blocks(blocks, compute_dtype=compute_dtype)
         if not options.no_grad_ckpt:
@@ -129,6 +137,8 @@ def build(options: SimpleNamespace, network: dict, device: torch.device) -> nn.M
 
     places = ("pos_dropout", "att_dropout", "mlp_dropout")
     model = VisionTransformer(**network, **{k: getattr(options, k) for k in places}, join=join)
+    if options.sharding:
+        return options.sharding.wrap_root(model, compute_dtype=compute_dtype)
     return model.to(device) if options.run_without_fsdp else wrap(model)
 
 
@@ -144,6 +154,7 @@ def train(index: int, options: SimpleNamespace, network: dict, parameters: int) 
     if left:
         whole = f"--batch_size={options.batch_size} can not be divided"
         raise Stop(f"{whole} over {xr.world_size()} ranks", code=2)
+    batch_size = tuning.batch_size(options, batch_size)
     batches, held_out = image_batches.batches(options, batch_size, batch_size, "bicubic")
     torch.manual_seed(options.seed)  # the same weights on every rank
     model = build(options, network, torch_xla.device())

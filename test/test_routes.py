@@ -187,3 +187,19 @@ def fingerprint_on(rank, name):
         optimizer.step()
 
     return fingerprint(trace_step(step, rank, 64, name and resolve(name)).program.hlo)
+
+
+def test_a_caller_may_have_them_otherwise():
+    def rings(name, how):
+        routes = Routes(resolve(name), how)
+        return routes.rings(routes.scatter(8 * MB).stages[0]) is not None
+
+    ways = ("modelled", "stages", "rings")
+    assert [rings("v5e:2x4", how) for how in ways] == [False, False, True]
+    assert [rings("v6e:2x4", how) for how in ways] == [True, False, True]
+    assert [rings("v3-8", how) for how in ways] == [False, False, False]
+    slice_ = resolve("v5e:8x8")
+    described = slice_.chip.device_kind, attributes_of(slice_)
+    assert routes_for(*described, "at_once") is None
+    for how in ways:
+        assert routes_for(*described, how).scatter(8 * MB) == Routes(slice_).scatter(8 * MB)

@@ -37,6 +37,9 @@ if _TYPE_CHECKING:
     from .planning.api import plan
     from .planning.compiling.compiler import CompileError
     from .planning.reporting.report import Report
+    from .planning.tuning.api import training_step, tune
+    from .planning.tuning.settings import ShardingSettings
+    from .planning.tuning.tuning import Tuning
     from .ranks.launch import CollectiveMismatchError, RankError, RankTimeoutError, launch
     from .remat import checkpoint_module
     from .scan.blocks import scan_blocks
@@ -93,6 +96,10 @@ _HOMES = {
     "latest": "consolidate.format.reader",
     "plan": "planning.api",
     "Report": "planning.reporting.report",
+    "tune": "planning.tuning.api",
+    "training_step": "planning.tuning.api",
+    "ShardingSettings": "planning.tuning.settings",
+    "Tuning": "planning.tuning.tuning",
     "UnknownTopologyError": "tpu.topology",
     "CompileError": "planning.compiling.compiler",
     "MissingExtraError": "extras",

@@ -110,6 +110,11 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             excepted) and parameters that stay whole on every rank, whose gradients are not reduced,
             see :meth:`average_ignored_gradients`. ``ignored_states`` is torch FSDP's name for
             either. Policies leave them alone too.
+        collective_routes: how collectives over all ranks of a TPU slice go over its links.
+            ``"modelled"``: over one axis after the other where the model of the links says that it
+            is worth it, and large gradients around rings on chips where that pays; ``"stages"``:
+            the same without rings; ``"rings"``: with rings wherever chips lie in one;
+            ``"at_once"``: all as the compiler does them. No effect elsewhere.
         pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
             accepted and without effect. Layouts are never pinned (a pinned gather is an all-reduce
             of twice the bytes); every unit gathers and reduces its parameters together.
@@ -154,6 +159,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_parameters: Iterable[nn.Parameter] | None = None,
         ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
+        collective_routes: str = "modelled",
     ):
         _require_wrappable(module)
         _require_functions(
@@ -174,6 +180,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             options.sharding_rank,
             options.sharding_world_size,
             options.replication_groups,
+            options.collective_routes,
         )
         on_device = any(p.device.type == "xla" and not p.is_meta for p in module.parameters())
         builder = UnitBuilder(module, self, options, world)

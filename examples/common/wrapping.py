@@ -24,6 +24,10 @@ flags.DEFINE_bool("fp32_reduce_scatter", False, "reduce gradients in float32")
 flags.DEFINE_enum("compute_dtype", "float32", DTYPES, "the narrow ones are slow on CPU")
 
 
+# What settings decide as well: see common/tuning.py.
+SHARDING = "use_nested_fsdp auto_wrap_policy use_gradient_checkpointing".split()
+
+
 def settle(options: SimpleNamespace) -> None:
     """Layers are wrapped one by one unless a policy does it."""
     if options.use_nested_fsdp is None:

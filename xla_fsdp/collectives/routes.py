@@ -34,6 +34,10 @@ Groups = tuple[tuple[int, ...], ...]
 # Ways to go: digits of a rank by stage. Every digit is the range of one coordinate, or part of it.
 _Stages = tuple[tuple[int, ...], ...]
 
+# How a caller may have collectives go: as modelled; in stages where these are modelled to be worth
+# it, and never around rings; the same, and around rings wherever chips lie in one; all at once.
+HOWS = ("modelled", "stages", "rings", "at_once")
+
 # The compiler combines fewer of what comes in stages, and moves what it padded: on v3-8 stages that
 # are modelled 7 % faster each made a step 5 % slower.
 _WORTH = 0.9
@@ -63,10 +67,14 @@ class Route:
 
 
 class Routes:
-    """The ways to gather and reduce-scatter over all ranks of one slice."""
+    """The ways to gather and reduce-scatter over all ranks of one slice.
 
-    def __init__(self, slice: Slice) -> None:
+    ``how``: one of :data:`HOWS` but the last, which is to have no routes.
+    """
+
+    def __init__(self, slice: Slice, how: str = "modelled") -> None:
         self.slice = slice
+        self._able = how == "rings" or (how == "modelled" and slice.chip.family in OVERLAPPING)
         self._links = Links(slice)
         # Asked for every collective of every step, of a few sizes.
         self._known: dict[tuple[str, int, int], Route] = {}
@@ -75,9 +83,8 @@ class Routes:
     def rings(self, groups: Groups) -> Rings | None:
         """Rings for a reduction beside compute within ``groups``, on chips that can."""
         if groups not in self._rings:
-            able = self.slice.chip.family in OVERLAPPING
             places = [place[:2] for place in self.slice.coordinates()]
-            self._rings[groups] = rings_of(groups, places) if able else None
+            self._rings[groups] = rings_of(groups, places) if self._able else None
         return self._rings[groups]
 
     def scatter(self, number_of_bytes: int, row_bytes: int = 256) -> Route:
@@ -155,13 +162,18 @@ class Routes:
         return kind, "1D"
 
 
-def routes_for(kind: str, attributes: Sequence[Mapping[str, object]]) -> Routes | None:
+def routes_for(
+    kind: str, attributes: Sequence[Mapping[str, object]], how: str = "modelled"
+) -> Routes | None:
     """The ways on the slice that a runtime describes, or None where that is none we know.
 
     ``kind``: of its devices, such as "TPU v3". ``attributes``: of every device, in any order, such
     as ``{"name": "TPU:3", "coords": [1, 0, 0], "core_on_chip": 1}``: what torch_xla's runtime has
-    (``global_runtime_device_attributes``). None as well if ranks are not where a slice has them.
+    (``global_runtime_device_attributes``). None as well if ranks are elsewhere than on a slice, and
+    where all is to go at once. ``how``: one of :data:`HOWS`.
     """
+    if how == "at_once":
+        return None
     chip = next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
     if len({one.get("slice_index", 0) for one in attributes}) > 1:
         return None  # the compiler itself goes over slices first, or last
@@ -175,7 +187,7 @@ def routes_for(kind: str, attributes: Sequence[Mapping[str, object]]) -> Routes 
     shape = [1 + max(place[axis] for place in places.values()) for axis in range(3)]
     name = "x".join(map(str, shape[: chip.torus_dimension]))
     try:
-        routes = _routes_of(f"{chip.family}:{name}")
+        routes = _routes_of(f"{chip.family}:{name}", how)
     except UnknownTopologyError:
         return None
     return routes if dict(enumerate(routes.slice.coordinates())) == places else None
@@ -192,9 +204,9 @@ def attributes_of(slice: Slice) -> list[dict[str, object]]:
 
 
 @lru_cache(maxsize=4)
-def _routes_of(name: str) -> Routes:
+def _routes_of(name: str, how: str) -> Routes:
     # Every unit of a model asks.
-    return Routes(resolve(name))
+    return Routes(resolve(name), how)
 
 
 def _orders(lengths: tuple[int, ...], cores: bool) -> Iterator[tuple[tuple[int, ...], _Stages]]:

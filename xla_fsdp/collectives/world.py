@@ -68,6 +68,7 @@ class World:
         sharding_rank: int | None = None,
         sharding_world_size: int | None = None,
         replication_groups: Sequence[Sequence[int]] | None = None,
+        collective_routes: str = "modelled",
     ) -> World:
         """The world of the calling rank; the arguments are those of the FSDP constructor.
 
@@ -94,7 +95,8 @@ class World:
             require_replicas(replicas, groups)
         device = torch_xla.device()
         kind = torch_xla._XLAC._xla_device_kind(str(device))
-        routes = _routes(kind) if groups == (tuple(range(total)),) else None
+        whole = groups == (tuple(range(total)),)
+        routes = _routes(kind, collective_routes) if whole else None
         return cls(rank, size, groups, device, replicas, current_rank(), kind, routes)
 
     @classmethod
@@ -347,8 +349,8 @@ def _named(kind: str, label: str) -> object:
     return torch_xla._XLAC.profiler.scope_pusher(f"{kind}[{label}]")
 
 
-def _routes(kind: str) -> Routes | None:
+def _routes(kind: str, how: str) -> Routes | None:
     """The ways over the slice that this process runs on, or is planned for."""
-    routes = routes_for(kind, xr.global_runtime_device_attributes())
+    routes = routes_for(kind, xr.global_runtime_device_attributes(), how)
     # A process that nobody launched is one rank, though it sees the whole slice.
     return routes if routes is not None and routes.slice.devices == xr.world_size() else None

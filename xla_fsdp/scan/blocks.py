@@ -97,6 +97,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
             options.sharding_rank,
             options.sharding_world_size,
             options.replication_groups,
+            options.collective_routes,
         )
         compiler_options.require_loops_compile(world.device_kind)
         builder = ScanBuilder(options, world, ignore)

@@ -42,6 +42,13 @@ class Progress:
         elif time.monotonic() - began > _WORTH_A_LINE:
             self.done(what, time.monotonic() - began)
 
+    def say(self, text: str) -> None:
+        """Prints a line that stays."""
+        if self._stream is not None:
+            start = "\r\033[K" if self._stream.isatty() else ""
+            self._write(f"{start}{text}", "\n")
+        self._shown = ""
+
     def done(self, what: str, seconds: float) -> None:
         if self._stream is not None:
             start = "\r\033[K" if self._stream.isatty() else ""

@@ -56,7 +56,7 @@ def _named_flops(
     and FLOPs."""
     for instruction in computation.instructions:
         whole = f"{name}/{instruction.op_name}"
-        flops = _flops(computation, instruction)
+        flops = flops_of(computation, instruction)
         if flops:
             yield whole, times * flops
         for key in ("body", "to_apply"):
@@ -68,7 +68,8 @@ def _named_flops(
             yield from _named_flops(module, body, whole, times * (often or 1))
 
 
-def _flops(computation: Computation, instruction: Instruction) -> float:
+def flops_of(computation: Computation, instruction: Instruction) -> float:
+    """FLOPs of one execution of an instruction of ``computation``, without what it calls."""
     if instruction.opcode == "dot":
         left = _dims(computation, instruction, 0)
         contracting = _CONTRACTING.search(instruction.attributes)

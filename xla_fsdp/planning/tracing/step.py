@@ -23,6 +23,7 @@ from .naming import Naming, plain
 from .pretend import Pretence, StepTraced, settle
 from .steady import SteadyOptimizers, named_state, state_tensors
 from .traced import StepBoundary, TracedProgram
+from .units import TracedUnit, traced_units
 
 # Of a model or an optimizer without a sync: more than any step makes.
 _MANY_CALLS = 1000
@@ -46,6 +47,7 @@ class TracedStep:
         trained: how many parameters the optimizers have that require one.
         host: what is on the host, where the optimizer steps there: then ``program`` is what sends
             it the last gradients.
+        units: what is gathered together.
     """
 
     program: TracedProgram
@@ -58,6 +60,7 @@ class TracedStep:
     untrained: tuple[str, ...] = ()
     trained: int = 0
     host: HostNeeds | None = None
+    units: tuple[TracedUnit, ...] = ()
 
 
 def trace_step(
@@ -128,6 +131,7 @@ class _Run:
         self.boundary: StepBoundary | None = None
         self.found: TracedProgram | None = None
         self.bound: ZeroBound | None = None
+        self.units: tuple[TracedUnit, ...] = ()
         self.has_optimizer = False
         self.programs = 0
         # How many optimizer steps there were when a value was read after one.
@@ -209,6 +213,7 @@ class _Run:
         return TracedStep(
             program=self.found,
             bound=self.bound,
+            units=self.units,
             reads=tuple(pretence.reads),
             programs_before=max(self.programs - 1, 0),
             has_optimizer=self.has_optimizer,
@@ -255,6 +260,7 @@ class _Run:
         self.found, self.sent = program, sent
         self.has_optimizer = bool(self.optimizers.stepped) or self._updates_parameters(program)
         self.bound = zero_bound(self.naming.roots)
+        self.units = traced_units(self.naming.roots)
 
     def _updates_parameters(self, program: TracedProgram) -> bool:
         """Whether it trains, be it with an optimizer that is none of torch's."""

@@ -1,0 +1,94 @@
+"""``--tune SLICE`` searches how this run is sharded best; ``--settings FILE`` has the answer."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from absl import flags
+
+import xla_fsdp
+from xla_fsdp.compiler_options import RefusedOptionError, add_to_environment
+
+from .launching import launch_or_plan
+from .script import Stop, in_a_line, require
+
+TUNE = "search how this very run is sharded fastest on a TPU slice, e.g. v3-8, instead of running "
+TUNE += "it; needs no TPU. Exit code 0 if something fits, 3 if nothing does"
+flags.DEFINE_string("tune", None, TUNE)
+flags.DEFINE_integer("tune_budget", 8, "the most compilations of --tune", lower_bound=1)
+flags.DEFINE_list("tune_batch", [], "samples a device for --tune to choose from, e.g. 8,16,32")
+flags.DEFINE_string("settings", None, "shard as this file says; --tune writes it there")
+require("tune", bool, "must name a slice, such as v3-8")
+require("settings", bool, "is empty; name a file")
+require(
+    "tune_batch",
+    lambda given: all(one.strip().isdecimal() and int(one) for one in given),
+    "must be numbers from 1 on, with commas in between",
+)
+flags.register_multi_flags_validator(
+    ["tune", "plan"], lambda given: not all(given.values()), "--tune excludes --plan"
+)
+flags.register_multi_flags_validator(
+    ["tune", "tune_batch"],
+    lambda given: given["tune"] or not given["tune_batch"],
+    "--tune_batch needs --tune",
+)
+
+
+def settle(options: SimpleNamespace, *others: str) -> bool:
+    """Whether settings say how to shard. Makes ``options.sharding`` of them, None if not.
+
+    ``others``: flags that say the same otherwise, which exclude them.
+    """
+    options.sharding = None
+    given = "--tune" if options.tune else "--settings" if options.settings else ""
+    others = [name for name in others if flags.FLAGS[name].present]
+    if given and others:
+        raise Stop(f"{given} excludes --{others[0]}", code=2)
+    if options.tune:
+        options.plan = options.tune  # nothing is trained, saved or downloaded
+    elif options.settings:
+        try:
+            options.sharding = xla_fsdp.ShardingSettings.load(options.settings)
+        except (OSError, ValueError) as error:
+            raise Stop(f"--settings={options.settings}: {in_a_line(error)}", code=2) from error
+        add_to_environment(options.sharding.compiler_options)
+    return bool(given)
+
+
+def batch_size(options: SimpleNamespace, usual: int) -> int:
+    """Samples a rank: what settings say, else ``usual``."""
+    return (options.sharding and options.sharding.batch) or usual
+
+
+def launch_plan_or_tune(
+    train: Callable, args: tuple, options: SimpleNamespace, num_devices: int | None, title: str
+) -> None:
+    """``launch_or_plan``; with ``--tune``, searches the settings for ``train(rank, *args)``.
+
+    The first of ``args`` is ``options``, and ``options.sharding`` says how to shard. If nothing
+    fits, the script ends with code 3.
+    """
+    if not options.tune:
+        return launch_or_plan(train, args, options, num_devices, title)
+
+    def step(settings: xla_fsdp.ShardingSettings) -> None:
+        import torch_xla.runtime as xr
+
+        chosen = SimpleNamespace(**{**vars(options), "sharding": settings})
+        train(xr.global_ordinal(), chosen, *args[1:])
+
+    batch = [int(one) for one in options.tune_batch] or None
+    budget = options.tune_budget
+    try:
+        found = xla_fsdp.tune(step, options.tune, batch=batch, budget=budget, title=title)
+    except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError, RefusedOptionError) as error:
+        raise Stop(f"--tune: {error}", code=2) from error
+    print(found)
+    if found.settings is None:
+        raise Stop(str(found).splitlines()[0], code=3)
+    if options.settings:
+        try:
+            found.settings.save(options.settings)
+        except OSError as error:
+            raise Stop(f"--settings={options.settings}: {in_a_line(error)}", code=2) from error
+        print(f"saved to {options.settings}: the same command with --settings instead of --tune")

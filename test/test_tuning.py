@@ -1,0 +1,274 @@
+"""``xla_fsdp.tune``: the settings, the search with a compiler that is made up, and a small one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from xla_fsdp import ShardingSettings, training_step, tune
+from xla_fsdp.planning.compiling.compiler import CompileError
+from xla_fsdp.planning.tuning.estimate import Estimates
+from xla_fsdp.planning.tuning.facts import StepFacts, UnitFacts
+from xla_fsdp.planning.tuning.search import Measured, Search
+from xla_fsdp.planning.tuning.space import Space, checked_search, plainness
+from xla_fsdp.tpu.topology import resolve
+
+GIB = 2**30
+V3 = resolve("v3-8")
+WIDTH, INNER, ROWS = 256, 1024, 512
+
+
+# Settings.
+
+
+def test_settings_go_through_json_and_a_file(tmp_path):
+    settings = ShardingSettings(
+        batch=16, scan=True, recompute="all", offload=True, reshard_after_forward=4, shard_ranks=8,
+        backward_prefetch="post", collective_routes="at_once",
+    )  # fmt: skip
+    assert ShardingSettings.from_json(settings.to_json()) == settings
+    settings.save(tmp_path / "settings.json")
+    assert ShardingSettings.load(tmp_path / "settings.json") == settings
+    assert ShardingSettings.from_json(ShardingSettings().to_json()) == ShardingSettings()
+    assert settings.compiler_options and not ShardingSettings().compiler_options
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"remat": "all"}, r"'remat', which are no settings; allowed are batch, units"),
+        ({"format": "xla_fsdp plan"}, "is not what tune wrote"),
+        ({"version": 2}, "version 2; this release of xla_fsdp reads 1"),
+        ({"units": "layers"}, r"here: units must be \"blocks\", \"model\" or a number.*'layers'"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(change, message):
+    record = {**json.loads(ShardingSettings().to_json()), **change}
+    with pytest.raises(ValueError, match=message):
+        ShardingSettings.from_json(json.dumps(record), "here")
+    with pytest.raises(ValueError, match="here is not JSON"):
+        ShardingSettings.from_json("{", "here")
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"batch": 0}, "batch must be a number from 1 on, or None; got 0"),
+        ({"scan": 1}, "scan must be True or False; got 1"),
+        ({"recompute": True}, r'recompute must be "none", "all" or a number.*got True'),
+        ({"reshard_after_forward": 1}, "reshard_after_forward must be True, False or .*; got 1"),
+        ({"backward_prefetch": "BACKWARD_PRE"}, 'must be "pre" or "post" or "none"'),
+        ({"collective_routes": "fast"}, "collective_routes must be .*at_once.*got 'fast'"),
+        ({"scan": True}, "scan=True and recompute='none' exclude each other"),
+        ({"scan": True, "recompute": "all", "kept_blocks": 2}, "scan=True and kept_blocks=2"),
+        ({"offload": True}, "offload=True and recompute='none' exclude each other"),
+        ({"units": "model", "kept_blocks": 1}, "kept_blocks=1 and units='model'"),
+    ],
+)
+def test_wrong_settings_say_what_is_allowed(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        ShardingSettings(**wrong)
+
+
+# The search, with a compiler that is made up.
+
+
+def facts(blocks=8, held=GIB, state=8 * GIB):
+    unit = UnitFacts("", 10**6, 10**6, 2, 1e-3, held / 8, held / 8, held / 16, False)
+    block = dataclasses.replace(
+        unit, elements=10**7, trainable=10**7, forward=5e-3, held=held, held_recomputed=held / 16,
+        is_block=True,
+    )  # fmt: skip
+    several = tuple(dataclasses.replace(block, name=f"blocks.{n}") for n in range(blocks))
+    return StepFacts((unit, *several), state, 1e6, 1e12, 1, 8)
+
+
+class Compiler:
+    """Says of each step what was estimated, times ``factor``; keeps what it was asked."""
+
+    def __init__(self, estimates, factor=lambda settings: 1.0, capacity=10 * GIB):
+        self.estimates, self.factor, self.capacity = estimates, factor, capacity
+        self.asked = []
+
+    def __call__(self, settings):
+        self.asked.append(settings)
+        found = self.estimates.of(settings)
+        factor = self.factor(settings)
+        fits = found.hbm <= self.capacity
+        times = (factor * found.compute, factor * found.exposed) if fits else (0.0, 0.0)
+        return Measured(sum(times), *times, found.hbm, fits, 0.5, 1.0)
+
+
+def searched(held=GIB, budget=8, capacity=10 * GIB, factor=lambda settings: 1.0, **search):
+    step = facts(held=held)
+    estimates = Estimates({"blocks": step}, V3)
+    space = Space.of(step, V3, (None,), True, checked_search(search))
+    compiler = Compiler(estimates, factor, capacity)
+    search_ = Search(space, estimates, compiler, capacity, budget)
+    return search_, search_.run(), compiler
+
+
+@pytest.mark.parametrize("budget", [1, 3, 8])
+def test_the_budget_is_kept_and_nothing_asked_twice(budget):
+    search, trials, compiler = searched(budget=budget)
+    assert len(compiler.asked) == search.compilations <= budget
+    assert len(set(compiler.asked)) == len(compiler.asked)
+    assert trials[0].settings == search.best() and trials[0].rejected == ""
+    assert all(trial.rejected for trial in trials[1:])
+    assert compiler.asked[0] == ShardingSettings()  # what a script does without
+
+
+def test_the_fastest_that_fits_is_found_and_nothing_that_does_not():
+    search, trials, compiler = searched(held=2 * GIB, capacity=14 * GIB)
+    every = [one for one in search.space.main() if compiler.estimates.of(one).hbm <= 14 * GIB]
+    fastest = min(every, key=lambda one: compiler.estimates.of(one).seconds)
+    best = trials[0].measured
+    assert best.fits and best.hbm <= 14 * GIB
+    assert best.seconds <= compiler.estimates.of(fastest).seconds * 1.05
+    # Activations of all blocks do not fit: some must be recomputed, and not all need be.
+    assert trials[0].settings.recompute == 4
+    for trial in trials:
+        if trial.measured is None and trial.estimate.hbm > 1.5 * 14 * GIB:
+            assert "would not fit: " in trial.rejected
+    kept = next(trial for trial in trials if trial.settings == ShardingSettings())
+    assert "does not fit: " in kept.rejected or "would not fit: " in kept.rejected
+    assert "of 14.0 GiB; recomputing every block would give " in kept.rejected
+
+
+def test_what_the_compiler_says_counts_more_than_the_estimate():
+    """Kept parameters turn out slow: the answer is another."""
+    _, before, _ = searched()
+    assert before[0].settings.reshard_after_forward is False or before[0].settings.units == "model"
+
+    def slow(settings):
+        kept = settings.reshard_after_forward is not True or settings.kept_blocks
+        return 2.0 if kept or settings.units == "model" else 1.0
+
+    _, after, _ = searched(factor=slow)
+    assert after[0].settings.reshard_after_forward is True
+    assert after[0].settings.units == "blocks"
+
+
+def test_of_equals_the_plainest():
+    def alike(settings):
+        return 1.0 / step.of(settings).seconds
+
+    step = Estimates({"blocks": facts()}, V3)
+    search, trials, compiler = searched(factor=alike)
+    assert len(compiler.asked) > 1
+    assert plainness(trials[0].settings) == min(map(plainness, compiler.asked))
+    assert trials[0].settings == ShardingSettings()
+
+
+def test_what_is_not_possible_costs_no_compilation_and_failures_do():
+    def refuse(settings):
+        if settings.units == "model":
+            raise ValueError("no such thing\nat all")
+        if settings.reshard_after_forward is False:
+            raise CompileError("the TPU compiler ended")
+        return compiler(settings)
+
+    step = facts()
+    estimates = Estimates({"blocks": step}, V3)
+    compiler = Compiler(estimates)
+    space = Space.of(step, V3, (None,), True, {})
+    search = Search(space, estimates, refuse, 10 * GIB, 6)
+    trials = search.run()
+    said = {trial.rejected for trial in trials if trial.measured is None}
+    assert "not possible: no such thing" in said
+    assert "the compiler failed: the TPU compiler ended" in said
+    failed = sum(trial.rejected.startswith("the compiler failed") for trial in trials)
+    assert search.compilations == len(compiler.asked) + failed <= 6
+    assert trials[0].measured.fits
+
+
+def test_what_the_caller_fixes_stays_fixed():
+    _, trials, compiler = searched(scan=[True], recompute=["all"], forward_prefetch=[False])
+    assert all(one.scan and not one.forward_prefetch for one in compiler.asked)
+    assert trials[0].settings.scan
+
+
+@pytest.mark.parametrize(
+    "search, error, message",
+    [
+        ({"remat": ["all"]}, ValueError, "'remat', which is no setting; allowed are batch, units"),
+        ({"scan": True}, TypeError, r"search\['scan'\] must be a list of values"),
+        ({"scan": []}, ValueError, r"search\['scan'\] is empty"),
+        ({"units": ["layers"]}, ValueError, "units must be .*got 'layers'"),
+    ],
+)
+def test_wrong_searches_say_what_is_allowed(search, error, message):
+    with pytest.raises(error, match=message):
+        tune(lambda settings: None, "v3-8", search=search)
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ({"budget": 0}, ValueError, "budget must be a number of compilations from 1 on; got 0"),
+        ({"batch": 0}, ValueError, "batch must be .*got 0"),
+        ({"batch": []}, ValueError, r"batch must be .*got \[\]"),
+        ({"batch": 4, "search": {"batch": [4]}}, ValueError, "exclude each other"),
+    ],
+)
+def test_wrong_arguments_say_what_is_allowed(given, error, message):
+    with pytest.raises(error, match=message):
+        tune(lambda settings: None, "v3-8", **given)
+    with pytest.raises(TypeError, match="step must be a function of ShardingSettings"):
+        tune(None, "v3-8")
+
+
+# A small one, on the real compiler.
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Network(nn.Module):
+    def __init__(self, blocks=2):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
+
+    def forward(self, x):
+        return self.blocks(self.first(x))
+
+
+def small_loss(model, settings):
+    return model(torch.zeros(settings.batch, WIDTH).to("xla")).float().square().mean()
+
+
+def small_step():
+    return training_step(Network, small_loss, compute_dtype=torch.bfloat16, clip_grad_norm=1.0)
+
+
+def a_small_model_is_tuned_and_the_search_is_resumed(cache):
+    from xla_fsdp.planning.compiling import compiler
+
+    how = {"batch": ROWS, "budget": 2, "cache": cache, "progress": False, "title": "small"}
+    found = tune(small_step(), "v3-8", **how)
+    assert found.compilations == 2 and found.from_cache == 0
+    asked = [trial for trial in found.trials if trial.measured is not None]
+    assert len(asked) == 2 and found.best is asked[0] and asked[0].measured.fits
+    assert asked[0].measured.seconds <= asked[1].measured.seconds
+    text = str(found)
+    assert text.startswith("BEST: batch 512, ") and "2 of 2 compilations, 0 of them" in text
+    assert json.loads(found.to_json())["settings"]["batch"] == ROWS
+    with mock.patch.object(compiler, "_run", side_effect=AssertionError("compiled again")):
+        again = tune(small_step(), "v3-8", **how)
+    assert again.settings == found.settings and again.from_cache == 2
+
+
+def test_a_small_model(elsewhere, tmp_path):
+    elsewhere(a_small_model_is_tuned_and_the_search_is_resumed, str(tmp_path))

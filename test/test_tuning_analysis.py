@@ -1,0 +1,163 @@
+"""What ``tune`` knows of a step without compiling it, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from test_tuning import GIB, INNER, ROWS, V3, WIDTH, Network, facts, small_step
+
+from xla_fsdp import ShardingSettings
+from xla_fsdp.planning.tuning.blocks import find_blocks
+from xla_fsdp.planning.tuning.estimate import Correction, Estimates
+from xla_fsdp.planning.tuning.remedies import larger, what_would_fit
+from xla_fsdp.planning.tuning.space import Space, ranks_together
+from xla_fsdp.tpu.topology import resolve
+
+PLAIN = ShardingSettings()
+
+
+def facts_of_a_small_model():
+    from xla_fsdp.planning.tracing.step import trace_step
+    from xla_fsdp.planning.tuning.facts import facts_of
+
+    def trace(settings):
+        return trace_step(lambda: step(settings), 0, V3.devices, V3)
+
+    step = small_step()
+    found = facts_of(trace, V3.chip, V3.devices, ROWS)
+    with pytest.raises(ValueError, match="nothing in the step is sharded by xla_fsdp"):
+
+        def unsharded(settings):
+            model = Network(1).to("xla")
+            model(torch.zeros(1, WIDTH).to("xla")).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+        facts_of(lambda s: trace_step(lambda: unsharded(s), 0, 8, V3), V3.chip, 8)
+    # Blocks in a list that the model loops over itself can not be one loop: that is said.
+    return found
+
+
+def test_a_traced_step_holds_and_computes_what_was_worked_out(elsewhere):
+    found = elsewhere(facts_of_a_small_model)
+    rest, first, last = found.units
+    assert (rest.name, first.name, last.name) == ("", "blocks.0", "blocks.1")
+    assert [unit.is_block for unit in found.units] == [False, True, True]
+    block = 2 * WIDTH * INNER + WIDTH + INNER
+    assert first.elements == first.trainable == block and first.itemsize == 2
+    assert found.parameters == 2 * block + WIDTH * WIDTH + WIDTH
+    # Float32 parameter and two moments of AdamW; shards are padded a little.
+    assert found.state == pytest.approx(12 * found.parameters, rel=0.02)
+    assert found.inputs == pytest.approx(4 * ROWS * WIDTH, rel=0.01)
+    assert found.flops == 2 * ROWS * (4 * WIDTH * INNER + WIDTH * WIDTH)
+    # Bfloat16: what goes into tanh, and what is added to the input. Tanh itself is fused.
+    assert first.held == pytest.approx(2 * ROWS * (INNER + WIDTH), rel=0.01)
+    assert first.held_recomputed == pytest.approx(2 * ROWS * WIDTH, rel=0.01)
+    assert first.largest == 2 * ROWS * INNER
+    at_peak = 2 * ROWS * 2 * WIDTH * INNER / V3.chip.device_flops
+    assert at_peak < first.forward < 10 * at_peak
+
+
+def estimates(slice_=V3, **changes):
+    return Estimates({"blocks": facts(**changes)}, slice_)
+
+
+def test_memory_and_time_go_the_way_they_must():
+    found = estimates()
+    kept = found.of(PLAIN)
+    hbm = [found.of(PLAIN.changed(recompute=how)).hbm for how in ("none", 2, 4, "all")]
+    compute = [found.of(PLAIN.changed(recompute=how)).compute for how in ("none", 2, 4, "all")]
+    assert hbm == sorted(hbm, reverse=True) and hbm[0] > hbm[-1]
+    assert compute == sorted(compute) and compute[0] < compute[-1]
+    zero2 = found.of(PLAIN.changed(reshard_after_forward=False))
+    half = found.of(PLAIN.changed(kept_blocks=4))
+    assert zero2.hbm > half.hbm > kept.hbm
+    assert zero2.exposed < half.exposed < kept.exposed
+    assert zero2.compute == half.compute == kept.compute
+    offloaded = found.of(PLAIN.changed(recompute="all", offload=True))
+    assert offloaded.hbm < hbm[-1] and offloaded.host > 0 == kept.host
+    shared = found.of(PLAIN.changed(shard_ranks=4))
+    assert shared.state == pytest.approx(2 * kept.state, rel=0.01)
+    twice = found.of(PLAIN.changed(batch=2))
+    assert twice.hbm > kept.hbm and kept.compute < twice.compute < 2 * kept.compute
+    assert twice.exposed == kept.exposed  # no gather is hidden on v3
+
+
+def test_memory_by_hand():
+    """Everything kept, eight blocks of 10^7 parameters, gathers one unit ahead."""
+    found, step = estimates().of(PLAIN), facts()
+    assert found.state == pytest.approx((step.state + 4 * step.parameters) / 8 + step.inputs)
+    activations = 8 * GIB + GIB / 8 + 2 * GIB / 16
+    full = 2 * 2 * 10**7 + 2 * 10**6 + 2 * 2 * 10**7
+    assert found.hbm == pytest.approx(found.state + activations + full + 9 * (12 << 20))
+    assert found.compute == pytest.approx(
+        3 * (8 * 5e-3 + 1e-3) + 2 * step.state / 8 / V3.chip.device_hbm_bandwidth
+    )
+
+
+def test_gathers_beside_compute_are_hidden_only_with_prefetch():
+    found = estimates(resolve("v5litepod-8"))
+    hidden = found.of(PLAIN)
+    shown = found.of(PLAIN.changed(forward_prefetch=False, backward_prefetch="none"))
+    gather = found.wire.seconds("all-gather", 2 * 10**7, 8, "modelled")
+    # Of eight blocks forward and backward; before the last one's backward nothing computes.
+    assert shown.exposed - hidden.exposed == pytest.approx(15 * gather)
+
+
+def test_what_the_compiler_said_corrects_what_is_like_it():
+    found, learned = estimates(), Correction()
+    guessed = found.of(PLAIN)
+    measured = dataclasses.replace(
+        guessed, compute=2 * guessed.compute, hbm=guessed.state + (guessed.hbm - guessed.state) / 2
+    )
+    learned.learn(PLAIN, guessed, measured)
+    assert learned.applied(PLAIN, guessed) == measured
+    assert learned.knows(PLAIN) and not learned.knows(PLAIN.changed(recompute="all"))
+    # Of another kind nothing is known but this.
+    other = PLAIN.changed(recompute="all")
+    corrected = learned.applied(other, found.of(other))
+    assert corrected.compute == pytest.approx(2 * found.of(other).compute)
+
+
+def test_what_would_make_it_fit():
+    huge = facts(held=100 * GIB, state=1000 * GIB)
+    advice = what_would_fit(PLAIN, Estimates({"blocks": huge}, V3), Correction(), V3)
+    assert "of 15.5 GiB a device" in advice[0]
+    assert advice[-1].startswith("No v3 slice is large enough for this batch a device")
+    batches = what_would_fit(
+        PLAIN.changed(batch=16),
+        Estimates({"blocks": facts(held=GIB).scaled(1)}, V3), Correction(), V3,
+    )  # fmt: skip
+    assert any(one.startswith("A batch of ") for one in batches)
+    state = facts(held=GIB / 100, state=200 * GIB)
+    (_, slice_) = what_would_fit(PLAIN, Estimates({"blocks": state}, V3), Correction(), V3)
+    assert slice_.startswith("v3-32, with the same batch a device, would need ")
+    assert [one.name for one in larger(V3)][:2] == ["v3-32", "v3-64"]
+
+
+def test_the_space_has_no_candidate_twice_and_none_that_is_impossible():
+    found = Space.of(facts(), V3, (4, 8), True, {}).main()
+    assert len(set(found)) == len(found) > 50
+    assert found[0] == PLAIN.changed(batch=4)
+    assert not any(one.scan and one.recompute != "all" for one in found)
+    assert {one.batch for one in found} == {4, 8}
+    assert not any(one.scan for one in Space.of(facts(), V3, (None,), False, {}).main())
+    assert ranks_together(V3) == (4,) and ranks_together(resolve("2xv5litepod-16")) == (4, 16)
+
+
+def test_blocks_are_found():
+    from torch import nn
+
+    network = Network(3)
+    assert find_blocks(network) == list(network.blocks) == find_blocks(network, "blocks")
+    assert find_blocks(network, {nn.Linear})[0] is network.first
+    assert find_blocks(nn.Linear(2, 2)) == []
+    with pytest.raises(ValueError, match="blocks='layers': Network has no such.*lists are blocks"):
+        find_blocks(network, "layers")
+    with pytest.raises(ValueError, match="blocks='first' is a Linear; it must be"):
+        find_blocks(network, "first")
+    with pytest.raises(ValueError, match="blocks=Conv2d: Network has no module of these classes"):
+        find_blocks(network, {nn.Conv2d})
+    with pytest.raises(TypeError, match="blocks must be the name"):
+        find_blocks(network, [3])

@@ -1,0 +1,105 @@
+"""Settings that tune finds, applied to a model: it trains like plain torch whatever they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from xla_fsdp import ShardingSettings
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Network(nn.Module):
+    def __init__(self, join=lambda blocks: nn.Sequential(*blocks)):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(4, 8)
+        self.blocks = join(Block() for _ in range(3))
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.last(self.blocks(self.first(x)))
+
+
+WAYS = {
+    "defaults": ShardingSettings(),
+    "one unit, recomputed": ShardingSettings(units="model", recompute="all"),
+    "by size": ShardingSettings(units=100, recompute="all"),
+    "scanned": ShardingSettings(scan=True, recompute="all"),
+    "some kept, some recomputed": ShardingSettings(kept_blocks=1, recompute=2),
+    "hybrid": ShardingSettings(shard_ranks=2, reshard_after_forward=False),
+    "no prefetch": ShardingSettings(
+        forward_prefetch=False, backward_prefetch="none", limit_all_gathers=False,
+        collective_routes="at_once",
+    ),
+}  # fmt: skip
+
+
+def inputs(rank, step):
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+def trained(model, batches):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for batch in batches:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def each_way_trains_alike(rank):
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from xla_fsdp import full_state_dict
+
+    size = xr.world_size()
+    plain = trained(Network(), [torch.cat([inputs(r, s) for r in range(size)]) for s in range(2)])
+    wanted = plain.state_dict()
+    for name, settings in WAYS.items():
+        for joined in (False, True):
+            if joined:
+                model = settings.wrap_root(Network(settings.join))
+            else:
+                model = settings.wrap(Network())
+            trained(model, [inputs(rank, s).to("xla") for s in range(2)])
+            torch_xla.sync()
+            found = full_state_dict(model, rank0_only=False)
+            assert set(found) == set(wanted), name
+            for key, value in found.items():
+                torch.testing.assert_close(value, wanted[key], msg=f"{name}, {joined}: {key}")
+
+
+def test_whatever_they_say_it_trains_like_plain_torch(run_ranks):
+    run_ranks(each_way_trains_alike, 4)
+
+
+def refused(rank):
+    settings = ShardingSettings()
+    with pytest.raises(ValueError, match="shard_ranks=3 does not divide the 2 ranks"):
+        settings.changed(shard_ranks=3).wrap(Network())
+    with pytest.raises(ValueError, match="kept_blocks=4: the model has 3 blocks; at most 3"):
+        settings.changed(kept_blocks=4).wrap(Network())
+    with pytest.raises(ValueError, match="reshard_after_forward=False: the settings decide"):
+        settings.wrap(Network(), reshard_after_forward=False)
+    scanned = settings.changed(scan=True, recompute="all")
+    with pytest.raises(ValueError, match="scan=True: the blocks are not all of one nn.Sequential"):
+        scanned.wrap(Network(lambda blocks: nn.ModuleList(blocks)))
+    with pytest.raises(ValueError, match="collective_routes must be one of modelled, stages"):
+        from xla_fsdp import XlaFullyShardedDataParallel
+
+        XlaFullyShardedDataParallel(Network(), collective_routes="fast")
+
+
+def test_what_does_not_go_with_a_model_is_refused(run_ranks):
+    run_ranks(refused, 2)

@@ -1,0 +1,194 @@
+"""What a forward leaves for its backward, and what it moves, read off a program not yet compiled.
+
+The compiler fuses element-wise operations into what uses them, and computes them there again from
+what they are made of. So what stays in memory between forward and backward are not the tensors
+that autograd saved but their *sources*: results of products, convolutions, reductions and the like,
+found by going back through what can be fused. Bytes are those of the elements, without the padding
+of layouts; a collective's result does not count, since full parameters are gathered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ...tpu.chips import Chip
+from ..program.flops import flops_of
+from ..program.hlo import Instruction, Module
+from ..program.kernels import is_kernel, kernel_cycles
+from ..program.places import Line, Place, line_up
+from ..program.scopes import scope
+from ..program.shapes import leaves
+from ..records import KINDS
+
+# What the compiler computes again wherever it is used, or what only moves.
+_FUSED = frozenset(
+    "abs add and atan2 bitcast bitcast-convert broadcast cbrt ceil clamp compare complex"
+    " concatenate convert copy cosine divide dynamic-slice erf exponential exponential-minus-one"
+    " floor get-tuple-element iota is-finite log log-plus-one logistic maximum minimum multiply"
+    " negate not or pad popcnt power real reduce-precision remainder reshape reverse"
+    " round-nearest-afz round-nearest-even rsqrt select sign sine slice sqrt subtract tan tanh"
+    " transpose xor".split()
+)
+_MOVED = frozenset("bitcast copy reshape transpose".split())
+# Nothing of the forward's own: parameters and inputs are there anyway.
+_GIVEN = frozenset(
+    [*KINDS, *(f"{kind}-start" for kind in KINDS), "parameter", "constant", "after-all", "token"]
+)
+# They take what goes in as it is.
+_WHOLE = frozenset(["tuple", "opt-barrier", "optimization-barrier"])
+
+_Key = tuple[int, str]  # scope and name of an instruction
+
+
+@dataclass
+class Activations:
+    """Of the modules that call themselves so, in a forward on one device.
+
+    ``held``: bytes of each tensor that its backward needs, by module; ``largest``: bytes of the
+    largest tensor that a module makes; ``seconds``: of compute, by the roofline of ``chip``: the
+    longer of operations at the peak rate and bytes at the bandwidth of HBM, for each operation that
+    is not fused; ``flops``: of products and convolutions.
+    """
+
+    held: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+
+
+def read_activations(module: Module, chip: Chip) -> Activations:
+    """What the forward in ``module``, a traced step with names, leaves and takes.
+
+    Raises ValueError where ``module`` refers to what it does not define.
+    """
+    return _Reader(line_up(module), chip).read()
+
+
+class _Reader:
+    def __init__(self, line: Line, chip: Chip) -> None:
+        self._line, self._chip = line, chip
+        self._places: dict[_Key, Place] = {(p.scope, p.instruction.name): p for p in line.places}
+        self._phases = {key: _phase(p.instruction) for key, p in self._places.items()}
+        self._sources: dict[_Key, frozenset[_Key]] = {}
+        computations = line.module.computations.values()
+        self._computations = {id(i): c for c in computations for i in c.instructions}
+
+    def read(self) -> Activations:
+        found = Activations()
+        for key in self._held():
+            place = self._places[key]
+            _, name = self._phases[key]
+            found.held[name] = found.held.get(name, 0) + place.times * _bytes(place.instruction)
+        for key, place in self._places.items():
+            phase, name = self._phases[key]
+            opcode = place.instruction.opcode
+            if phase != "forward" or opcode in _FUSED | _GIVEN | _WHOLE:
+                continue
+            self._add_time(found, place, key, name)
+        return found
+
+    def _add_time(self, found: Activations, place: Place, key: _Key, name: str) -> None:
+        instruction = place.instruction
+        if instruction.opcode in ("while", "call", "conditional"):
+            return  # what they call stands in line
+        flops = flops_of(self._computations[id(instruction)], instruction)
+        made = _bytes(instruction)
+        moved = made + sum(self._read_bytes(operand) for operand in self._line.operands(place))
+        seconds = max(flops / self._chip.device_flops, moved / self._chip.device_hbm_bandwidth)
+        if is_kernel(instruction):
+            seconds = (kernel_cycles(instruction, self._chip) or 0) / self._chip.clock_hz
+        found.seconds[name] = found.seconds.get(name, 0.0) + place.times * seconds
+        found.flops[name] = found.flops.get(name, 0.0) + place.times * flops
+        found.largest[name] = max(found.largest.get(name, 0), made)
+
+    def _read_bytes(self, key: _Key) -> int:
+        """What one operand makes its user read: itself, or what it is made of if that is less."""
+        own = _bytes(self._places[key].instruction)
+        made_of = sum(_bytes(self._places[one].instruction) for one in self._sources_of(key))
+        return min(own, made_of) if made_of else own
+
+    def _held(self) -> set[_Key]:
+        """Tensors of the forward that something after it uses."""
+        held: set[_Key] = set()
+        for key, place in self._places.items():
+            if self._phases[key][0] not in ("backward", "optimizer"):
+                continue
+            for operand in self._line.operands(place):
+                if operand not in self._places or self._phases[operand][0] != "forward":
+                    continue
+                if place.instruction.opcode in _WHOLE:
+                    held.add(self._moved_from(operand))
+                else:
+                    held |= self._sources_of(operand)
+        return {
+            key for key in held
+            if self._phases[key][0] == "forward"
+            and self._places[key].instruction.opcode not in _GIVEN | _WHOLE
+        }  # fmt: skip
+
+    def _moved_from(self, key: _Key) -> _Key:
+        while self._places[key].instruction.opcode in _MOVED:
+            (key,) = self._line.operands(self._places[key])[:1]
+        return key
+
+    def _sources_of(self, key: _Key) -> frozenset[_Key]:
+        """What ``key`` is computed from, through all that can be fused; itself if it can not be."""
+        waiting = [key]
+        while waiting:
+            now = waiting[-1]
+            if now in self._sources:
+                waiting.pop()
+                continue
+            place = self._places[now]
+            if place.instruction.opcode not in _FUSED:
+                self._sources[now] = frozenset([now])
+                continue
+            operands = [one for one in self._line.operands(place) if one in self._places]
+            unknown = [one for one in operands if one not in self._sources]
+            if unknown:
+                waiting += unknown
+                continue
+            nothing: frozenset[_Key] = frozenset()
+            found = nothing.union(*(self._sources[one] for one in operands))
+            self._sources[now] = self._smaller(now, found)
+        return self._sources[key]
+
+    def _smaller(self, key: _Key, sources: frozenset[_Key]) -> frozenset[_Key]:
+        """``key`` itself where many tensors are added up to it: no chain is computed again from
+        its beginning, however cheap each link is."""
+        large = [s for s in sources if self._places[s].instruction.opcode not in _GIVEN]
+        many = sum(_bytes(self._places[s].instruction) for s in large)
+        return frozenset([key]) if many > 2 * _bytes(self._places[key].instruction) else sources
+
+
+def _phase(instruction: Instruction) -> tuple[str, str]:
+    return scope(instruction.op_name)
+
+
+def _bytes(instruction: Instruction) -> int:
+    return sum(leaf.bytes for leaf in leaves(instruction.shape))
+
+
+def unit_of(module: str, units: Iterable[str]) -> str:
+    """The innermost of ``units`` that ``module`` is in; of none of them, the shortest."""
+    names = sorted(units, key=len, reverse=True)
+    inside = (u for u in names if not u or module == u or module.startswith(f"{u}."))
+    return next(inside, names[-1])
+
+
+def by_unit(figures: Mapping[str, float], units: Collection[str]) -> dict[str, float]:
+    """Figures of modules added up by the unit that they are in."""
+    found = dict.fromkeys(units, 0.0)
+    for module, value in figures.items():
+        found[unit_of(module, units)] += value
+    return found
+
+
+def largest_by_unit(figures: Mapping[str, int], units: Collection[str]) -> dict[str, int]:
+    """The same, the largest of each."""
+    found = dict.fromkeys(units, 0)
+    for module, value in figures.items():
+        unit = unit_of(module, units)
+        found[unit] = max(found[unit], value)
+    return found

@@ -1,0 +1,258 @@
+"""``xla_fsdp.tune``: the settings that train a model fastest on a TPU slice, found without one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compiled.host_options import HostOptions, host_options
+from ...tpu.topology import Slice, resolve
+from ..compiling.cache import PlanCache
+from ..compiling.compiler import compile_step, require_extra
+from ..compiling.progress import Progress
+from ..make_report import make_report
+from ..reporting.report import Report
+from ..tracing.step import TracedStep, trace_step
+from .blocks import Blocks
+from .estimate import Estimates
+from .facts import StepFacts, facts_of
+from .remedies import what_would_fit
+from .search import Measured, Search
+from .settings import ShardingSettings
+from .space import MANY_BLOCKS, Space, checked_search
+from .tuning import Tuning
+
+Step = Callable[[ShardingSettings], Any]
+
+
+def tune(
+    step: Step,
+    topology: str,
+    *,
+    batch: int | Collection[int] | None = None,
+    search: Mapping[str, Collection[Any]] | None = None,
+    budget: int = 8,
+    compiler_options: Mapping[str, str] | None = None,
+    launcher: str = "xla_fsdp",
+    cache: str | os.PathLike[str] | bool = True,
+    progress: bool = True,
+    title: str = "",
+) -> Tuning:
+    """Finds the settings with which a training step is fastest on a TPU slice, without a TPU.
+
+    ``step(settings)`` is what :func:`xla_fsdp.plan` takes, but for its argument: it builds model
+    and optimizer and runs a training step, and shards the model as ``settings`` say::
+
+        def step(settings):
+            model = settings.wrap(Model(), compute_dtype=torch.bfloat16)
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(torch.zeros(settings.batch, 1024).to("xla")).mean().backward()
+            optimizer.step()
+
+        found = xla_fsdp.tune(step, "v5litepod-8", batch=32)
+        print(found)
+        found.settings.save("settings.json")
+
+    It is traced a few times for what it computes, holds and sends; from that all candidates are
+    estimated, and the most promising are compiled as ``plan`` does, ``budget`` of them at most. The
+    answer is the fastest of those that were compiled and fit: by modelled time a sample where
+    ``batch`` says how many there are, else a step. The results are kept where those of plans are,
+    under a digest of program, slice, options and releases, so that a search that was ended goes on
+    where it was.
+
+    Args:
+        step: see above. ``settings.batch`` is None unless ``batch`` is given.
+        topology: a slice, as for ``plan``.
+        batch: samples a device: one number, which fixes the global batch, or several to choose
+            from.
+        search: by the name of a setting (of :class:`ShardingSettings`), values to try instead of
+            the usual ones; a single one fixes it: ``{"scan": [True], "recompute": ["all"]}``.
+        budget: the most compilations; results from an earlier time count.
+        compiler_options, launcher, cache, progress, title: those of ``plan``.
+
+    Raises:
+        ValueError: ``batch``, ``search`` or ``budget`` has a value that is not allowed; the step
+            shards nothing by this package; the slice is unknown (UnknownTopologyError).
+        TypeError: ``step`` is not callable.
+        MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
+        RuntimeError: called inside a rank of a launch.
+    """
+    if not callable(step):
+        raise TypeError(
+            f"step must be a function of ShardingSettings that runs a training step, got {step!r}"
+        )
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+        raise ValueError(f"budget must be a number of compilations from 1 on; got {budget!r}")
+    batches = _batches(batch)
+    wanted = checked_search(search)
+    units: tuple[str | int, ...] = wanted.get("units", ("blocks",))
+    if "batch" in wanted:
+        if batch is not None:
+            raise ValueError("batch and search['batch'] exclude each other: leave one out")
+        batches = wanted.pop("batch")
+    where = resolve(topology)
+    require_extra()
+    shown = Progress() if progress else Progress(None)
+    asking = _Asking(step, where, compiler_options or {}, launcher, PlanCache.at(cache), shown)
+    with shown.while_doing(f"analysing a step on {where.name}"):
+        facts = _facts(asking, where, batches[0], units)
+        scans, why_not = _scans(asking, wanted, facts["blocks"], batches[0])
+    space = Space.of(facts["blocks"], where, batches, scans, wanted)
+    capacity = where.chip.device_usable_hbm_bytes(asking.host({}).chip_config)
+    estimates = Estimates(facts, where)
+    search_ = Search(space, estimates, asking.measure, capacity, budget, shown.say)
+    trials = search_.run()
+    best = search_.best()
+    advice = []
+    if best is None:
+        advice = what_would_fit(
+            trials[0].settings if trials else ShardingSettings(batch=batches[0]),
+            estimates, search_.correction, where,
+        )  # fmt: skip
+    return Tuning(
+        settings=best,
+        trials=tuple(trials),
+        topology=where.name,
+        devices=where.devices,
+        capacity=capacity,
+        budget=budget,
+        compilations=search_.compilations,
+        from_cache=asking.from_cache,
+        samples=batches[0] is not None,
+        advice=tuple(advice),
+        notes=(why_not,) if why_not else (),
+        title=title,
+    )
+
+
+class _Asking:
+    """Traces and compiles a step with settings."""
+
+    def __init__(
+        self,
+        step: Step,
+        where: Slice,
+        further: Mapping[str, str],
+        launcher: str,
+        cache: PlanCache,
+        progress: Progress,
+    ) -> None:
+        self._step, self._where = step, where
+        self._further, self._launcher = further, launcher
+        self._cache, self._progress = cache, progress
+        self._hosts: dict[tuple[tuple[str, str], ...], HostOptions] = {}
+        self.from_cache = 0
+
+    def host(self, options: Mapping[str, str]) -> HostOptions:
+        """What libtpu gets there with ``options`` of some settings."""
+        all_options = {**options, **self._further}
+        key = tuple(sorted(all_options.items()))
+        if key not in self._hosts:
+            self._hosts[key] = host_options(self._where.chip, self._launcher, all_options)
+        return self._hosts[key]
+
+    def trace(self, settings: ShardingSettings) -> TracedStep:
+        where, host = self._where, self.host(settings.compiler_options)
+        return trace_step(lambda: self._step(settings), 0, where.devices, where, host.arguments)
+
+    def measure(self, settings: ShardingSettings) -> Measured:
+        where, host = self._where, self.host(settings.compiler_options)
+        with self._progress.while_doing(f"tracing {settings}"):
+            traced = self.trace(settings)
+        compiled = compile_step(traced.program, where, host, self._cache, self._progress)
+        self.from_cache += compiled.from_cache
+        return measured(make_report(where, compiled, traced, (0,), 1, "", host))
+
+
+def measured(report: Report) -> Measured:
+    """What counts of a plan's report."""
+    timing = report.timing
+    return Measured(
+        seconds=timing.step if report.fits else 0.0,
+        compute=timing.compute if report.fits else 0.0,
+        exposed=timing.exposed if report.fits else 0.0,
+        hbm=report.memory.required,
+        fits=report.fits,
+        mfu=timing.mfu if report.fits else 0.0,
+        compile_seconds=report.compile_seconds,
+        from_cache=report.from_cache,
+    )
+
+
+def _facts(
+    asking: _Asking, where: Slice, batch: int | None, units: Collection[str | int]
+) -> dict[str | int, StepFacts]:
+    names: list[str | int] = ["blocks", *(one for one in units if isinstance(one, int))]
+    return {one: facts_of(asking.trace, where.chip, where.devices, batch, one) for one in names}
+
+
+def _scans(
+    asking: _Asking,
+    wanted: Mapping[str, Collection[Any]],
+    facts: StepFacts,
+    batch: int | None,
+) -> tuple[bool, str]:
+    """Whether blocks can be one loop, and what is to be said of that."""
+    if True not in wanted.get("scan", (True,)) or len(facts.blocks) < 2:
+        return False, ""
+    try:
+        asking.trace(ShardingSettings(batch=batch, scan=True, recompute="all"))
+    except (ValueError, TypeError, RuntimeError) as error:
+        return False, f"Blocks can not be scanned: {' '.join(str(error).split())[:200]}"
+    if len(facts.blocks) > MANY_BLOCKS and "scan" not in wanted:
+        return True, (
+            f"{len(facts.blocks)} blocks were tried as one loop only, which compiles in a fraction "
+            'of the time and memory; search={"scan": [False, True]} tries them singly as well.'
+        )
+    return True, ""
+
+
+def _batches(batch: int | Collection[int] | None) -> tuple[int | None, ...]:
+    given = batch if isinstance(batch, Collection) else (batch,)
+    for one in given:
+        if one is not None and (isinstance(one, bool) or not isinstance(one, int) or one < 1):
+            raise ValueError(
+                f"batch must be samples a device, a number from 1 on or several; got {batch!r}"
+            )
+    if not given or (len(given) > 1 and None in given):
+        raise ValueError(f"batch must be a number, several, or None; got {batch!r}")
+    return tuple(dict.fromkeys(given))
+
+
+def training_step(
+    model: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, ShardingSettings], torch.Tensor],
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    *,
+    blocks: Blocks = None,
+    clip_grad_norm: float | None = None,
+    **options: Any,
+) -> Step:
+    """A step for :func:`tune`: the usual one.
+
+    Args:
+        model: builds the model, in plain torch; on the meta device, if it has
+            ``reset_parameters``.
+        loss: ``loss(wrapped, settings)`` makes a batch of ``settings.batch`` samples on the XLA
+            device, calls the wrapped model and returns the loss.
+        optimizer: ``optimizer(parameters)``.
+        blocks, options: those of ``ShardingSettings.wrap``.
+        clip_grad_norm: the largest norm of the gradient, None for any.
+    """
+
+    def step(settings: ShardingSettings) -> torch.Tensor:
+        wrapped: Any = settings.wrap(model(), blocks, **options)
+        trainer = optimizer(wrapped.parameters())
+        value = loss(wrapped, settings)
+        value.backward()
+        if clip_grad_norm is not None:
+            wrapped.clip_grad_norm_(clip_grad_norm)
+        trainer.step()
+        trainer.zero_grad()
+        return value
+
+    return step

@@ -1,0 +1,105 @@
+"""The repeated blocks of a model: where they are, and whether one loop can run them all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import nn
+
+# How a caller may name them: the list's dotted name, their classes, or not at all.
+Blocks = str | Collection[type[nn.Module]] | None
+
+
+def find_blocks(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
+    """The blocks of ``model``, in its order; see ``ShardingSettings.wrap`` for ``blocks``.
+
+    Raises:
+        ValueError: what ``blocks`` names is not there, or is no list.
+        TypeError: ``blocks`` is neither a name nor classes.
+    """
+    if isinstance(blocks, str):
+        return _in_list(model, blocks)
+    if blocks is None:
+        kind = _repeated(model)
+        return [] if kind is None else _outermost(model, (kind,))
+    classes = tuple(blocks)
+    if not classes or not all(isinstance(one, type) for one in classes):
+        raise TypeError(
+            "blocks must be the name of an nn.Sequential or nn.ModuleList, classes of modules, or "
+            f"None; got {blocks!r}"
+        )
+    found = _outermost(model, classes)
+    if not found:
+        names = ", ".join(one.__name__ for one in classes)
+        raise ValueError(f"blocks={names}: {type(model).__name__} has no module of these classes")
+    return found
+
+
+def list_of(model: nn.Module, blocks: Collection[nn.Module]) -> str | None:
+    """The dotted name of the ``nn.Sequential`` that runs just these ``blocks`` one after the other;
+    ``None`` if there is none."""
+    wanted = list(blocks)
+    for name, module in model.named_modules():
+        if type(module) is nn.Sequential and name and list(module) == wanted:
+            return name
+    return None
+
+
+def replace_modules(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> None:
+    """Puts in place of modules in ``model``, wherever they are used, what ``others`` has."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and child in others and parent is not others[child]:
+                parent._modules[name] = others[child]
+
+
+def _in_list(model: nn.Module, name: str) -> list[nn.Module]:
+    try:
+        found = model.get_submodule(name)
+    except AttributeError as error:
+        lists = [
+            path for path, one in model.named_modules()
+            if path and isinstance(one, (nn.Sequential, nn.ModuleList))
+        ]  # fmt: skip
+        raise ValueError(
+            f"blocks={name!r}: {type(model).__name__} has no such submodule; its lists are "
+            f"{', '.join(lists) or 'none'}"
+        ) from error
+    if not isinstance(found, (nn.Sequential, nn.ModuleList)) or not len(found):
+        raise ValueError(
+            f"blocks={name!r} is a {type(found).__name__}; it must be an nn.Sequential or "
+            "nn.ModuleList with modules in it"
+        )
+    return list(found)
+
+
+def _repeated(model: nn.Module) -> type[nn.Module] | None:
+    """The class of neighbours in lists that holds the most parameters: of equals the outermost."""
+    sizes: dict[type[nn.Module], int] = {}
+    for parent in model.modules():
+        if not isinstance(parent, (nn.Sequential, nn.ModuleList)):
+            continue
+        children = list(parent)
+        kinds = {type(child) for child in children}
+        if len(children) < 2 or len(kinds) != 1 or kinds & {nn.Sequential, nn.ModuleList}:
+            continue
+        parameters = sum(p.numel() for child in children for p in child.parameters())
+        if parameters:
+            kind = kinds.pop()
+            sizes[kind] = sizes.get(kind, 0) + parameters
+    return max(sizes, key=sizes.__getitem__, default=None)
+
+
+def _outermost(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[nn.Module]:
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, classes):
+                if child not in found:
+                    found.append(child)
+            else:
+                look(child)
+
+    look(model)
+    return found

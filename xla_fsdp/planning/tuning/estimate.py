@@ -1,0 +1,249 @@
+"""What a step takes and needs with given settings, by analysis: nothing is traced or compiled.
+
+Time is compute and what of the collectives nothing hides.
+
+* Compute of a unit: its forward once, its backward twice that (``program/flops.py`` has the
+  source), and its forward again if it is recomputed. The optimizer reads and writes its state once
+  at the bandwidth of HBM.
+* Parameters are gathered for the forward, again for the backward unless they are kept, and
+  gradients are reduced. Where the compiler gathers beside compute, the gather of a unit is hidden
+  by the compute of the unit before it, as far as that is longer; all else waits.
+
+Memory is the state of the optimizer and gradients, cut by the ranks that share; what the forward
+leaves for the backward; full parameters and gradients of the units that have any at a time; and
+what one unit works with. All figures are of one device. They rank candidates: the compiler has the
+last word, and :class:`Correction` learns from what it said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ...tpu.topology import Slice
+from .facts import StepFacts, UnitFacts
+from .settings import ShardingSettings
+from .traffic import GATHERS_BESIDE, REDUCES_BESIDE, Wire
+
+# Of the executable, for every unit that is compiled by itself: 50 MiB for four blocks of workload S
+# on v3-8, 393 for 32 (docs/scan.md).
+CODE_BYTES = 12 << 20
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one step on one device. ``seconds`` = ``compute`` + ``exposed``; ``hbm``, ``host``: bytes.
+
+    ``state``: of ``hbm``, what does not depend on how the model is computed.
+    """
+
+    compute: float
+    exposed: float
+    hbm: float
+    state: float
+    host: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed
+
+
+class Estimates:
+    """Estimates of one model on one slice.
+
+    Args:
+        facts: by ``ShardingSettings.units``; that of ``"blocks"`` serves for ``"model"`` too.
+    """
+
+    def __init__(self, facts: dict[str | int, StepFacts], where: Slice) -> None:
+        self._facts = facts
+        self._where = where
+
+    @cached_property
+    def wire(self) -> Wire:
+        """The slice's links."""
+        return Wire(self._where)
+
+    def facts(self, settings: ShardingSettings) -> StepFacts:
+        """Of the model with these settings' units and batch."""
+        key = "blocks" if settings.units == "model" else settings.units
+        found = self._facts[key]
+        return found if settings.batch is None else found.scaled(settings.batch)
+
+    def of(self, settings: ShardingSettings) -> Estimate:
+        """The estimate for ``settings``."""
+        facts, shared = self.facts(settings), settings.shard_ranks or self._where.devices
+        units = _units(facts, settings)
+        compute = sum(unit.compute for unit in units) + self._optimizer(facts, shared)
+        exposed = self._exposed(_gathered(units, settings), settings, shared)
+        return replace(self.memory(settings), compute=compute, exposed=exposed)
+
+    def memory(self, settings: ShardingSettings) -> Estimate:
+        """The memory alone; its times are 0."""
+        facts, shared = self.facts(settings), settings.shard_ranks or self._where.devices
+        units = _units(facts, settings)
+        gathered = _gathered(units, settings)
+        state = (facts.state + 4 * sum(u.trainable for u in facts.units)) / shared
+        state += facts.inputs
+        hbm = state + _activations(units) + _full(gathered, settings) + _code(gathered, settings)
+        return Estimate(0.0, 0.0, hbm, state, sum(unit.on_host for unit in units))
+
+    def _optimizer(self, facts: StepFacts, shared: int) -> float:
+        return 2 * facts.state / shared / self._where.chip.device_hbm_bandwidth
+
+    def _exposed(self, units: Sequence[_Unit], settings: ShardingSettings, shared: int) -> float:
+        family, routes = self._where.chip.family, settings.collective_routes
+        beside = family in GATHERS_BESIDE and not settings.scan
+        ringed = routes == "rings" or (routes == "modelled" and family in REDUCES_BESIDE)
+
+        def gather(unit: _Unit, ranks: int = shared) -> float:
+            return self.wire.seconds("all-gather", unit.full, ranks, routes)
+
+        exposed, before = 0.0, 0.0
+        for unit in units:  # what computes while it is gathered: the unit before
+            hidden = before if beside and settings.forward_prefetch else 0.0
+            exposed += max(0.0, gather(unit) - hidden)
+            before = unit.forward
+        before = 0.0
+        for unit in reversed(units):
+            if not unit.kept:
+                hidden = before if beside and settings.backward_prefetch == "pre" else 0.0
+                ranks = unit.kept_among or shared
+                exposed += max(0.0, gather(unit, min(ranks, shared)) - hidden)
+            before = unit.backward
+            reduced = self.wire.seconds("reduce-scatter", unit.full_gradient, shared, routes)
+            reduced += self.wire.replicas(unit.full_gradient // shared, shared)
+            hidden = before if ringed and not settings.scan else 0.0
+            exposed += max(0.0, reduced - hidden)
+        return exposed
+
+
+@dataclass
+class _Unit:
+    """One unit as settings have it. Bytes and seconds."""
+
+    facts: UnitFacts
+    step: StepFacts
+    settings: ShardingSettings
+    number: int
+
+    def __post_init__(self) -> None:
+        facts, settings = self.facts, self.settings
+        number = self.number - (len(self.step.units) - len(self.step.blocks))  # among the blocks
+        recompute = settings.recompute
+        some = isinstance(recompute, int) and number < recompute
+        self.recomputed = facts.is_block and (recompute == "all" or some)
+        self.full = facts.elements * facts.itemsize
+        self.full_gradient = facts.trainable * facts.itemsize
+        self.forward = facts.forward
+        self.backward = (3 if self.recomputed else 2) * facts.forward
+        reshard = settings.reshard_after_forward
+        # The root keeps its own parameters: its backward follows at once.
+        self.kept = reshard is False or not facts.is_block or number < settings.kept_blocks
+        self.kept_among = 0 if isinstance(reshard, bool) or self.kept else reshard
+        self.held = facts.held_recomputed if self.recomputed else facts.held
+        self.on_host = self.held if self.recomputed and settings.offload else 0.0
+
+    @property
+    def compute(self) -> float:
+        return self.forward + self.backward
+
+
+def _units(facts: StepFacts, settings: ShardingSettings) -> list[_Unit]:
+    return [_Unit(one, facts, settings, number) for number, one in enumerate(facts.units)]
+
+
+def _gathered(units: list[_Unit], settings: ShardingSettings) -> list[_Unit]:
+    """What is gathered together."""
+    return [_merged(units)] if settings.units == "model" else units
+
+
+def _merged(units: Sequence[_Unit]) -> _Unit:
+    """All units as one."""
+    one = replace(units[0])
+    one.full = sum(unit.full for unit in units)
+    one.full_gradient = sum(unit.full_gradient for unit in units)
+    one.forward = sum(unit.forward for unit in units)
+    one.backward = sum(unit.backward for unit in units)
+    return one
+
+
+def _activations(units: Sequence[_Unit]) -> float:
+    """Most bytes of activations at a time, at the turn from forward to backward."""
+    on_device = [unit.held for unit in units if not unit.on_host]
+    # One waits for the backward of the block that runs, one for that of the next.
+    on_host = sorted((unit.on_host for unit in units if unit.on_host), reverse=True)[:2]
+    again = max((unit.facts.held for unit in units if unit.recomputed), default=0.0)
+    working = 2 * max(unit.facts.largest for unit in units)
+    return sum(on_device) + sum(on_host) + again + working
+
+
+def _full(units: Sequence[_Unit], settings: ShardingSettings) -> float:
+    """Most bytes of full parameters and full gradients at a time."""
+    at_a_time = 2 if settings.forward_prefetch and not settings.scan else 1
+    passing = sorted((unit.full for unit in units if not unit.kept), reverse=True)[:at_a_time]
+    kept = sum(unit.full for unit in units if unit.kept)
+    kept += sum(unit.full // unit.kept_among for unit in units if unit.kept_among)
+    gradients = sorted((unit.full_gradient for unit in units), reverse=True)
+    few = gradients[:at_a_time] if settings.limit_all_gathers else gradients
+    return sum(passing) + kept + sum(few)
+
+
+def _code(units: Sequence[_Unit], settings: ShardingSettings) -> float:
+    return CODE_BYTES * (2 if settings.scan else len(units))
+
+
+class Correction:
+    """What the compiler said so far, over what was estimated.
+
+    Ratios by how blocks are computed (recomputed or not, in a loop or not), since in that they
+    differ; one that nothing is known of yet goes by the mean of the others. Memory: of what is not
+    ``Estimate.state``.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[tuple[str, bool], list[float]]] = {}
+
+    def learn(self, settings: ShardingSettings, found: Estimate, measured: Estimate) -> None:
+        """``measured``: by the compiler, of what ``found`` was estimated."""
+        pairs = {
+            "compute": (measured.compute, found.compute),
+            "exposed": (measured.exposed, found.exposed),
+            "hbm": (measured.hbm - found.state, found.hbm - found.state),
+        }
+        for name, (said, guessed) in pairs.items():
+            if said > 0 and guessed > 0:
+                ratios = self._known.setdefault(name, {})
+                ratios.setdefault(_kind(settings), []).append(said / guessed)
+
+    def learn_memory(self, settings: ShardingSettings, found: Estimate, hbm: float) -> None:
+        """``hbm``: bytes that the compiler said it would take, of a step that does not fit."""
+        if hbm > found.state and found.hbm > found.state:
+            ratios = self._known.setdefault("hbm", {})
+            ratio = (hbm - found.state) / (found.hbm - found.state)
+            ratios.setdefault(_kind(settings), []).append(ratio)
+
+    def applied(self, settings: ShardingSettings, found: Estimate) -> Estimate:
+        """``found`` with the ratios that are known."""
+        working = found.hbm - found.state
+        return replace(
+            found,
+            compute=found.compute * self._ratio("compute", settings),
+            exposed=found.exposed * self._ratio("exposed", settings),
+            hbm=found.state + working * self._ratio("hbm", settings),
+        )
+
+    def knows(self, settings: ShardingSettings) -> bool:
+        """Whether the compiler has seen blocks computed like these."""
+        return _kind(settings) in self._known.get("hbm", {})
+
+    def _ratio(self, name: str, settings: ShardingSettings) -> float:
+        known = self._known.get(name, {})
+        ratios = known.get(_kind(settings)) or [one for some in known.values() for one in some]
+        return sum(ratios) / len(ratios) if ratios else 1.0
+
+
+def _kind(settings: ShardingSettings) -> tuple[str, bool]:
+    how = "host" if settings.offload else str(settings.recompute)
+    return how, settings.scan

@@ -1,0 +1,229 @@
+"""Which candidates the compiler is asked about, one after the other, and what it made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..compiling.compiler import CompileError
+from .estimate import Correction, Estimate, Estimates
+from .remedies import GIB, would_give
+from .settings import ShardingSettings
+from .space import Space, plainness
+
+# A candidate is not worth a compilation whose estimate is so much slower than the best; the first
+# of a kind of computing blocks, of which an estimate is less sure.
+_SLACK, _SLACK_OF_NEW = 0.05, 0.2
+# Of HBM, by an estimate: more than that the compiler is not asked about.
+_OVER, _OVER_OF_NEW = 1.1, 1.5
+# Times that differ by less are equal: the model is not that good.
+_EQUAL = 1e-3
+# One compilation in so many tries what an estimate tells little of, on the best.
+_FINE_PART = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the compiler and the time model say of a step on one device.
+
+    ``seconds`` = ``compute`` + ``exposed``, 0 where it does not fit; ``hbm``: bytes that must be
+    free, 0 if the compiler gave up before it knew; ``mfu``: model FLOPs utilisation.
+    """
+
+    seconds: float
+    compute: float
+    exposed: float
+    hbm: float
+    fits: bool
+    mfu: float
+    compile_seconds: float
+    from_cache: bool = False
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate. ``estimate``: as corrected by what was known at the end; ``measured``: None if
+    the compiler was not asked. ``rejected``: why it is not the answer, "" for the answer."""
+
+    settings: ShardingSettings
+    estimate: Estimate
+    measured: Measured | None = None
+    rejected: str = ""
+
+    @property
+    def per_sample(self) -> float:
+        """Seconds a sample of one device's batch, or a step where no batch was searched."""
+        seconds = self.measured.seconds if self.measured else self.estimate.seconds
+        return seconds / (self.settings.batch or 1)
+
+
+@dataclass
+class Search:
+    """Asks the compiler about the most promising candidates, best first.
+
+    Args:
+        measure: compiles a step with settings. Raises ValueError or RuntimeError where these are
+            not possible, CompileError where the compiler fails.
+        capacity: bytes of HBM that a step may take.
+        budget: how many compilations, those of which the results were kept included.
+        say: is told of each.
+    """
+
+    space: Space
+    estimates: Estimates
+    measure: Callable[[ShardingSettings], Measured]
+    capacity: float
+    budget: int
+    say: Callable[[str], None] = lambda text: None
+    correction: Correction = field(default_factory=Correction)
+    compilations: int = 0
+    _found: dict[ShardingSettings, Measured] = field(default_factory=dict)
+    _impossible: dict[ShardingSettings, str] = field(default_factory=dict)
+
+    def run(self) -> list[Trial]:
+        """All candidates, the answer first, if there is one; then those that fit, the fastest
+        first; then the others."""
+        candidates = self.space.main()
+        for_main = self.budget - self.budget // _FINE_PART
+        while self.compilations < for_main and (one := self._next(candidates)):
+            self._ask(one)
+        seen = list(candidates)
+        while self.compilations < self.budget and (best := self.best()):
+            others = [one for one in self.space.around(best, self.estimates) if one not in seen]
+            seen += others[:1]
+            if not others:
+                break
+            if self._may_fit(others[0]):
+                self._ask(others[0])
+        while self.compilations < self.budget and (one := self._next(candidates)):
+            self._ask(one)  # the budget that fine settings left
+        return self._trials(seen)
+
+    def best(self) -> ShardingSettings | None:
+        """The fastest a sample of those that fit; of equals the plainest, and of these the one
+        compiled first."""
+        fitting = {
+            one: self._trial(one).per_sample for one, found in self._found.items() if found.fits
+        }
+        bar = (1 + _EQUAL) * min(fitting.values(), default=0.0)
+        return min((one for one, time in fitting.items() if time <= bar), key=plainness,
+                   default=None)  # fmt: skip
+
+    def _estimate(self, settings: ShardingSettings) -> Estimate:
+        return self.correction.applied(settings, self.estimates.of(settings))
+
+    def _trial(self, settings: ShardingSettings) -> Trial:
+        return Trial(settings, self._estimate(settings), self._found.get(settings))
+
+    def _next(self, candidates: Sequence[ShardingSettings]) -> ShardingSettings | None:
+        """Of those not asked about yet, what may be better than the best."""
+        left = [
+            one for one in candidates
+            if one not in self._found and one not in self._impossible and self._may_fit(one)
+        ]  # fmt: skip
+        if not left:
+            return None
+        if not self._found and candidates[0] in left:
+            return candidates[0]  # what a script does without settings
+        fastest = min(left, key=lambda one: self._trial(one).per_sample)  # the first of equals
+        best = self.best()
+        if best is None:
+            return fastest
+        bar = self._trial(best).per_sample
+        for one in sorted(left, key=lambda one: self._trial(one).per_sample):
+            slack = _SLACK if self.correction.knows(one) else _SLACK_OF_NEW
+            if self._trial(one).per_sample * (1 - slack) < bar:
+                return one
+        return None
+
+    def _may_fit(self, settings: ShardingSettings) -> bool:
+        over = _OVER if self.correction.knows(settings) else _OVER_OF_NEW
+        return self._estimate(settings).hbm <= over * self.capacity
+
+    def _ask(self, settings: ShardingSettings) -> None:
+        try:
+            found = self.measure(settings)
+        except CompileError as error:
+            self.compilations += 1
+            self._impossible[settings] = f"the compiler failed: {_first_line(error)}"
+        except (ValueError, RuntimeError) as error:
+            self._impossible[settings] = f"not possible: {_first_line(error)}"
+        else:
+            self.compilations += 1
+            self._found[settings] = found
+            self._learn(settings, found)
+        self.say(self._told(settings))
+
+    def _learn(self, settings: ShardingSettings, found: Measured) -> None:
+        guessed = self.estimates.of(settings)
+        if found.seconds:
+            told = Estimate(found.compute, found.exposed, found.hbm, guessed.state)
+            self.correction.learn(settings, guessed, told)
+        elif found.hbm:
+            self.correction.learn_memory(settings, guessed, found.hbm)
+
+    def _told(self, settings: ShardingSettings) -> str:
+        count = f"{self.compilations} of {self.budget} compilations"
+        found = self._found.get(settings)
+        if found is None:
+            return f"{count}: {settings}: {self._impossible[settings]}"
+        if not found.fits:
+            return f"{count}: {settings}: {self._too_large(settings)}"
+        best = self.best()
+        fastest = "the fastest so far" if settings == best else f"slower than {best}"
+        return f"{count}: {settings}: {1e3 * found.seconds:.2f} ms, {fastest}"
+
+    # The answer.
+
+    def _trials(self, candidates: Sequence[ShardingSettings]) -> list[Trial]:
+        best = self.best()
+        trials = [
+            Trial(one, self._estimate(one), self._found.get(one), self._why_not(one, best))
+            for one in candidates
+        ]
+        return sorted(trials, key=lambda trial: _rank(trial, best))
+
+    def _why_not(self, settings: ShardingSettings, best: ShardingSettings | None) -> str:
+        if settings == best:
+            return ""
+        if settings in self._impossible:
+            return self._impossible[settings]
+        found = self._found.get(settings)
+        if found is not None and not found.fits or found is None and not self._may_fit(settings):
+            return self._too_large(settings)
+        if best is None:
+            return "not compiled: the budget was spent"
+        times = self._trial(settings).per_sample / self._trial(best).per_sample
+        if found is not None:
+            faster = "as fast, and further from the defaults"
+            return f"{times:.2f} times the time of the best" if times > 1 + _EQUAL else faster
+        slack = _SLACK if self.correction.knows(settings) else _SLACK_OF_NEW
+        if times * (1 - slack) >= 1:
+            return f"not compiled: modelled {times:.2f} times the time of the best"
+        return "not compiled: the budget was spent"
+
+    def _too_large(self, settings: ShardingSettings) -> str:
+        found = self._found.get(settings)
+        hbm = found.hbm if found and found.hbm else self._estimate(settings).hbm
+        said = "does not fit" if found else "would not fit"
+        what = f"{said}: {hbm / GIB:.1f} of {self.capacity / GIB:.1f} GiB"
+        if found and not found.hbm:
+            what = f"{said}: the compiler gave up before it knew how much it needs"
+        remedy = would_give(settings, self.estimates, self.correction, self.capacity)
+        return f"{what}; {remedy}" if remedy else what
+
+
+def _rank(trial: Trial, best: ShardingSettings | None) -> tuple[int, float]:
+    if trial.settings == best:
+        return 0, 0.0
+    if trial.measured is not None:
+        return (1 if trial.measured.fits else 2), trial.per_sample
+    return 3, trial.per_sample
+
+
+def _first_line(error: BaseException) -> str:
+    return next(_lines(str(error)), type(error).__name__)[:300]
+
+
+def _lines(text: str) -> Iterator[str]:
+    return (line.strip() for line in text.splitlines() if line.strip())

@@ -1,0 +1,162 @@
+"""Which settings are worth an estimate: values for each, and all that go together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+from math import prod
+from typing import Any
+
+from ...tpu.topology import Slice
+from .estimate import Estimates
+from .facts import StepFacts
+from .settings import PREFETCHES, ShardingSettings
+
+# Those that an estimate tells apart well. The others are tried one by one on the best of these.
+MAIN = (
+    "batch", "units", "scan", "reshard_after_forward", "kept_blocks", "recompute", "offload",
+    "shard_ranks",
+)  # fmt: skip
+FINE = ("collective_routes", "forward_prefetch", "backward_prefetch", "limit_all_gathers")
+
+# More blocks than that are tried as one loop only, where they can be one: wrapped singly, 32 of the
+# 10-billion-parameter ViT take more than 15 GB of memory to compile (benchmarks/vit.py).
+MANY_BLOCKS = 16
+
+Values = Mapping[str, Sequence[Any]]
+
+
+def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tuple[Any, ...]]:
+    """``search`` of ``tune``: values to try by the name of a setting.
+
+    Raises:
+        ValueError: no such setting, no value, or one that is not allowed.
+        TypeError: values that are no collection.
+    """
+    checked: dict[str, tuple[Any, ...]] = {}
+    names = [one.name for one in fields(ShardingSettings)]
+    for name, values in (search or {}).items():
+        if name not in names:
+            raise ValueError(
+                f"search has {name!r}, which is no setting; allowed are {', '.join(names)}"
+            )
+        if isinstance(values, str) or not isinstance(values, Collection):
+            raise TypeError(
+                f"search[{name!r}] must be a list of values to try, one to fix it; got {values!r}"
+            )
+        if not values:
+            raise ValueError(f"search[{name!r}] is empty: give one value at least")
+        alone = {"recompute": "all"} if name in ("scan", "offload") else {}
+        for value in values:
+            ShardingSettings(**{**alone, name: value})
+        checked[name] = tuple(dict.fromkeys(values))
+    return checked
+
+
+@dataclass(frozen=True)
+class Space:
+    """``values``: of each setting, those to try, the usual one first."""
+
+    values: Values
+
+    @classmethod
+    def of(
+        cls,
+        facts: StepFacts,
+        where: Slice,
+        batches: Sequence[int | None],
+        scans: bool,
+        search: Values,
+    ) -> Space:
+        """All that may pay for a model on ``where``.
+
+        ``scans``: whether its blocks can be one loop. ``search``: what the caller wants of it.
+        """
+        blocks, together = len(facts.blocks), ranks_together(where)
+        half = [blocks // 2] if blocks >= 4 else []
+        values: dict[str, Sequence[Any]] = {
+            "batch": batches,
+            "units": ("blocks", "model") if blocks else ("model",),
+            "scan": ((True,) if blocks > MANY_BLOCKS else (False, True)) if scans else (False,),
+            "reshard_after_forward": (True, False, *together),
+            "kept_blocks": (0, *half),
+            "recompute": ("none", *half, "all") if blocks else ("none",),
+            "offload": (False, True) if blocks else (False,),
+            "shard_ranks": (None, *together),
+            "forward_prefetch": (True, False),
+            "backward_prefetch": PREFETCHES[:2],
+            "limit_all_gathers": (True, False),
+            "collective_routes": ("modelled", "at_once", "stages", "rings"),
+        }
+        return cls({**values, **search})
+
+    def main(self) -> list[ShardingSettings]:
+        """All combinations of the main settings that are possible, the usual ones first."""
+        fixed = {name: self.values[name][0] for name in FINE}
+        found = list(self._possible(fixed))
+        return sorted(found, key=plainness)  # stable
+
+    def _possible(self, fixed: Mapping[str, Any]) -> Iterator[ShardingSettings]:
+        for combination in product(*(self.values[name] for name in MAIN)):
+            chosen = dict(zip(MAIN, combination, strict=True))
+            if _pointless(chosen):
+                continue
+            try:
+                yield ShardingSettings(**{**fixed, **chosen})
+            except ValueError:
+                continue  # they exclude each other
+
+    def around(self, best: ShardingSettings, estimates: Estimates) -> list[ShardingSettings]:
+        """``best`` with one of the other settings changed, where that makes another program."""
+        found = []
+        for name in FINE:
+            for value in self.values[name]:
+                other = best.changed(**{name: value})
+                if other != best and _differs(name, other, estimates):
+                    found.append(other)
+        return found
+
+
+def ranks_together(where: Slice) -> tuple[int, ...]:
+    """Numbers of consecutive ranks that lie together: on a host, in a row or plane of chips, on one
+    of several slices."""
+    x, y, _, cores = where.device_shape
+    one = where.devices // where.count
+    sizes = {prod(where.chips_per_host) * cores, x * cores, x * y * cores, one}
+    return tuple(sorted(size for size in sizes if 1 < size < where.devices))
+
+
+def plainness(settings: ShardingSettings) -> int:
+    """How many settings differ from the defaults, the batch apart."""
+    usual = ShardingSettings()
+    names = (one.name for one in fields(settings) if one.name != "batch")
+    return sum(getattr(settings, name) != getattr(usual, name) for name in names)
+
+
+def _pointless(chosen: Mapping[str, Any]) -> bool:
+    """The same program as another combination, or never better than it."""
+    reshard, shared = chosen["reshard_after_forward"], chosen["shard_ranks"]
+    if chosen["kept_blocks"] and reshard is not True:
+        return True  # one way to keep parameters at a time
+    if chosen["units"] == "model" and reshard is not True:
+        return True  # the root keeps its own anyway
+    return not isinstance(reshard, bool) and shared is not None and reshard >= shared
+
+
+def _differs(name: str, other: ShardingSettings, estimates: Estimates) -> bool:
+    if other.scan or other.units == "model":
+        return name == "collective_routes" and _goes_otherwise(other, estimates)
+    if name == "collective_routes":
+        return _goes_otherwise(other, estimates)
+    return len(estimates.facts(other).units) > 1
+
+
+def _goes_otherwise(other: ShardingSettings, estimates: Estimates) -> bool:
+    if other.shard_ranks is not None:
+        return False  # only collectives over a whole slice have a choice
+    units = estimates.facts(other).units
+    sizes = {unit.elements * unit.itemsize for unit in units}
+    if other.units == "model":
+        sizes = {sum(sizes)}
+    return any(estimates.wire.routes_differ(size).get(other.collective_routes) for size in sizes)

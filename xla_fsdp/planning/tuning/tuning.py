@@ -1,0 +1,132 @@
+"""What ``xla_fsdp.tune`` found: the settings, and the table of what was tried."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..compiling.cache import write_whole
+from ..reporting.tables import aligned
+from .remedies import GIB
+from .search import Trial
+from .settings import ShardingSettings
+
+_SHOWN = 6  # candidates that were not compiled, in the table
+_HEAD = ("", "ms", "compute", "exposed", "GiB", "modelled ms", "GiB", "")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The answer of :func:`xla_fsdp.tune`; ``print`` it.
+
+    Attributes:
+        settings: the best that was found, or None if nothing that was compiled fits.
+        trials: every candidate, the best first.
+        topology, devices: the slice.
+        capacity: bytes of HBM that a step may take on one device of it.
+        budget, compilations: how many compilations were allowed, and how many there were, those
+            with results from an earlier time included; ``from_cache``: these alone.
+        samples: whether batches are known, so that times are compared by the sample.
+        advice: where nothing fits, what would.
+        notes: what a reader should know of the search.
+    """
+
+    settings: ShardingSettings | None
+    trials: tuple[Trial, ...]
+    topology: str
+    devices: int
+    capacity: float
+    budget: int
+    compilations: int
+    from_cache: int
+    samples: bool
+    advice: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    title: str = ""
+
+    @property
+    def best(self) -> Trial | None:
+        """The trial of :attr:`settings`."""
+        return self.trials[0] if self.settings is not None else None
+
+    def __str__(self) -> str:
+        what = f"{self.title}: " if self.title else ""
+        lines = [self._verdict(), f"{what}{self.topology}, {self.devices} devices", ""]
+        lines += self._table()
+        texts = [*self.advice, *self._remarks()]
+        for text in texts:
+            lines += textwrap.wrap(text, 100, initial_indent="  * ", subsequent_indent="    ")
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        best = self.best
+        if best is None or best.measured is None:
+            return f"NOTHING FITS in {self.capacity / GIB:.1f} GiB a device on {self.topology}"
+        step = f"{1e3 * best.measured.seconds:,.2f} ms a step (model)"
+        if self.samples:
+            step += f", {1e6 * best.per_sample:,.1f} us a sample of a device's batch"
+        return f"BEST: {best.settings}: {step}"
+
+    def _table(self) -> list[str]:
+        asked = [trial for trial in self.trials if _was_asked(trial)]
+        others = [trial for trial in self.trials if not _was_asked(trial)]
+        rows = [_row(trial, self.settings) for trial in [*asked, *others[:_SHOWN]]]
+        numeric = [False, *[True] * (len(_HEAD) - 2), False]
+        return [*aligned([_HEAD, *rows], numeric), ""] if rows else []
+
+    def _remarks(self) -> list[str]:
+        left = sum(not _was_asked(trial) for trial in self.trials)
+        remarks = [
+            f"{self.compilations} of {self.budget} compilations, {self.from_cache} of them from an "
+            f"earlier time; {left} more candidates by analysis only"
+            + (f", of which {_SHOWN} are shown." if left > _SHOWN else "."),
+            "Columns: by the compiler and the time model of plans; then by analysis, corrected by "
+            "what the compiler said of the others.",
+        ]
+        if self.samples:
+            remarks.append("Compared: time of a step over samples a device.")
+        if any(trial.settings.offload for trial in self.trials):
+            remarks.append(
+                "Copies to the host's memory and back count as no time: no figures of these links "
+                "are published."
+            )
+        return [*remarks, *self.notes]
+
+    def to_json(self) -> str:
+        """All of it, with the settings as ``ShardingSettings.from_json`` reads them."""
+        record: dict[str, Any] = asdict(self)
+        record["settings"] = None
+        if self.settings is not None:
+            record["settings"] = json.loads(self.settings.to_json())
+        return json.dumps(record, indent=1)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes :meth:`to_json`. The file appears whole or not at all.
+
+        Raises:
+            FileNotFoundError: there is no such folder.
+        """
+        write_whole(Path(path), f"{self.to_json()}\n".encode())
+
+
+def _was_asked(trial: Trial) -> bool:
+    return trial.measured is not None or trial.rejected.startswith(
+        ("not possible", "the compiler failed")
+    )
+
+
+def _row(trial: Trial, best: ShardingSettings | None) -> Sequence[str]:
+    found, guessed = trial.measured, trial.estimate
+    told = ["", "", "", ""]
+    if found is not None:
+        times = (found.seconds, found.compute, found.exposed)
+        told = [f"{1e3 * one:,.2f}" if found.seconds else "" for one in times]
+        told.append(f"{found.hbm / GIB:.2f}" if found.hbm else "")
+    last = "best" if trial.settings == best else trial.rejected
+    by_analysis = (f"{1e3 * guessed.seconds:,.1f}", f"{guessed.hbm / GIB:.1f}")
+    return (str(trial.settings), *told, *by_analysis, last)
