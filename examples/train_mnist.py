@@ -123,8 +123,8 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
     )
     evaluation.vary_by_rank(options.seed)
     described, state = {"kind": "mnist"}, (model, optimizer, None)
-    done, saved = checkpoints.resume(options, options.ckpt_prefix, state, described, len(batches))
-    with Meters(options, batches, held_out) as meters:
+    done, saved = checkpoints.resume(options, options.ckpt_prefix, state, described, batches)
+    with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
             meters.start_epoch(epoch)
@@ -136,6 +136,9 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
                     loss.backward()  # gradients are averaged over the ranks when it returns:
                     optimizer.step()  # nothing is left to reduce
                     meters.step(loss, optimizer)
+                    if preempted():  # its machine is taken away: --resume goes on from here
+                        where = (options.ckpt_prefix, state, described)
+                        checkpoints.save_and_exit(preempted, options, *where, meters)
             meters.end_epoch()
 
             evaluation.average_batch_statistics(model)

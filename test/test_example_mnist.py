@@ -243,7 +243,7 @@ def test_resuming_asks_for_the_same_network(example, monkeypatch):
     options = SimpleNamespace(plan=None, resume=True, resume_epoch=0, num_epochs=2)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     state = (None, optimizer, None)
-    resume = partial(checkpoints.resume, options, "folder", state, network, 10)
+    resume = partial(checkpoints.resume, options, "folder", state, network, [None] * 10)
 
     def found(extra, step=1):
         loaded = SimpleNamespace(path="folder/it", step=step, extra=extra)

@@ -43,6 +43,8 @@ if _TYPE_CHECKING:
     from .sharding.awaited import loaded_later
     from .sharding.mixed_precision import MixedPrecision
     from .sharding.strategy import ShardingStrategy
+    from .supervision.divergence import DivergenceError, detect_divergence
+    from .supervision.preemption import Preempted, Preemption
     from .tpu.topology import UnknownTopologyError
     from .wrap import (
         always_wrap_policy,
@@ -60,6 +62,10 @@ _HOMES = {
     "RankError": "ranks.launch",
     "RankTimeoutError": "ranks.launch",
     "CollectiveMismatchError": "ranks.launch",
+    "detect_divergence": "supervision.divergence",
+    "DivergenceError": "supervision.divergence",
+    "Preemption": "supervision.preemption",
+    "Preempted": "supervision.preemption",
     "enable_compilation_cache": "compiled.cache",
     "compilation_counts": "compiled.cache",
     "CompilationCounts": "compiled.cache",

@@ -31,6 +31,7 @@ class Meters:
         self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
         self.log_steps = options.log_steps
         self.steps, self.images = len(batches), len(held_out.dataset)
+        self._batches = batches
         share = min(len(batches.sampler), self.steps * batches.batch_size)  # a rank and epoch
         self.samples_per_step = share * self.world_size / self.steps
         self.loss = self.correct = self._bar = self._writer = None
@@ -49,7 +50,9 @@ class Meters:
     def start_epoch(self, number: int) -> None:
         import torch_xla
 
-        self.epoch, self._step, self._start = number, 0, time.perf_counter()
+        self.epoch, self._start = number, time.perf_counter()
+        # Steps of this epoch that an earlier run has made.
+        self._before = self._step = self._batches.sampler.had // self._batches.batch_size
         self._total = torch.zeros((), device=torch_xla.device())
         if self._console.is_terminal and not self._console.quiet:
             texts = [TextColumn("{task.description}"), TextColumn("{task.fields[status]}")]
@@ -57,7 +60,8 @@ class Meters:
             how = {"console": self._console, "auto_refresh": False, "transient": True}
             self._bar = Progress(*columns, **how)
             status = "compiling" if self.loss is None else ""
-            self._bar.add_task(f"epoch {number}", total=self.steps, status=status)
+            how = {"total": self.steps, "completed": self._step, "status": status}
+            self._bar.add_task(f"epoch {number}", **how)
             self._bar.start()
 
     def step(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
@@ -71,8 +75,14 @@ class Meters:
             # Called once the step has run: loss.item() here would cut the step in two.
             xm.add_step_closure(self._show, (self._step, loss.detach(), rate))
 
+    @property
+    def images_done(self) -> int:
+        """Of this epoch, by all ranks, up to the step that was traced last."""
+        return self._step * self._batches.batch_size * self.world_size
+
     def _show(self, step: int, loss: torch.Tensor, rate: float) -> None:
-        speed = step * self.samples_per_step / (time.perf_counter() - self._start)
+        made = (step - self._before) * self.samples_per_step
+        speed = made / (time.perf_counter() - self._start)
         used, memory = memory_in_use()
         if self._bar is not None:
             status = f"loss {loss.item():.4f}, {speed:,.0f} samples/s, {memory}"
@@ -86,10 +96,11 @@ class Meters:
         import torch_xla.core.xla_model as xm
 
         total = xm.mesh_reduce("loss", self._total.item(), sum)
-        self.loss = total / self._step / self.world_size
+        made = self._step - self._before
+        self.loss = total / made / self.world_size
         seconds = time.perf_counter() - self._start
         self.seconds += seconds
-        self.samples_per_second = self.steps * self.samples_per_step / seconds
+        self.samples_per_second = made * self.samples_per_step / seconds
         self._close_bar()
         if not math.isfinite(self.loss):
             raise Stop(f"the loss is {self.loss} in epoch {self.epoch}: choose a lower --lr")
