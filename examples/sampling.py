@@ -1,5 +1,6 @@
 """Which images a rank gets, and in which order."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 
@@ -30,11 +31,23 @@ class InEpochs(Dataset):
 
 
 class InEpochsSampler(DistributedSampler):
-    """A rank's share of ``dataset``, a sequence of indices, as ``(epoch, index)``."""
+    """A rank's share of ``dataset``, a sequence of indices, as ``(epoch, index)``.
+
+    Attributes:
+        begun: an epoch, and how many images of it the rank has had before: they are left out.
+    """
+
+    begun = (0, 0)
+
+    @property
+    def had(self) -> int:
+        """How many images of this epoch the rank has had before."""
+        return self.begun[1] if self.begun[0] == self.epoch else 0
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         # Worker processes live on from epoch to epoch, and hear of set_epoch in no other way.
-        return ((self.epoch, self.dataset[place]) for place in super().__iter__())
+        whole = ((self.epoch, self.dataset[place]) for place in super().__iter__())
+        return itertools.islice(whole, self.had, None)
 
 
 class FilledUp(Dataset):

@@ -23,9 +23,9 @@ from common.batches import on_device
 from common.launching import launch_or_plan
 from common.schedules import polynomial
 from common.script import DEFINE_number, Stop, fill_in, run
-from common.updates import Updates, betas
 from networks import require_for_training
 from torch import nn
+from updates import Updates, betas
 
 import xla_fsdp
 from xla_fsdp.tpu import compiler_options
@@ -133,7 +133,7 @@ def train(
     scaler = xla_fsdp.ShardedGradScaler(options.fp16_init_scale, enabled=options.fp16)
     evaluation.vary_by_rank(options.seed)
     network, state = {"kind": "gpt", **network}, (model, optimizer, scheduler)
-    loaded = checkpoints.load(options, options.ckpt_dir, state, network, 1, options.max_update)
+    loaded = checkpoints.load(options, options.ckpt_dir, state, network, options.max_update)
     update, saved, sequences = 0, "", 0
     if loaded:
         update, saved, sequences = loaded.step, loaded.path, loaded.extra["sequences"]
@@ -143,8 +143,9 @@ def train(
     rest = (options.max_update - update) * options.update_freq
     batches = tokens.to_train(options, data, share, sequences, rest)
     meters = Updates(options, tokens=options.update_freq * options.batch_size * ranks * length)
-    with meters, on_device(batches, options) as loader:  # which runs a step with the next batch
-        total = 0.0
+    watch, total = checkpoints.preemption(options), 0.0
+    # The loader runs a step when it has the next batch.
+    with meters, watch as preempted, on_device(batches, options) as loader:
         for number, (numbers, labels) in enumerate(loader, 1):
             loss = model(numbers, labels) / options.update_freq
             scaler.scale(loss).backward()  # gradients are averaged over the ranks when it returns
@@ -160,13 +161,15 @@ def train(
             meters.update(update, mean, norm, optimizer, scaler)
             scheduler.step()
             optimizer.zero_grad()
-            last = update == options.max_update
+            last, taken_away = update == options.max_update, preempted()
             if last or update % options.validate_interval_updates == 0:
                 meters.validated(update, *validate(model, options, data, share))
-            if last or update % options.save_interval_updates == 0:
+            if last or taken_away or update % options.save_interval_updates == 0:
                 extra = {"network": network, "sequences": sequences, "scaler": scaler.state_dict()}
                 how = {"step": update, "extra": extra, "keep_last": options.keep_ckpts}
                 saved = xla_fsdp.save_checkpoint(options.ckpt_dir, *state, **how)
+            if taken_away:  # --resume goes on from here
+                preempted.exit()
     if not rest:  # the run before was ended after its last update
         meters.validated(update, *validate(model, options, data, share))
 

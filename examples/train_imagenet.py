@@ -22,8 +22,9 @@ import image_batches
 import networks
 import torch
 import torch.nn.functional as F
+import wrapping
 from absl import flags
-from common import checkpoints, closing, evaluation, schedules, tuning, wrapping
+from common import checkpoints, closing, evaluation, schedules, tuning
 from common.batches import on_device
 from common.meters import Meters
 from common.script import DEFINE_number, Stop, fill_in, run
@@ -113,8 +114,8 @@ def train(index: int, options: SimpleNamespace, network: dict) -> None:
     optimizer, scheduler = optimize(model, options, len(batches))
     evaluation.vary_by_rank(options.seed)
     state = (model, optimizer, scheduler)
-    done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, len(batches))
-    with Meters(options, batches, held_out) as meters:
+    done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, batches)
+    with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
             meters.start_epoch(epoch)
@@ -129,6 +130,9 @@ def train(index: int, options: SimpleNamespace, network: dict) -> None:
                     optimizer.step()
                     meters.step(loss, optimizer)
                     scheduler.step()
+                    if preempted():  # its machine is taken away: --resume goes on from here
+                        where = (options.ckpt_dir, state, network)
+                        checkpoints.save_and_exit(preempted, options, *where, meters)
             meters.end_epoch()
 
             evaluation.average_batch_statistics(model)

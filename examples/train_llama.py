@@ -26,9 +26,9 @@ from common.batches import on_device
 from common.launching import launch_or_plan
 from common.schedules import polynomial
 from common.script import Stop, fill_in, run
-from common.updates import Updates, betas
 from networks import require_for_training
 from torch import nn
+from updates import Updates, betas
 
 import xla_fsdp
 from xla_fsdp.integrations import attention
@@ -120,7 +120,7 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(polynomial, **how))
     evaluation.vary_by_rank(options.seed)
     network, state = llama.known_by(config, options.lora_rank), (model, optimizer, scheduler)
-    loaded = checkpoints.load(options, options.ckpt_dir, state, network, 1, options.max_update)
+    loaded = checkpoints.load(options, options.ckpt_dir, state, network, options.max_update)
     update, saved, sequences = 0, "", 0
     if loaded:
         update, saved, sequences = loaded.step, loaded.path, loaded.extra["sequences"]
@@ -132,8 +132,9 @@ def train(
     meters = Updates(options, tokens=options.update_freq * options.batch_size * ranks * length)
     if options.folder and data and not loaded:  # what is to become better
         meters.validated(0, *validate(model, options, data, share))
-    with meters, on_device(batches, options) as loader:  # which runs a step with the next batch
-        total = 0.0
+    watch, total = checkpoints.preemption(options), 0.0
+    # The loader runs a step when it has the next batch.
+    with meters, watch as preempted, on_device(batches, options) as loader:
         for number, packed in enumerate(loader, 1):
             loss = model.loss(*packed) / options.update_freq
             loss.backward()  # gradients are averaged over the ranks when it returns
@@ -147,13 +148,15 @@ def train(
             meters.update(update, mean, norm, optimizer)
             scheduler.step()
             optimizer.zero_grad()
-            last = update == options.max_update
+            last, taken_away = update == options.max_update, preempted()
             if last or update % options.validate_interval_updates == 0:
                 meters.validated(update, *validate(model, options, data, share))
-            if last or update % options.save_interval_updates == 0:
+            if last or taken_away or update % options.save_interval_updates == 0:
                 how = {"step": update, "extra": {"network": network, "sequences": sequences}}
                 how |= {"keep_last": options.keep_ckpts}
                 saved = xla_fsdp.save_checkpoint(options.ckpt_dir, *state, **how)
+            if taken_away:  # --resume goes on from here
+                preempted.exit()
     if not rest:  # the run before was ended after its last update
         meters.validated(update, *validate(model, options, data, share))
 

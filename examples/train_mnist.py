@@ -26,8 +26,9 @@ from typing import Any
 import digits
 import torch
 import torch.nn.functional as F
+import wrapping
 from absl import flags
-from common import checkpoints, closing, evaluation, script, tuning, wrapping
+from common import checkpoints, closing, evaluation, script, tuning
 from common.batches import on_device
 from common.meters import Meters
 from sampling import test_batches, training_batches
@@ -130,8 +131,8 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
     )
     evaluation.vary_by_rank(options.seed)
     described, state = {"kind": "mnist"}, (model, optimizer, None)
-    done, saved = checkpoints.resume(options, options.ckpt_prefix, state, described, len(batches))
-    with Meters(options, batches, held_out) as meters:
+    done, saved = checkpoints.resume(options, options.ckpt_prefix, state, described, batches)
+    with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
             meters.start_epoch(epoch)
@@ -143,6 +144,9 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
                     loss.backward()  # gradients are averaged over the ranks when it returns:
                     optimizer.step()  # nothing is left to reduce
                     meters.step(loss, optimizer)
+                    if preempted():  # its machine is taken away: --resume goes on from here
+                        where = (options.ckpt_prefix, state, described)
+                        checkpoints.save_and_exit(preempted, options, *where, meters)
             meters.end_epoch()
 
             evaluation.average_batch_statistics(model)

@@ -32,6 +32,8 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
+import xla_fsdp
+
 
 def main() -> None:
     """What the launcher calls on every rank."""
@@ -97,6 +99,7 @@ def train(args: argparse.Namespace) -> None:
     )
 
     done = resume(args, accelerator)
+    preempted = xla_fsdp.Preemption()
     results: list[dict] = []
     for epoch in range(done // len(train_loader), args.epochs):
         model.train()
@@ -116,13 +119,18 @@ def train(args: argparse.Namespace) -> None:
                 optimizer.zero_grad()
             losses.append(loss.detach())  # fetched after the epoch, so that no step waits for it
             done += 1
-            if args.checkpointing_steps and done % args.checkpointing_steps == 0:
+            # Its machine is taken away: --resume_from_checkpoint=latest goes on from here.
+            leave = accelerator.sync_gradients and preempted()
+            if leave or args.checkpointing_steps and done % args.checkpointing_steps == 0:
                 accelerator.save_state(os.path.join(args.output_dir, f"step_{done}"))
+            if leave:
+                preempted.exit()
         mean = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
         results.append({"epoch": epoch, "loss": mean, **evaluate(accelerator, model, dev_loader)})
         found = "epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.3f}, F1 {f1:.3f}"
         if accelerator.is_main_process:
             print(found.format(**results[-1]), flush=True)
+    preempted.close()
 
     target = os.path.join(args.output_dir, "model")
     # Asked for on every rank, whole on the first one's host; on the device if nothing is sharded.

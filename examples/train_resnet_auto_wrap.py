@@ -44,9 +44,9 @@ def train(index: int, options: SimpleNamespace) -> None:  # what each rank runs
     model = networks.torchvision_model("resnet18", options.num_classes)
     model = xla_fsdp.XlaFullyShardedDataParallel(model, auto_wrap_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
-    state = (model, optimizer, None)
-    done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, len(batches))
-    with Meters(options, batches, held_out) as meters:
+    where = (options.ckpt_dir, (model, optimizer, None), network)
+    done, saved = checkpoints.resume(options, *where, batches)
+    with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
             meters.start_epoch(epoch)
@@ -57,11 +57,13 @@ def train(index: int, options: SimpleNamespace) -> None:  # what each rank runs
                     loss.backward()  # gradients are averaged over the ranks when it returns
                     optimizer.step()
                     meters.step(loss, optimizer)
+                    if preempted():  # its machine is taken away: --resume goes on from here
+                        checkpoints.save_and_exit(preempted, options, *where, meters)
             meters.end_epoch()
             evaluation.average_batch_statistics(model)
             meters.report(count_correct(model, held_out, options))
             how = {"extra": {"network": network}, "keep_last": options.keep_ckpts}
-            saved = xla_fsdp.save_checkpoint(options.ckpt_dir, *state, step=epoch, **how)
+            saved = xla_fsdp.save_checkpoint(options.ckpt_dir, model, optimizer, step=epoch, **how)
     if done == options.num_epochs:  # the run before was ended after its last epoch
         meters.nothing_left(saved, count_correct(model, held_out, options))
     if meters.rank == 0:

@@ -166,8 +166,8 @@ def train(index: int, options: SimpleNamespace, network: dict, parameters: int) 
     clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters()))
     evaluation.vary_by_rank(options.seed)
     network, state = {"kind": "vit", **network}, (model, optimizer, scheduler)
-    done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, len(batches))
-    with Meters(options, batches, held_out) as meters:
+    done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, batches)
+    with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
             meters.start_epoch(epoch)
@@ -183,6 +183,9 @@ def train(index: int, options: SimpleNamespace, network: dict, parameters: int) 
                     meters.step(loss, optimizer)
                     scheduler.step()
                     optimizer.zero_grad()
+                    if preempted():  # its machine is taken away: --resume goes on from here
+                        where = (options.ckpt_dir, state, network)
+                        checkpoints.save_and_exit(preempted, options, *where, meters)
             meters.end_epoch()
             last, correct = epoch == options.num_epochs, None
             if last or epoch % options.test_epoch_interval == 0:

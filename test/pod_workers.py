@@ -24,6 +24,10 @@ def main(folder: Path, arguments: list[str]) -> int:
     if words[:3] == ["compute", "tpus", "queued-resources"] and words[3] == "describe":
         print("ACTIVE")
     state = folder / "state"
+    if words[2:4] == ["tpu-vm", "create"]:  # new machines, on which nothing ran
+        state.unlink(missing_ok=True)
+        for home in homes:
+            shutil.rmtree(home / "xla_fsdp_runs", ignore_errors=True)
     if words[2:4] == ["tpu-vm", "describe"]:
         print(state.read_text() if state.exists() else "READY")
     if words[3] == "scp":

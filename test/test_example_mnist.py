@@ -161,7 +161,7 @@ def test_wrong_inputs_end_in_one_line(train, flags, message):
 @pytest.mark.parametrize("device", ["GPU", "cpu", ""])
 def test_a_device_that_ranks_can_not_have_is_refused(example, monkeypatch, device):
     monkeypatch.setenv("PJRT_DEVICE", device)
-    options = SimpleNamespace(plan=None, compilation_cache="none")
+    options = SimpleNamespace(plan=None, compilation_cache="none", profile_steps=None)
     with pytest.raises(example.script.Stop, match=f"PJRT_DEVICE={device}: .*TPU and CPU") as stop:
         example.tuning.launch_or_plan(print, (), options, 1, "")
     assert stop.value.code == 2
@@ -170,7 +170,7 @@ def test_a_device_that_ranks_can_not_have_is_refused(example, monkeypatch, devic
 def test_a_wrong_number_of_ranks_in_the_environment_is_refused(example, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setenv("CPU_NUM_DEVICES", "abc")
-    options = SimpleNamespace(plan=None, compilation_cache="none")
+    options = SimpleNamespace(plan=None, compilation_cache="none", profile_steps=None)
     with pytest.raises(example.script.Stop, match="CPU_NUM_DEVICES.*abc") as stop:
         example.tuning.launch_or_plan(print, (), options, None, "")
     assert stop.value.code == 2 and "\n" not in stop.value.message
@@ -243,7 +243,7 @@ def test_resuming_asks_for_the_same_network(example, monkeypatch):
     options = SimpleNamespace(plan=None, resume=True, resume_epoch=0, num_epochs=2)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     state = (None, optimizer, None)
-    resume = partial(checkpoints.resume, options, "folder", state, network, 10)
+    resume = partial(checkpoints.resume, options, "folder", state, network, [None] * 10)
 
     def found(extra, step=1):
         loaded = SimpleNamespace(path="folder/it", step=step, extra=extra)

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import os
+import signal
+import time
 from unittest import mock
 
 import pytest
@@ -23,6 +25,8 @@ from hf_models import (
     rows,
 )
 from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import xla_fsdp
 
 TIMEOUT = 400
 
@@ -132,8 +136,6 @@ def trainer_for(name, folder, micro=1, settings=None, config=None, cls=InOrder, 
 
 
 def trained_by(trainer, noted):
-    import xla_fsdp
-
     micro = trainer.args.gradient_accumulation_steps
     kept = [loss.item() for loss in trainer.kept]
     losses = [sum(kept[first : first + micro]) for first in range(0, len(kept), micro)]
@@ -233,6 +235,43 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(run_ranks, reference, t
         assert_alike(of_all(found), rest)
         if ranks == 4:  # as many as saved: their random numbers go on
             assert again == tuple(one[2:] for one in drawn)
+
+
+class Taken(TrainerCallback):
+    """In the second step one rank's process gets SIGTERM; goes on when the rank has heard of it."""
+
+    def __init__(self, rank, preemption):
+        self.rank, self.preemption = rank, preemption
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            if self.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            while self.preemption._preempted.reason is None:
+                time.sleep(0.01)
+
+
+def taken_away(rank, folder):
+    from xla_fsdp.integrations.preemption import PreemptionCallback
+
+    trainer, _ = trainer_for("bert", folder)
+    preemption = PreemptionCallback()
+    trainer.add_callback(preemption)
+    trainer.add_callback(Taken(rank, preemption))
+    trainer.train()
+
+
+def test_a_run_that_is_taken_away_goes_on(run_ranks, reference, tmp_path):
+    expected = reference("bert")
+    with pytest.raises(xla_fsdp.Preempted) as end:
+        run_ranks(taken_away, 2, str(tmp_path), timeout=TIMEOUT)
+    assert end.value.code == 75 and end.value.reason.startswith("SIGTERM on rank ")
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    assert checkpoint.name == "checkpoint-2"
+    more = str(tmp_path / "more")
+    found, _ = zip(*run_ranks(resumed, 2, more, str(checkpoint), timeout=TIMEOUT), strict=True)
+    rest = Trained(expected.losses[2:], expected.norms[2:], expected.weights)
+    assert_alike(of_all(found), rest)
 
 
 def best_of(rank, folder):

@@ -56,6 +56,10 @@ def test_shellcheck_has_nothing_to_say():
         ("tpu_vm.sh", [*PLACE, "--run=a b", "stop"], "--run must be a plain name"),
         ("tpu_vm.sh", [*PLACE, "--poll=soon", "wait"], "--poll must be a number"),
         ("tpu_vm.sh", [*PLACE, "--nfs=/share", "setup"], "--nfs must be SERVER:/DIR"),
+        ("tpu_vm.sh", [*PLACE, "--max_restarts=x", "wait"], "--max_restarts must be a number"),
+        ("tpu_vm.sh", [*PLACE, "--max_restarts=1", "wait"], "needs the command after --"),
+        ("back_off.sh", [], "usage: back_off.sh COMMAND"),
+        ("back_off.sh", ["--seconds", "x"], "must be numbers, got '10' and 'x'"),
         ("torchrun.sh", [], "no script given"),
         ("torchrun.sh", ["--slice=v4-33", "--", "x"], "there is no v4 slice of 33 TensorCores"),
         ("torchrun.sh", ["--nnodes=0", "--nproc=4", "--", "x"], "--nnodes must be a positive"),
@@ -90,8 +94,8 @@ def slice_of_two(tmp_path):
         (tmp_path / host / "xla_fsdp" / "examples").mkdir(parents=True)
         shutil.copytree(POD, tmp_path / host / "xla_fsdp" / "examples" / "pod")
 
-    def run_here(*arguments, **kwargs):
-        env = {"PATH": f"{bin}:{os.environ['PATH']}", "PJRT_DEVICE": ""}
+    def run_here(*arguments, more=None, **kwargs):
+        env = {"PATH": f"{bin}:{os.environ['PATH']}", "PJRT_DEVICE": "", **(more or {})}
         return run("tpu_vm.sh", *PLACE, "--poll=1", *arguments, env=env, **kwargs)
 
     yield run_here
@@ -133,6 +137,42 @@ def test_a_preempted_slice_has_a_code_of_its_own(slice_of_two, tmp_path):
     (tmp_path / "state").unlink()
 
 
+def test_a_run_is_started_again_and_a_slice_made_again(slice_of_two, tmp_path):
+    with_pip(tmp_path)
+    # The first time both workers are preempted in good order, the second time the slice is gone.
+    script = f"""
+echo x >> starts; n=$(wc -l < starts)
+if [ $n = 1 ]; then exit 75; fi
+if [ $n = 2 ] && [ "$(hostname)" = w0 ]; then echo PREEMPTED > {tmp_path}/state; fi"""
+    done = slice_of_two(
+        "--max_restarts=3", "--type=v3-32", "start", "wait", "--", "bash", "-c", script,
+        more={"BACK_OFF": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    again = [line for line in done.stderr.splitlines() if "starting again" in line]
+    assert again == [
+        f"tpu_vm.sh: run 'train' ended with 75; starting again in 0 s, {n} of 3" for n in (1, 2)
+    ]
+    verbs = [call[2:4] for call in calls(tmp_path) if call[3] in ("create", "delete")]
+    assert verbs == [["tpu-vm", "delete"], ["tpu-vm", "create"]]
+    done = slice_of_two(
+        "--run=bad", "--max_restarts=2", "start", "wait", "--", "bash", "-c", "exit 9",
+        more={"BACK_OFF": "0"},
+    )  # fmt: skip
+    assert done.returncode == 9 and done.stderr.count("starting again") == 2
+
+
+def test_the_pause_before_a_restart_grows_up_to_a_bound():
+    def seconds(attempt, **env):
+        done = run("back_off.sh", "--seconds", attempt, env=env)
+        return done.stdout.strip()
+
+    assert [seconds(n) for n in (0, 1, 2, 3, 6, 10**8)] == ["0", "10", "20", "40", "300", "300"]
+    assert seconds(4, BACK_OFF="3") == "24"
+    done = run("back_off.sh", "bash", "-c", "exit 75", env={"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert done.returncode == 75
+
+
 def test_a_run_is_not_started_twice_and_can_be_stopped(slice_of_two):
     assert slice_of_two("start", "--", "sleep", "600").returncode == 0
     twice = slice_of_two("start", "--", "sleep", "600")
@@ -142,12 +182,16 @@ def test_a_run_is_not_started_twice_and_can_be_stopped(slice_of_two):
     assert "running" not in slice_of_two("status").stdout
 
 
-def test_setup_copies_what_is_committed(slice_of_two, tmp_path):
+def with_pip(folder):
     for host in ("w0", "w1"):
-        pip = tmp_path / host / "xla_fsdp" / ".venv" / "bin" / "pip"
+        pip = folder / host / "xla_fsdp" / ".venv" / "bin" / "pip"
         pip.parent.mkdir(parents=True)
         pip.write_text('#!/bin/sh\necho "$@" > pip-was-called-with\n')
         pip.chmod(0o755)
+
+
+def test_setup_copies_what_is_committed(slice_of_two, tmp_path):
+    with_pip(tmp_path)
     done = slice_of_two("--project=p1", "setup", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for host in ("w0", "w1"):

@@ -47,6 +47,9 @@ if _TYPE_CHECKING:
     from .sharding.cpu_offload import CPUOffload
     from .sharding.mixed_precision import MixedPrecision
     from .sharding.strategy import ShardingStrategy
+    from .supervision.divergence import DivergenceError, detect_divergence
+    from .supervision.preemption import Preempted, Preemption
+    from .supervision.profiling import profile
     from .tpu.topology import UnknownTopologyError
     from .wrap import (
         always_wrap_policy,
@@ -64,6 +67,11 @@ _HOMES = {
     "RankError": "ranks.launch",
     "RankTimeoutError": "ranks.launch",
     "CollectiveMismatchError": "ranks.launch",
+    "detect_divergence": "supervision.divergence",
+    "DivergenceError": "supervision.divergence",
+    "profile": "supervision.profiling",
+    "Preemption": "supervision.preemption",
+    "Preempted": "supervision.preemption",
     "enable_compilation_cache": "compiled.cache",
     "compilation_counts": "compiled.cache",
     "CompilationCounts": "compiled.cache",

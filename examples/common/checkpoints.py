@@ -2,16 +2,19 @@
 
 import os
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import flags
+from torch.utils.data import DataLoader
 
 import xla_fsdp
 from xla_fsdp.consolidate import CheckpointError
 
-from . import schedules
-from .script import Stop, in_a_line
+from . import evaluation, schedules
+from .meters import Meters
+from .script import DEFINE_number, Stop, in_a_line
 
 flags.DEFINE_bool("resume", False, "go on from the latest checkpoint, if there is one")
 flags.DEFINE_integer("resume_epoch", 0, "go on from this epoch's checkpoint, not the latest", 0)
@@ -20,6 +23,8 @@ flags.register_multi_flags_validator(
     lambda given: not (given["resume"] and given["resume_epoch"]),
     "choose one: --resume takes the latest checkpoint, --resume_epoch that of an epoch",
 )
+GRACE = "seconds from SIGTERM, or word of a machine's end, to a checkpoint and exit code 75"
+DEFINE_number("preemption_grace", 25.0, GRACE, "(0, inf)")
 flags.DEFINE_integer("keep_ckpts", 2, "checkpoints kept, the latest ones", lower_bound=1)
 
 
@@ -54,11 +59,25 @@ def resume(
     folder: str,
     state: tuple[Any, Any, Any],
     network: dict[str, Any],
-    steps: int,
+    batches: DataLoader,
 ) -> tuple[int, str]:
-    """As :func:`load`; returns how many epochs are done, and the checkpoint."""
-    found = load(options, folder, state, network, steps, options.num_epochs)
-    return (found.step, found.path) if found else (0, "")
+    """As :func:`load`; returns how many epochs are done, and the checkpoint.
+
+    Of an epoch that :func:`save_and_exit` has saved, ``batches`` has only the rest.
+    """
+
+    def steps_done(found: "xla_fsdp.LoadedCheckpoint") -> int:
+        return found.step * len(batches) + _steps_begun(found.extra, batches)
+
+    found = load(options, folder, state, network, options.num_epochs, steps_done)
+    if found is None:
+        return 0, ""
+    done, begun = found.step, _steps_begun(found.extra, batches)
+    if begun == len(batches):
+        done += 1
+    elif begun:
+        batches.sampler.begun = (done, begun * batches.batch_size)
+    return done, found.path
 
 
 def load(
@@ -66,14 +85,14 @@ def load(
     folder: str,
     state: tuple[Any, Any, Any],
     network: dict[str, Any],
-    steps: int,
     last: int,
+    steps_done: Callable[["xla_fsdp.LoadedCheckpoint"], int] = lambda found: found.step,
 ) -> "xla_fsdp.LoadedCheckpoint | None":
     """Loads what the flags ask for into ``state``: model, optimizer and scheduler.
 
     ``network`` must be what was saved as ``extra={"network": ...}``: some differ in no shape, as in
-    their heads. From here on, rate and schedule are as the flags say now, with so many
-    ``steps`` an epoch. It must not be beyond the ``last``.
+    their heads. From here on, rate and schedule are as the flags say now, after as many
+    steps as ``steps_done`` says. It must not be beyond the ``last``.
     """
     step = options.resume_epoch
     if options.plan or not (options.resume or step):
@@ -96,8 +115,45 @@ def load(
     if found.step > last:
         done = f"{found.path} is at {found.step} already"
         raise Stop(f"{done}: nothing to train up to {last}", code=2)
-    schedules.go_on(*state[1:], given, found.step * steps)
+    schedules.go_on(*state[1:], given, steps_done(found))
     return found
+
+
+def preemption(options: SimpleNamespace) -> xla_fsdp.Preemption:
+    """Tells the ranks when their machine is taken away, while a ``with`` holds it."""
+    return xla_fsdp.Preemption(options.preemption_grace)
+
+
+def save_and_exit(
+    preempted: xla_fsdp.Preemption,
+    options: SimpleNamespace,
+    folder: str,
+    state: tuple[Any, Any, Any],
+    network: dict[str, Any],
+    meters: Meters,
+) -> NoReturn:
+    """Saves a run that has to end within an epoch, and ends the rank, with exit code 75.
+
+    The checkpoint takes the place of that of the epoch before, and says how far the epoch is.
+    """
+    import torch_xla
+
+    torch_xla.sync()  # the step as it always is: with more in it, it would be compiled anew
+    evaluation.average_batch_statistics(state[0])
+    extra = {"network": network, "images": meters.images_done}
+    how = {"step": meters.epoch - 1, "extra": extra, "keep_last": options.keep_ckpts}
+    xla_fsdp.save_checkpoint(folder, *state, **how)
+    preempted.exit()
+
+
+def _steps_begun(extra: Any, batches: DataLoader) -> int:
+    """Steps that were made of the epoch after the one that was saved. On other ranks or with other
+    batches some images of the last one may come again."""
+    images = extra.get("images", 0) if isinstance(extra, dict) else 0
+    if not images:
+        return 0
+    step = batches.batch_size * batches.sampler.num_replicas
+    return min(images // step, len(batches))
 
 
 def _another(folder: str) -> str:

@@ -13,10 +13,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from .script import Stop, in_a_line
+import xla_fsdp
+
+from .script import Stop, in_a_line, require
 
 flags.DEFINE_string("logdir", None, "write TensorBoard curves there")
+PROFILE = "a:b: record steps a up to b, from 0 on, for TensorBoard's profile page, in --logdir"
+flags.DEFINE_string("profile_steps", None, f"{PROFILE} or runs/profile; compiles anew")
 flags.DEFINE_integer("log_steps", 5, "steps between updates of the progress bar", lower_bound=1)
+
+
+def _are_steps(text: str) -> bool:
+    first, _, last = text.partition(":")
+    return first.isdecimal() and last.isdecimal() and int(first) < int(last)
+
+
+require("profile_steps", _are_steps, "must be a:b with a < b, such as 10:13")
 
 
 class Meters:
@@ -32,10 +44,12 @@ class Meters:
         self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
         self.log_steps = options.log_steps
         self.steps, self.images = len(batches), len(held_out.dataset)
+        self._batches = batches
         share = min(len(batches.sampler), self.steps * batches.batch_size)  # a rank and epoch
         self.samples_per_step = share * self.world_size / self.steps
         self.loss = self.correct = self._bar = None
         self.seconds = self.samples_per_second = 0.0
+        self._profile = open_profile(options)
         show = self.rank == 0 and not options.plan
         self._console = Console(stderr=True, quiet=not show)
         self._writer = open_curves(options, show)
@@ -43,11 +57,13 @@ class Meters:
     def start_epoch(self, number: int) -> None:
         import torch_xla
 
-        self.epoch, self._step, self._start = number, 0, time.perf_counter()
+        self.epoch, self._start = number, time.perf_counter()
+        # Steps of this epoch that an earlier run has made.
+        self._before = self._step = self._batches.sampler.had // self._batches.batch_size
         self._total = torch.zeros((), device=torch_xla.device())
         if self._console.is_terminal and not self._console.quiet:
             status = "compiling" if self.loss is None else ""
-            self._bar = start_bar(self._console, f"epoch {number}", self.steps, status)
+            self._bar = start_bar(self._console, f"epoch {number}", self.steps, status, self._step)
 
     def step(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
         """A step was traced, at the rate that the optimizer still has."""
@@ -59,9 +75,17 @@ class Meters:
             rate = optimizer.param_groups[0]["lr"]
             # Called once the step has run: loss.item() here would cut the step in two.
             xm.add_step_closure(self._show, (self._step, loss.detach(), rate))
+        if self._profile is not None:
+            self._profile.step()
+
+    @property
+    def images_done(self) -> int:
+        """Of this epoch, by all ranks, up to the step that was traced last."""
+        return self._step * self._batches.batch_size * self.world_size
 
     def _show(self, step: int, loss: torch.Tensor, rate: float) -> None:
-        speed = step * self.samples_per_step / (time.perf_counter() - self._start)
+        made = (step - self._before) * self.samples_per_step
+        speed = made / (time.perf_counter() - self._start)
         used, memory = memory_in_use()
         if self._bar is not None:
             status = f"loss {loss.item():.4f}, {speed:,.0f} samples/s, {memory}"
@@ -75,10 +99,11 @@ class Meters:
         import torch_xla.core.xla_model as xm
 
         total = xm.mesh_reduce("loss", self._total.item(), sum)
-        self.loss = total / self._step / self.world_size
+        made = self._step - self._before
+        self.loss = total / made / self.world_size
         seconds = time.perf_counter() - self._start
         self.seconds += seconds
-        self.samples_per_second = self.steps * self.samples_per_step / seconds
+        self.samples_per_second = made * self.samples_per_step / seconds
         self._close_bar()
         if not math.isfinite(self.loss):
             raise Stop(f"the loss is {self.loss} in epoch {self.epoch}: choose a lower --lr")
@@ -113,20 +138,24 @@ class Meters:
             self._bar = None
 
     def __enter__(self) -> "Meters":
+        if self._profile is not None:
+            self._profile.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._profile is not None:
+            self._profile.__exit__(*error)
         self._close_bar()
         if self._writer is not None:
             self._writer.close()
 
 
-def start_bar(console: Console, text: str, total: int, status: str) -> Progress:
+def start_bar(console: Console, text: str, total: int, status: str, done: int = 0) -> Progress:
     """A bar with one task, which is gone when it stops."""
     texts = [TextColumn("{task.description}"), TextColumn("{task.fields[status]}")]
     columns = (texts[0], BarColumn(), MofNCompleteColumn(), texts[1])
     bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
-    bar.add_task(text, total=total, status=status)
+    bar.add_task(text, total=total, completed=done, status=status)
     bar.start()
     return bar
 
@@ -142,6 +171,14 @@ def open_curves(options: SimpleNamespace, show: bool) -> Any:
     except (OSError, ValueError, ImportError) as error:
         wrong = f"{in_a_line(error)}; name another folder"
         raise Stop(f"--logdir={options.logdir}: {wrong}", code=2) from error
+
+
+def open_profile(options: SimpleNamespace) -> "xla_fsdp.profile | None":
+    """What records ``--profile_steps``, if that is given; within a ``with``, told of each step."""
+    if not options.profile_steps or options.plan:
+        return None
+    first, _, last = options.profile_steps.partition(":")
+    return xla_fsdp.profile(options.logdir or "runs/profile", (int(first), int(last)))
 
 
 def memory_in_use() -> tuple[int, str]:

@@ -33,7 +33,7 @@ class Host:
         command: Sequence[str],
         environment: Mapping[str, str],
         cwd: str | None = None,
-        grace: float = 10.0,
+        grace: float = 30.0,  # ranks save first
     ) -> None:
         """Starts ``command`` with ``environment`` on top of the actor's own."""
         self._grace = grace

@@ -11,9 +11,10 @@ host the resources "TPU" (its chips) and the name of its slice, and the first ho
 "TPU-<slice>-head" (ray._private.accelerators.tpu, and "TPU" under "Accelerator Support" in Ray's
 documentation). Output comes back with the number of its host before each line.
 
-A host that fails, or is lost, ends all others; then ``--max_restarts`` starts all of them again, on
-whatever slice there is, and COMMAND must go on from its checkpoint. Exit code: 0, or COMMAND's on
-the first host that failed, 1 for a lost host, 2 for wrong usage, which is never started again.
+A host that fails, is lost, or ends with 75 because its machine is taken away, ends all others; then
+``--max_restarts`` starts all of them again, on whatever slice there is, 10, 20, 40 ... at most 300
+seconds later, and COMMAND must go on from its checkpoint. Exit code: 0, or COMMAND's on the first
+host that failed, 1 for a lost host, 2 for wrong usage, which is never started again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import shlex
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -110,8 +112,9 @@ def unreachable(address: str) -> str:
     return ""
 
 
-def run(plan: Plan, address: str, max_restarts: int) -> int:
-    """Runs ``plan`` on the Ray cluster at ``address``."""
+def run(plan: Plan, address: str, max_restarts: int, back_off: float = 10.0) -> int:
+    """Runs ``plan`` on the Ray cluster at ``address``; ``back_off`` seconds before a restart, and
+    twice as long before each further one, up to 300."""
     try:
         import ray
     except ImportError:
@@ -127,7 +130,10 @@ def run(plan: Plan, address: str, max_restarts: int) -> int:
     try:
         for attempt in range(max_restarts + 1):
             if attempt:
-                print(f"ray_train.py: starting again, {attempt} of {max_restarts}", flush=True)
+                pause = min(back_off * 2 ** (attempt - 1), 300.0)
+                again = f"starting again in {pause:g} s, {attempt} of {max_restarts}"
+                print(f"ray_train.py: {again}", flush=True)
+                time.sleep(pause)
             with RayHosts(plan) as hosts:
                 code = watch(hosts, plan.hosts, lambda line: print(line, flush=True))
             if code in (0, 2):
@@ -151,12 +157,15 @@ def parse(arguments: list[str]) -> tuple[Plan, argparse.Namespace]:
     parser.add_argument("--cwd", help="folder to run in, the same on every host")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--max_restarts", type=int, default=0, help="after failures; default: 0")
+    parser.add_argument("--back_off", type=float, default=10.0, help="seconds before the first")
     parser.add_argument("--dry_run", action="store_true", help="print the plan, run nothing")
     options = parser.parse_args(own)
     if not command:
         parser.error("no command given; it goes after --")
     if options.max_restarts < 0:
         parser.error(f"--max_restarts must be at least 0, got {options.max_restarts}")
+    if not 0 <= options.back_off < float("inf"):
+        parser.error(f"--back_off must be a number of seconds, got {options.back_off}")
     if wrong := [text for text in options.env if not text.partition("=")[0] or "=" not in text]:
         parser.error(f"--env must be NAME=VALUE, got {wrong[0]!r}")
     environment = dict(text.split("=", 1) for text in options.env)
@@ -206,7 +215,7 @@ def main(arguments: list[str]) -> int:
     # Ended from outside, it ends the hosts, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return run(plan, options.address, options.max_restarts)
+        return run(plan, options.address, options.max_restarts, options.back_off)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

@@ -11,7 +11,9 @@ torchrun.sh --slice=SLICE --rdzv_endpoint=HOST[:PORT] [OPTIONS] -- SCRIPT [FLAGS
   --rdzv_endpoint=HOST:PORT where the hosts meet: the address of any one host, the same on all.
                             Default: the first of TPU_WORKER_HOSTNAMES, which GKE sets; port 29400
   --rdzv_id=ID              of the run; default xla_fsdp
-  --max_restarts=N          start all hosts again if one fails; default 0. SCRIPT must resume
+  --max_restarts=N          start all hosts again if one fails, or ends with 75 because its machine
+                            is taken away; default 0. SCRIPT must resume. 10, 20, 40 ... at most
+                            300 s are waited before (back_off.sh)
   --nnodes=N, --nproc=N     hosts, and processes on each, instead of --slice
   --plain                   one process a host, which starts the ranks itself, as without torchrun:
                             what v2 and v3 need (two ranks a chip), and --slice=v3-128 chooses
@@ -65,11 +67,12 @@ fi
 line=("$python" -m torch.distributed.run --nnodes="$nnodes" --nproc-per-node="$nproc"
   --rdzv-backend=c10d --rdzv-id="$rdzv_id" --rdzv-endpoint="$rdzv_endpoint"
   --max-restarts="$max_restarts")
+line+=(--no-python bash "$root/examples/pod/back_off.sh")
 if [[ -n $plain ]]; then
   # By this variable torch knows that torchrun started it; without, SCRIPT starts ranks itself.
-  line+=(--no-python env -u TORCHELASTIC_RUN_ID "$python")
+  line+=(env -u TORCHELASTIC_RUN_ID)
 fi
-line+=("${command[@]}")
+line+=("$python" "${command[@]}")
 export PJRT_DEVICE=${PJRT_DEVICE:-TPU}
 if [[ -n $dry_run ]]; then
   echo "PJRT_DEVICE=$PJRT_DEVICE ${line[*]@Q}"

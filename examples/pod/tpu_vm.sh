@@ -27,11 +27,14 @@ Options:
   --queued          create as a queued resource  --run=RUN          default: train
   --nfs=SERVER:/DIR mount on /mnt/xla_fsdp       --worker=N         for logs; default 0
   --poll=SECONDS    between looks; default 30    --dry_run          print the commands, run nothing
+  --max_restarts=N  wait starts COMMAND again after a failure, on all workers, at most N times, and
+                    10, 20, 40 ... at most 300 s later (back_off.sh); default 0. A slice that is
+                    gone is made again first, if --type says which
 
 COMMAND runs the same on all workers, for example
   .venv/bin/python examples/train_vit.py --data_dir=/mnt/xla_fsdp/imagenet --ckpt_dir=/mnt/xla_fsdp/vit --resume
-Exit code: for wait COMMAND's, on the first worker that failed, or 75 if the slice is gone or was
-preempted; 2 for wrong usage.
+Exit code: for wait COMMAND's, on the first worker that failed (75: its machine is taken away, and
+all is saved), or 75 if the slice is gone or was preempted; 2 for wrong usage.
 HELP
 }
 
@@ -40,11 +43,12 @@ fail() {
   exit 2
 }
 
-name='' zone='' project='' type='' runtime='' run=train nfs='' worker=0 poll=30
+name='' zone='' project='' type='' runtime='' run=train nfs='' worker=0 poll=30 max_restarts=0
 spot='' queued='' dry_run='' actions=() command=()
 while [[ $# -gt 0 ]]; do
   case $1 in
-    --name=* | --zone=* | --project=* | --type=* | --runtime=* | --run=* | --nfs=* | --worker=* | --poll=*)
+    --name=* | --zone=* | --project=* | --type=* | --runtime=* | --run=* | --nfs=* | --worker=* | --poll=* | \
+      --max_restarts=*)
       [[ -n ${1#*=} ]] || fail "${1%%=*} needs a value"
       printf -v "$(sed 's/^--//; s/=.*//; q' <<<"$1")" '%s' "${1#*=}"
       ;;
@@ -63,6 +67,7 @@ done
 [[ $run =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail "--run must be a plain name, got '$run'"
 [[ $worker =~ ^[0-9]+$ ]] || fail "--worker must be a number, got '$worker'"
 [[ $poll =~ ^[0-9]+$ ]] || fail "--poll must be a number of seconds, got '$poll'"
+[[ $max_restarts =~ ^[0-9]{1,6}$ ]] || fail "--max_restarts must be a number, got '$max_restarts'"
 [[ -z $nfs || $nfs == ?*:/* ]] || fail "--nfs must be SERVER:/DIR, got '$nfs'"
 if [[ -z $runtime ]]; then
   # TPU software versions for PyTorch and JAX, as Cloud TPU's pages and examples use them.
@@ -76,6 +81,8 @@ fi
 for action in "${actions[@]}"; do
   [[ $action != create || -n $type ]] || fail "create needs --type, such as --type=v3-128"
   [[ $action != start || ${#command[@]} -gt 0 ]] || fail "start needs a command after --"
+  [[ $action != wait || $max_restarts == 0 || ${#command[@]} -gt 0 ]] ||
+    fail "wait with --max_restarts needs the command after --"
 done
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -195,10 +202,29 @@ watch() { # stops all workers as soon as one has failed: the others hang in a co
   echo "run '$run': all workers are done"
 }
 
+watch_and_restart() { # code 2 is wrong usage, which would be the same again
+  local attempt=0 code seconds
+  while true; do
+    code=0
+    watch || code=$?
+    [[ -z $dry_run && $code -ne 0 && $code -ne 2 ]] && ((attempt < max_restarts)) || return "$code"
+    attempt=$((attempt + 1))
+    seconds=$(bash "$root/examples/pod/back_off.sh" --seconds "$attempt")
+    echo "tpu_vm.sh: run '$run' ended with $code; starting again in $seconds s, $attempt of $max_restarts" >&2
+    sleep "$seconds"
+    if ! ready; then
+      [[ -n $type ]] || return "$code" # nobody said what to make
+      delete || true
+      create && setup || return
+    fi
+    on_all start "$run" "${command[@]}" || return
+  done
+}
+
 for action in "${actions[@]}"; do
   case $action in
     start) on_all start "$run" "${command[@]}" ;;
-    wait) watch ;;
+    wait) watch_and_restart ;;
     status | stop) on_all "$action" "$run" ;;
     logs) on "$worker" "cd ~/xla_fsdp && bash examples/pod/worker.sh follow $run" ;;
     *) "$action" ;;

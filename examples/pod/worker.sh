@@ -5,7 +5,7 @@
 #   worker.sh status RUN             prints one line: "HOST running", "HOST exited CODE", "HOST absent"
 #   worker.sh log RUN [LINES]        prints the end of the output
 #   worker.sh follow RUN             prints the output as it comes, until the run ends
-#   worker.sh stop RUN               ends all processes of the run
+#   worker.sh stop RUN               ends all processes of the run, after 30 s by force
 #
 # Files: ~/xla_fsdp_runs/RUN/{log,pid,code}. Exit code 2: wrong usage.
 set -euo pipefail
@@ -66,7 +66,7 @@ stop() {
     local group
     group=$(<"$folder/pid")
     kill -TERM -- "-$group" 2>/dev/null || true
-    for _ in {1..100}; do
+    for _ in {1..300}; do # 30 s: ranks save first
       alive || break
       sleep 0.1
     done

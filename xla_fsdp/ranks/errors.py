@@ -31,6 +31,27 @@ class RankTimeoutError(RankError):
     """A rank kept others waiting for longer than ``timeout``; the message says where it is."""
 
 
+class Preempted(SystemExit):
+    """The machine is being taken away, and what was trained is saved: start the same command again.
+
+    Raised on every rank, and by ``launch``, so that the process ends with this exit code unless
+    somebody catches it.
+
+    Attributes:
+        reason: what was heard, for example ``"SIGTERM"``.
+    """
+
+    #: ``EX_TEMPFAIL`` of sysexits.h: "the user is invited to retry".
+    EXIT_CODE = 75
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(self.EXIT_CODE)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[Preempted], tuple[str]]:
+        return type(self), (self.reason,)
+
+
 class RankStopped(BaseException):
     """Unwinds a rank because another failed. Not an ``Exception``: user code must not eat it."""
 

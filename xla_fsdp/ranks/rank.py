@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 
 class Collective(NamedTuple):
@@ -40,12 +41,17 @@ class Collective(NamedTuple):
 
 
 class Board:
-    """Where the ranks of one launch leave something for each other, without waiting."""
+    """Where the ranks of one launch leave something for each other, without waiting.
+
+    Attributes:
+        store: for what is asked for again and again (ranks/channel.py).
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._lock = threading.Lock()
         self._posted: dict[tuple[str, int], dict[int, Any]] = {}
+        self.store = dist.HashStore()
 
     def post(self, key: tuple[str, int], rank: int, value: Any) -> list[Any] | None:
         """Leaves ``value`` of ``rank``; what all ranks left, by rank, to the last, and ``None``
@@ -84,6 +90,7 @@ class RankContext:
         self.as_on_tpu = False
         self._board = board or Board(size)
         self._posts = 0
+        self._numbers: dict[str, int] = {}
         self._issued = 0
         self._lock = threading.Lock()
 
@@ -133,6 +140,18 @@ class RankContext:
         """See :meth:`Board.post`; the n-th post of one rank is met by the n-th of each other."""
         self._posts += 1
         return self._board.post((tag, self._posts), self.rank, value)
+
+    @property
+    def store(self) -> dist.Store:
+        """See :class:`Board`."""
+        return self._board.store
+
+    def number_of(self, use: str) -> int:
+        """How often this rank has asked for ``use`` before: names something that all ranks make,
+        each in the same order."""
+        with self._lock:
+            self._numbers[use] = self._numbers.get(use, -1) + 1
+            return self._numbers[use]
 
     def __deepcopy__(self, memo: dict) -> RankContext:
         return self  # a copy of a model belongs to the same rank

@@ -4,6 +4,10 @@
 them has raised. The others wait as well, in a collective, for the one that has raised. So a rank
 that raises leaves a report and ends its process at once, and the process that launched them ends
 the others. Their pool would do so by itself, but does not always know of the last one it started.
+
+SIGTERM, which a scheduler sends to the launcher only or to all of them, goes on to every rank.
+Those that have a :class:`xla_fsdp.Preemption` save and end with :class:`Preempted`, and so does the
+launcher then.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,32 +26,52 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch_xla
 
-from .errors import RankError, portable
+from .channel import served
+from .errors import Preempted, RankError, RankTimeoutError, portable
+from .watchdog import watched
 
 _REPORT = "report"
+_PREEMPTED = "preempted"
+# Where a process that is a rank finds the folder of its launch.
+_FOLDER = "XLA_FSDP_RUN_FOLDER"
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
-def run(fn: Callable, args: Sequence[Any]) -> None:
+def run(fn: Callable, args: Sequence[Any], timeout: float = 600.0) -> None:
     """``torch_xla.launch(fn, args)``, which ends as soon as a rank of this host fails.
 
     Raises:
         RankError: a rank raised; ``__cause__`` is its exception, if that can be pickled. Or a
             process ended by itself, which says no more.
+        RankTimeoutError: a rank, of any host, kept others waiting for longer than ``timeout``.
+        Preempted: the ranks of this host ended with it.
     """
     # What is left there must not hide what went wrong.
     with tempfile.TemporaryDirectory(prefix="xla_fsdp-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         try:
-            with _ending_all(folder):
-                torch_xla.launch(_Reporting(folder, fn), tuple(args))
+            with served(), _ending_all(folder):
+                torch_xla.launch(_Reporting(folder, fn, timeout), tuple(args))
         except BrokenProcessPool as error:
+            if (folder / _PREEMPTED).exists():
+                raise Preempted((folder / _PREEMPTED).read_text()) from None
             failure, cause = _read(folder)
+            if isinstance(cause, RankTimeoutError):  # of no single rank
+                raise cause from None
             raise failure from (cause or error)
+        if (folder / _PREEMPTED).exists():
+            raise Preempted((folder / _PREEMPTED).read_text())
+
+
+def leave(reason: str) -> NoReturn:
+    """Ends this process as :class:`Preempted` would, at once: its ranks may hang."""
+    with contextlib.suppress(KeyError, OSError):  # nobody launched it; a full disk
+        Path(os.environ[_FOLDER], _PREEMPTED).write_text(reason)
+    os._exit(Preempted.EXIT_CODE)
 
 
 def require_importable(fn: Callable) -> None:
@@ -67,25 +92,34 @@ class _Reporting:
     While it runs there is a file ``<process id>.<rank>``.
     """
 
-    def __init__(self, folder: Path, fn: Callable) -> None:
-        self.folder, self.fn = folder, fn
+    def __init__(self, folder: Path, fn: Callable, timeout: float) -> None:
+        self.folder, self.fn, self.timeout = folder, fn, timeout
 
     def __call__(self, rank: int, *args: Any) -> None:
         running = self.folder / f"{os.getpid()}.{rank}"
+        os.environ[_FOLDER] = str(self.folder)
         try:
             running.touch()
-            self.fn(rank, *args)
+            with watched(self.timeout, lambda report: self._end_hanging(rank, report)):
+                self.fn(rank, *args)
+        except Preempted as end:  # of all ranks, each of which has saved
+            (self.folder / _PREEMPTED).write_text(end.reason)
         except BaseException as error:
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
                 _report_and_exit(self.folder, rank, error)
         running.unlink(missing_ok=True)
 
+    def _end_hanging(self, rank: int, report: str) -> None:
+        _report_and_exit(self.folder, rank, RankTimeoutError(report))
+
 
 @contextlib.contextmanager
 def _ending_all(folder: Path) -> Iterator[None]:
     """Within, a process that ends while it has a rank takes the others with it, and so does Ctrl-C,
-    which torch_xla would answer by waiting for them."""
+    which torch_xla would answer by waiting for them. SIGTERM is for the ranks; this process gets it
+    once more when they have ended, unless they were preempted in good order."""
     over = threading.Event()
+    told = threading.Event()
 
     def watch() -> None:
         while not over.wait(_SECONDS_BETWEEN_LOOKS):
@@ -97,10 +131,20 @@ def _ending_all(folder: Path) -> Iterator[None]:
         assert callable(before)  # or this is not asked
         before(number, frame)
 
+    def terminated(number: int, frame: FrameType | None) -> None:
+        told.set()
+        for child in multiprocessing.active_children():  # those that only start, too
+            child.terminate()
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
-    handled = callable(before) and threading.current_thread() is threading.main_thread()
+    handled = callable(before) and in_main_thread
     if handled:
         signal.signal(signal.SIGINT, interrupted)
+    before_term = signal.getsignal(signal.SIGTERM)
+    passed_on = in_main_thread and before_term not in (signal.SIG_IGN, None)
+    if passed_on:
+        signal.signal(signal.SIGTERM, terminated)
     watcher = threading.Thread(target=watch, name="xla_fsdp-ranks", daemon=True)
     watcher.start()
     try:
@@ -110,6 +154,11 @@ def _ending_all(folder: Path) -> Iterator[None]:
         watcher.join()
         if handled:
             signal.signal(signal.SIGINT, before)
+        if passed_on:
+            signal.signal(signal.SIGTERM, before_term)
+            if told.is_set() and not (folder / _PREEMPTED).exists():
+                shutil.rmtree(folder, ignore_errors=True)  # nothing else would, after a plain end
+                signal.raise_signal(signal.SIGTERM)
 
 
 def _running(folder: Path) -> set[int]:

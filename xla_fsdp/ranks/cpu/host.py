@@ -41,6 +41,7 @@ def run_ranks(
 
     Raises:
         RankError: a rank failed, or the ranks could not meet.
+        Preempted: all ranks ended with it.
         KeyboardInterrupt: as usual; the ranks are stopped first.
     """
     runtime.start(size)
@@ -65,6 +66,8 @@ def run_ranks(
         torch_xla._XLAC._xla_set_rng_seed(caller_seed, caller_device)
     if session.barrier.failure is not None:
         raise session.barrier.failure
+    if session.preempted is not None:
+        raise session.preempted
     return [thread.result for thread in threads]
 
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from ...tree import map_tensors, tensors_in
-from ..errors import RankError, RankStopped
+from ..errors import Preempted, RankError, RankStopped
 from ..rank import RankContext, _set_current_rank
 from .mode import RankMode
 from .session import Session
@@ -70,6 +70,10 @@ class RankThread(threading.Thread):
     def _call(self) -> Any:
         try:
             return self._fn(self._context.rank, *self._fn_args)
+        except Preempted as error:
+            # An end that all ranks come to, like a return; launch hands it on when they have.
+            self._session.preempted = error
+            return None
         except SystemExit as error:
             if error.code in (None, 0):
                 return None

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch_xla
 
+from ..errors import Preempted
 from ..rank import Board, Collective, RankContext, _set_current_rank, current_rank
 from . import call_site
 from .barrier import Arrival, Barrier
@@ -40,6 +41,7 @@ class Session:
         generators: their random states.
         thread_idents: the ranks' threads, once they run.
         dispatching: which ranks must not be interrupted, because others depend on their program.
+        preempted: what the ranks' functions ended with, if the machine is being taken away.
     """
 
     def __init__(self, size: int, timeout: float) -> None:
@@ -52,6 +54,7 @@ class Session:
         self.generators = RankGenerators(self.contexts)
         self.thread_idents: list[int | None] = [None] * size
         self.dispatching = [False] * size
+        self.preempted: Preempted | None = None
         # torch_xla's own functions, kept here because the module's names are replaced meanwhile.
         self._step_marker = _XLAC._xla_step_marker
         self._sync_multi = _XLAC._xla_sync_multi

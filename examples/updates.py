@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import torch
 from absl import flags
+from common import checkpoints  # noqa: F401  # whose flag gets another name
+from common.meters import memory_in_use, open_curves, open_profile, perplexity, start_bar
+from common.script import DEFINE_number, Stop, require
 from rich.console import Console
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-
-from . import checkpoints  # noqa: F401  # whose flag gets another name
-from .meters import memory_in_use, open_curves, perplexity, start_bar
-from .script import DEFINE_number, Stop, require
 
 flags.DEFINE_integer("batch_size", 8, "sequences a rank and micro-batch", lower_bound=1)
 flags.DEFINE_integer("update_freq", 1, "micro-batches of an update", lower_bound=1)
@@ -74,6 +73,7 @@ class Updates:
         if show and terminal and not self._json:
             self._bar = start_bar(self._console, "update", self.last, "compiling")
         self._writer = open_curves(options, show)
+        self._profile = open_profile(options)
         self._start = self._then = time.perf_counter()
         self._done: int | None = None
 
@@ -94,6 +94,8 @@ class Updates:
             scale = scaler.get_scale() if scaler and scaler.is_enabled() else None
             # Called once the step has run: to look at the loss here would cut the step in two.
             xm.add_step_closure(self._show, (number, self._now, rate, scale))
+        if self._profile is not None:
+            self._profile.step()
 
     def _show(self, number: int, now: torch.Tensor, rate: float, scale: float | None) -> None:
         time_now = time.perf_counter()
@@ -134,9 +136,13 @@ class Updates:
                     self._writer.add_scalar(f"{kind}/{name.removeprefix('valid_')}", value, number)
 
     def __enter__(self) -> "Updates":
+        if self._profile is not None:
+            self._profile.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._profile is not None:
+            self._profile.__exit__(*error)
         if self._bar is not None:
             self._bar.stop()
         if self._writer is not None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from absl import flags
+from common.script import Stop
 from torch import nn
 
 import xla_fsdp
-
-from .script import Stop
 
 POLICIES, DTYPES = ["none", "size_based", "type_based"], ["float32", "float16", "bfloat16"]
 flags.DEFINE_bool("use_nested_fsdp", None, "wrap layer by layer; default: without a policy")

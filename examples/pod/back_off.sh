@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Waits before a command that is started again, so that what fails at once does not do so at full
+# speed: 10, 20, 40 ... at most 300 seconds before the first, second, third ... restart.
+#
+#   back_off.sh COMMAND...         how often it was started again is in $RESTART_ATTEMPT, or in
+#                                  $TORCHELASTIC_RESTART_COUNT, which torchrun sets; neither: 0
+#   back_off.sh --seconds ATTEMPT  prints how long that is, and waits for nothing
+#
+# BACK_OFF is the first wait, default 10. Exit code: COMMAND's; 2 for wrong usage.
+set -euo pipefail
+
+seconds() {
+  local first=${BACK_OFF:-10} attempt=$1
+  if ! [[ $first =~ ^[0-9]{1,4}$ && $attempt =~ ^[0-9]{1,9}$ ]]; then
+    echo "back_off.sh: BACK_OFF and the attempt must be numbers, got '$first' and '$attempt'" >&2
+    return 2
+  fi
+  ((attempt > 0)) || {
+    echo 0
+    return
+  }
+  ((attempt < 10)) || attempt=10
+  local wait=$((10#$first << (10#$attempt - 1)))
+  echo $((wait < 300 ? wait : 300))
+}
+
+if [[ ${1:-} == --seconds && $# -eq 2 ]]; then
+  seconds "$2"
+  exit
+fi
+[[ $# -ge 1 && $1 != --* ]] || {
+  echo "back_off.sh: usage: back_off.sh COMMAND..." >&2
+  exit 2
+}
+sleep "$(seconds "${RESTART_ATTEMPT:-${TORCHELASTIC_RESTART_COUNT:-0}}")"
+exec "$@"

@@ -1,0 +1,126 @@
+"""detect_divergence: who made the first value that is not finite, and which rank differs."""
+
+import pytest
+import torch
+from torch import nn
+
+import xla_fsdp
+
+
+class Planted(nn.Module):
+    """A linear layer that makes a NaN of its output, or of the gradient of its input."""
+
+    def __init__(self, where, rank, at):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.where, self.rank, self.at, self.calls = where, rank, at, 0
+
+    def forward(self, x):
+        import torch_xla.runtime as xr
+
+        self.calls += 1
+        bad = float("nan") if (xr.global_ordinal(), self.calls) == (self.rank, self.at) else 1.0
+        # Data, not a number in the program, which all ranks share.
+        bad = torch.full((), bad, device="cpu").to(x.device)
+        y = self.linear(x)
+        return y * bad if self.where == "forward" else Backward.apply(y, bad)
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, bad):
+        ctx.save_for_backward(bad)
+        return y * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+class Model(nn.Module):
+    def __init__(self, where, rank, at, checkpointed):
+        super().__init__()
+        wrap = xla_fsdp.XlaFullyShardedDataParallel
+        first, second, third = nn.Linear(8, 8), Planted(where, rank, at), nn.Linear(8, 8)
+        if checkpointed:
+            second = xla_fsdp.checkpoint_module(second)
+        self.first, self.blocks = wrap(first), nn.ModuleList([wrap(second), wrap(third)])
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def train(rank, where, planted_on, at, every=1, checkpointed=False, tell=None, steps=4):
+    import torch_xla
+
+    torch.manual_seed(0)
+    model = xla_fsdp.XlaFullyShardedDataParallel(Model(where, planted_on, at, checkpointed))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    try:
+        with xla_fsdp.detect_divergence(model, every=every) as divergence:
+            for step in range(1, steps + 1):
+                x = torch.ones(2, 8).to("xla") * (rank + 1)
+                loss = model(x).square().mean()
+                loss.backward()
+                norm = model.clip_grad_norm_(1.0)
+                optimizer.step()
+                if tell == step and rank == 1:
+                    norm = norm * 1.25
+                divergence.step(loss, grad_norm=norm)
+                optimizer.zero_grad()
+                torch_xla.sync()
+                losses.append(loss.item())
+    except xla_fsdp.DivergenceError as error:
+        return str(error), error.step, error.ranks, error.module
+    return losses
+
+
+def test_a_nan_of_one_ranks_forward(run_ranks):
+    found = run_ranks(train, 2, "forward", 1, 2)
+    (message, *rest), other = found
+    assert (message, *rest) == other  # every rank knows
+    assert rest == [2, [1], "blocks.0"]
+    assert message == (
+        "step 2: the output of blocks.0 is not finite on rank 1; 1 more had it later, from a "
+        "reduction or of their own"
+    )
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_nan_of_one_ranks_backward(run_ranks, checkpointed):
+    (message, *rest), other = run_ranks(train, 2, "backward", 1, 1, checkpointed=checkpointed)
+    assert (message, *rest) == other
+    assert rest == [1, [1], "blocks.0.linear"]
+    assert "step 1: the gradient" in message and "is not finite on rank 1" in message
+
+
+def test_a_rank_that_differs(run_ranks):
+    found = run_ranks(train, 3, "none", -1, 0, tell=3)
+    for message, *rest in found:
+        assert rest == [3, [1], None]
+        assert message.startswith("step 3: grad_norm must be the same on all ranks, and is ")
+        assert "but on rank 1: " in message
+
+
+def test_steps_between_are_not_looked_at_and_nothing_changes(run_ranks):
+    # Between two looks: the NaN is in the weights when it is looked at.
+    (message, step, *_), _ = run_ranks(train, 2, "forward", 1, 2, every=3)
+    assert step == 3 and "step 3: " in message
+    plain = run_ranks(train, 2, "none", -1, 0, every=10)
+    looked = run_ranks(train, 2, "none", -1, 0, every=1)
+    assert looked == plain and len(plain[0]) == 4
+
+
+def test_wrong_use_is_told():
+    model = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match="model must be a module, got int"):
+        xla_fsdp.detect_divergence(3)
+    for every in (0, True, 1.5):
+        with pytest.raises(ValueError, match="every must be an int of at least 1"):
+            xla_fsdp.detect_divergence(model, every)
+    with pytest.raises(ValueError, match="rtol must be at least 0"):
+        xla_fsdp.detect_divergence(model, rtol=1.0)

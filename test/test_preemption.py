@@ -1,0 +1,300 @@
+"""A machine that is taken away: all ranks save at one step, end with code 75, and go on from it."""
+
+import os
+import random
+import signal
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from processes import ended
+from safetensors.torch import load_file
+
+from xla_fsdp.ranks.channel import Channel
+from xla_fsdp.supervision.agreement import Agreement
+from xla_fsdp.supervision.metadata_server import notices
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+# The example as it is, in a process that gets SIGTERM in the middle of a step of one rank.
+MNIST = f"""
+import os, signal, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import train_mnist
+from common import meters, script
+
+last, trace = int(sys.argv.pop(1)), meters.Meters.step
+
+def step(self, *loss):
+    trace(self, *loss)
+    if (self.epoch, self._step, self.rank) == (1, last, 1):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+meters.Meters.step = step
+script.run(train_mnist.main)
+"""
+
+
+def test_a_run_that_is_taken_away_goes_on_where_it_was(run_script, tmp_path):
+    flags = ["--num_devices=2", "--num_epochs=1", "--max_steps=6", "--fake_data"]
+    flags += ["--no_ckpt_consolidation"]
+
+    def run(last, *more):
+        env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        return run_script(MNIST, last, *flags, *more, cwd=tmp_path, env=env)
+
+    whole = run(0, "--ckpt_prefix=whole")
+    assert whole.returncode == 0, whole.stderr
+    taken = run(3, "--ckpt_prefix=taken")
+    assert taken.returncode == 75, taken.stderr
+    assert "Traceback" not in taken.stderr and "epoch 1" not in taken.stderr
+    assert "saved and ended after" in taken.stderr
+    again = run(0, "--ckpt_prefix=taken", "--resume")
+    assert again.returncode == 0, again.stderr
+    for file in sorted((tmp_path / "whole/step-00000001").glob("rank-*")):
+        expected, found = load_file(file), load_file(tmp_path / "taken/step-00000001" / file.name)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if name.startswith("rank/rng."):
+                continue  # moves on with every program, and there was one more
+            # Batch statistics were averaged once more, which is the same but for rounding.
+            rounding = 1e-6 if ".running_" in name else 0.0
+            assert (found[name].double() - value.double()).abs().max() <= rounding, name
+
+
+# Ranks in processes, as on TPU, but forked, which saves imports. Nothing but the agreement holds
+# them together.
+SPAWNED = """
+import functools, os, signal, sys, time
+from types import SimpleNamespace
+import torch_xla
+import torch_xla.runtime as xr
+from torch_xla._internal import pjrt
+import xla_fsdp
+from xla_fsdp.ranks import spawned
+
+def train(_, how, folder):
+    rank = int(os.environ["PJRT_LOCAL_PROCESS_RANK"])
+    xr.world_size, xr.global_ordinal = lambda: 2, lambda: rank  # a CPU process is a world of 1
+    steps = 0
+    with xla_fsdp.Preemption(3.0 if how == "stuck" else 60.0) as preempted:
+        while True:
+            steps += 1
+            time.sleep(0.004 if rank else 0.005)
+            if steps == 10:
+                open(os.path.join(folder, str(rank)), "w").close()
+                while len(os.listdir(folder)) < 2:
+                    time.sleep(0.01)
+            if steps == 20 and rank:
+                os.kill(os.getpid() if how == "one rank" else os.getppid(), signal.SIGTERM)
+            if preempted():
+                assert preempted(), "still true when it is asked once more"
+                print(f"rank {rank} saves {steps}", flush=True)
+                if how == "stuck" and rank:
+                    time.sleep(3600)
+                preempted.exit()
+
+torch_xla.launch = functools.partial(torch_xla.launch, start_method="fork")
+pjrt.plugins.using_dynamic_plugins = lambda: True
+pjrt.plugins.default = lambda: SimpleNamespace(physical_chip_count=lambda: 2)
+pjrt._merge_replica_results = dict  # both are rank 0 of their world
+spawned.run(train, sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("whom", ["launcher", "one rank"])
+def test_processes_save_the_same_step(run_script, tmp_path, whom):
+    (tmp_path / "there").mkdir()
+    done = run_script(SPAWNED, whom, tmp_path / "there", env={"PJRT_DEVICE": "CPU"}, timeout=120)
+    assert done.returncode == 75, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert [line.rpartition(" ")[0] for line in lines] == ["rank 0 saves", "rank 1 saves"]
+    assert len({line.split()[-1] for line in lines}) == 1
+    assert "Traceback" not in done.stderr and "SIGTERM on rank " in done.stderr
+
+
+def test_a_rank_that_does_not_end_in_time_is_ended_and_told_of(run_script, tmp_path):
+    (tmp_path / "there").mkdir()
+    done = run_script(SPAWNED, "stuck", tmp_path / "there", env={"PJRT_DEVICE": "CPU"}, timeout=120)
+    assert done.returncode == 75 and "rank 0 saves" in done.stdout, done.stderr
+    assert "rank 1 has not ended within 3 s and is ended" in done.stderr
+    assert "in train\n" in done.stderr  # where it slept
+
+
+CARELESS = """
+import multiprocessing, os, signal, sys, threading, time
+from pathlib import Path
+from xla_fsdp.ranks import spawned
+
+def rank(folder):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a process that is spawned
+    Path(folder, f"{os.getpid()}.0").touch()
+    time.sleep(3600)
+
+child = multiprocessing.get_context("fork").Process(target=rank, args=(sys.argv[1],))
+child.start()
+with spawned._ending_all(Path(sys.argv[1])):
+    while not os.listdir(sys.argv[1]):
+        time.sleep(0.01)
+    print(child.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    child.join()
+print("went on")
+"""
+
+
+def test_without_preemption_a_signal_ends_all(run_script, tmp_path):
+    (tmp_path / "there").mkdir()
+    done = run_script(CARELESS, tmp_path / "there", timeout=120)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert ended(done.stdout)  # and nothing was printed after the number
+
+
+def test_ranks_agree_however_they_run(tmp_path):
+    draw = random.Random(0)
+    for size in (1, 2, 5):
+        store, stops, barrier = dist.HashStore(), {}, threading.Barrier(size)
+        agreements = [Agreement(Channel(rank, size, store, False), id) for rank in range(size)]
+        speaker = draw.randrange(size)
+
+        # Ranks are never more than a step apart, as collectives keep them.
+        def run(rank, agreements=agreements, barrier=barrier, stops=stops, speaker=speaker):
+            for step in range(1, 10_000):
+                barrier.wait(30)
+                time.sleep(0.001 * (rank + 1))
+                if step == 20 and rank == speaker:
+                    agreements[rank].say("it goes")
+                if agreements[rank].reached():
+                    stops[rank] = step
+                    return
+            raise AssertionError("never reached")
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        for agreement in agreements:
+            agreement.close()
+        assert len(stops) == size and len(set(stops.values())) == 1, stops
+        assert all(one.word == f"it goes on rank {speaker}" for one in agreements)
+
+
+def test_a_rank_that_leaves_alone_is_a_mismatch(run_ranks):
+    from xla_fsdp.ranks.errors import CollectiveMismatchError, Preempted
+
+    def alone(rank):
+        import torch_xla.core.xla_model as xm
+
+        if rank:
+            raise Preempted("nothing")
+        xm.rendezvous("all")
+
+    with pytest.raises(CollectiveMismatchError, match="its function returned"):
+        run_ranks(alone, 2)
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """A metadata server. ``said``: key to value, or to a function of the handler."""
+
+    def do_GET(self):
+        self.server.asked.append((self.path, self.headers["Metadata-Flavor"]))
+        said = self.server.said.get(self.path.rpartition("/")[2])
+        if callable(said):
+            return said(self)
+        self.answer(404 if said is None else 200, (said or "").encode())
+
+    def answer(self, status, body, **headers):
+        self.send_response(status)
+        for name, value in {"Metadata-Flavor": "Google", **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def metadata():
+    server = HTTPServer(("127.0.0.1", 0), Metadata)
+    server.said, server.asked = {"maintenance-event": "NONE", "preempted": "FALSE"}, []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    server.host = f"127.0.0.1:{server.server_port}"
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_maintenance_event_is_a_notice(metadata, monkeypatch):
+    import xla_fsdp
+    from xla_fsdp.supervision import notices as watched
+
+    monkeypatch.setattr(watched, "_SECONDS_BETWEEN_QUESTIONS", 0.05)
+    monkeypatch.setenv("GCE_METADATA_HOST", metadata.host)
+    with xla_fsdp.Preemption() as preempted:
+        while len(metadata.asked) < 4:
+            assert not preempted()
+            time.sleep(0.01)
+        metadata.said["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
+        until = time.monotonic() + 60
+        while not preempted():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        word = "maintenance-event TERMINATE_ON_HOST_MAINTENANCE on rank 0"
+        assert preempted.reason == word
+        with pytest.raises(SystemExit) as end:
+            preempted.exit()
+    assert end.value.code == 75 and end.value.reason == word
+    keys = ("maintenance-event", "preempted")
+    assert set(metadata.asked) == {(f"/computeMetadata/v1/instance/{k}", "Google") for k in keys}
+
+
+def test_what_a_metadata_server_may_say(metadata):
+    assert notices(metadata.host) == {}
+    metadata.said = {"preempted": "TRUE\n"}
+    assert notices(metadata.host) == {"preempted": "TRUE"}
+    metadata.said = {"maintenance-event": "SOON", "preempted": "true" + "x" * 100_000}
+    assert notices(metadata.host) == {}
+    elsewhere = {"Location": "http://127.0.0.1:1/"}
+    for answer in (
+        lambda handler: handler.answer(302, b"TRUE", **elsewhere),
+        lambda handler: handler.answer(503, b"TRUE"),
+        lambda handler: handler.answer(200, b"TRUE", Metadata_Flavor="Other"),
+        lambda handler: handler.wfile.write(b"\0" * 70_000),
+        lambda handler: time.sleep(1.0),
+    ):
+        metadata.said = {"preempted": answer}
+        with pytest.raises(OSError):
+            notices(metadata.host, timeout=0.3)
+
+
+def test_wrong_use_is_told():
+    import xla_fsdp
+
+    for grace in (0, -1, True, "25"):
+        with pytest.raises(ValueError, match="grace must be a positive number of seconds, got"):
+            xla_fsdp.Preemption(grace)
+    with xla_fsdp.Preemption() as preempted, pytest.raises(RuntimeError, match="nothing was heard"):
+        preempted.exit()
+
+
+def test_a_handler_in_python_still_runs():
+    import xla_fsdp
+
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("python"))
+    try:
+        with xla_fsdp.Preemption() as preempted:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not preempted():
+                time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)  # nobody listens any more
+        assert heard == ["python"] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,47 @@
+"""The Trainer saves and ends when its machine is taken away: ``PreemptionCallback``.
+
+With Accelerate a loop is the user's own, and calls :class:`xla_fsdp.Preemption` itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl
+
+from ..supervision.preemption import Preemption
+
+
+class PreemptionCallback(TrainerCallback):
+    """``Trainer(..., callbacks=[PreemptionCallback()])``, one for each rank.
+
+    After the step at which all ranks have heard of it the Trainer saves a checkpoint, and
+    ``train()`` ends the process with exit code 75; ``train(resume_from_checkpoint=True)`` goes on
+    from there, within the epoch.
+
+    Args:
+        grace: see :class:`xla_fsdp.Preemption`, and what it raises.
+    """
+
+    def __init__(self, grace: float = 25.0) -> None:
+        self._grace = grace
+        self._preempted: Preemption | None = None
+        self._leaving = False
+
+    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        if self._preempted is not None:
+            self._preempted.close()
+        self._preempted, self._leaving = Preemption(self._grace), False
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        assert self._preempted is not None  # training has begun
+        if self._preempted():
+            self._leaving = control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        preempted, self._preempted = self._preempted, None
+        if preempted is None:
+            return
+        if self._leaving:
+            preempted.exit()
+        preempted.close()

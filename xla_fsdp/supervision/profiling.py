@@ -1,0 +1,195 @@
+"""``profile``: some steps of a run as a trace for XProf, with units, gathers and reductions named.
+
+Names are those of a plan (``planning/tracing/naming.py``): they go into the programs as they are
+traced, and change nothing else of them. So they have to be there when a step is first compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.profiler as xp
+import torch_xla.runtime as xr
+
+from ..planning.tracing.naming import Naming
+
+
+class profile:
+    """Records steps of a training loop for TensorBoard's profile page.
+
+    ::
+
+        with xla_fsdp.profile("runs/trace", steps=(10, 13)) as profiler:
+            for batch in loader:
+                ...
+                profiler.step()
+
+    Enter it before the first step is traced, on every rank: what is compiled from then on, up to
+    the end of the recorded steps, has names. An instruction of the forward of ``blocks.3.mlp`` is
+    called ``forward[blocks.3.mlp]``, a gather ``all_gather[...]`` with the parameters in it,
+    as in a plan. Programs are the same but for names, and are compiled once.
+
+    Recording itself begins and ends with a wait for the device; the steps between are as always.
+
+    Args:
+        folder: of TensorBoard; the trace lies in ``plugins/profile`` there.
+        steps: ``(a, b)``, as in a slice: from step a up to, and without, step b; the first is 0.
+        ranks: those that record, of their own device. CPU ranks are threads, and any one records
+            all.
+
+    Attributes:
+        file: the trace, once it is written; ``None`` before, and on ranks that do not record.
+
+    Raises:
+        ValueError, TypeError: a wrong argument.
+        RuntimeError: this process records already.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        steps: tuple[int, int],
+        ranks: tuple[int, ...] = (0,),
+    ) -> None:
+        first, last = _checked(steps)
+        if not os.fspath(folder):
+            raise ValueError("folder is empty; name one")
+        self.file: Path | None = None
+        self._folder, self._first, self._last = os.fspath(folder), first, last
+        self._ranks = ranks
+        self._step = 0
+        self._records = False
+        self._naming: Naming | None = None
+        self._event: Any = None
+
+    def __enter__(self) -> profile:
+        self._naming = _names.turn_on()
+        if self._first == 0:
+            self._begin()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # A run that ends before step b still leaves what there is.
+        self._end(settle=error is None)
+
+    def step(self) -> None:
+        """Call it at the end of every step, on every rank."""
+        self._step += 1
+        if self._naming is None:
+            return
+        self._naming.close()
+        if self._step == self._last:
+            self._end()
+        elif self._step == self._first:
+            self._begin()
+        elif self._records:
+            self._next_event()
+
+    def _begin(self) -> None:
+        _wait_for_device()
+        if xr.global_ordinal() in self._ranks:
+            xp.start_trace(self._folder)
+            self._records = True
+            self._next_event()
+
+    def _end(self, settle: bool = True) -> None:
+        if self._naming is None:
+            return
+        if settle:
+            self._naming.close()
+            _wait_for_device()
+        self._naming = None
+        _names.turn_off()
+        if self._records:
+            self._records = False
+            self._end_event()
+            before = _traces(self._folder)
+            xp.stop_trace()
+            written = sorted(_traces(self._folder) - before)
+            self.file = written[-1] if written else None
+            if settle:
+                self._require_names()
+
+    def _next_event(self) -> None:
+        self._end_event()
+        # "_r": the root of a step, for the profiler's times of steps.
+        self._event = torch_xla._XLAC.profiler.TraceMe("train", step_num=self._step, _r=1)
+        self._event.__enter__()
+
+    def _end_event(self) -> None:
+        if self._event is not None:
+            self._event.__exit__(None, None, None)
+            self._event = None
+
+    def _require_names(self) -> None:
+        if self.file is None or b"forward[" in self.file.read_bytes():
+            return
+        warnings.warn(
+            f"the trace {self.file} has no names of modules: the programs were compiled before "
+            "xla_fsdp.profile was entered, or came from a compilation cache. Enter it before the "
+            "first step, and start once without the cache (XLA_FSDP_COMPILATION_CACHE_FOLDER=none)",
+            stacklevel=4,
+        )
+
+
+class _Names:
+    """Names in this process, while any of its ranks wants them: hooks on modules are global."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._naming: Naming | None = None
+        self._active = contextlib.ExitStack()
+
+    def turn_on(self) -> Naming:
+        with self._lock:
+            if self._naming is None:
+                self._naming = Naming(lambda: None)
+                self._active.enter_context(self._naming.active())
+            self._users += 1
+            return self._naming
+
+    def turn_off(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._naming is not None:
+                self._active.close()
+                self._naming.forget()
+                self._naming = None
+
+
+_names = _Names()
+
+
+def _checked(steps: Any) -> tuple[int, int]:
+    try:
+        first, last = steps
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"steps must be two numbers, (a, b), got {steps!r}") from error
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in (first, last)):
+        raise TypeError(f"steps must be two whole numbers, (a, b), got {steps!r}")
+    if not 0 <= first < last:
+        raise ValueError(f"steps must be (a, b) with 0 <= a < b, got {steps!r}")
+    return first, last
+
+
+def _wait_for_device() -> None:
+    torch_xla.sync(wait=True)
+    xm.wait_device_ops()
+
+
+def _traces(folder: str) -> set[Path]:
+    return set(Path(folder).glob("plugins/profile/*/*.xplane.pb"))
