@@ -258,6 +258,10 @@ def test_only_the_job_is_served(started):
         out = memoryview(bytearray(8))
         hosts[0].peer.read_into(card, 0, out)
         assert bytes(out) != bytes(8)
+        assert hosts[0].peer.manifest(card.bare()) == card and card.manifest
+        with pytest.raises(UnreadableFileError, match="is not here"):
+            other = replace(card.record, digests=("0" * 16,))
+            hosts[0].peer.manifest(replace(card.bare(), record=other))
         with contextlib.closing(Peer(hosts[0].server.address, b"x" * 32, "me")) as stranger:
             with pytest.raises(UnreadableFileError, match="me .127.0.0.1"):
                 stranger.read_into(card, 0, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,18 +67,10 @@ def load_checkpoint(
         set_device_seed(seed)
         return None
 
-    def opened() -> ShardedCheckpoint:
-        # Rank 0 has seen it whole; what this rank's host lists may be older.
-        checkpoint = patiently(lambda: ShardedCheckpoint(found[0]))
-        if checkpoint.manifest.save_id != found[1]:
-            raise MixedSaveError(
-                f"{found[0]}: was another save when rank 0 looked; load again once nobody writes"
-            )
-        return checkpoint
-
     return load_opened(
-        meeting, opened, seed, model, optimizer, scheduler, strict=strict, restore_rng=restore_rng
-    )
+        meeting, partial(open_found, found), seed, model, optimizer, scheduler,
+        strict=strict, restore_rng=restore_rng,
+    )  # fmt: skip
 
 
 def load_opened(
@@ -107,6 +100,21 @@ def load_opened(
     meeting.together("load the checkpoint", prepared.apply)
     prepared.restore_rng(seed)  # last: every meeting moves XLA's on
     return prepared.result
+
+
+def open_found(found: list[Any]) -> ShardedCheckpoint:
+    """What rank 0 has found, with :func:`find`, opened on this rank.
+
+    Raises:
+        MixedSaveError: it is another save by now.
+    """
+    # Rank 0 has seen it whole; what this rank's host lists may be older.
+    checkpoint = patiently(lambda: ShardedCheckpoint(found[0]))
+    if checkpoint.manifest.save_id != found[1]:
+        raise MixedSaveError(
+            f"{found[0]}: was another save when rank 0 looked; load again once nobody writes"
+        )
+    return checkpoint
 
 
 def patiently(opened: Callable[[], ShardedCheckpoint]) -> ShardedCheckpoint:

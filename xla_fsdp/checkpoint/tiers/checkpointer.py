@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,7 @@ from ...consolidate.format.store import open_store
 from ..asynchronous import RunningSave
 from ..contents import Contents, device_seed, set_device_seed, take_contents
 from ..draft import Request, agreed, place
-from ..loading import LoadedCheckpoint, find, load_opened, patiently
+from ..loading import LoadedCheckpoint, find, load_opened, open_found
 from ..meeting import Meeting
 from ..saving import at_rest, meeting_request
 from .choosing import Choice, choose, listed
@@ -78,11 +79,15 @@ class TieredCheckpointer:
         for name, value, least in (("keep_fast", keep_fast, 1), ("drain_every", drain_every, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+        store, root = open_store(fast, "fast")
+        if not store.renames:
+            raise ValueError(f"fast must be a folder of this host, such as /dev/shm/run: {fast!r}")
+        self._tier = HostTier(store, root, os.fsdecode(path).rstrip("/"))
         self.path, self.keep_last = path, keep_last
         self._keep_fast, self._drain_every = keep_fast, drain_every
         with at_rest():
             self._meeting = Meeting()
-            self._tier = self._meeting.each("open the fast tier", lambda: _opened(fast, path))
+            self._meeting.together("open the fast tier", lambda: store.make_folder(root))
             self._hosts = _Hosts.meet(self._meeting, self._tier, host, address)
             if self._hosts.leads:
                 self._tier.clean()
@@ -140,11 +145,12 @@ class TieredCheckpointer:
     ) -> LoadedCheckpoint | None:
         """Loads the newest step that is whole in memory or in ``path``; of equal ones that in
         memory. Arguments and errors: :func:`load_checkpoint`. Later steps that are passed over,
-        since no host has all files of them, are warned of."""
+        since no host has all files of them, are warned of. ``path`` of the result is
+        a name: what is in memory lies in several places."""
         with at_rest():
             self._settle()
         meeting, seed = self._meeting, device_seed()
-        found = meeting.gather("list the fast tier", self._listed())
+        found = meeting.together("list the fast tier", self._listed)
         choice = choose([found[rank] for rank in self._hosts.leaders], step)
         durable = meeting.first("find the checkpoint", lambda: find(self.path, True, step))
         newest = max(choice.save.step if choice.save else -1, durable[2] if durable else -1)
@@ -160,14 +166,9 @@ class TieredCheckpointer:
             raise CheckpointNotFoundError(f"{os.fsdecode(self.path)}: has none, and {passed}")
         if choice.save is not None and choice.save.step == newest:
             whole = self._spread(choice, meeting)
-
-            def opened() -> ShardedCheckpoint:
-                return ShardedCheckpoint(whole.folder, whole)
+            opened = partial(ShardedCheckpoint, whole.folder, whole)
         else:
-
-            def opened() -> ShardedCheckpoint:
-                return patiently(lambda: ShardedCheckpoint(durable[0]))
-
+            opened = partial(open_found, durable)
         return load_opened(
             meeting, opened, seed, model, optimizer, scheduler,
             strict=strict, restore_rng=restore_rng,
@@ -185,10 +186,12 @@ class TieredCheckpointer:
 
     def close(self) -> None:
         """:meth:`wait`; then other hosts cannot read here any more."""
-        self.wait()
-        with at_rest():
-            self._meeting.gather("close the fast tier", None)
-        self._hosts.close()
+        try:
+            self.wait()
+            with at_rest():
+                self._meeting.gather("close the fast tier", None)
+        finally:
+            self._hosts.close()
 
     def __enter__(self) -> TieredCheckpointer:
         return self
@@ -206,12 +209,12 @@ class TieredCheckpointer:
             return
         self._meeting.together("write into the fast tier", writing.finish)
         if self._hosts.leads:
-            whole = sorted(save for save in self._tier.saves() if save <= writing.save)
+            whole = sorted(save for save in self._tier.present() if save <= writing.save)
             self._tier.discard(whole[: -self._keep_fast])
 
     def _forget(self, begun: Save) -> None:
         """Saves of later steps are of a way that training has left: they must not come back."""
-        self._tier.discard([save for save in self._tier.saves() if save.step > begun.step])
+        self._tier.discard([save for save in self._tier.present() if save.step > begun.step])
 
     def _drain(self, request: Request, held: Contents, durable: bool) -> Any:
         """A draft in ``path`` for what is to go there, if it is this one's turn."""
@@ -251,7 +254,7 @@ class TieredCheckpointer:
                 return []
             cards = self._tier.cards(choice.save)  # type: ignore[arg-type]
             own = [rank for rank, host in choice.holders.items() if host == self._hosts.number]
-            return [card.dump().decode() for card in cards if card.rank in own]
+            return [card.bare().dump().decode() for card in cards if card.rank in own]
 
         told = meeting.together("tell of the chosen save", held)
         cards = {
@@ -264,6 +267,14 @@ class TieredCheckpointer:
             host = choice.holders[rank]
             return None if host == self._hosts.number else self._hosts.peers[host]
 
+        def with_manifest() -> Card:
+            holder = peer_of(0)
+            if holder is not None:
+                return holder.manifest(cards[0])
+            return next(card for card in self._tier.cards(cards[0].save) if card.rank == 0)
+
+        # What all ranks tell each other is as long as the longest of it, for each of them.
+        cards[0] = meeting.each("read the manifest", with_manifest)
         return SpreadStore(self._tier, cards, manifest_of(cards), peer_of)
 
 
@@ -342,14 +353,6 @@ class _Writing:
                 partner.put(tier, card)
         except Exception as error:
             self._error = error
-
-
-def _opened(fast: str | os.PathLike, path: str | os.PathLike) -> HostTier:
-    store, root = open_store(fast, "fast")
-    if not store.renames:
-        raise ValueError(f"fast must be a folder of this host, such as /dev/shm/run, got {root!r}")
-    store.make_folder(root)
-    return HostTier(store, root, os.fsdecode(path).rstrip("/"))
 
 
 def _new_id() -> str:

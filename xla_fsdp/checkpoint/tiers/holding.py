@@ -17,7 +17,7 @@ import contextlib
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...consolidate.errors import CheckpointError, InvalidMetadataError
 from ...consolidate.format.digests import digest
@@ -69,6 +69,10 @@ class Card:
     @property
     def name(self) -> str:
         return file_name(self.rank, self.world_size)
+
+    def bare(self) -> Card:
+        """Without the manifest, which is long: enough to name a file by."""
+        return replace(self, manifest="")
 
     def dump(self) -> bytes:
         body = write_json(
@@ -148,6 +152,13 @@ class HostTier:
                 if save.folder == name:
                     yield save
 
+    def present(self) -> list[Save]:
+        """:meth:`saves`, none where the folder cannot be read: for what can be done later."""
+        try:
+            return list(self.saves())
+        except CheckpointError:
+            return []
+
     def cards(self, save: Save) -> list[Card]:
         """Of the files of ``save`` that are here, of this run; by rank. Damaged ones are passed
         over, and so are those whose files are not as long as they say."""
@@ -176,11 +187,11 @@ class HostTier:
 
     def clean(self) -> None:
         """Removes what processes that were killed left half written; nobody may be writing."""
-        for save in list(self.saves()):
+        for save in self.present():
             folder = self.folder(save)
-            for name in self.store.list(folder):
-                if _DRAFT.fullmatch(name):
-                    with contextlib.suppress(CheckpointError):
+            with contextlib.suppress(CheckpointError):
+                for name in self.store.list(folder):
+                    if _DRAFT.fullmatch(name):
                         self.store.remove(join(folder, name))
 
 

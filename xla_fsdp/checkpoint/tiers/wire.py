@@ -20,7 +20,12 @@ from collections.abc import Callable
 from io import BufferedIOBase
 from typing import Any
 
-from ...consolidate.errors import CheckpointError, OutputError, UnreadableFileError
+from ...consolidate.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    OutputError,
+    UnreadableFileError,
+)
 from ...consolidate.format.digests import ChunkDigests
 from ...consolidate.format.store import join
 from .holding import Card, HostTier
@@ -78,6 +83,9 @@ def _handler(tier: HostTier, key: bytes) -> type[socketserver.StreamRequestHandl
                     if request["do"] == "put":
                         _receive(tier, request, self.rfile)
                         _say(self.wfile, {"ok": True})
+                    elif request["do"] == "card":
+                        card = _own(tier, Card.load(request["card"].encode(), "a request"))
+                        _say(self.wfile, {"ok": True, "card": card.dump().decode()})
                     else:
                         _send(tier, request, self.wfile)
                 except (CheckpointError, KeyError, ValueError, TypeError) as error:
@@ -100,6 +108,14 @@ def _send(tier: HostTier, request: dict[str, Any], out: BufferedIOBase) -> None:
         part = piece[: min(_PIECE, begin + count - at)]
         tier.store.read_into(path, at, part)
         out.write(part)
+
+
+def _own(tier: HostTier, wanted: Card) -> Card:
+    """The card of this host for the file of ``wanted``, with its manifest."""
+    for card in tier.cards(wanted.save):
+        if card.bare() == wanted:
+            return card
+    raise CheckpointNotFoundError(f"{wanted.name} of {wanted.save.folder} is not here")
 
 
 def _receive(tier: HostTier, request: dict[str, Any], source: BufferedIOBase) -> None:
@@ -149,7 +165,12 @@ class Peer:
         Raises:
             UnreadableFileError: the host does not answer, or has no such file.
         """
-        request = {"do": "read", "card": _bare(card), "begin": begin, "count": len(out)}
+        request = {
+            "do": "read",
+            "card": card.bare().dump().decode(),
+            "begin": begin,
+            "count": len(out),
+        }
 
         def answer(source: BufferedIOBase, sink: BufferedIOBase) -> None:
             _say(sink, request)
@@ -162,6 +183,17 @@ class Peer:
                 done += count
 
         self._ask(answer, f"{card.name} of {card.save.folder} cannot be read", UnreadableFileError)
+
+    def manifest(self, card: Card) -> Card:
+        """``card``, which is bare, with the manifest that the host has of it."""
+        found: list[Card] = []
+
+        def answer(source: BufferedIOBase, sink: BufferedIOBase) -> None:
+            _say(sink, {"do": "card", "card": card.dump().decode()})
+            found.append(Card.load(_require(source)["card"].encode(), self.name))
+
+        self._ask(answer, f"the manifest of {card.save.folder} cannot be read", UnreadableFileError)
+        return found[0]
 
     def put(self, tier: HostTier, card: Card) -> None:
         """Copies a file of ``tier`` and its card there.
@@ -222,13 +254,6 @@ class Peer:
             self._files = None
 
 
-def _bare(card: Card) -> str:
-    """A card without its manifest, which is long, to name a file by."""
-    from dataclasses import replace
-
-    return replace(card, manifest="").dump().decode()
-
-
 def _answer(key: bytes, nonce: bytes) -> bytes:
     return hmac.new(key, nonce, hashlib.sha256).digest()
 
@@ -238,10 +263,12 @@ def _say(out: BufferedIOBase, value: dict[str, Any]) -> None:
     out.flush()
 
 
-def _require(source: BufferedIOBase) -> None:
+def _require(source: BufferedIOBase) -> dict[str, Any]:
+    """The answer, which is not an error."""
     line = source.readline(_LINE)
     if not line:
         raise ConnectionError("the connection ended")
-    answer = json.loads(line)
+    answer: dict[str, Any] = json.loads(line)
     if not answer.get("ok"):
         raise ValueError(str(answer.get("error"))[:500])
+    return answer
