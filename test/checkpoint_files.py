@@ -128,15 +128,21 @@ def save(root, step: int, value: float, world: int = 3, keep_last=None) -> str:
     """``save_checkpoint`` of a model in which every number is ``value``, without ranks."""
     made = begin(root, step, value, world, keep_last)
     try:
-        return made[0].commit([draft.write() for draft in made])
+        path = made[0].commit([draft.write() for draft in made])
     except Exception:
         made[0].abandon()
         raise
+    made[0].tidy()
+    return path
 
 
 def read_value(path) -> float:
     """The number that :func:`save` was given; an error if it is not the only one."""
-    checkpoint = ShardedCheckpoint(path)
+    return value_in(ShardedCheckpoint(path))
+
+
+def value_in(checkpoint: ShardedCheckpoint) -> float:
+    """The same of a checkpoint that is open."""
     checkpoint.verify()
     found = {values.decode(checkpoint.manifest.extra, "extra")["value"]}
     for name, tensor in checkpoint.manifest.parameters.items():

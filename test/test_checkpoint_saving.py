@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 from checkpoint_runs import Run
 
 import xla_fsdp
@@ -27,15 +28,21 @@ def _names(folder) -> list[str]:
     return sorted(os.listdir(folder))
 
 
+def _kept(folder) -> list[str]:
+    """Names, once rank 0 has removed what it does not keep, for which the others do not wait."""
+    xm.rendezvous("tidied")
+    return _names(folder)
+
+
 def _keep_and_repeat(rank, size, folder):
     run = Run("nested", rank, size)
     assert xla_fsdp.latest(folder) is None
     for step in (1, 2, 3):
         run.save(folder, step, keep_last=2)
-    assert _names(folder) == ["step-00000002", "step-00000003"]
+    assert _kept(folder) == ["step-00000002", "step-00000003"]
     again = run.save(folder, 3, extra="again")
     assert again == f"{folder}/step-00000003.2" == xla_fsdp.latest(folder)
-    assert _names(folder) == ["step-00000002", "step-00000003.2"]
+    assert _kept(folder) == ["step-00000002", "step-00000003.2"]
     assert run.load(folder).extra == "again"
     assert run.load(f"{folder}/step-00000002").step == 2
     assert run.load(folder, step=3).extra == "again" and run.load(folder, step=2).step == 2
@@ -46,7 +53,7 @@ def _keep_and_repeat(rank, size, folder):
             run.save(folder, 1, keep_last=1)
     else:
         run.save(folder, 1, keep_last=1)
-    assert _names(folder) == ["step-00000001", "step-00000002", "step-00000003.2"]
+    assert _kept(folder) == ["step-00000001", "step-00000002", "step-00000003.2"]
 
 
 def test_the_newest_are_kept_and_a_step_saved_again_replaces_itself(run_ranks, tmp_path):
@@ -66,6 +73,7 @@ def _in_memory(rank, size, url):
     assert other.train(1, 2) == expected
     import fsspec
 
+    xm.rendezvous("tidied")
     files = fsspec.filesystem("memory")
     assert [name.rpartition("/")[2] for name in files.ls(url, detail=False)] == ["step-00000002"]
 

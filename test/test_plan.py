@@ -44,15 +44,25 @@ def _step(name="ours", width=512, rows=64, blocks=2):
 
 
 def a_report(cache):
-    from xla_fsdp import Report, plan
+    from xla_fsdp import Calibration, CalibrationError, Report, plan
     from xla_fsdp.planning.compiling import compiler
 
     step = _step()
     report = plan(step, V3, cache=cache, progress=False, title="two blocks")
     with mock.patch.object(compiler, "_run", side_effect=AssertionError("compiled again")):
         again = plan(step, V3, cache=cache, progress=False, title="two blocks")
+        path = os.path.join(cache, "measured.json")
+        Calibration("v3", link_bandwidth=41e9, matrix_flops=0.97 * 123e12 / 2).save(path)
+        slower = plan(step, V3, cache=cache, progress=False, calibration=path)
     assert again.from_cache and not report.from_cache
     assert again.schedule == report.schedule and again.memory == report.memory
+    # Half the speed of products and of links: the same program, twice the compute.
+    assert slower.schedule == report.schedule and slower.fits
+    assert slower.timing.compute == pytest.approx(2 * report.timing.compute)
+    assert report.timing.collective < slower.timing.collective < 2 * report.timing.collective
+    assert any("41 GB/s a link (published: 82)" in note for note in slower.notes)
+    with pytest.raises(CalibrationError, match="measured.json is of v3; the plan is for v5e"):
+        plan(step, V5E, cache=cache, progress=False, calibration=path)
     assert report.fits and report.executables == 1 and report.ranks_traced == (0, 1, 7)
     assert report.devices == 8 and report.chip == "v3" and report.compile_seconds > 0
 

@@ -6,7 +6,8 @@ from torch import nn
 
 from xla_fsdp.planning.records import Collective, Op, Schedule
 from xla_fsdp.planning.timing import time_step
-from xla_fsdp.tpu.links import DCN_LATENCY, LAUNCH, Links, describe, odd_groups
+from xla_fsdp.tpu.chips import DCN_LATENCY, LAUNCH
+from xla_fsdp.tpu.links import Links, describe, odd_groups
 from xla_fsdp.tpu.topology import UnknownTopologyError, resolve
 
 PARAMETERS = 2 * 512 * 512

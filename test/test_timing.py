@@ -6,7 +6,8 @@ import pytest
 
 from xla_fsdp.planning.records import Collective, Op, Schedule
 from xla_fsdp.planning.timing import time_step
-from xla_fsdp.tpu.links import LAUNCH, Links, collective_seconds, describe, odd_groups
+from xla_fsdp.tpu.chips import LAUNCH
+from xla_fsdp.tpu.links import Links, collective_seconds, describe, odd_groups
 from xla_fsdp.tpu.topology import resolve
 
 US = 1e-6

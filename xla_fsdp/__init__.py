@@ -19,6 +19,7 @@ if _TYPE_CHECKING:
     from .checkpoint.full_state import full_state_dict, load_full_state_dict
     from .checkpoint.loading import LoadedCheckpoint, load_checkpoint
     from .checkpoint.saving import save_checkpoint
+    from .checkpoint.tiers.checkpointer import TieredCheckpointer
     from .checkpoint.weights import load_weights
     from .collectives.order import BackwardPrefetch
     from .compiled.cache import CompilationCounts, compilation_counts, enable_compilation_cache
@@ -50,7 +51,10 @@ if _TYPE_CHECKING:
     from .supervision.divergence import DivergenceError, detect_divergence
     from .supervision.preemption import Preempted, Preemption
     from .supervision.profiling import profile
+    from .tpu.calibration import Calibration, CalibrationError
     from .tpu.topology import UnknownTopologyError
+    from .verifying.api import verify
+    from .verifying.report import Verification
     from .wrap import (
         always_wrap_policy,
         lambda_auto_wrap_policy,
@@ -101,6 +105,7 @@ _HOMES = {
     "load_checkpoint": "checkpoint.loading",
     "LoadedCheckpoint": "checkpoint.loading",
     "AsyncCheckpointer": "checkpoint.asynchronous",
+    "TieredCheckpointer": "checkpoint.tiers.checkpointer",
     "latest": "consolidate.format.reader",
     "plan": "planning.api",
     "Report": "planning.reporting.report",
@@ -109,6 +114,10 @@ _HOMES = {
     "ShardingSettings": "planning.tuning.settings",
     "Tuning": "planning.tuning.tuning",
     "UnknownTopologyError": "tpu.topology",
+    "Calibration": "tpu.calibration",
+    "CalibrationError": "tpu.calibration",
+    "verify": "verifying.api",
+    "Verification": "verifying.report",
     "CompileError": "planning.compiling.compiler",
     "MissingExtraError": "extras",
     "full_state_dict": "checkpoint.full_state",

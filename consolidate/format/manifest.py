@@ -9,11 +9,11 @@ the colon up to the last brace.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CorruptFileError
+from ..errors import CorruptFileError, InvalidMetadataError
 from . import fields
 from .digests import chunk_bytes, digest
 from .rank_file import FileRecord
@@ -81,9 +81,46 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Who holds which elements of a parameter, as a rule: so that whoever wants some of them need
+    not look into the files of all ranks.
+
+    The ``i``-th of ranks ``first, first + step, ...`` holds elements ``i * chunk - offset`` up to
+    ``(i + 1) * chunk - offset``, as far as the parameter has them. Of a vector of several
+    parameters that is cut into chunks, ``offset`` is where this one begins.
+    """
+
+    first: int
+    step: int
+    chunk: int
+    offset: int
+
+    def held(self, numel: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """``(begin, end, rank)`` of the pieces of ``numel`` elements that reach into a range."""
+        if begin >= end:
+            return
+        for i in range(
+            (begin + self.offset) // self.chunk, (end - 1 + self.offset) // self.chunk + 1
+        ):
+            low, high = i * self.chunk - self.offset, (i + 1) * self.chunk - self.offset
+            yield max(low, 0), min(high, numel), self.first + i * self.step
+
+    def of(self, rank: int, numel: int) -> tuple[int, int]:
+        """What ``rank`` holds of ``numel`` elements; (0, 0) for nothing."""
+        i, beside = divmod(rank - self.first, self.step)
+        begin, end = max(i * self.chunk - self.offset, 0), (i + 1) * self.chunk - self.offset
+        return (
+            (begin, min(end, numel))
+            if i >= 0 and not beside and begin < min(end, numel)
+            else (0, 0)
+        )
+
+
+@dataclass(frozen=True)
 class Manifest:
     """One save. ``scheduler`` and ``extra`` are encoded (``values``); ``extra_state``: what
-    modules' ``get_extra_state`` returned, encoded, by key; ``files``: by rank."""
+    modules' ``get_extra_state`` returned, encoded, by key; ``files``: by rank. ``spans``: of every
+    parameter, or ``None`` where only the files say who holds what."""
 
     save_id: str
     step: int
@@ -95,6 +132,7 @@ class Manifest:
     scheduler: Any = None
     extra: Any = None
     extra_state: Mapping[str, Any] | None = None
+    spans: Mapping[str, Span] | None = None
 
     def identity(self, rank: int) -> dict[str, str]:
         """What the file of ``rank`` says of itself in its header."""
@@ -128,6 +166,7 @@ def state_key(key: str, name: str) -> str:
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """The bytes of the manifest file."""
+    spans = manifest.spans
     body = write_json(
         {
             "format": FORMAT,
@@ -148,10 +187,24 @@ def dump_manifest(manifest: Manifest) -> bytes:
             "scheduler": manifest.scheduler,
             "extra": manifest.extra,
             "extra_state": manifest.extra_state,
+            **({} if spans is None else {"spans": {n: _numbers(s) for n, s in spans.items()}}),
             "files": dump_files(manifest.files),
         }
     )
+    return _sealed(body)
+
+
+def _sealed(body: bytes) -> bytes:
     return _HEAD + digest(body).encode() + _MIDDLE + body + _TAIL
+
+
+def with_files(data: bytes, files: Iterable[FileRecord], label: str) -> bytes:
+    """The bytes of a manifest that :func:`dump_manifest` made when its files were not known, with
+    them. Raises as :func:`load_manifest` does."""
+    body = read_json(_body(data, label), label)
+    if not isinstance(body, dict) or body.get("files") != []:
+        raise InvalidMetadataError(f"{label}: is no manifest without files")
+    return _sealed(write_json({**body, "files": dump_files(files)}))
 
 
 def is_begun(store: Store, path: str) -> bool:
@@ -173,6 +226,13 @@ def load_manifest(data: bytes, label: str) -> Manifest:
         CorruptFileError: the bytes are not those that were written.
         InvalidMetadataError: they are, but are no manifest that this version knows.
     """
+    described = fields.Fields(read_json(_body(data, label), label), label)
+    described.require_format(FORMAT, VERSION)
+    return _manifest(described)
+
+
+def _body(data: bytes, label: str) -> bytes:
+    """What the digest is of, compared with it."""
     begin = len(_HEAD) + _DIGEST
     body = data[begin + len(_MIDDLE) : -len(_TAIL)]
     found = data[: len(_HEAD)], data[begin : begin + len(_MIDDLE)], data[-len(_TAIL) :]
@@ -182,9 +242,7 @@ def load_manifest(data: bytes, label: str) -> Manifest:
             f"{label}: its bytes are not those that were saved (truncated, changed, or no "
             "manifest); use another checkpoint"
         )
-    described = fields.Fields(read_json(body, label), label)
-    described.require_format(FORMAT, VERSION)
-    return _manifest(described)
+    return body
 
 
 def _manifest(found: fields.Fields) -> Manifest:
@@ -214,7 +272,29 @@ def _manifest(found: fields.Fields) -> Manifest:
         scheduler=found.json("scheduler"),
         extra=found.json("extra"),
         extra_state=extra_state,
+        spans=_spans(found, parameters, world_size) if "spans" in found else None,
     )
+
+
+def _numbers(span: Span) -> list[int]:
+    return [span.first, span.step, span.chunk, span.offset]
+
+
+def _spans(found: fields.Fields, parameters: Mapping[str, Tensor], world: int) -> dict[str, Span]:
+    spans = {}
+    stated = found.mapping("spans")
+    if stated.keys() != parameters.keys():
+        found.fail("spans are not of the parameters")
+    for name, numbers in stated.items():
+        if not isinstance(numbers, list) or len(numbers) != 4:
+            found.fail(f"the span of {name!r:.120} is {numbers!r:.80}, expected four numbers")
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) or 0 in numbers[1:3]:
+            found.fail(f"the span of {name!r:.120} is {numbers!r:.80}, which is none")
+        span = spans[name] = Span(*numbers)
+        count = parameters[name].numel
+        if count and span.first + (count - 1 + span.offset) // span.chunk * span.step >= world:
+            found.fail(f"the span of {name!r:.120} is of ranks that {world} ranks do not have")
+    return spans
 
 
 def _dump_tensor(tensor: Tensor) -> dict[str, Any]:
@@ -237,10 +317,13 @@ def dump_files(files: Iterable[FileRecord]) -> list[dict[str, Any]]:
 
 def load_files(found: fields.Fields, world_size: int) -> tuple[FileRecord, ...]:
     """The reverse, of the field ``files``; by rank, perhaps not of all."""
-    return tuple(_file(each, rank, world_size) for rank, each in enumerate(found.objects("files")))
+    return tuple(
+        load_file(each, rank, world_size) for rank, each in enumerate(found.objects("files"))
+    )
 
 
-def _file(found: fields.Fields, rank: int, world_size: int) -> FileRecord:
+def load_file(found: fields.Fields, rank: int, world_size: int) -> FileRecord:
+    """One of :func:`dump_files`, which is of ``rank``."""
     name, size, digests = found.text("name"), found.whole("size"), found.text("digests")
     if name != file_name(rank, world_size):
         found.fail(f"file of rank {rank} is called {name!r:.80}, not {file_name(rank, world_size)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from .dtypes import DTYPES
 from .manifest import buffer_key, load_manifest, parameter_key, state_key
 from .rank_file import CheckedFile, ChunkCache
 from .rank_reader import RankFile
-from .store import join, open_store, read
+from .store import Store, join, open_store, read
 
 _RANK_FILE = re.compile(r"rank-\d+-of-\d+\..*")
 # begin, end, rank: the elements of a tensor that a rank holds.
@@ -39,8 +39,10 @@ class ShardedCheckpoint:
         MissingRankError, MixedSaveError: files are missing, or too many.
     """
 
-    def __init__(self, path: Any):
-        self.store, self.folder = folders.resolve(path)
+    def __init__(self, path: Any, store: Store | None = None):
+        """``store``: where ``path`` is the folder of a checkpoint, and of nothing else."""
+        found: tuple[Store, str] = folders.resolve(path) if store is None else (store, path)
+        self.store, self.folder = found
         label = join(self.folder, manifest.NAME)
         size = self.store.size(label)
         if size > manifest.MAX_BYTES:
@@ -51,6 +53,7 @@ class ShardedCheckpoint:
         self._files: dict[int, RankFile] = {}
         self._cache = ChunkCache()
         self._pieces: dict[str, list[Piece]] | None = None
+        self._as_stated: set[int] = set()
         place = folders.place_of(self.folder.rpartition("/")[2])
         if place is not None and place.step != self.manifest.step:
             raise MixedSaveError(
@@ -119,24 +122,58 @@ class ShardedCheckpoint:
                 )
             pieces[name].sort()
         self._require_state(pieces)
-        self._require_buffers()
+        self._require_buffers(self.files())
         return pieces
+
+    def _holders(self, name: str, begin: int, end: int) -> Iterator[tuple[int, int, RankFile]]:
+        """The files that hold elements ``begin .. end`` of a parameter, and which they hold."""
+        spans, numel = self.manifest.spans, self.manifest.parameters[name].numel
+        if spans is not None and self._pieces is None:
+            for low, high, rank in spans[name].held(numel, begin, end):
+                yield low, high, self._stated(rank)
+            return
+        pieces = self.pieces(name)
+        # The first of interest is the one that `begin` lies in.
+        first = max(bisect_right(pieces, begin, key=lambda piece: piece[0]) - 1, 0)
+        for low, high, rank in pieces[first:]:
+            if low >= end:
+                break
+            yield low, high, self.file(rank)
+
+    def _stated(self, rank: int) -> RankFile:
+        """The file of a rank, known to hold what the manifest's spans say; no other is opened."""
+        file = self.file(rank)
+        if rank not in self._as_stated:
+            assert self.manifest.spans is not None
+            for name, span in self.manifest.spans.items():
+                begin, end = span.of(rank, self.manifest.parameters[name].numel)
+                found = file.begins.get(name, 0), file.length(name)
+                if found != (begin, end - begin):
+                    raise CoverageError(
+                        f"{file.path}: holds {found[1]} elements of {name!r} from {found[0]} on, "
+                        f"the manifest says {end - begin} from {begin} on"
+                    )
+            mine = {name: [(0, 0, rank)] for name in self.manifest.parameters if file.length(name)}
+            self._require_state(mine)
+            self._require_buffers([file])
+            self._as_stated.add(rank)
+        return file
 
     def _require_state(self, pieces: dict[str, list[Piece]]) -> None:
         """Whoever holds a piece of a parameter holds the same of its state."""
         optimizer = self.manifest.optimizer
         for name, state in optimizer.state.items() if optimizer is not None else ():
             for key in state.sharded:
-                for _, _, rank in pieces[name]:
+                for _, _, rank in pieces.get(name, ()):
                     if state_key(key, name) not in self.file(rank).container.entries:
                         raise CoverageError(
                             f"{self.file(rank).path}: has a piece of {name!r}, but not of its "
                             f"optimizer state {key!r}"
                         )
 
-    def _require_buffers(self) -> None:
+    def _require_buffers(self, files: Iterable[RankFile]) -> None:
         """Every rank has all of them, each its own."""
-        for file in self.files():
+        for file in files:
             for name in self.manifest.buffers:
                 if buffer_key(name) not in file.container.entries:
                     raise ShardMismatchError(f"{file.path}: lacks buffer {name!r}")
@@ -180,15 +217,11 @@ class ShardedCheckpoint:
         """Fills ``out``, contiguous and one-dimensional, with elements of a parameter, or of its
         ``state``, from ``begin`` on."""
         key = parameter_key(name) if state is None else state_key(state, name)
-        pieces, end = self.pieces(name), begin + out.numel()
-        # The first of interest is the one that `begin` lies in.
-        first = max(bisect_right(pieces, begin, key=lambda piece: piece[0]) - 1, 0)
-        for low, high, rank in pieces[first:]:
-            if low >= end:
-                break
+        end = begin + out.numel()
+        for low, high, file in self._holders(name, begin, end):
             start, stop = max(low, begin), min(high, end)
             if start < stop:
-                self.file(rank).read_to(out[start - begin : stop - begin], key, start - low)
+                file.read_to(out[start - begin : stop - begin], key, start - low)
 
     def read_buffer(self, name: str, rank: int = 0) -> torch.Tensor:
         """A whole buffer as ``rank`` had it."""

@@ -99,7 +99,9 @@ def reshard_checkpoint(
 def _describe(source: Source, world_size: int, identity: str) -> Manifest:
     """The manifest of the result, its files yet unknown."""
     if isinstance(source, ShardedSource):
-        return replace(source.manifest, save_id=identity, world_size=world_size, files=())
+        return replace(
+            source.manifest, save_id=identity, world_size=world_size, files=(), spans=None
+        )
     extra_state = values.encode(dict(source.extra_state), f"{source.label}: extra state")
     return Manifest(
         save_id=identity,

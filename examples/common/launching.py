@@ -9,6 +9,7 @@ from absl import flags
 
 import xla_fsdp
 from xla_fsdp.compiler_options import RefusedOptionError
+from xla_fsdp.tpu.calibration import CalibrationError
 
 from .script import Stop, in_a_line, require
 
@@ -19,6 +20,8 @@ CACHE += "~/.cache/xla_fsdp/compiled; none: keep nothing"
 flags.DEFINE_integer("num_devices", None, "ranks; default: 4 on CPU, all on TPU", 1, 8)
 flags.DEFINE_string("plan", None, PLAN)
 flags.DEFINE_multi_string("plan_report", [], "write the plan there: .json, .png, .html; repeatable")
+CALIBRATION = "with --plan: figures of such chips that preflight --measure wrote into this file"
+flags.DEFINE_string("calibration", None, CALIBRATION)
 flags.DEFINE_string("compilation_cache", "", CACHE)
 require("plan", bool, "must name a slice, such as v3-8")
 require(
@@ -31,6 +34,11 @@ flags.register_multi_flags_validator(
     ["plan", "plan_report"],
     lambda given: given["plan"] or not given["plan_report"],
     "--plan_report needs --plan",
+)
+flags.register_multi_flags_validator(
+    ["plan", "calibration"],
+    lambda given: given["plan"] or given["calibration"] is None,
+    "--calibration needs --plan",
 )
 
 
@@ -72,7 +80,11 @@ def _plan(train: Callable, args: tuple, options: SimpleNamespace, title: str) ->
         train(xr.global_ordinal(), *args)
 
     try:
-        report = xla_fsdp.plan(step, topology=options.plan, title=title)
+        report = xla_fsdp.plan(
+            step, topology=options.plan, title=title, calibration=options.calibration
+        )
+    except (CalibrationError, FileNotFoundError) as error:
+        raise Stop(f"--calibration={options.calibration}: {error}", code=2) from error
     except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError, RefusedOptionError) as error:
         raise Stop(f"--plan: {error}", code=2) from error
     except xla_fsdp.CompileError as error:

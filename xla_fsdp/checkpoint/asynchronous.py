@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..consolidate.errors import CheckpointError, OtherRankError, SharedStorageE
 from ..consolidate.format.rank_file import FileRecord
 from ..consolidate.format.store import Store, join, read, write
 from ..consolidate.format.strict import read_json, write_json
-from .draft import Draft, begin
+from .draft import AT_ONCE, Draft, begin
 from .meeting import Meeting, describe
 from .saving import at_rest, meeting_request, records
 
@@ -51,7 +52,7 @@ class AsyncCheckpointer:
     def __init__(self, path: str | os.PathLike, *, keep_last: int | None = None) -> None:
         self.path = path
         self.keep_last = keep_last
-        self._running: _Running | None = None
+        self._running: RunningSave | None = None
 
     def save(
         self,
@@ -78,7 +79,7 @@ class AsyncCheckpointer:
             except Exception:
                 draft.give_up(meeting)
                 raise
-        self._running = _Running(replace(draft, contents=contents), meeting)
+        self._running = RunningSave(replace(draft, contents=contents), meeting)
 
     def wait(self) -> str | None:
         """Returns the path of the last checkpoint once it is complete, ``None`` if there was none.
@@ -88,7 +89,10 @@ class AsyncCheckpointer:
         """
         running, self._running = self._running, None
         with at_rest():  # whether or not there is one: a resumed run has none at first
-            return None if running is None else running.finish()
+            path = None if running is None else running.finish()
+        if running is not None:
+            running.tidied()  # on rank 0; the others go on
+        return path
 
     def close(self) -> None:
         """:meth:`wait`, under the name that files have."""
@@ -103,7 +107,7 @@ class AsyncCheckpointer:
         # After an exception other ranks may be anywhere: this rank's thread ends by itself.
 
 
-class _Running:
+class RunningSave:
     """A save under way on this rank.
 
     Its thread is no daemon: a process that ends without waiting still completes what it can.
@@ -117,6 +121,8 @@ class _Running:
         self._written = threading.Event()
         self._given_up = threading.Event()
         self._all_wrote = threading.Event()
+        # Complete or failed; on rank 0 what it supersedes is being removed.
+        self._over = threading.Event()
         self._thread = threading.Thread(
             target=self._run,
             name=f"xla_fsdp checkpoint, rank {draft.rank}",
@@ -130,7 +136,7 @@ class _Running:
         try:
             self.meeting.together("write its file", self._raise)
             self._all_wrote.set()
-            self._thread.join()
+            self._over.wait()
             self._path = self.meeting.first("complete the checkpoint", self._result)
         except Exception:
             self._given_up.set()
@@ -148,6 +154,14 @@ class _Running:
         if self._error is not None:
             raise self._error
 
+    def tidied(self) -> None:
+        """Returns once what a complete checkpoint supersedes is removed."""
+        self._thread.join()
+
+    def over(self) -> bool:
+        """Whether :meth:`finish` need not wait for this rank."""
+        return self._over.is_set()
+
     def _run(self) -> None:
         try:
             record = self._write()
@@ -155,6 +169,10 @@ class _Running:
                 self._path = self._complete(record)
         except Exception as error:
             self._fail(error)
+        finally:
+            self._over.set()
+        if self.draft.rank == 0 and self._error is None and self._path is not None:
+            self.draft.tidy()
         # What was copied for this save is not needed any more.
         self.draft = replace(self.draft, contents=replace(self.draft.contents, items=[]))
 
@@ -201,16 +219,17 @@ class _Running:
     def _collect(self, found: dict[int, dict[str, Any]]) -> None:
         store, folder = self.draft.store, self.draft.partial
         names = set(store.list(folder))
-        for rank in range(self.meeting.size):
-            for kind in ("failed", "record"):
-                name = _announcement(rank, kind)
-                if rank in found or name not in names:
-                    continue
-                path = join(folder, name)
-                said = _read_when_whole(store, path)
-                if kind == "failed":
-                    raise OtherRankError(f"rank {rank} could not write its file: {said}")
-                found[rank] = said
+        new = [rank for rank in range(self.meeting.size) if rank not in found]
+        for rank in new:
+            name = _announcement(rank, "failed")
+            if name in names:
+                said = _read_when_whole(store, join(folder, name))
+                raise OtherRankError(f"rank {rank} could not write its file: {said}")
+        there = [rank for rank in new if _announcement(rank, "record") in names]
+        paths = [join(folder, _announcement(rank, "record")) for rank in there]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            said_by = pool.map(lambda path: _read_when_whole(store, path), paths)
+            found.update(zip(there, said_by, strict=True))
 
     def _announce(self, kind: str, value: Any) -> None:
         if self.draft.rank == 0 or self.meeting.size == 1:
@@ -220,8 +239,10 @@ class _Running:
 
     def _remove_announcements(self) -> None:
         store = self.draft.store
-        for rank in range(1, self.meeting.size):
-            store.remove(join(self.draft.partial, _announcement(rank, "record")))
+        ranks = range(1, self.meeting.size)
+        paths = [join(self.draft.partial, _announcement(rank, "record")) for rank in ranks]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(store.remove, paths))
 
 
 def _announcement(rank: int, kind: str) -> str:

@@ -17,6 +17,7 @@ from ..consolidate.format.dtypes import dtype_name
 from ..consolidate.format.manifest import (
     Manifest,
     Optimizer,
+    Span,
     Tensor,
     buffer_key,
     dump_manifest,
@@ -100,9 +101,22 @@ def take_contents(
         }
         if first
         else None,
+        spans=_spans(inventory),
     )
     begins = {held.name: held.begin for held in inventory.parameters if held.writes and held.length}
     return Contents(manifest, list(_items(inventory, states, seed)), begins)
+
+
+def _spans(inventory: Inventory) -> dict[str, Span] | None:
+    """The rule for each parameter, if there is one for all of them."""
+    spans = {}
+    for held in inventory.parameters:
+        if held.span is None:
+            return None
+        if held.writes:
+            assert held.span.of(inventory.rank, held.numel) == (held.begin, held.end), held.name
+        spans[held.name] = held.span
+    return spans
 
 
 def _scheduler_state(scheduler: Any) -> Any:

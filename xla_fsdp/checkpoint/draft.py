@@ -12,6 +12,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,8 @@ from .meeting import Meeting
 # How long a file system may take to show one host what another has written.
 _VISIBLE_SECONDS = 30.0
 _BEGUN = "begun"
+# Requests that rank 0 has under way at a time.
+AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,18 @@ class Draft:
         return record
 
     def commit(self, records: Sequence[FileRecord]) -> str:
-        """On rank 0, after all have written: makes it a checkpoint. Returns its path."""
-        for rank, record in enumerate(records):
-            self._await_file(rank, record)
+        """On rank 0, after all have written: makes it a checkpoint. Returns its path.
+
+        What it supersedes is there until :meth:`tidy`.
+        """
+        # One answer of an object store takes long, and there are thousands to wait for.
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(self._await_file, range(len(records)), records))
         whole = replace(self.contents.manifest, files=tuple(records))
         write(self.store, join(self.data, manifest.NAME), manifest.dump_manifest(whole))
         self.store.sync_folder(self.data)
         if self.store.renames:
             self.store.rename(self.partial, self.folder)
-        self._tidy()
         return self.shown
 
     def give_up(self, meeting: Meeting) -> None:
@@ -131,7 +137,9 @@ class Draft:
                 "see; save to a file system or object store that all hosts share"
             )
 
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
+        """On rank 0, after :meth:`commit`: removes what is not needed any more. Takes long where
+        removing does; nobody need wait for it."""
         # The checkpoint is complete. What cannot be removed now will be, after the next save.
         try:
             if not self.store.renames:
@@ -171,15 +179,29 @@ def begin(
         CheckpointError, TypeError, ValueError: it cannot be saved, or not there.
         SharedStorageError: a rank does not see the folder that rank 0 made.
     """
-    contents: list[Contents] = []
     opened: list[tuple[Store, str]] = []
 
-    def describe() -> list[str]:
+    def describe() -> Contents:
         opened.append(open_store(request.path))
-        contents.append(take_contents(model, optimizer, scheduler, request.step, extra, seed))
+        return take_contents(model, optimizer, scheduler, request.step, extra, seed)
+
+    contents = agreed(meeting, describe)
+    return place(meeting, request, opened[0], contents)
+
+
+def agreed(meeting: Meeting, describe: Callable[[], Contents]) -> Contents:
+    """What this rank has to save, which fits to what the others have.
+
+    Raises:
+        CheckpointError, TypeError, ValueError: it cannot be saved.
+    """
+    contents: list[Contents] = []
+
+    def own() -> list[str]:
+        contents.append(describe())
         return contents[0].agreement()
 
-    agreements = meeting.together("describe what to save", describe)
+    agreements = meeting.together("describe what to save", own)
     for rank, agreement in enumerate(agreements):
         if agreement[0] == agreements[0][0] and agreement != agreements[0]:
             raise UnsupportedValueError(
@@ -191,7 +213,14 @@ def begin(
                 f"rank {rank} and rank 0 have different models, optimizers or steps to save; "
                 "all ranks must call this together, with the same"
             )
-    store, root = opened[0]
+    return contents[0]
+
+
+def place(
+    meeting: Meeting, request: Request, opened: tuple[Store, str], contents: Contents
+) -> Draft:
+    """Agrees on where ``contents`` go; on every rank. Errors as :func:`begin`."""
+    store, root = opened
     held: list[object] = []
 
     def prepare() -> list:
@@ -201,16 +230,16 @@ def begin(
         return [save_id, version]
 
     save_id, version = meeting.first("prepare the folder", prepare)
-    place = folders.Place(request.step, version)
-    known = replace(contents[0].manifest, save_id=save_id)
+    where = folders.Place(request.step, version)
+    known = replace(contents.manifest, save_id=save_id)
     draft = Draft(
         store=store,
         root=root,
-        place=place,
-        folder=join(root, place.name),
-        partial=join(root, place.partial_name(save_id)),
-        shown=join(request.path.rstrip("/") or "/", place.name),
-        contents=replace(contents[0], manifest=known),
+        place=where,
+        folder=join(root, where.name),
+        partial=join(root, where.partial_name(save_id)),
+        shown=join(request.path.rstrip("/") or "/", where.name),
+        contents=replace(contents, manifest=known),
         rank=meeting.rank,
         keep_last=request.keep_last,
         held=held,

@@ -6,6 +6,7 @@ consecutive elements of it, flattened. That is all that a checkpoint needs to kn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ..collectives.world import World
+from ..consolidate.format.manifest import Span
 from ..names import dotted, is_wrapper
 from ..sharding.around import name_held_outside
 from ..sharding.layout import Layout
@@ -35,6 +37,7 @@ class Held:
         writes: whether this rank's copy is the one to save; others may have the same.
         layout, member, world: how the holder was cut, ``None`` if it was not.
         first: which flattened element of ``holder`` its layout begins at.
+        span: who writes what of it, ``None`` if no rule says.
     """
 
     names: tuple[str, ...]
@@ -49,6 +52,7 @@ class Held:
     member: int = 0
     first: int = 0
     world: World | None = None
+    span: Span | None = None
 
     @property
     def name(self) -> str:
@@ -160,6 +164,7 @@ def _sharded(units: Units, rank: int, size: int) -> Iterator[Held]:
                 continue
             seen.add(tensor)
             pieces = tensor.layout.pieces(unit.world.rank)
+            chunk = math.prod(tensor.layout.shard_shape)
             for member, (begin, end, at) in enumerate(pieces):
                 yield Held(
                     names=tuple(names[tensor][member]),
@@ -174,6 +179,7 @@ def _sharded(units: Units, rank: int, size: int) -> Iterator[Held]:
                     member=member,
                     first=first,
                     world=unit.world,
+                    span=_span(unit.world, chunk, tensor.layout.members[member].offset),
                 )
 
 
@@ -187,6 +193,14 @@ def _writes(world: World, rank: int, size: int) -> bool:
             "replicas, or save every rank's state_dict() and get_shard_metadata() by hand"
         )
     return rank in world.groups[0]
+
+
+def _span(world: World, chunk: int, offset: int) -> Span | None:
+    writers = world.groups[0]
+    step = writers[1] - writers[0] if len(writers) > 1 else 1
+    if step < 1 or list(writers) != list(range(writers[0], writers[-1] + 1, step)):
+        return None
+    return Span(writers[0], step, max(chunk, 1), offset)
 
 
 def _whole(model: nn.Module, holders: set, rank: int, size: int) -> Iterator[Held]:
@@ -207,6 +221,7 @@ def _whole(model: nn.Module, holders: set, rank: int, size: int) -> Iterator[Hel
             at=0,
             holder=parameter,
             writes=number % size == rank,
+            span=Span(number % size, 1, max(length, 1), 0),
         )
 
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch_xla
 from torch import nn
 
-from ..consolidate.errors import CheckpointNotFoundError, MixedSaveError
+from ..consolidate.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    MissingRankError,
+    MixedSaveError,
+)
 from ..consolidate.format import folders
 from ..consolidate.format.reader import ShardedCheckpoint
 from .contents import device_seed, set_device_seed
+from .draft import eventually
 from .meeting import Meeting
 from .reading import LoadedCheckpoint, Prepared, Reader, prepare
 
@@ -54,17 +62,35 @@ def load_checkpoint(
     meeting = Meeting()
     torch_xla.sync()
     seed = device_seed()
-    found = meeting.first("find the checkpoint", lambda: _find(path, missing_ok, step))
+    found = meeting.first("find the checkpoint", lambda: find(path, missing_ok, step))
     if found is None:
         set_device_seed(seed)
         return None
 
+    return load_opened(
+        meeting, partial(open_found, found), seed, model, optimizer, scheduler,
+        strict=strict, restore_rng=restore_rng,
+    )  # fmt: skip
+
+
+def load_opened(
+    meeting: Meeting,
+    opened: Callable[[], ShardedCheckpoint],
+    seed: int,
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    strict: bool,
+    restore_rng: bool,
+) -> LoadedCheckpoint:
+    """Loads what ``opened`` gives on every rank; ``seed``: XLA's random state before it all began.
+
+    Arguments and errors: :func:`load_checkpoint`.
+    """
+
     def read() -> Prepared:
-        reader = Reader(ShardedCheckpoint(found[0]), meeting)
-        if reader.checkpoint.manifest.save_id != found[1]:
-            raise MixedSaveError(
-                f"{found[0]}: was another save when rank 0 looked; load again once nobody writes"
-            )
+        reader = Reader(opened(), meeting)
         return prepare(reader, model, optimizer, scheduler, strict, restore_rng)
 
     prepared = meeting.each("read the checkpoint", read)
@@ -76,7 +102,41 @@ def load_checkpoint(
     return prepared.result
 
 
-def _find(path: str | os.PathLike, missing_ok: bool, step: int | None) -> list[str] | None:
+def open_found(found: list[Any]) -> ShardedCheckpoint:
+    """What rank 0 has found, with :func:`find`, opened on this rank.
+
+    Raises:
+        MixedSaveError: it is another save by now.
+    """
+    # Rank 0 has seen it whole; what this rank's host lists may be older.
+    checkpoint = patiently(lambda: ShardedCheckpoint(found[0]))
+    if checkpoint.manifest.save_id != found[1]:
+        raise MixedSaveError(
+            f"{found[0]}: was another save when rank 0 looked; load again once nobody writes"
+        )
+    return checkpoint
+
+
+def patiently(opened: Callable[[], ShardedCheckpoint]) -> ShardedCheckpoint:
+    """``opened()``, again for a while if files are not there that another rank has seen: file
+    systems over a network, and caches of listings, take their time."""
+    found: list[ShardedCheckpoint] = []
+    missing: list[CheckpointError] = []
+
+    def there() -> bool:
+        try:
+            found.append(opened())
+        except (CheckpointNotFoundError, MissingRankError) as error:
+            missing.append(error)
+        return bool(found)
+
+    if not eventually(there):
+        raise missing[-1]
+    return found[0]
+
+
+def find(path: str | os.PathLike, missing_ok: bool, step: int | None) -> list[Any] | None:
+    """The folder that ``path`` means, its save and its step; ``None`` if there is none."""
     text = os.fsdecode(path)
     try:
         _, folder = folders.resolve(text, step)
@@ -88,4 +148,5 @@ def _find(path: str | os.PathLike, missing_ok: bool, step: int | None) -> list[s
     whole = text.rstrip("/") or "/"
     is_itself = step is None and whole.rpartition("/")[2] == name
     shown = whole if is_itself else f"{whole}/{name}"
-    return [shown, ShardedCheckpoint(shown).manifest.save_id]
+    manifest = ShardedCheckpoint(shown).manifest
+    return [shown, manifest.save_id, manifest.step]

@@ -43,7 +43,8 @@ def save_checkpoint(
         step: how far training is, at least 0; a step that is there already is replaced.
         extra: anything of None, numbers, strings, bytes, lists, tuples, dicts and small tensors
             (up to 1 MiB each). Rank 0's is kept.
-        keep_last: afterwards remove all but so many of the newest steps up to this one.
+        keep_last: afterwards remove all but so many of the newest steps up to this one; rank 0
+            does, while the others go on.
 
     Returns:
         The path of the checkpoint's folder.
@@ -61,10 +62,13 @@ def save_checkpoint(
         draft = begin(meeting, request, model, optimizer, scheduler, extra, seed)
         try:
             written = meeting.together("write its file", lambda: asdict(draft.write()))
-            return meeting.first("complete the checkpoint", lambda: draft.commit(records(written)))
+            saved = meeting.first("complete the checkpoint", lambda: draft.commit(records(written)))
         except Exception:
             draft.give_up(meeting)
             raise
+    if meeting.rank == 0:  # the others train on
+        draft.tidy()
+    return saved
 
 
 @contextlib.contextmanager

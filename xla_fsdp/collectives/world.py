@@ -165,7 +165,7 @@ class World:
         if self.routes is None or self.size == 1:
             return self._gather(shard, self._group_lists, label)
         route = self.routes.gather(self.size * shard.numel() * shard.element_size())
-        full = self._move(shard, [(target, source) for source, target in route.moves], label)
+        full = self.permute(shard, [(target, source) for source, target in route.moves], label)
         for groups in reversed(route.stages):
             full = self._gather(full, lists(groups), label)
         return full
@@ -197,7 +197,7 @@ class World:
                 shard = shard * scale if last and scale != 1.0 else shard
             else:
                 shard = self._scatter(shard, lists(groups), label, scale if last else 1.0)
-        return self._move(shard, route.moves, label)
+        return self.permute(shard, route.moves, label)
 
     def _around(self, full: torch.Tensor, rings: Rings, label: str) -> torch.Tensor:
         """This rank's rows of the sum within its ring."""
@@ -314,8 +314,8 @@ class World:
         del named
         return shard
 
-    def _move(
-        self, shard: torch.Tensor, moves: Sequence[tuple[int, int]], label: str
+    def permute(
+        self, shard: torch.Tensor, moves: Sequence[Sequence[int]], label: str = ""
     ) -> torch.Tensor:
         """Sends every rank's ``shard`` to where ``moves`` (source, target) says; same shape."""
         if not moves:
@@ -325,7 +325,7 @@ class World:
         del named
         return moved
 
-    def _permute(self, value: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def _permute(self, value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
         self._forget_token()
         return xm.collective_permute(value, [list(pair) for pair in pairs])
 

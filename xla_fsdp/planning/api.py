@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..compiled.host_options import host_options
+from ..tpu.calibration import Calibration, read
 from ..tpu.topology import Slice, resolve
 from .compiling.cache import PlanCache
 from .compiling.compiler import compile_step, require_extra
@@ -26,6 +27,7 @@ def plan(
     cache: str | os.PathLike[str] | bool = True,
     progress: bool = True,
     title: str = "",
+    calibration: Calibration | str | os.PathLike[str] | None = None,
 ) -> Report:
     """Compiles one training step for a TPU slice, on the real TPU compiler, without a TPU.
 
@@ -55,6 +57,9 @@ def plan(
             ``~/.cache/xla_fsdp/plans``, ``False`` none.
         progress: say on standard error what is going on.
         title: heads the report and its pictures.
+        calibration: figures that were measured on such chips, or the file of them that ``python -m
+            xla_fsdp.preflight --measure`` wrote. Only times depend on it: what is traced and
+            compiled stays what a run would have.
 
     Returns:
         The report: ``print`` it, ``.plot("x.png")``, ``.plot("x.html")``, ``.save("x.json")``,
@@ -66,6 +71,7 @@ def plan(
         CompileError: the compiler refused the program for another reason than memory.
         ValueError: the step traces nothing; ``ranks`` that the slice does not have; libtpu refuses
             the value of an option.
+        CalibrationError: (a ValueError) ``calibration`` is of other chips, or damaged.
         TypeError: ``step`` is not callable.
         RuntimeError: called inside a rank of a launch.
     """
@@ -74,6 +80,9 @@ def plan(
             f"step must be a function without arguments that runs a training step, got {step!r}"
         )
     where = resolve(topology)
+    measured = None if calibration is None else read(calibration)
+    if measured is not None:
+        measured.apply(where.chip)  # refused before minutes of compiling
     require_extra()
     host = host_options(where.chip, launcher, compiler_options)
     numbers = _ranks(ranks, where)
@@ -87,7 +96,7 @@ def plan(
     kept = PlanCache.at(cache)
     compiled = compile_step(first.program, where, host, kept, shown)
     executables = _executables(trace, first, numbers, compiled.key, kept)
-    return make_report(where, compiled, first, numbers, executables, title, host)
+    return make_report(where, compiled, first, numbers, executables, title, host, measured)
 
 
 def _executables(

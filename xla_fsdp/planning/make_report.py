@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..compiled.host_options import HostOptions
+from ..tpu.calibration import Calibration, calibrated
 from ..tpu.chips import Chip
 from ..tpu.hosts import PCIE_SOURCE, host_of
 from ..tpu.links import describe, odd_groups
@@ -28,6 +29,7 @@ def make_report(
     executables: int,
     title: str,
     host: HostOptions,
+    measured: Calibration | None = None,
 ) -> Report:
     """The report on ``compiled``, the program of ``step``.
 
@@ -36,7 +38,10 @@ def make_report(
         executables: how many different ones they have.
         title: heads the report and its pictures.
         host: what libtpu was told.
+        measured: figures for the times instead of published ones.
     """
+    published = where.chip
+    where = calibrated(where, measured)
     schedule, memory = _laid_out(compiled, step, where.chip)
     chip = where.chip
     timing = time_step(schedule, where, compiled.model_flops)
@@ -53,6 +58,9 @@ def make_report(
             "Copies between HBM and the host's memory take no time here: no figures of the links "
             "between them are published. They run beside compute, as far as they are fast enough."
         )
+        notes += _copies(schedule, measured)
+    if measured is not None:
+        notes.append(measured.note(published))
     needs = None
     if step.host is not None:
         machine = host_of(where)
@@ -100,6 +108,17 @@ def make_report(
         refusal=compiled.refusal,
         host=needs,
     )
+
+
+def _copies(schedule: Schedule, measured: Calibration | None) -> list[str]:
+    """What the copies to and from the host would take alone, if that is known."""
+    if measured is None or not measured.to_host or not measured.to_device:
+        return []
+    out, back = schedule.to_host / measured.to_host, schedule.to_device / measured.to_device
+    return [
+        f"At the rates that {measured.source} has, copies to the host take {1e3 * out:.2f} ms and "
+        f"those back {1e3 * back:.2f} ms of a step, if nothing else uses the host's link."
+    ]
 
 
 def _laid_out(

@@ -24,6 +24,12 @@ _MOST = 1_000_000
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with `argv` (default: of the process) and return the exit code."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    if "--measure" in given:
+        # With torch and torch_xla, which nothing else here needs.
+        from ..verifying.cli import main as measure
+
+        return measure([flag for flag in given if flag != "--measure"])
     arguments = _parser().parse_args(argv)
     counts: Counter[Status] = Counter()
     try:
@@ -48,6 +54,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
+        epilog="With --measure: runs and measures on the devices of this machine what is promised,"
+        " asks no API and no worker, and has flags of its own: --measure --help.",
         prog="python -m xla_fsdp.preflight",
         description="Is a TPU pod fit to train on? Asks the TPU API about the node, then every"
         " worker about itself, and prints a line for each check.",

@@ -24,6 +24,14 @@ from typing import Any
 
 GIB = 2**30
 
+# Seconds that a collective takes besides hops and bytes. Scaling book, part 3, pop quiz 2: 32 KiB
+# from each of 4 v5e chips in line, profiled at 8 us; 3 hops of 1 us and 3 x 32 KiB at 45 GB/s are
+# 5.2 of them. One measurement, on one generation.
+LAUNCH = 3e-6
+# Seconds from the memory of one chip through two hosts to that of another. An assumption: nothing
+# public says.
+DCN_LATENCY = 50e-6
+
 # libtpu prints the limit with two decimals when a program does not fit: "Used 120.00G of 15.75G
 # hbm"; seen by compiling a program with an argument of 120 GiB for each chip.
 _LIMIT = "libtpu: the limit in its out-of-memory message, times the devices of a chip; "
@@ -51,7 +59,10 @@ class Chip:
     ``clock_hz``.
     ``links``: inter-chip (ICI) links; ``link_bandwidth``: bytes a second of one link in one
     direction, both directions at once; ``hop_latency``: seconds for the first byte to the
-    neighbouring chip.
+    neighbouring chip; ``launch_latency``: seconds of a collective besides hops and bytes;
+    ``dcn_latency``: seconds for the first byte to another slice.
+    ``matrix_cycles``: the share of ``flops`` that libtpu's ``estimated_cycles`` at ``clock_hz``
+    give a product of bfloat16 matrices of 8192 x 8192 (docs/plan-time-model.md).
     ``pod``: chips along each axis of the largest pod; its length is the dimension of the torus.
     ``cube``: 0, or the edge in chips of the cubes that optical switches join (v4, v5p).
     ``largest_slice``: most chips in one slice.
@@ -81,6 +92,9 @@ class Chip:
     sub_host: bool
     chip_config: str | None
     dcn_bandwidth: float = field(kw_only=True, default=0.0)
+    launch_latency: float = field(kw_only=True, default=LAUNCH)
+    dcn_latency: float = field(kw_only=True, default=DCN_LATENCY)
+    matrix_cycles: float = field(kw_only=True)
     other_configs: Mapping[str, int] = field(kw_only=True, default_factory=_nothing)
     sources: Mapping[str, str]
 
@@ -150,6 +164,7 @@ V2 = _chip(
     largest_slice=256,
     sub_host=False,
     chip_config=None,
+    matrix_cycles=0.98,
     sources={
         "flops": "CACM and tpu_info: 46 TFLOP/s",
         "hbm_bytes": "CACM: 16 GiB; libtpu: 7.48G and 530M reserved for each of 2 cores",
@@ -182,6 +197,7 @@ V3 = _chip(
     largest_slice=1024,
     sub_host=False,
     chip_config=None,
+    matrix_cycles=0.97,
     sources={
         "flops": "Cloud: 123 TFLOP/s; Scaling book and tpu_info say 140",
         "hbm_bytes": "Cloud: 32 GiB",
@@ -219,6 +235,7 @@ V4 = _chip(
     sub_host=False,
     chip_config="megacore",
     other_configs=MappingProxyType({"megacore_dense": int(31.75 * GIB)}),
+    matrix_cycles=0.93,
     sources={
         "flops": "Cloud: 275 TFLOP/s",
         "hbm_bytes": "Cloud: 32 GiB",
@@ -259,6 +276,7 @@ V5E = _chip(
     largest_slice=256,
     sub_host=True,
     chip_config=None,
+    matrix_cycles=0.88,
     sources={
         "flops": "Cloud: 197 TFLOP/s",
         "hbm_bytes": "Cloud: 16 GB (GiB by libtpu's limit)",
@@ -297,6 +315,7 @@ V5P = _chip(
     largest_slice=6144,
     sub_host=False,
     chip_config=None,
+    matrix_cycles=0.9,
     sources={
         "flops": "Cloud: 459 TFLOP/s",
         "hbm_bytes": "Scaling book: 96 GB; libtpu: 95.74G and 263M reserved; Cloud says 95 GiB",
@@ -333,6 +352,7 @@ V6E = _chip(
     largest_slice=256,
     sub_host=True,
     chip_config=None,
+    matrix_cycles=0.7,
     sources={
         "flops": "Cloud: 918 TFLOP/s",
         "hbm_bytes": "Cloud: 32 GB (GiB by libtpu's limit)",

@@ -17,8 +17,9 @@ speed of one. With L such links over all axes (2 a ring, 1 a line), n ranks and 
   ring, summed over the ranks, the Scaling book's "a quarter of an all-gather".
 * collective-permute: B for every pair whose shortest path, x first, takes the busiest link.
 
-Each also takes ``LAUNCH`` and ``hop_latency`` for every hop between the chips farthest apart, twice
-for an all-reduce: time and latency add up, as in Hockney's model; the book takes the larger.
+Each also takes ``launch_latency`` and ``hop_latency`` for every hop between the chips farthest
+apart, twice for an all-reduce: time and latency add up, as in Hockney's model; the book takes the
+larger.
 
 Groups that use the same links at once share them: so do two groups each with one core of the same
 v2 or v3 chips. A group inside a chip uses its memory. What is not a grid of chips is one ring in
@@ -26,7 +27,7 @@ the order of the group, one way, over shortest paths, which is meant to be pessi
 compiler's emitters named 1D run one ring through all chips, so two links, whatever the axes.
 
 What crosses the data-centre network, between slices, takes the bytes that a device sends over its
-share of the host's network (``Chip.dcn_bandwidth``), and ``DCN_LATENCY``, twice for an all-reduce.
+share of the host's network (``Chip.dcn_bandwidth``), and ``dcn_latency``, twice for an all-reduce.
 """
 
 from __future__ import annotations
@@ -42,14 +43,6 @@ from .topology import Slice
 Groups = tuple[tuple[int, ...], ...]
 _Position = tuple[int, int, int]  # of a chip
 _Link = tuple[int, bool, _Position]  # axis, whether upwards, the chip that sends
-
-# Seconds that a collective takes besides hops and bytes. Scaling book, part 3, pop quiz 2: 32 KiB
-# from each of 4 v5e chips in line, profiled at 8 us; 3 hops of 1 us and 3 x 32 KiB at 45 GB/s are
-# 5.2 of them. One measurement, on one generation.
-LAUNCH = 3e-6
-# Seconds from the memory of one chip through two hosts to that of another. An assumption: nothing
-# public says.
-DCN_LATENCY = 50e-6
 
 
 @dataclass(frozen=True)
@@ -140,15 +133,16 @@ def describe(slice: Slice) -> str:
     if slice.count > 1:
         between = (
             f"; between slices {chip.dcn_bandwidth / 1e9:g} GB/s a chip one way "
-            f"({chip.sources['dcn_bandwidth'].split(';')[0]}) and {DCN_LATENCY * 1e6:g} us, which "
-            "is assumed"
+            f"({chip.sources['dcn_bandwidth'].split(';')[0]}) and {chip.dcn_latency * 1e6:g} us, "
+            "which is assumed"
         )
     return (
-        f"Model: axes of {axes} chips, {chip.link_bandwidth / 1e9:g} GB/s a link one way, two "
+        f"Model: axes of {axes} chips, {chip.link_bandwidth / 1e9:.4g} GB/s a link one way, two "
         f"links a ring and one a line, all axes of a group at once but one ring for the "
-        f"compiler's 1D algorithms{cores}; {chip.hop_latency * 1e6:g} us a hop and "
-        f"{LAUNCH * 1e6:g} us a collective; groups that are no grid of chips as rings of shortest "
-        f"paths one way (bandwidth: {chip.sources['link_bandwidth'].split(';')[0]}){between}."
+        f"compiler's 1D algorithms{cores}; {chip.hop_latency * 1e6:.3g} us a hop and "
+        f"{chip.launch_latency * 1e6:.3g} us a collective; groups that are no grid of chips as "
+        f"rings of shortest paths one way "
+        f"(bandwidth: {chip.sources['link_bandwidth'].split(';')[0]}){between}."
     )
 
 
@@ -226,7 +220,7 @@ class Links:
             return 0.0
         if not route.links:
             # Read once and written once. An assumption: nothing public says how cores exchange.
-            return LAUNCH + 2 * collective.wire_bytes / chip.device_hbm_bandwidth
+            return chip.launch_latency + 2 * collective.wire_bytes / chip.device_hbm_bandwidth
         links, hops = route.links, route.hops
         if _one_ring(collective.emitter):
             links, hops = min(links, 2), max(hops, route.ranks // route.cores // 2)
@@ -235,7 +229,7 @@ class Links:
         else:
             load = collective.wire_bytes / links
         phases = 2 if collective.kind == "all-reduce" else 1
-        latency = LAUNCH + phases * hops * chip.hop_latency
+        latency = chip.launch_latency + phases * hops * chip.hop_latency
         return latency + route.sharing * load / chip.link_bandwidth
 
     def _between(self, collective: Traffic) -> float:
@@ -244,7 +238,7 @@ class Links:
             raise ValueError(f"slices of {chip.family} are not joined: {collective.kind}")
         phases = 2 if collective.kind == "all-reduce" else 1
         sent = collective.wire_bytes * chip.devices
-        return LAUNCH + phases * DCN_LATENCY + sent / chip.dcn_bandwidth
+        return chip.launch_latency + phases * chip.dcn_latency + sent / chip.dcn_bandwidth
 
     def _permute(self, collective: Traffic) -> float:
         chip, pairs = self._slice.chip, collective.groups
@@ -254,9 +248,9 @@ class Links:
             self._paths[pairs] = self._busiest(pairs) if pairs else (1, 1)
         load, hops = self._paths[pairs]
         if not hops:
-            return LAUNCH + 2 * collective.bytes / chip.device_hbm_bandwidth
+            return chip.launch_latency + 2 * collective.bytes / chip.device_hbm_bandwidth
         time = load * collective.bytes / chip.link_bandwidth
-        return LAUNCH + hops * chip.hop_latency + time
+        return chip.launch_latency + hops * chip.hop_latency + time
 
     # Routes.
 

@@ -12,7 +12,7 @@ from .series import Curve, duration, explained, hbm
 from .tables import Section, count, sections
 from .text import missing, reason, remarks, subtitle
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light }
 body { font: 15px/1.45 system-ui, "DejaVu Sans", sans-serif; margin: 2em auto; max-width: 1240px;
   padding: 0 1em; color: #1b1b1b; background: #fff }
@@ -83,14 +83,14 @@ def page(report: Findings) -> str:
         parts += ["<h2>Timeline of one step: modelled, not measured</h2>"]
         parts += [f'<div data-axis="ms">{timeline_svg(report)}</div>']
     parts += _paragraph(missing(report))
-    tables = "".join(_table(section) for section in sections(report))
+    tables = "".join(table(section) for section in sections(report))
     parts += [f'<div class="tables">{tables}</div>']
     notes = remarks(report)
     parts += ["<h2>Notes</h2>", _list(notes)] if notes else []
     data = json.dumps(_readout(report, curve, SIDES)).replace("<", "\\u003c")
     parts += ['<div id="tip"></div>', f'<script type="application/json" id="curve">{data}</script>']
     title = escape(f"{report.title or 'xla_fsdp plan'}: {report.topology}")
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
     body = "\n".join(parts)
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n'
@@ -127,7 +127,7 @@ def _list(texts: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
 
 
-def _table(section: Section) -> str:
+def table(section: Section) -> str:
     """A table; bytes in the last column of figures are drawn as bars next to it."""
     bars = section.columns.index(section.bars) + 1 if section.bars else None
     numeric = section.numeric()

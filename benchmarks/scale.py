@@ -1,0 +1,323 @@
+"""What grows with the number of ranks: ``python -m benchmarks.scale``.
+
+Stand-in ranks, without devices: plain functions that write and read real checkpoints through a
+store that counts its requests, exchange the payloads of real meetings, and look for the ways over
+real slices. A stand-in model of ``--parameters`` parameters is cut as the wrapper cuts it. Prints a
+table, a column for each number of ranks and the power of it that each row grows with, and draws the
+curves into ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import tempfile
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+RANKS = (64, 256, 1024, 4096)
+ROWS, HOSTS_HAVE, SLICES = 16, 4, {64: "v4:4x4x4", 256: "v4:4x8x8", 1024: "v4:8x8x16",
+                                   4096: "v4:16x16x16"}  # fmt: skip
+
+
+@dataclass
+class Counted:
+    """A store that counts what is asked of another; a request each, as of an object store."""
+
+    inner: object
+    requests: Counter = field(default_factory=Counter)
+    bytes: int = 0
+    lock: object = field(default_factory=threading.Lock)
+
+    @property
+    def renames(self) -> bool:
+        return self.inner.renames
+
+    def __getattr__(self, name: str) -> Callable:
+        call = getattr(self.inner, name)
+
+        def counted(*arguments):
+            with self.lock:
+                self.requests[name] += 1
+                if name == "read_into":
+                    self.bytes += len(arguments[2])
+            return call(*arguments)
+
+        return counted
+
+    @property
+    def total(self) -> int:
+        return sum(self.requests.values())
+
+
+def contents(rank: int, world: int, parameters: int, halves: bool = False):
+    """What ``rank`` saves of the stand-in model; ``halves``: of two replicas, the first writes."""
+    from xla_fsdp.checkpoint.contents import Contents
+    from xla_fsdp.consolidate.format.manifest import (
+        Group,
+        Manifest,
+        Optimizer,
+        Span,
+        State,
+        Tensor,
+        parameter_key,
+        state_key,
+    )  # fmt: skip
+    from xla_fsdp.consolidate.format.rank_file import Item
+
+    cut = world // 2 if halves else world
+    names = [f"blocks.{number}.weight" for number in range(parameters)]
+    shape = (ROWS * 4096,)
+    chunk = shape[0] // cut
+    span = Span(0, 1, chunk, 0)
+    manifest = Manifest(
+        save_id="0" * 16,
+        step=1,
+        world_size=world,
+        parameters={name: Tensor((name,), "F32", shape) for name in names},
+        buffers={},
+        files=(),
+        optimizer=Optimizer(
+            "AdamW",
+            (Group(tuple(names), {"lr": 0.1}),),
+            {name: State({"exp_avg": "F32"}, {"step": {"value": 1}}) for name in names},
+        ),
+        spans=dict.fromkeys(names, span),
+    )
+    value = torch.zeros(chunk)
+    keys = [key for n in names for key in (parameter_key(n), state_key("exp_avg", n))]
+    writes = rank < cut
+    items = [Item(key, "F32", (chunk,), lambda: value) for key in keys if writes]
+    begins = {name: rank * chunk for name in names if writes}
+    return Contents(manifest, items, begins)
+
+
+def saved(root: Path, world: int, parameters: int, halves: bool = False) -> tuple[str, dict]:
+    """A checkpoint by ``world`` stand-in ranks, and what it took."""
+    from xla_fsdp.checkpoint import draft as drafts
+    from xla_fsdp.consolidate.format.folders import Place
+    from xla_fsdp.consolidate.format.store import open_store
+
+    inner, folder = open_store(str(root))
+    store = Counted(inner)
+    save_id, version = drafts._prepare(store, folder, 1)
+    place = Place(1, version)
+    records, one, first = [], 0, None
+    for rank in range(world):
+        own = contents(rank, world, parameters, halves)
+        own = replace(own, manifest=replace(own.manifest, save_id=save_id))
+        draft = drafts.Draft(
+            store=store, root=folder, place=place, folder=f"{folder}/{place.name}",
+            partial=f"{folder}/{place.partial_name(save_id)}", shown=f"{folder}/{place.name}",
+            contents=own, rank=rank, keep_last=None,
+        )  # fmt: skip
+        before = store.total
+        records.append(draft.write())
+        one, first = store.total - before, first or draft
+    before, began = store.total, time.perf_counter()
+    path = first.commit(records)
+    found = {
+        "save: requests of a rank": one,
+        "save: requests of rank 0 to complete it": store.total - before,
+        "save: seconds of rank 0 to complete it (local disk)": time.perf_counter() - began,
+        "manifest: bytes": Path(path, "manifest.json").stat().st_size,
+    }
+    return path, found | meeting(records)
+
+
+def meeting(records: list) -> dict:
+    """What the exchange of these records is, as each rank has it to send and to read."""
+    from dataclasses import asdict
+
+    began = time.perf_counter()
+    payloads = [
+        json.dumps([rank, [asdict(record), None]]).encode() for rank, record in enumerate(records)
+    ]
+    length = 1 << max(8, (max(map(len, payloads)) - 1).bit_length())
+    sent = time.perf_counter() - began
+    began = time.perf_counter()
+    for payload in payloads:
+        json.loads(payload.ljust(length))
+    return {
+        "meeting: bytes that a rank receives": length * len(records),
+        "meeting: seconds of a rank to read them": time.perf_counter() - began,
+        "meeting: seconds to write its own": sent / len(records),
+    }
+
+
+def read(
+    path: str, world: int, loading: int, rank: int, stated: bool
+) -> tuple[Counted, int, float]:
+    """What rank ``rank`` of ``loading`` asks to load its part of every parameter; host memory."""
+    from xla_fsdp.consolidate.format.local import LocalStore
+    from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+
+    store = Counted(LocalStore())
+    tracemalloc.start()
+    began = time.perf_counter()
+    checkpoint = ShardedCheckpoint(path, store)
+    if not stated:
+        checkpoint.manifest = replace(checkpoint.manifest, spans=None)
+    for name, tensor in checkpoint.manifest.parameters.items():
+        begin, end = (tensor.numel * r // loading for r in (rank, rank + 1))
+        checkpoint.read_parameter(name, begin, end)
+        checkpoint.read_state("exp_avg", name, begin, end)
+    seconds = time.perf_counter() - began
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return store, peak, seconds
+
+
+def loads(path: str, world: int) -> dict:
+    """A load on half as many ranks, by the rule in the manifest and by all headers."""
+    half = world // 2
+    by_rule, peak, seconds = read(path, world, half, half // 2, stated=True)
+    found = {
+        "load on half: requests of a rank": by_rule.total,
+        "load on half: bytes that a rank reads": by_rule.bytes,
+        "load on half: peak host memory of a rank, bytes": peak,
+        "load on half: seconds of a rank (local disk)": seconds,
+    }
+    by_headers, peak, _ = read(path, world, half, half // 2, stated=False)
+    return found | {
+        "the same without the rule: requests of a rank": by_headers.total,
+        "the same without the rule: peak host memory, bytes": peak,
+    }
+
+
+def replicas(path: str, world: int) -> dict:
+    """A replica of HSDP that loads what another wrote, on as many ranks."""
+    half = world // 2
+    store, _, _ = read(path, world, half, half // 2, stated=True)
+    return {"HSDP: requests of a replica that wrote nothing": store.total}
+
+
+def consolidating(path: str, parameters: int) -> dict:
+    """Opening all files, as a consolidation does, and reading every tensor once."""
+    from xla_fsdp.consolidate.format.local import LocalStore
+    from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+
+    store = Counted(LocalStore())
+    began = time.perf_counter()
+    checkpoint = ShardedCheckpoint(path, store)
+    tracemalloc.start()
+    for name, tensor in checkpoint.manifest.parameters.items():
+        checkpoint.pieces(name)
+        checkpoint.read_parameter(name, 0, tensor.numel)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {
+        "consolidation: requests": store.total,
+        "consolidation: seconds (local disk)": time.perf_counter() - began,
+        "consolidation: peak host memory, bytes": peak,
+    }
+
+
+def launching(world: int) -> dict:
+    """What a rank has to know of all others before its first step."""
+    from xla_fsdp.checkpoint.tiers.choosing import choose
+    from xla_fsdp.collectives.routes import attributes_of, routes_for
+    from xla_fsdp.tpu.topology import resolve
+
+    slice = resolve(SLICES[world])
+    attributes = attributes_of(slice)
+    routes_for(slice.chip.device_kind, attributes)
+    began = time.perf_counter()
+    assert routes_for(slice.chip.device_kind, attributes) is not None
+    unit = time.perf_counter() - began
+    hosts = world // HOSTS_HAVE
+    listed = []
+    for host in range(hosts):
+        here = range(HOSTS_HAVE * host, HOSTS_HAVE * (host + 1))
+        before = range(HOSTS_HAVE * host - HOSTS_HAVE, HOSTS_HAVE * host)
+        ranks = [rank % world for rank in (*before, *here)]
+        listed.append([(step, f"{step:016x}", world, ranks) for step in (10, 20)])
+    began = time.perf_counter()
+    assert choose(listed).save.step == 20
+    return {
+        "launch: seconds to wrap a unit that are of the slice": unit,
+        "fast tier: seconds to choose a step": time.perf_counter() - began,
+        "fast tier: bytes that tell what a host has": len(json.dumps(listed[0])),
+    }
+
+
+def measure(world: int, parameters: int, folder: Path) -> dict:
+    """All rows, of ``world`` ranks."""
+    path, found = saved(folder / "all", world, parameters)
+    found |= loads(path, world) | consolidating(path, parameters)
+    shutil.rmtree(folder / "all")
+    path, _ = saved(folder / "halves", world, parameters, halves=True)
+    found |= replicas(path, world)
+    shutil.rmtree(folder / "halves")
+    return found | launching(world)
+
+
+def power(small: float, large: float, times: float) -> float:
+    """``p`` of ``large = small * times ** p``."""
+    return math.log(large / small) / math.log(times) if small > 0 and large > 0 else 0.0
+
+
+def table(found: dict[int, dict]) -> str:
+    ranks = sorted(found)
+    lines = [
+        f"| | {' | '.join(f'{n:,} ranks' for n in ranks)} | grows as ranks to the |",
+        "|---" + "|---:" * (len(ranks) + 1) + "|",
+    ]
+    for name in found[ranks[0]]:
+        values = [found[n][name] for n in ranks]
+        grows = power(values[-2], values[-1], ranks[-1] / ranks[-2]) if len(ranks) > 1 else 0.0
+        shown = " | ".join(f"{v:,}" if isinstance(v, int) else f"{v:.4f}" for v in values)
+        lines.append(f"| {name} | {shown} | {grows:.2f} |")
+    return "\n".join(lines)
+
+
+def draw(found: dict[int, dict], path: Path) -> None:
+    """The curves, each over what it is of the fewest ranks."""
+    from xla_fsdp.planning.reporting.drawing import canvas, clean, svg
+
+    ranks = sorted(found)
+    figure = canvas(12.5, 6.5)
+    axes = figure.add_axes((0.07, 0.1, 0.5, 0.84))
+    clean(axes)
+    for number, name in enumerate(found[ranks[0]]):
+        values = [found[n][name] for n in ranks]
+        if values[0]:
+            style = "-" if number % 2 else "--"
+            axes.loglog(ranks, [v / values[0] for v in values], style, marker="o", label=name)
+    axes.loglog(ranks, [n / ranks[0] for n in ranks], color="black", linewidth=3, alpha=0.3,
+                label="in proportion to the ranks")  # fmt: skip
+    axes.set_xlabel("ranks")
+    axes.set_ylabel(f"times what it is on {ranks[0]} ranks")
+    axes.legend(bbox_to_anchor=(1.02, 1.0), loc="upper left", frameon=False, fontsize=8)
+    path.write_text(svg(figure))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=list(RANKS))
+    parser.add_argument("--parameters", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for table and picture")
+    options = parser.parse_args()
+    found = {}
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
+        for world in options.ranks:
+            found[world] = measure(world, options.parameters, Path(name))
+    text = table(found)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "scale.md").write_text(text + "\n")
+    draw(found, options.out / "scale.svg")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

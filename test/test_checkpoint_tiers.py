@@ -1,0 +1,381 @@
+"""Checkpoints in the memory of hosts: whatever dies, one step that is whole is gone on from."""
+
+import contextlib
+import os
+import shutil
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import checkpoint_files as files
+import pytest
+from checkpoint_runs import Run
+
+import xla_fsdp
+from xla_fsdp.checkpoint.tiers.choosing import choose, listed
+from xla_fsdp.checkpoint.tiers.holding import Card, HostTier, Save, manifest_of
+from xla_fsdp.checkpoint.tiers.spread import SpreadStore
+from xla_fsdp.checkpoint.tiers.wire import Peer, TierServer
+from xla_fsdp.consolidate.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptFileError,
+    InvalidMetadataError,
+    OutputError,
+    UnreadableFileError,
+)
+from xla_fsdp.consolidate.format.local import LocalStore
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+
+KEY = b"k" * 32
+LATE = "0123456789abcdef"
+
+
+class Died(BaseException):
+    """The process ends here."""
+
+
+class MortalStore(LocalStore):
+    """A disk at whose ``at``-th change the process dies; a write has half happened then."""
+
+    def __init__(self, at=0):
+        self.at, self.count = at, 0
+
+    def step(self, half=lambda: None):
+        self.count += 1
+        if self.at and self.count >= self.at:
+            if self.count == self.at:
+                half()
+            raise Died
+
+    def create(self, path):
+        self.step()
+        return MortalOutput(super().create(path), self)
+
+    def make_folder(self, path):
+        self.step()
+        super().make_folder(path)
+
+    def rename(self, old, new):
+        self.step()
+        super().rename(old, new)
+
+    def remove(self, path):
+        names = sorted(os.listdir(path)) if os.path.isdir(path) else []
+        self.step(lambda: LocalStore().remove(f"{path}/{names[0]}") if names else None)
+        super().remove(path)
+
+    def read_into(self, path, begin, out):
+        self.step()  # what is sent to others is read
+        super().read_into(path, begin, out)
+
+
+class MortalOutput:
+    def __init__(self, output, store):
+        self.output, self.store = output, store
+
+    def write(self, data):
+        self.store.step(lambda: self.output.write(data[: len(data) // 2]))
+        self.output.write(data)
+
+    def close(self):
+        self.store.step()
+        self.output.close()
+
+    def discard(self):
+        self.output.discard()
+
+
+class Host:
+    """One host of two with one rank each, and what serves its folder."""
+
+    def __init__(self, root, number, store=None):
+        self.number = number
+        self.tier = HostTier(store or LocalStore(), f"{root}/host{number}", "run")
+        served = HostTier(LocalStore(), self.tier.root, "run")
+        self.server = TierServer(served, KEY, "127.0.0.1")
+        self.peer = Peer(self.server.address, KEY, f"host {number}")
+
+    def write(self, save, value, partner, world=2):
+        held = files.contents(self.number, world, save.step, value)
+        held = replace(held, manifest=replace(held.manifest, save_id=save.save_id))
+        card = self.tier.write(save, held, self.number)
+        partner.peer.put(self.tier, card)
+
+    def listed(self):
+        found = (listed(self.tier.cards(save)) for save in self.tier.saves())
+        return [each for each in found if each is not None]
+
+    def close(self):
+        self.peer.close()
+        self.server.close()
+
+
+@contextlib.contextmanager
+def two_hosts(root, store=None):
+    hosts = [Host(root, 0, store), Host(root, 1)]
+    try:
+        yield hosts
+    finally:
+        for host in hosts:
+            host.close()
+        for thread in threading.enumerate():  # what was sent is there, or is not
+            if "process_request" in thread.name:
+                thread.join(10)
+
+
+def opened(hosts, reader=0):
+    """What ``hosts`` have whole, as host ``reader`` reads it."""
+    choice = choose([host.listed() for host in hosts])
+    assert choice.save is not None, choice.passed
+    cards = {
+        card.rank: card for host in hosts for card in host.tier.cards(choice.save)
+    }  # fmt: skip
+
+    def peer_of(rank):
+        holder = choice.holders[rank]
+        return None if holder == reader else hosts[holder].peer
+
+    store = SpreadStore(hosts[reader].tier, cards, manifest_of(cards), peer_of)
+    return ShardedCheckpoint(store.folder, store)
+
+
+def value_of(hosts, reader=0):
+    return files.value_in(opened(hosts, reader))
+
+
+def save_step(hosts, step, value, save_id=LATE):
+    """What the ranks do for a save: write, send a copy, and when all have, forget the last."""
+    save = Save(step, save_id)
+    for host in hosts:
+        host.write(save, value, hosts[1 - host.number])
+    for host in hosts:
+        host.tier.discard([old for old in host.tier.saves() if old < save])
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Step 1 is whole on two hosts."""
+    with two_hosts(tmp_path / "start") as hosts:
+        save_step(hosts, 1, 1.0)
+        assert value_of(hosts, 0) == value_of(hosts, 1) == 1.0
+    return tmp_path
+
+
+def test_a_process_that_is_killed_at_every_operation_and_then_its_host_is_lost(started):
+    seen, at = {1.0: 0, 2.0: 0}, 0
+    while True:
+        at += 1
+        root = started / "run"
+        shutil.copytree(started / "start", root)
+        store = MortalStore(at)
+        with two_hosts(root, store) as hosts:
+            over = False
+            try:
+                save_step(hosts, 2, 2.0)
+                over = True
+            except (Died, CheckpointError):
+                pass
+        # The process comes back on the same host.
+        with two_hosts(root) as hosts:
+            for host in hosts:
+                host.tier.clean()
+            value = value_of(hosts, at % 2)
+            seen[value] += 1
+            # A host that is lost, and a new one in its place: what is whole is on the other.
+            shutil.rmtree(hosts[at % 2].tier.root)
+            survived = value_of(hosts, at % 2)
+            assert survived in (1.0, 2.0) and survived <= value
+            # The next save is as if nothing had been, and leaves nothing but itself.
+            save_step(hosts, 3, 3.0)
+            assert value_of(hosts) == 3.0
+            for host in hosts:
+                (left,) = os.listdir(host.tier.root)
+                names = sorted(os.listdir(f"{host.tier.root}/{left}"))
+                assert [name[:10] for name in names] == ["rank-00000"] * 2 + ["rank-00001"] * 2
+        shutil.rmtree(root)
+        if over:
+            break
+    assert at > 15 and seen[1.0] > 8 and seen[2.0] > 3, (at, seen)
+
+
+def test_any_mix_of_ages_resolves_to_what_all_have():
+    one, two = "1" * 16, "2" * 16
+    both = [(10, one, 2, [0, 1])]
+    assert choose([both, both]).holders == {0: 0, 1: 0}
+    # The later of two saves of one step; the whole of two steps; the parts of three hosts.
+    assert choose([[*both, (10, two, 2, [0])], [(10, two, 2, [1])]]).save == Save(10, two)
+    found = choose([[*both, (20, one, 2, [1])], [(30, one, 4, [0, 1, 3])]])
+    assert found.save == Save(10, one) and found.world_size == 2
+    assert found.passed == {
+        20: "step 20: no host has the files of ranks 0 (of 2)",
+        30: "step 30: no host has the files of ranks 2 (of 4)",
+    }
+    assert choose([[(5, one, 3, [2])], [(5, one, 3, [0])], [(5, one, 3, [1])]]).holders == {
+        0: 1, 1: 2, 2: 0
+    }  # fmt: skip
+    # Files of one step from different saves are no save.
+    mixed = choose([[(5, one, 2, [0])], [(5, two, 2, [1])]])
+    assert mixed.save is None and list(mixed.passed) == [5]
+    assert choose([both], step=11).save is None and choose([]).save is None
+    many = choose([[(7, one, 4096, [1])]]).passed[7]
+    assert many.endswith("ranks 0, 2, 3, 4, 5, 6, 7, 8, ... (of 4096)")
+
+
+def test_every_byte_is_compared(started):
+    with two_hosts(started / "start") as hosts:
+        for host in hosts:
+            path = Path(host.tier.root, Save(1, LATE).folder, "rank-00001-of-00002.safetensors")
+            files.flip(path, path.stat().st_size - 3)
+        for reader in (0, 1):
+            with pytest.raises(CorruptFileError, match="rank-00001-of-00002"):
+                opened(hosts, reader).verify()
+
+
+def test_files_and_cards_that_are_damaged_do_not_count(started):
+    with two_hosts(started / "start") as hosts:
+        folder = Path(hosts[0].tier.root, Save(1, LATE).folder)
+        card = folder / "rank-00001-of-00002.json"
+        data = card.read_bytes()
+        for wrong in (b"", b"{}", data[:-9], data.replace(b"rank", b"rink", 1), b'["a","b"]'):
+            card.write_bytes(wrong)
+            with pytest.raises(InvalidMetadataError):
+                Card.load(wrong, "card")
+            assert [c.rank for c in hosts[0].tier.cards(Save(1, LATE))] == [0]
+            assert value_of(hosts) == 1.0  # the other host has it
+        card.write_bytes(data)
+        with (folder / "rank-00000-of-00002.safetensors").open("ab") as file:
+            file.write(b"x")
+        assert [c.rank for c in hosts[0].tier.cards(Save(1, LATE))] == [1]
+        other = HostTier(LocalStore(), hosts[0].tier.root, "another run")
+        assert other.cards(Save(1, LATE)) == []
+
+
+def test_only_the_job_is_served(started):
+    with two_hosts(started / "start") as hosts:
+        (card, _) = hosts[0].tier.cards(Save(1, LATE))
+        out = memoryview(bytearray(8))
+        hosts[0].peer.read_into(card, 0, out)
+        assert bytes(out) != bytes(8)
+        assert hosts[0].peer.manifest(card.bare()) == card and card.manifest
+        with pytest.raises(UnreadableFileError, match="is not here"):
+            other = replace(card.record, digests=("0" * 16,))
+            hosts[0].peer.manifest(replace(card.bare(), record=other))
+        with contextlib.closing(Peer(hosts[0].server.address, b"x" * 32, "me")) as stranger:
+            with pytest.raises(UnreadableFileError, match="me .127.0.0.1"):
+                stranger.read_into(card, 0, out)
+        beyond = memoryview(bytearray(card.record.size + 1))
+        with pytest.raises(UnreadableFileError, match="bytes 0 to"):
+            hosts[0].peer.read_into(card, 0, beyond)
+        foreign = HostTier(LocalStore(), hosts[0].tier.root, "another run")
+        with pytest.raises(OutputError, match="of another run"):
+            hosts[1].peer.put(foreign, replace(card, run=foreign.run))
+        # A name cannot lead out of the folder.
+        outside = replace(card, record=replace(card.record, name="../../secret"))
+        with pytest.raises(UnreadableFileError, match="is called"):
+            hosts[0].peer.read_into(outside, 0, out)
+        # What changes on its way is not kept.
+        lie = replace(card, record=replace(card.record, digests=("0" * 16,)))
+        with pytest.raises(OutputError, match="not the bytes that were sent"):
+            hosts[1].peer.put(hosts[0].tier, lie)
+        assert value_of(hosts) == 1.0
+    with pytest.raises(UnreadableFileError, match="see to it that hosts reach each other"):
+        hosts[0].peer.read_into(card, 0, out)
+
+
+def test_a_host_that_says_nothing_is_given_up(started, monkeypatch):
+    monkeypatch.setattr("xla_fsdp.checkpoint.tiers.wire.TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        peer = Peer(mute.getsockname(), KEY, "the mute host")
+        tier = HostTier(LocalStore(), str(started / "start/host0"), "run")
+        with pytest.raises(UnreadableFileError, match="the mute host .*timed out"):
+            peer.read_into(tier.cards(Save(1, LATE))[0], 0, memoryview(bytearray(8)))
+        peer.close()
+
+
+# --- with ranks
+
+
+def _train_and_lose_a_host(rank, size, folder):
+    import torch_xla.core.xla_model as xm
+
+    def tiers(**options):
+        return xla_fsdp.TieredCheckpointer(
+            f"{folder}/durable", fast=f"{folder}/host{rank // 2}", host=f"host{rank // 2}",
+            address="127.0.0.1", drain_every=3, **options,
+        )  # fmt: skip
+
+    run = Run("nested", rank, size)
+    with tiers() as checkpointer:
+        assert checkpointer.load(run.model, run.optimizer, run.scheduler, missing_ok=True) is None
+        for step in (1, 2):
+            run.train(step - 1, step)
+            checkpointer.save(
+                run.model, run.optimizer, run.scheduler, step=step, extra={"at": step}
+            )
+        expected = run.train(2, 4)
+    # The first goes to the durable store as well; memory keeps two after the last.
+    assert sorted(os.listdir(f"{folder}/durable")) == ["step-00000001"]
+    xm.rendezvous("saved")
+    if rank == 0:
+        shutil.rmtree(f"{folder}/host1")
+    xm.rendezvous("lost")
+    other = Run("nested", rank, size, seed=5)
+    with tiers() as checkpointer:
+        loaded = checkpointer.load(other.model, other.optimizer, other.scheduler)
+        assert (loaded.step, loaded.extra, loaded.world_size) == (2, {"at": 2}, size)
+        assert other.train(2, 4) == expected
+    xm.rendezvous("gone on")
+    if rank == 0:
+        shutil.rmtree(f"{folder}/host0")
+    xm.rendezvous("lost, too")
+    last = Run("nested", rank, size, seed=6)
+    with tiers() as checkpointer:
+        loaded = checkpointer.load(last.model, last.optimizer, last.scheduler)
+        assert loaded.step == 1 and "durable" in loaded.path
+        assert last.train(1, 4)[1:] == expected
+        try:
+            checkpointer.load(last.model, step=9)
+        except CheckpointNotFoundError as error:
+            return str(error)
+
+
+def test_training_goes_on_from_the_other_host_bit_for_bit(run_ranks, tmp_path):
+    said = run_ranks(_train_and_lose_a_host, 4, 4, str(tmp_path))
+    assert all("has none, and nothing of this run" in text for text in said)
+
+
+def _one_rank_cannot_write(rank, size, folder):
+    run = Run("root", rank, size)
+    checkpointer = xla_fsdp.TieredCheckpointer(
+        f"{folder}/durable", fast=f"{folder}/fast", drain_every=0
+    )
+    checkpointer.save(run.model, step=1)
+    if rank == 1:
+        checkpointer._writing._thread.join()
+        checkpointer._writing._error = OutputError("no space")
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.save(run.model, step=2)
+    checkpointer.close()
+    return type(caught.value).__name__
+
+
+def test_an_error_of_one_rank_is_raised_on_all(run_ranks, tmp_path):
+    assert run_ranks(_one_rank_cannot_write, 2, 2, str(tmp_path)) == [
+        "OtherRankError",
+        "OutputError",
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"keep_fast": 0}, "keep_fast must be an int of at least 1, got 0"),
+        ({"drain_every": -1}, "drain_every must be an int of at least 0, got -1"),
+        ({"fast": "memory://x"}, "fast must be a folder of this host"),
+    ],
+)
+def test_wrong_arguments(tmp_path, options, said):
+    with pytest.raises(ValueError, match=said):
+        xla_fsdp.TieredCheckpointer(tmp_path, **{"fast": str(tmp_path / "f"), **options})

@@ -1,0 +1,243 @@
+"""``xla_fsdp.verify`` and ``preflight --measure``: what is measured, judged, told and kept."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from xla_fsdp.tpu.calibration import Calibration, CalibrationError, calibrated
+from xla_fsdp.tpu.chips import V5E
+from xla_fsdp.tpu.topology import resolve
+from xla_fsdp.verifying import verdict
+from xla_fsdp.verifying.collectives import axes, modelled
+from xla_fsdp.verifying.fitting import calibrate
+from xla_fsdp.verifying.parity import CASES, _compared
+from xla_fsdp.verifying.privacy import scrubbed, shown_environment
+from xla_fsdp.verifying.records import CollectiveTime, Finding, Rate, Status, StepRun, Where
+from xla_fsdp.verifying.report import Verification
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
+HOSTILE = '<script>alert("1")</script>'
+
+
+def measured(slice, sizes=(1 << 13, 1 << 20, 1 << 26)):
+    """What a slice would have measured whose links are as its chip says."""
+    found = []
+    for axis in axes(slice.devices, slice):
+        for kind in KINDS:
+            groups = axis.around if kind == "collective-permute" else axis.groups
+            for size in sizes:
+                time = CollectiveTime(kind, axis.name, groups, size, 0.0)
+                found.append(dataclasses.replace(time, seconds=modelled(time, slice)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["v5litepod-8", "v5litepod-64", "v4-32", "v3-32", "v5litepod-4"])
+def test_the_figures_of_links_are_found_again(name):
+    published = resolve(name)
+    true = {"link_bandwidth": 37e9, "launch_latency": 9e-6, "hop_latency": 2e-6}
+    slice = dataclasses.replace(published, chip=dataclasses.replace(published.chip, **true))
+    found = calibrate(published.chip.family, measured(slice), [], published)
+    for figure, value in true.items():
+        assert getattr(found, figure) == pytest.approx(value, rel=1e-6), figure
+    # A plan with them has the times that were measured.
+    again = calibrated(published, found)
+    for time in measured(slice):
+        if time.axis != "cores, 2":
+            assert modelled(time, again) == pytest.approx(time.seconds, rel=1e-6)
+
+
+def test_axes_of_a_slice_are_its_rings_and_lines():
+    every, x, y = axes(8, resolve("v5e:2x4"))
+    assert every.groups == (tuple(range(8)),)
+    assert x.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert y.groups == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert y.around[:4] == ((0, 2), (2, 4), (4, 6), (6, 0))
+    assert [axis.groups for axis in axes(4, None)[1:]] == [((0, 1), (2, 3)), ((0, 2), (1, 3))]
+    assert len(axes(3, None)) == len(axes(1, None)) == 1
+
+
+RATES = (
+    Rate("HBM, read and written", "B", 1e9, 1e9 / 700e9, 819e9),
+    Rate("matrix product, 8192, bfloat16", "FLOP", 2.0 * 8192**3, 2.0 * 8192**3 / 150e12, 197e12),
+    Rate("host to device", "B", 1e8, 0.01),
+    Rate("device to host", "B", 1e8, 0.02),
+)
+
+
+def test_a_calibration_is_kept_and_changes_the_chip(tmp_path):
+    found = calibrate("v5e", [], RATES, resolve("v5litepod-8"))
+    assert found.link_bandwidth is None
+    path = tmp_path / "c.json"
+    dataclasses.replace(found, about={"device": "TPU v5 lite"}).save(path)
+    read = Calibration.load(path)
+    assert read.about == {"device": "TPU v5 lite"} and read.source == "c.json"
+    assert dataclasses.replace(read, about={}, source="measured") == found
+    chip = read.apply(V5E)
+    assert chip.hbm_bandwidth == pytest.approx(700e9)
+    # A product of 8192 x 8192, 88 % of the peak by the compiler's cycles, takes what it took.
+    cycles = 2 * 8192**3 / (V5E.matrix_cycles * V5E.flops) * V5E.clock_hz
+    assert cycles / chip.clock_hz == pytest.approx(2 * 8192**3 / 150e12)
+    assert chip.link_bandwidth == V5E.link_bandwidth and chip.flops == V5E.flops
+    assert chip.sources["clock_hz"] == "measured: c.json"
+    assert "76% of the peak (88%)" in read.note(V5E)
+    assert read.to_device == pytest.approx(1e10) and read.to_host == pytest.approx(5e9)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda data: data["calibration"].update(family="v9"), "family 'v9', known are v2"),
+        (lambda data: data["calibration"].update(link_bandwidth=-1), "link_bandwidth is -1"),
+        (lambda data: data["calibration"].update(hbm_bandwidth=True), "hbm_bandwidth is True"),
+        (lambda data: data["calibration"].update(matrix_flops="much"), "matrix_flops is 'much'"),
+        (lambda data: data["calibration"].update(clock=1), "['clock'] in a calibration"),
+        (lambda data: data.update(version=2), "version 2, allowed is 1"),
+        (lambda data: data.update(format="plan"), "some other JSON"),
+        (lambda data: data["calibration"].update(about=[]), "about is []"),
+    ],
+)
+def test_damaged_calibrations_are_refused(tmp_path, change, said):
+    path = tmp_path / "c.json"
+    Calibration("v5e", link_bandwidth=40e9).save(path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(CalibrationError, match="c.json") as caught:
+        Calibration.load(path)
+    assert said in str(caught.value)
+
+
+def test_calibrations_of_others_and_unlikely_ones_are_refused():
+    with pytest.raises(CalibrationError, match="is of v5e; the plan is for v3"):
+        calibrated(resolve("v3-8"), Calibration("v5e"))
+    with pytest.raises(CalibrationError, match="says nothing of a TPU"):
+        calibrated(resolve("v3-8"), Calibration("cpu", matrix_flops=1e9))
+    with pytest.raises(CalibrationError, match="hbm_bandwidth is 8.19e.07, published is 8.19e.11"):
+        calibrated(resolve("v5e:2x4"), Calibration("v5e", hbm_bandwidth=81.9e6))
+    with pytest.raises(TypeError, match="calibration must be a file's path"):
+        calibrated(resolve("v3-8"), {"family": "v3"})
+
+
+def test_wrong_weights_are_found():
+    reference = {"losses": torch.tensor([2.0, 1.0]), "w": torch.ones(4)}
+    close = {**reference, "w": torch.tensor([1.0, 1.0, 1.0001, 1.0])}
+    assert _compared(CASES[0], close, reference).status is Status.OK
+    for wrong in (1.01, float("nan"), float("inf")):
+        other = {**reference, "w": torch.tensor([1.0, 1.0, wrong, 1.0])}
+        found = _compared(CASES[0], other, reference)
+        assert found.status is Status.FAILED and "(w)" in found.found
+    missing = _compared(CASES[0], {"losses": reference["losses"]}, reference)
+    assert missing.status is Status.FAILED
+
+
+def test_verdicts():
+    first = {"compiled": 5, "cached": 0, "losses": ["a"]}
+    second = {"compiled": 0, "cached": 5, "losses": ["a"]}
+    assert verdict.programs([first, second]).status is Status.OK
+    assert verdict.programs([first, {**second, "compiled": 1}]).status is Status.DIFFERENT
+    assert verdict.programs([first, {**second, "losses": ["b"]}]).status is Status.FAILED
+    assert verdict.programs([first]).status is Status.SKIPPED
+    died = {"way": "raises", "error": "rank 3 raised", "rank": 3, "seconds": 2.0}
+    assert verdict.death(died, 4).status is Status.OK
+    for wrong in ({"error": ""}, {"rank": 2}, {"seconds": 100.0}):
+        assert verdict.death({**died, **wrong}, 4).status is Status.FAILED
+    ours = StepRun("s", "xla_fsdp", 0.010, 0.001, (2.0, 1.0), 2**30, 0.012, 2**30)
+    theirs = StepRun("s", "in-tree", 0.020, 0.001, (2.0, 1.0))
+    found = {f.name: f.status for f in verdict.of_steps([ours, theirs], True)}
+    assert found == {"step s": Status.OK, "plan of s": Status.OK, "HBM of s": Status.OK}
+    wrong = dataclasses.replace(theirs, losses=(2.0, 1.5))
+    assert next(verdict.of_steps([ours, wrong], True)).status is Status.FAILED
+    slow = dataclasses.replace(ours, seconds=0.03)
+    found = [f.status for f in verdict.of_steps([slow, theirs], True)]
+    assert found[:2] == [Status.DIFFERENT, Status.DIFFERENT]
+    found = {f.name: f.status for f in verdict.of_steps([slow], False)}
+    assert found == {"plan of s": Status.SKIPPED}
+
+
+def test_nothing_secret_is_told():
+    environment = {
+        "HOME": "/home/marlene",
+        "USER": "marlene",
+        "HF_TOKEN": "zzz-very-secret-1",
+        "XLA_FLAGS": "--xla_dump_to=/home/marlene/x --y=zzz-very-secret-1",
+        "AWS_SECRET_ACCESS_KEY": "shhhhhhh",
+        "TPU_WORKER_HOSTNAMES": "10.0.0.1",
+    }
+    assert shown_environment(environment) == {"XLA_FLAGS": "--xla_dump_to=~/x --y=***"}
+    for text, left in (
+        ("gs://user:pw@bucket/x", "gs://***bucket/x"),
+        ("Authorization: Bearer ya29.abcdefghijk", "Authorization: ***"),
+        ("password = hunter2, then", "password = ***, then"),
+        ("no file /home/marlene/run of marlene", "no file ~/run of USER"),
+        ("key hf_abcdefghijklm here", "key *** here"),
+        ("-----BEGIN PRIVATE KEY-----\nabc\n", "***"),
+    ):
+        assert scrubbed(text, environment) == left
+
+
+def test_a_report_is_told_kept_and_drawn(tmp_path):
+    slice = resolve("v5litepod-8")
+    times = [dataclasses.replace(t, modelled=1.02 * t.seconds) for t in measured(slice)]
+    steps = (
+        StepRun("4 x 64", "xla_fsdp", 0.01, 0.001, (2.0,), 2**30, 0.012, 2**30),
+        StepRun("4 x 64", "in-tree", 0.02, 0.001, (2.0,)),
+    )
+    findings = (
+        Finding(Status.FAILED, "parity", HOSTILE, "as unsharded", "report it"),
+        *verdict.of_collectives(times),
+    )
+    where = Where("TPU v5 lite", "v5e", 8, "v5e:2x4", {"torch": "2.9.0"}, {"XLA_FLAGS": HOSTILE})
+    calibration = calibrate("v5e", times, RATES, slice)
+    found = Verification(where, findings, RATES, tuple(times), steps, calibration)
+    assert not found.ok and found.failures() == ["parity"]
+    text = str(found)
+    assert text.startswith("NOT AS PROMISED: 12 ok, 1 FAILED")
+    assert "all-reduce, y, 4" in text and "150.00 TFLOP/s" in text
+    found.save(tmp_path / "v.json")
+    data = json.loads((tmp_path / "v.json").read_text())
+    assert data["findings"][0]["status"] == "FAILED" and len(data["collectives"]) == len(times)
+    assert data["calibration"]["link_bandwidth"] == pytest.approx(45e9)
+    found.plot(tmp_path / "v.html")
+    page = (tmp_path / "v.html").read_text()
+    assert HOSTILE not in page and page.count("<svg") == 2
+    assert "http" not in page.replace("http://www.w3.org/", "")  # names of SVG, not places
+    with pytest.raises(ValueError, match="allowed is .html"):
+        found.plot(tmp_path / "v.png")
+
+
+SCRIPT = """
+import sys
+from xla_fsdp.preflight.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["--measure", *sys.argv[1:]]))
+"""
+
+
+def test_two_cpu_ranks(run_script, tmp_path):
+    flags = ["--num_devices=2", f"--report={tmp_path}/v.json", f"--calibration={tmp_path}/c.json"]
+    stages = ["--stages", "programs", "checkpoints", "collectives"]
+    done = run_script(SCRIPT, *flags, *stages, env={"MY_TOKEN": "do-not-tell-this"}, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads((tmp_path / "v.json").read_text())
+    statuses = {found["name"]: found["status"] for found in data["findings"]}
+    names = ("compiled programs", "checkpoints", "a rank that raises")
+    assert statuses == dict.fromkeys(names, "ok"), data["findings"]
+    kinds = {(time["kind"], time["bytes"]) for time in data["collectives"]}
+    assert kinds == {(kind, size) for kind in KINDS for size in (1 << 13, 1 << 17)}
+    assert all(time["seconds"] > 0 for time in data["collectives"])
+    assert data["where"]["family"] == "cpu" and data["where"]["ranks"] == 2
+    assert "do-not-tell-this" not in (tmp_path / "v.json").read_text()
+    with pytest.raises(CalibrationError, match="says nothing of a TPU"):
+        Calibration.load(tmp_path / "c.json").apply(V5E)
+
+
+def test_wrong_arguments(run_script, tmp_path):
+    done = run_script(SCRIPT, "--seconds=1")
+    assert done.returncode == 2 and "at least 30" in done.stderr
+    done = run_script(SCRIPT, "--report=x.png")
+    assert done.returncode == 2 and "must end in .json or .html" in done.stderr
+    done = run_script(SCRIPT, "--topology=v9-8")
+    assert done.returncode == 2 and "v9-8" in done.stderr

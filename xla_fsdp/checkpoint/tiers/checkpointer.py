@@ -1,0 +1,387 @@
+"""``TieredCheckpointer``: often into the hosts' memory, now and then into the durable store."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+import warnings
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ...consolidate.errors import CheckpointNotFoundError
+from ...consolidate.format.reader import ShardedCheckpoint
+from ...consolidate.format.store import open_store
+from ..asynchronous import RunningSave
+from ..contents import Contents, device_seed, set_device_seed, take_contents
+from ..draft import Request, agreed, place
+from ..loading import LoadedCheckpoint, find, load_opened, open_found
+from ..meeting import Meeting
+from ..saving import at_rest, meeting_request
+from .choosing import Choice, choose, listed
+from .holding import Card, HostTier, Save, manifest_of
+from .spread import SpreadStore
+from .wire import Peer, TierServer
+
+
+class TieredCheckpointer:
+    """Checkpoints every few steps in the memory of the hosts, and in a durable store behind them.
+
+    Each rank writes its file into a folder of its own host's memory, sends a copy to the next host,
+    and every so often the same goes on to ``path``, all beside training: ``save`` returns once what
+    the rank holds is copied. A process may die, or one host: every file is still on some host, and
+    :meth:`load` takes the newest step that is whole, from memory or from ``path``, on any number of
+    ranks. Every byte is compared with its digest, wherever it is from. ::
+
+        with xla_fsdp.TieredCheckpointer("gs://bucket/run", fast="/dev/shm/run") as tiers:
+            loaded = tiers.load(model, optimizer, scheduler, missing_ok=True)
+            for step in range(loaded.step if loaded else 0, steps):
+                ...
+                if step % 10 == 0:
+                    tiers.save(model, optimizer, scheduler, step=step)
+
+    All methods must be called on every rank. Memory on the host: a copy of what each rank holds,
+    until it is written; and ``keep_fast + 1`` times that, twice if it is copied to another host.
+
+    Args:
+        path, keep_last: the durable store, as for :func:`save_checkpoint`.
+        fast: a folder on a RAM disk of this host (a local disk survives more, and is slower). Only
+            this job uses it. Not shared by hosts, unless each has another.
+        keep_fast: whole saves kept in memory, at least 1.
+        drain_every: of so many saves one goes on to ``path``, and is skipped if the last one is not
+            over; 0: only those with ``durable=True``.
+        mirror: send copies to the next host, if there are several.
+        host: what tells this host from others. Default: its name and the id of its boot.
+        address: the one of this host that others reach. Default: what its name resolves to.
+
+    Raises:
+        ValueError, TypeError: wrong arguments.
+        OutputError, OtherRankError: ``fast`` cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        fast: str | os.PathLike,
+        keep_last: int | None = None,
+        keep_fast: int = 1,
+        drain_every: int = 10,
+        mirror: bool = True,
+        host: str | None = None,
+        address: str | None = None,
+    ) -> None:
+        for name, value, least in (("keep_fast", keep_fast, 1), ("drain_every", drain_every, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+        store, root = open_store(fast, "fast")
+        if not store.renames:
+            raise ValueError(f"fast must be a folder of this host, such as /dev/shm/run: {fast!r}")
+        self._tier = HostTier(store, root, os.fsdecode(path).rstrip("/"))
+        self.path, self.keep_last = path, keep_last
+        self._keep_fast, self._drain_every = keep_fast, drain_every
+        with at_rest():
+            self._meeting = Meeting()
+            self._meeting.together("open the fast tier", lambda: store.make_folder(root))
+            self._hosts = _Hosts.meet(self._meeting, self._tier, host, address)
+            if self._hosts.leads:
+                self._tier.clean()
+            self._meeting.gather("begin", None)  # nobody writes before all is clean
+        self._mirror = mirror and len(self._hosts.peers) > 1
+        self._writing: _Writing | None = None
+        self._draining: RunningSave | None = None
+        self._saved = 0
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        step: int,
+        extra: Any = None,
+        durable: bool = False,
+    ) -> None:
+        """Begins to save; returns when everything is copied, so that training may change it.
+
+        ``durable``: this one goes to ``path`` for certain, if need be after waiting for the last.
+
+        Raises:
+            CheckpointError: the save before this one failed (this one is not begun), or this one
+                cannot begin; see :func:`save_checkpoint`. If one rank raises, all do.
+        """
+        with at_rest() as seed:
+            meeting = self._meeting
+            self._settle()
+            request = meeting_request(meeting, self.path, step, self.keep_last)
+            contents = agreed(
+                meeting, lambda: take_contents(model, optimizer, scheduler, step, extra, seed)
+            )
+            save = Save(step, meeting.first("name the save", _new_id))
+            if self._hosts.leads:
+                self._forget(save)
+            held = meeting.each("copy to the host", contents.on_host)
+            drained = self._drain(request, held, durable)
+        self._saved += 1
+        self._writing = _Writing(self._tier, save, held, meeting.rank, self._partner())
+        if drained is not None:
+            self._draining = RunningSave(drained, meeting)
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        strict: bool = True,
+        restore_rng: bool = True,
+        missing_ok: bool = False,
+        step: int | None = None,
+    ) -> LoadedCheckpoint | None:
+        """Loads the newest step that is whole in memory or in ``path``; of equal ones that in
+        memory. Arguments and errors: :func:`load_checkpoint`. Later steps that are passed over,
+        since no host has all files of them, are warned of. ``path`` of the result is
+        a name: what is in memory lies in several places."""
+        with at_rest():
+            self._settle()
+        meeting, seed = self._meeting, device_seed()
+        found = meeting.together("list the fast tier", self._listed)
+        choice = choose([found[rank] for rank in self._hosts.leaders], step)
+        durable = meeting.first("find the checkpoint", lambda: find(self.path, True, step))
+        newest = max(choice.save.step if choice.save else -1, durable[2] if durable else -1)
+        if meeting.rank == 0:
+            _warn_of(choice, newest)
+        if newest < 0:
+            set_device_seed(seed)
+            if missing_ok:
+                return None
+            passed = (
+                "; ".join(choice.passed.values()) or f"nothing of this run in {self._tier.root}"
+            )
+            raise CheckpointNotFoundError(f"{os.fsdecode(self.path)}: has none, and {passed}")
+        if choice.save is not None and choice.save.step == newest:
+            whole = self._spread(choice, meeting)
+            opened = partial(ShardedCheckpoint, whole.folder, whole)
+        else:
+            opened = partial(open_found, durable)
+        return load_opened(
+            meeting, opened, seed, model, optimizer, scheduler,
+            strict=strict, restore_rng=restore_rng,
+        )  # fmt: skip
+
+    def wait(self) -> None:
+        """Returns once all that was begun is over, in memory and in ``path``.
+
+        Raises:
+            CheckpointError: something could not be saved. Earlier saves are as they were.
+        """
+        with at_rest():
+            self._settle()
+            self._finish_draining()
+
+    def close(self) -> None:
+        """:meth:`wait`; then other hosts cannot read here any more."""
+        try:
+            self.wait()
+            with at_rest():
+                self._meeting.gather("close the fast tier", None)
+        finally:
+            self._hosts.close()
+
+    def __enter__(self) -> TieredCheckpointer:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if kind is None:
+            self.close()
+        else:  # other ranks may be anywhere: what is under way ends by itself
+            self._hosts.close()
+
+    def _settle(self) -> None:
+        """Ends the writing of the last save, on all ranks; then older ones may go."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        self._meeting.together("write into the fast tier", writing.finish)
+        if self._hosts.leads:
+            whole = sorted(save for save in self._tier.present() if save <= writing.save)
+            self._tier.discard(whole[: -self._keep_fast])
+
+    def _forget(self, begun: Save) -> None:
+        """Saves of later steps are of a way that training has left: they must not come back."""
+        self._tier.discard([save for save in self._tier.present() if save.step > begun.step])
+
+    def _drain(self, request: Request, held: Contents, durable: bool) -> Any:
+        """A draft in ``path`` for what is to go there, if it is this one's turn."""
+        due = durable or (self._drain_every > 0 and self._saved % self._drain_every == 0)
+        if not due:
+            return None
+        running = self._draining
+        if running is not None:
+            over = self._meeting.together("drain the last save", running.over)
+            if not durable and not all(over):
+                return None
+            self._finish_draining()
+        opened = self._meeting.each("open the durable store", lambda: open_store(request.path))
+        return place(self._meeting, request, opened, held)
+
+    def _finish_draining(self) -> None:
+        running, self._draining = self._draining, None
+        if running is not None:
+            running.finish()
+            running.tidied()
+
+    def _partner(self) -> Peer | None:
+        return self._hosts.partner() if self._mirror else None
+
+    def _listed(self) -> list:
+        if not self._hosts.leads:
+            return []
+        saves = (listed(self._tier.cards(save)) for save in self._tier.saves())
+        return [found for found in saves if found is not None]
+
+    def _spread(self, choice: Choice, meeting: Meeting) -> SpreadStore:
+        """The chosen save, to be read on this rank."""
+        assert choice.save is not None
+
+        def held() -> list[str]:
+            if not self._hosts.leads:
+                return []
+            cards = self._tier.cards(choice.save)  # type: ignore[arg-type]
+            own = [rank for rank, host in choice.holders.items() if host == self._hosts.number]
+            return [card.bare().dump().decode() for card in cards if card.rank in own]
+
+        told = meeting.together("tell of the chosen save", held)
+        cards = {
+            card.rank: card
+            for texts in told
+            for card in (Card.load(text.encode(), "another host") for text in texts)
+        }
+
+        def peer_of(rank: int) -> Peer | None:
+            host = choice.holders[rank]
+            return None if host == self._hosts.number else self._hosts.peers[host]
+
+        def with_manifest() -> Card:
+            holder = peer_of(0)
+            if holder is not None:
+                return holder.manifest(cards[0])
+            return next(card for card in self._tier.cards(cards[0].save) if card.rank == 0)
+
+        # What all ranks tell each other is as long as the longest of it, for each of them.
+        cards[0] = meeting.each("read the manifest", with_manifest)
+        return SpreadStore(self._tier, cards, manifest_of(cards), peer_of)
+
+
+@dataclass
+class _Hosts:
+    """The hosts of the job, in the order of their first ranks, which lead and serve them."""
+
+    number: int
+    leaders: list[int]
+    leads: bool
+    peers: list[Peer]
+    server: TierServer | None
+
+    @classmethod
+    def meet(
+        cls, meeting: Meeting, tier: HostTier, host: str | None, address: str | None
+    ) -> _Hosts:
+        mine = host or _this_host()
+        names = meeting.gather("tell the hosts", mine)
+        leaders = [names.index(name) for name in dict.fromkeys(names)]
+        number = list(dict.fromkeys(names)).index(mine)
+        leads = leaders[number] == meeting.rank
+        key = bytes.fromhex(meeting.first("make a key", lambda: secrets.token_hex(32)))
+        servers: list[TierServer] = []
+
+        def serve() -> Any:
+            if not leads or len(leaders) == 1:
+                return None
+            servers.append(TierServer(tier, key, address or _own_address()))
+            return servers[0].address
+
+        addresses = meeting.together("serve the fast tier", serve)
+        peers = [
+            Peer(tuple(addresses[rank] or ("", 0)), key, f"host of rank {rank}") for rank in leaders
+        ]
+        return cls(number, leaders, leads, peers, servers[0] if servers else None)
+
+    def partner(self) -> Peer:
+        """The host that has copies of what is here."""
+        return self.peers[(self.number + 1) % len(self.peers)]
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        if self.server is not None:
+            self.server.close()
+            self.server = None
+
+
+class _Writing:
+    """A save on its way into memory, by a thread of this rank."""
+
+    def __init__(
+        self, tier: HostTier, save: Save, held: Contents, rank: int, partner: Peer | None
+    ) -> None:
+        self.save = save
+        known = replace(held, manifest=replace(held.manifest, save_id=save.save_id))
+        self._error: Exception | None = None
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(tier, known, rank, partner),
+            name=f"xla_fsdp tier, rank {rank}",
+            daemon=False,  # a process that ends without waiting still completes what it can
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, tier: HostTier, held: Contents, rank: int, partner: Peer | None) -> None:
+        try:
+            card = tier.write(self.save, held, rank)
+            if partner is not None:
+                partner.put(tier, card)
+        except Exception as error:
+            self._error = error
+
+
+def _new_id() -> str:
+    """Later ones are greater: of one step the one that was saved last is wanted."""
+    return f"{time.time_ns():016x}"
+
+
+def _this_host() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def _own_address() -> str:
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise OSError(
+            f"{name}, the name of this host, has no address ({error}): give address=, the one that "
+            "other hosts reach"
+        ) from error
+
+
+def _warn_of(choice: Choice, newest: int) -> None:
+    goes = f"step {newest} is the newest that is whole" if newest >= 0 else "none is whole"
+    for step, text in choice.passed.items():
+        if step > newest:
+            warnings.warn(f"{text}; {goes}", stacklevel=3)

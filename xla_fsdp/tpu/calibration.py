@@ -1,0 +1,187 @@
+"""What was measured of a kind of chip, for a plan to use where it would take published figures.
+
+``python -m xla_fsdp.preflight --measure`` writes such a file; ``xla_fsdp.plan(calibration=)`` takes
+it. The model stays the one of ``links.py`` and ``planning/timing.py``: only its figures are others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from .chips import CHIPS, Chip
+from .topology import Slice
+
+_FORMAT, _VERSION = "xla_fsdp calibration", 1
+# A figure this many times the published one, or less than one over it, is a mistake.
+_MOST = 20.0
+
+
+class CalibrationError(ValueError):
+    """A calibration that a plan cannot use: damaged, of other chips, or beyond belief."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measured figures of one kind of chip; ``None`` where nothing was measured.
+
+    Attributes:
+        family: of the chip, as ``Chip.family`` has it, or "cpu" for CPU ranks, of which no plan is
+            made.
+        link_bandwidth: bytes a second of one link one way, as collectives attain it.
+        launch_latency, hop_latency: seconds, see :class:`~.chips.Chip`.
+        hbm_bandwidth: bytes a second of one chip, read and written counted both.
+        matrix_flops: bfloat16 operations a second of one chip in a large matrix product.
+        to_device, to_host: bytes a second of one device from and to the host's memory.
+        source: where this is from, for reports: a file's name, or "measured".
+        about: versions, date and what else a reader may want to know.
+    """
+
+    family: str
+    link_bandwidth: float | None = None
+    launch_latency: float | None = None
+    hop_latency: float | None = None
+    hbm_bandwidth: float | None = None
+    matrix_flops: float | None = None
+    to_device: float | None = None
+    to_host: float | None = None
+    source: str = "measured"
+    about: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        if self.family not in (*CHIPS, "cpu"):
+            known = ", ".join((*CHIPS, "cpu"))
+            raise CalibrationError(f"{self.source}: family {self.family!r}, known are {known}")
+        for name in FIGURES:
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            least_is_allowed = name.endswith("latency")  # what is too short to be seen is 0
+            if value is not None and not (
+                number and math.isfinite(value) and (value > 0 or least_is_allowed and value == 0)
+            ):
+                raise CalibrationError(
+                    f"{self.source}: {name} is {value!r}, allowed are null and positive numbers; "
+                    "measure again"
+                )
+
+    def apply(self, chip: Chip) -> Chip:
+        """``chip`` with these figures. What is not measured stays as published.
+
+        Operations take libtpu's cycles at ``clock_hz``; the clock becomes the one at which a matrix
+        product takes as long as measured.
+
+        Raises:
+            CalibrationError: this is of another kind of chip, or a figure is beyond belief.
+        """
+        if self.family != chip.family:
+            of = "CPU ranks, which says nothing of a TPU" if self.family == "cpu" else self.family
+            raise CalibrationError(
+                f"calibration {self.source} is of {of}; the plan is for {chip.family}: give a file "
+                "that was measured on such chips, or none"
+            )
+        measured = {
+            name: value
+            for name in _CHIP
+            if (value := getattr(self, name)) is not None
+        }  # fmt: skip
+        if self.matrix_flops is not None:
+            by_cycles = chip.matrix_cycles * chip.flops
+            measured["clock_hz"] = chip.clock_hz * self.matrix_flops / by_cycles
+        for name, value in measured.items():
+            published = getattr(chip, name)
+            if not name.endswith("latency") and not 1 / _MOST < value / published < _MOST:
+                raise CalibrationError(
+                    f"calibration {self.source}: {name} is {value:.4g}, published is "
+                    f"{published:.4g}: too far apart to be true; measure again"
+                )
+        sources = {**chip.sources, **dict.fromkeys(measured, f"measured: {self.source}")}
+        return replace(chip, sources=MappingProxyType(sources), **measured)
+
+    def note(self, chip: Chip) -> str:
+        """One sentence for a report: which of the figures of ``chip``, as published, are others."""
+        shown = []
+        for name, scale, unit in (
+            ("link_bandwidth", 1e9, "GB/s a link"),
+            ("launch_latency", 1e-6, "us a collective"),
+            ("hop_latency", 1e-6, "us a hop"),
+            ("hbm_bandwidth", 1e9, "GB/s of HBM"),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                published = getattr(chip, name) / scale
+                shown.append(f"{value / scale:.3g} {unit} (published: {published:.3g})")
+        if self.matrix_flops is not None:
+            share = self.matrix_flops / chip.flops
+            shown.append(f"matrix products at {share:.0%} of the peak ({chip.matrix_cycles:.0%})")
+        return f"Times are calibrated by {self.source}: {'; '.join(shown) or 'nothing measured'}."
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes JSON that :meth:`load` reads."""
+        data = {**asdict(replace(self, about={})), "about": dict(self.about)}
+        del data["source"]
+        text = json.dumps({"format": _FORMAT, "version": _VERSION, "calibration": data}, indent=1)
+        Path(path).write_text(text + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CalibrationError: it is no calibration, or one of another version, or damaged.
+        """
+        wanted = "expected what python -m xla_fsdp.preflight --measure --calibration wrote"
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise CalibrationError(f"{path} is not JSON: {wanted}") from error
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise CalibrationError(f"{path} is some other JSON: {wanted}")
+        if data.get("version") != _VERSION:
+            found = data.get("version")
+            raise CalibrationError(
+                f"{path} has version {found!r}, allowed is {_VERSION}: measure again"
+            )
+        return cls._of(data.get("calibration"), os.path.basename(os.fspath(path)))
+
+    @classmethod
+    def _of(cls, data: Any, source: str) -> Calibration:
+        known = {one.name for one in fields(cls)} - {"source"}
+        if not isinstance(data, dict) or not set(data) <= known or "family" not in data:
+            odd = sorted(set(data) - known) if isinstance(data, dict) else data
+            raise CalibrationError(f"{source}: {odd!r:.80} in a calibration; measure again")
+        about = data.get("about", {})
+        if not isinstance(about, dict):
+            raise CalibrationError(
+                f"{source}: about is {about!r:.80}, expected an object; measure again"
+            )
+        about = {str(name): str(value) for name, value in about.items()}
+        return cls(**{**data, "about": MappingProxyType(about)}, source=source)
+
+
+_CHIP = ("link_bandwidth", "launch_latency", "hop_latency", "hbm_bandwidth")
+FIGURES = (*_CHIP, "matrix_flops", "to_device", "to_host")
+
+
+def calibrated(where: Slice, calibration: Calibration | str | os.PathLike[str] | None) -> Slice:
+    """``where``, of chips with measured figures; see :meth:`Calibration.apply` for errors."""
+    if calibration is None:
+        return where
+    return replace(where, chip=read(calibration).apply(where.chip))
+
+
+def read(calibration: Calibration | str | os.PathLike[str]) -> Calibration:
+    """The calibration, or the one in the file of that path; errors as :meth:`Calibration.load`."""
+    if isinstance(calibration, Calibration):
+        return calibration
+    if not isinstance(calibration, (str, os.PathLike)):
+        raise TypeError(
+            f"calibration must be a file's path or a Calibration, got {calibration!r:.60}"
+        )
+    return Calibration.load(calibration)

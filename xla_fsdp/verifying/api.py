@@ -1,0 +1,303 @@
+"""``xla_fsdp.verify``: measures what a machine does, and holds it against what is promised."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ..tpu.topology import Slice, UnknownTopologyError, resolve
+from . import verdict
+from .fitting import calibrate
+from .parity import CASES
+from .privacy import scrubbed, shown_environment
+from .records import CollectiveTime, Finding, Rate, Status, StepRun, Where
+from .report import Verification
+from .stages import NOTES, STAGES, Job
+from .steps import ON_CPU, ON_TPU, OURS
+
+_PACKAGES = ("xla_fsdp", "torch", "torch_xla", "libtpu", "jax", "jaxlib", "numpy")
+_SHORTEST = 30.0  # seconds that make sense as a limit
+
+
+def verify(
+    *,
+    num_devices: int | None = None,
+    ckpt_dir: str | os.PathLike[str] | None = None,
+    seconds: float = 600.0,
+    stages: Sequence[str] = STAGES,
+    cases: Sequence[str] = (),
+    sizes: Sequence[str] = (),
+    topology: str | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Verification:
+    """Runs what is promised on the devices that are here, and measures them.
+
+    On a TPU slice or on CPU ranks: sharded training against unsharded training, a checkpoint saved
+    by all ranks and loaded into shards of half of them, programs found by a second start, a rank
+    that dies; the device's memory, matrix unit and link to the host; each collective by size and
+    axis; three small steps beside torch_xla's own class and beside their plans.
+
+    Everything runs in processes of its own: call it from a main program that has touched no XLA
+    device. On several hosts call it on all of them, as the training would be; the one with rank 0
+    gets the report.
+
+    Args:
+        num_devices: ranks, as for :func:`xla_fsdp.launch`.
+        ckpt_dir: for the checkpoint, a folder that all hosts share; default: a temporary one.
+        seconds: in all. What is not done by then is skipped, or ended.
+        stages: of ``programs``, ``parity``, ``checkpoints``, ``rates``, ``collectives``, ``steps``.
+        cases: names of ways to shard (``parity``); default: all.
+        sizes: names of steps (``steps``); default: all of this kind of device.
+        topology: the slice to plan the steps for; default: this one. Nothing is planned on CPU
+            ranks unless it is given, since a plan is of a TPU.
+        say: told what is going on; default: nobody.
+
+    Returns:
+        The report: ``print`` it, ``.save("x.json")``, ``.plot("x.html")``, ``.calibration``, and
+        ``.ok``: whether nothing failed.
+
+    Raises:
+        ValueError: an unknown stage, case, size or slice; ``seconds`` below 30.
+        RuntimeError: this process has started XLA's runtime already.
+    """
+    _check(stages, cases, sizes, seconds)
+    slice = None if topology is None else resolve(topology)
+    until = time.time() + seconds
+    with tempfile.TemporaryDirectory(prefix="xla_fsdp-verify-") as name:
+        folder = Path(name)
+        job = Job(
+            stages=tuple(stages),
+            folder=name,
+            ckpt_dir=os.fspath(ckpt_dir) if ckpt_dir is not None else str(folder / "checkpoints"),
+            until=until - 0.25 * seconds,  # what comes after the measuring takes time as well
+            cases=tuple(cases),
+            sizes=tuple(sizes),
+            num_devices=num_devices,
+        )
+        run = _Children(folder, until, say or (lambda text: None))
+        run.stages(job)
+        if "programs" in stages:
+            run.again(replace(job, stages=("programs",)))
+        where = _where(run.notes("where"))
+        if not run.notes("where") and not run.failures:
+            found = "rank 0 runs on another host, which has the report"
+            run.failures.append(Finding(Status.SKIPPED, "report", found))
+        if "steps" in stages:
+            run.plan(job, where, slice)
+        return _verification(run, where, slice, stages)
+
+
+def _check(
+    stages: Sequence[str], cases: Sequence[str], sizes: Sequence[str], seconds: float
+) -> None:
+    import torch_xla
+
+    for what, given, known in (
+        ("stages", stages, STAGES),
+        ("cases", cases, [case.name for case in CASES]),
+        ("sizes", sizes, [*ON_TPU, *ON_CPU]),
+    ):
+        wrong = [name for name in given if name not in known]
+        if wrong or isinstance(given, str):
+            raise ValueError(f"{what}: {wrong or given!r}, known are {', '.join(known)}")
+    if not seconds >= _SHORTEST:
+        raise ValueError(f"seconds is {seconds}, at least {_SHORTEST:.0f} are needed")
+    if torch_xla._XLAC._xla_runtime_is_initialized():
+        raise RuntimeError(
+            "verify starts ranks in processes of its own, and this one has started XLA's runtime, "
+            "which holds the devices: call it from a main program that has touched none"
+        )
+
+
+class _Children:
+    """Processes, one after the other, and what they left in the folder."""
+
+    def __init__(self, folder: Path, until: float, say: Callable[[str], None]) -> None:
+        self.folder, self.until, self.say = folder, until, say
+        self.failures: list[Finding] = []
+
+    def stages(self, job: Job) -> None:
+        """All stages; after one that fails the others in a new process."""
+        left = list(job.stages)
+        while left:
+            before = len(self.notes("done"))
+            problem = self._run("ranks", replace(job, stages=tuple(left)), f"{', '.join(left)}")
+            done = len(self.notes("done")) - before
+            if not problem:
+                return
+            remedy = "the message is of the rank that failed; report it with this file"
+            stage = [*left, "the end"][done]
+            self.failures.append(Finding(Status.FAILED, stage, problem, "it ends well", remedy))
+            left = left[done + 1 :]
+            if time.time() > self.until:
+                return
+
+    def again(self, job: Job) -> None:
+        problem = self._run("again", job, "a second start, and a rank that dies")
+        if problem:
+            self.failures.append(Finding(Status.FAILED, "second start", problem, "it ends well"))
+
+    def plan(self, job: Job, where: Where, slice: Slice | None) -> None:
+        if slice is None and where.topology:
+            slice = resolve(where.topology)
+        if slice is None:
+            found = "not asked for on CPU ranks: a plan is of a TPU (topology names one)"
+            self.failures.append(Finding(Status.SKIPPED, "plans of the steps", found))
+            return
+        wanted = job.sizes or tuple(ON_CPU if where.family == "cpu" else ON_TPU)
+        # Tracing needs no device, and must not take those that ranks use.
+        problem = self._run(
+            "plan", replace(job, sizes=wanted, topology=slice.name), "plans", {"PJRT_DEVICE": "CPU"}
+        )
+        if problem:
+            self.failures.append(Finding(Status.SKIPPED, "plans of the steps", problem))
+
+    def notes(self, kind: str) -> list[dict[str, Any]]:
+        path = self.folder / NOTES
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # of a process that was killed
+                note = json.loads(line)
+                if note.get("note") == kind:
+                    found.append(note)
+        return found
+
+    def _run(
+        self, what: str, job: Job, shown: str, more: Mapping[str, str] | None = None
+    ) -> str | None:
+        """Runs a child; what went wrong, or ``None``."""
+        self.say(shown)
+        path, log = self.folder / f"{what}.job", self.folder / f"{what}.log"
+        job.write(path)
+        command = [sys.executable, "-m", "xla_fsdp.verifying.child", what, str(path)]
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                command, stdout=output, stderr=output, env={**os.environ, **(more or {})},
+                start_new_session=True,  # so that its ranks end with it
+            )  # fmt: skip
+            try:
+                code = child.wait(max(1.0, self.until - time.time()))
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        if code == 0:
+            return None
+        end = "was still running when the time was over" if code is None else f"ended with {code}"
+        said = _reason(log.read_text(errors="replace").splitlines())
+        return scrubbed(f"{end}: {said or 'it said nothing'}")[:900]
+
+
+def _reason(lines: Sequence[str]) -> str:
+    """The last line of an output that names an error, or the last one of all."""
+    spoken = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in spoken if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (errors or spoken or [""])[-1]
+
+
+def _where(notes: Sequence[Mapping[str, Any]]) -> Where:
+    found = notes[0] if notes else {"device": "", "family": "cpu", "ranks": 0, "topology": ""}
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    versions["python"] = sys.version.split()[0]
+    return Where(
+        device=str(found["device"]),
+        family=str(found["family"]),
+        ranks=int(found["ranks"]),
+        topology=str(found["topology"]),
+        versions=versions,
+        environment=shown_environment(),
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def _verification(
+    run: _Children, where: Where, asked: Slice | None, stages: Sequence[str]
+) -> Verification:
+    slice = None
+    with contextlib.suppress(UnknownTopologyError):
+        slice = resolve(where.topology) if where.topology else None
+    rates = [_of(Rate, note) for note in run.notes("rate")]
+    times = [
+        replace(time, groups=tuple(map(tuple, time.groups)))
+        for time in (_of(CollectiveTime, note) for note in run.notes("collective"))
+    ]
+    runs = _planned([_of(StepRun, note) for note in run.notes("step")], run)
+    findings = [
+        replace(found, found=scrubbed(found.found))
+        for found in (_of(Finding, note) for note in run.notes("finding"))
+    ]
+    findings = [replace(found, status=Status(found.status)) for found in findings]
+    if "programs" in stages:
+        uncached = run.notes("uncached")
+        if uncached:
+            skipped = Finding(Status.SKIPPED, "compiled programs", scrubbed(uncached[0]["error"]))
+            findings.append(skipped)
+        else:
+            findings.append(verdict.programs(run.notes("programs")))
+    findings += [verdict.death(note, where.ranks) for note in run.notes("death")]
+    for rate in rates:
+        findings += verdict.of_rate(rate)
+    findings += verdict.of_collectives(times)
+    findings += verdict.of_steps(runs, where.family != "cpu")
+    for note in run.notes("unplanned"):
+        found = scrubbed(note["error"])
+        findings.append(Finding(Status.SKIPPED, f"plan of {note['name']}", found))
+    calibration = calibrate(where.family, times, rates, slice)
+    about = {**where.versions, "device": where.device, "date": where.date}
+    about["topology"] = where.topology or "unknown"
+    return Verification(
+        where=where,
+        findings=tuple([*run.failures, *findings]),
+        rates=tuple(rates),
+        collectives=tuple(times),
+        steps=tuple(runs),
+        calibration=replace(calibration, about=about),
+        planned_for=asked.name if asked else where.topology,
+    )
+
+
+def _planned(runs: list[StepRun], run: _Children) -> list[StepRun]:
+    """The runs, with what their plans say; on CPU ranks a plan is of other hardware."""
+    from ..planning.reporting.report import Report
+
+    plans = {note["name"]: Report.load(note["path"]) for note in run.notes("plan")}
+    return [
+        replace(
+            one,
+            planned=plans[one.name].timing.step,
+            planned_hbm=plans[one.name].memory.required,
+        )
+        if one.name in plans and one.lane == OURS
+        else one
+        for one in runs
+    ]
+
+
+def _of(kind: type, note: Mapping[str, Any]) -> Any:
+    names = {one.name for one in fields(kind)}
+    return kind(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in note.items()
+            if name in names
+        }
+    )

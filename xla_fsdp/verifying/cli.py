@@ -1,0 +1,89 @@
+"""Command line: ``python -m xla_fsdp.preflight --measure``.
+
+The report goes to stdout, progress and errors to stderr. Exit codes: 0 nothing failed (figures may
+be others than published), 1 something did, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .api import verify
+from .stages import STAGES
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures; the exit code."""
+    flags = _parser().parse_args(argv)
+    for path in flags.report:
+        if not path.endswith((".json", ".html")):
+            return _refuse(f"--report={path}: must end in .json or .html")
+    try:
+        found = verify(
+            num_devices=flags.num_devices,
+            ckpt_dir=flags.ckpt_dir,
+            seconds=flags.seconds,
+            stages=flags.stages,
+            topology=flags.topology,
+            say=lambda text: print(f"preflight: {text}", file=sys.stderr, flush=True),
+        )
+        print(found)
+        for path in flags.report:
+            (found.save if path.endswith(".json") else found.plot)(path)
+        if flags.calibration:
+            found.calibration.save(flags.calibration)
+    except (ValueError, ImportError, OSError) as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0 if found.ok else 1
+
+
+def _refuse(text: str) -> int:
+    print(f"preflight: {text}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m xla_fsdp.preflight --measure",
+        description="Does it do on these devices what it says? Trains, saves, loads, lets a rank"
+        " die, and measures memory, matrix products, collectives and steps.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--report",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="write it there too: .json, .html; repeatable. It names no user and no secret",
+    )
+    parser.add_argument(
+        "--calibration", metavar="PATH", help="write the measured figures there, for plans"
+    )
+    parser.add_argument(
+        "--num_devices", type=int, metavar="N", help="ranks; default: 4 on CPU, all on TPU"
+    )
+    parser.add_argument(
+        "--ckpt_dir", metavar="PATH", help="of several hosts: a folder that all of them share"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, metavar="S", help="in all (default: 600)"
+    )
+    parser.add_argument(
+        "--stages",
+        nargs="+",
+        choices=STAGES,
+        default=STAGES,
+        metavar="STAGE",
+        help=f"of {', '.join(STAGES)} (default: all)",
+    )
+    parser.add_argument(
+        "--topology",
+        metavar="SLICE",
+        help="plan the steps for this slice, such as v5litepod-8 (default: the one that is here)",
+    )
+    return parser

@@ -1,0 +1,174 @@
+"""Sharded training against unsharded training of the same model, on the same devices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.backends
+import torch_xla.runtime as xr
+from torch import nn
+
+from ..checkpoint.full_state import full_state_dict
+from ..remat import checkpoint_module
+from ..scan.blocks import scan_blocks
+from ..wrapper import XlaFullyShardedDataParallel as FSDP
+from .nets import SEED, Net, Size, tokens
+from .records import Finding, Status
+
+SIZE = Size(blocks=2, width=64, vocabulary=67, sequence=16, batch=2)
+STEPS, CLIP = 3, 0.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to shard. ``tolerance``: relative, of losses, norms and weights."""
+
+    name: str
+    tolerance: float = 2e-4
+    options: dict[str, Any] = field(default_factory=dict)
+    checkpoint: bool = False
+    scanned: bool = False
+    accumulated: bool = False
+    groups: bool = False  # of half the ranks, replicas of each other
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.options.get("compute_dtype")
+
+
+CASES = (
+    Case("nested"),
+    Case("flat, recomputed", options={"flatten_parameters": True}, checkpoint=True),
+    Case("scanned blocks", scanned=True),
+    Case("no_sync", accumulated=True),
+    Case("bfloat16", 3e-2, options={"compute_dtype": torch.bfloat16}),
+    Case("two replicas", groups=True),
+)
+
+
+def compare(cases: Iterable[Case]) -> Iterator[Finding]:
+    """Trains both ways; call on every rank.
+
+    Both on the XLA device, with products in full precision: float32 ones are rounded to bfloat16 on
+    TPU otherwise, and how, depends on shapes.
+    """
+    if torch_xla.backends.get_mat_mul_precision() != "highest":
+        torch_xla.backends.set_mat_mul_precision("highest")
+    references: dict[torch.dtype | None, dict[str, torch.Tensor]] = {}
+    for case in cases:
+        if case.groups and xr.world_size() % 2:
+            found = f"{xr.world_size()} ranks have no halves"
+            yield Finding(Status.SKIPPED, f"parity: {case.name}", found)
+            continue
+        if case.dtype not in references:
+            references[case.dtype] = _trained(case, sharded=False)
+        yield _compared(case, _trained(case, sharded=True), references[case.dtype])
+
+
+def _compared(
+    case: Case, ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
+) -> Finding:
+    name = f"parity: {case.name}"
+    worst, where = 0.0, "nowhere"
+    for key, value in reference.items():
+        apart = _apart(ours[key], value) if key in ours else float("inf")
+        if not apart <= worst:  # also not a number
+            worst, where = apart, key
+    found = f"largest relative difference {worst:.1e} ({where}) after {STEPS} steps"
+    promised = f"as unsharded, to {case.tolerance:.0e}"
+    if worst <= case.tolerance:
+        return Finding(Status.OK, name, found, promised)
+    remedy = "do not train on this machine; report it with this file"
+    return Finding(Status.FAILED, name, found, promised, remedy)
+
+
+def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference, in terms of the largest value."""
+    ours, theirs = ours.double(), theirs.double()
+    if not bool(torch.isfinite(ours).all()):
+        return float("inf")
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
+
+
+def _trained(case: Case, sharded: bool) -> dict[str, torch.Tensor]:
+    """Losses, norms and weights. On rank 0; other ranks have no weights."""
+    rank, ranks, device = xr.global_ordinal(), xr.world_size(), torch_xla.device()
+    torch.manual_seed(SEED)
+    model: Any = _wrapped(case) if sharded else Net(SIZE).to(device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    clip = model.clip_grad_norm_ if sharded else partial(nn.utils.clip_grad_norm_, trained)
+    losses, norms = [], []
+    for number in range(STEPS):
+        parts = tokens(SIZE, ranks, number).chunk(2 if case.accumulated and sharded else 1)
+        step = []
+        for part, whole in enumerate(parts):
+            mine = (whole.chunk(ranks)[rank] if sharded else whole).to(device)
+            hold = sharded and part < len(parts) - 1
+            with model.no_sync() if hold else contextlib.nullcontext():
+                loss = _loss(case, model, mine, sharded)
+                (loss / len(parts)).backward()
+            step.append(loss.detach())
+        norm = clip(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        mean = sum(loss.item() for loss in step) / len(step)
+        losses.append(_mean_over_ranks(mean) if sharded else mean)
+        norms.append(norm.item())
+    if sharded:
+        weights = full_state_dict(model)
+    else:
+        weights = {name: value.cpu() for name, value in model.state_dict().items()}
+    own = {"losses": torch.tensor(losses), "norms": torch.tensor(norms)}
+    return own | (weights if rank == 0 else {})
+
+
+def _mean_over_ranks(value: float) -> float:
+    import torch_xla.core.xla_model as xm
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    return xm.mesh_reduce("xla_fsdp verify", value, mean)  # type: ignore[return-value]
+
+
+def _loss(case: Case, model: nn.Module, mine: torch.Tensor, sharded: bool) -> torch.Tensor:
+    if sharded or case.dtype is None:
+        return model(mine)
+    cast = {name: p.to(case.dtype) for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, cast, (mine,))
+
+
+def _wrapped(case: Case) -> nn.Module:
+    options = {**case.options, **(halves() if case.groups else {})}
+
+    def wrap(block: nn.Module) -> nn.Module:
+        if case.scanned:
+            return block
+        return FSDP(checkpoint_module(block) if case.checkpoint else block, **options)
+
+    join: Callable = partial(scan_blocks, **options) if case.scanned else _sequential
+    return FSDP(Net(SIZE, wrap, join), **options)
+
+
+def _sequential(blocks: list[nn.Module]) -> nn.Module:
+    return nn.Sequential(*blocks)
+
+
+def halves() -> dict[str, Any]:
+    """Options of a wrapper that shards over each half of the ranks."""
+    rank, half = xr.global_ordinal(), xr.world_size() // 2
+    first = list(range(half))
+    return {
+        "sharding_groups": [first, [half + each for each in first]],
+        "sharding_rank": rank % half,
+        "sharding_world_size": half,
+        "replication_groups": [[each, half + each] for each in first],
+    }
