@@ -13,9 +13,13 @@ from script_server import ScriptServer
 
 pytest_plugins = ["xla_fsdp.testing"]
 
-# Tests compile many programs and run each a few times: compile them quickly.
+# Tests compile many programs and run each a few times: compile them quickly. Each program is
+# generated as one module instead of 32, and in the order in which it needs least memory.
 os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_cpu_enable_concurrency_optimized_scheduler=false",
 )
 # Programs that this run has compiled are there for all its processes, and gone with it: no run
 # depends on an earlier one. Workers of pytest-xdist inherit the folder of the process they are of.
