@@ -94,12 +94,15 @@ def test_a_nan_of_one_ranks_forward(run_ranks):
 def test_a_nan_of_one_ranks_backward(run_ranks, checkpointed):
     (message, *rest), other = run_ranks(train, 2, "backward", 1, 1, checkpointed=checkpointed)
     assert (message, *rest) == other
-    assert rest == [1, [1], "blocks.0.linear"]
-    assert "step 1: the gradient" in message and "is not finite on rank 1" in message
+    assert rest == [1, [1], "blocks.0"]
+    assert message == (
+        "step 1: the gradient of the output of blocks.0.linear, from blocks.0 itself, is not "
+        "finite on rank 1; 1 more had it later, from a reduction or of their own"
+    )
 
 
 def test_a_rank_that_differs(run_ranks):
-    found = run_ranks(train, 3, "none", -1, 0, tell=3)
+    found = run_ranks(train, 2, "none", -1, 0, tell=3)
     for message, *rest in found:
         assert rest == [3, [1], None]
         assert message.startswith("step 3: grad_norm must be the same on all ranks, and is ")
@@ -112,7 +115,8 @@ def test_steps_between_are_not_looked_at_and_nothing_changes(run_ranks):
     assert step == 3 and "step 3: " in message
     plain = run_ranks(train, 2, "none", -1, 0, every=10)
     looked = run_ranks(train, 2, "none", -1, 0, every=1)
-    assert looked == plain and len(plain[0]) == 4
+    for losses, expected in zip(looked, plain, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-6) and len(losses) == 4
 
 
 def test_wrong_use_is_told():

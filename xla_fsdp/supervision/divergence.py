@@ -23,7 +23,33 @@ from ..planning.tracing.naming import plain
 from ..scan.blocks import ScannedBlocks
 from ..tree import tensors_in
 
-_SEEN = "_xla_fsdp_consumers"  # on a tensor that is watched: modules that took it
+_SEEN = "_xla_fsdp_seen"  # on a tensor that is watched
+
+
+class _Seen:
+    """Where a tensor that is watched comes from and goes to.
+
+    Attributes:
+        what: for messages.
+        makers: modules that returned it, the innermost first.
+        takers: modules that were called with it, in order.
+        step: in which this was; a tensor may be an input in the next one, too.
+    """
+
+    def __init__(self, what: str, step: int) -> None:
+        self.what, self.step = what, step
+        self.makers: list[str] = []
+        self.takers: list[str] = []
+
+    def made_gradient(self) -> tuple[str, str | None]:
+        """What made its gradient: in words, and the module."""
+        if self.takers:
+            inner = _innermost(self.takers)
+            return f"the gradient that {_shown(inner)} gave back", inner
+        if self.makers and self.makers[-1]:  # taken by what the next outer module does itself
+            outer = self.makers[-1].rpartition(".")[0]
+            return f"the gradient of {self.what}, from {_shown(outer)} itself,", outer
+        return f"the gradient of {self.what}", None
 
 
 class DivergenceError(RuntimeError):
@@ -204,10 +230,8 @@ class detect_divergence:
             if not self.looking:
                 return
             for tensor in _floats((args, kwargs)):
-                if not hasattr(tensor, _SEEN):
-                    # Not of a module: the model's input, or made between modules.
-                    self._watch(tensor, f"an input of {_shown(name)}", None)
-                getattr(tensor, _SEEN).append(name)
+                # If no module has returned it: the model's input, or made between modules.
+                self._watched(tensor, f"an input of {_shown(name)}", None).takers.append(name)
 
         return hook
 
@@ -217,30 +241,24 @@ class detect_divergence:
                 return
             for tensor in _floats(outputs):
                 # A container returns what its last module returned.
-                if not hasattr(tensor, _SEEN):
-                    self._watch(tensor, f"the output of {_shown(name)}", name)
+                self._watched(tensor, f"the output of {_shown(name)}", name).makers.append(name)
 
         return hook
 
-    def _watch(self, tensor: torch.Tensor, what: str, maker: str | None) -> None:
-        consumers: list[str] = []
-        setattr(tensor, _SEEN, consumers)
+    def _watched(self, tensor: torch.Tensor, what: str, maker: str | None) -> _Seen:
+        found: _Seen | None = getattr(tensor, _SEEN, None)
+        if found is not None and found.step == self._step:
+            return found
+        seen = _Seen(what, self._step)
+        setattr(tensor, _SEEN, seen)
         # A checkpointed module runs once more in the backward, and only then with a graph.
         if torch._C._current_graph_task_id() == -1:
             self._forward.append((what, maker, _not_finite(tensor)))
         if tensor.requires_grad:
-
-            def reached(grad: torch.Tensor) -> None:
-                # What made this gradient is what took the tensor.
-                def tell() -> tuple[str, str | None]:
-                    if consumers:
-                        inner = _innermost(consumers)
-                        return f"the gradient that {_shown(inner)} gave back", inner
-                    return f"the gradient of {what}", None
-
-                self._backward.append((tell, _not_finite(grad)))
-
-            tensor.register_hook(reached)
+            tensor.register_hook(
+                lambda grad: self._backward.append((seen.made_gradient, _not_finite(grad)))
+            )
+        return seen
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
