@@ -112,9 +112,8 @@ class TestTokens:
             list(tokens.training_batches(rows, 2, rank, 2, seed=1, done=0, batches=9))
             for rank in (0, 1)
         ]
-        assert torch.equal(
-            torch.cat(one[:9]), torch.cat([*map(torch.cat, zip(*halves, strict=True))])
-        )
+        both = [torch.cat(pair) for pair in zip(*halves, strict=True)]
+        assert torch.equal(torch.cat(one[:9]), torch.cat(both))
         # Resumed after 8 rows, on another number of ranks.
         later = list(tokens.training_batches(rows, 4, 0, 1, seed=1, done=8, batches=5))
         assert all(map(torch.equal, later, one[2:7]))
@@ -125,7 +124,8 @@ class TestTokens:
         rows = tokens.Rows(found, found.valid, LENGTH, "valid.bin")
         shares = [list(tokens.validation_batches(rows, 5, 2, rank, 3)) for rank in range(3)]
         assert {len(share) for share in shares} == {1}
-        labels = torch.cat([l for share in shares for _, l in tokens.pairs(iter(share), found.end)])
+        pairs = [pair for share in shares for pair in tokens.pairs(share, found.end)]
+        labels = torch.cat([labels for _, labels in pairs])
         assert (labels != tokens.IGNORED).sum() == 5 * LENGTH
         assert torch.equal(labels[:5], torch.stack([rows[n][1:] for n in range(5)]))
 
@@ -210,7 +210,7 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
     (tmp_path / "blank").mkdir()
     (tmp_path / "blank/a.txt").write_text("  \n")
     tokens = common.tokens
-    tokens.write(str(tmp_path / "data"), ["some text " * 50], tokens.byte_level(), tokens.END)
+    tokens.write(str(tmp_path / "data"), ["some text " * 500], tokens.byte_level(), tokens.END)
     shutil.copytree(tmp_path / "data", tmp_path / "cut")
     (tmp_path / "cut/valid.bin").write_bytes(b"12")
     here = "--data=data"
@@ -218,7 +218,7 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
         "train_gpt",
         (["--tokens_per_sample=131"], "--tokens_per_sample=131 is longer than the model's"),
         ([here, "--vocab_size=100"], "has a vocabulary of 257, more than --vocab_size=100"),
-        ([here, "--tokens_per_sample=64"], "valid.bin has 50 tokens, too few"),
+        ([here, "--tokens_per_sample=600", "--positions=700"], "valid.bin has 501 tokens, too few"),
         ([here, "--text=empty"], "data has tokens already: leave out --text"),
         (["--data=cut"], "cut/valid.bin has 2 bytes, not"),
         (["--data=new", "--text=empty"], "no .txt file is in it"),

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,9 +46,7 @@ def test_trains_then_adapts_and_agrees(tmp_path, script_server):
 def test_the_sizes(common):
     millions = {}
     for size in common.llama.SIZES:
-        from types import SimpleNamespace
-
-        options = SimpleNamespace(size=size, vocab_size=None, positions=2048)
+            options = SimpleNamespace(size=size, vocab_size=None, positions=2048)
         config = common.llama._new(options, None)
         model = common.llama.without_values(config)
         millions[size] = round(sum(one.numel() for one in model.parameters()) / 1e6)
@@ -58,8 +57,6 @@ def test_the_sizes(common):
 
 def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
     tokens, llama = common.tokens, common.llama
-    from types import SimpleNamespace
-
     made = SimpleNamespace(size="tiny", vocab_size=None, positions=64, seed=1)
     llama.make_folder(SimpleNamespace(make_folder=str(tmp_path / "made"), **vars(made)))
     text = ["some text " * 500]
