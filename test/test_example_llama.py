@@ -8,6 +8,8 @@ import pytest
 import torch
 from example_runs import run_example, table
 
+from xla_fsdp.integrations import attention
+
 FLAGS = (
     "--tokens_per_sample=32", "--batch_size=2", "--num_devices=2", "--log_interval=1",
     "--valid_samples=5", "--sample_tokens=4", "--warmup_updates=1",
@@ -44,9 +46,11 @@ def test_trains_then_adapts_and_agrees(tmp_path, script_server):
 
 
 def test_the_sizes(common):
+    attention.install()
+    attention.uninstall()  # the name that configurations have is known from then on
     millions = {}
     for size in common.llama.SIZES:
-            options = SimpleNamespace(size=size, vocab_size=None, positions=2048)
+        options = SimpleNamespace(size=size, vocab_size=None, positions=2048)
         config = common.llama._new(options, None)
         model = common.llama.without_values(config)
         millions[size] = round(sum(one.numel() for one in model.parameters()) / 1e6)
