@@ -218,7 +218,7 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
         "train_gpt",
         (["--tokens_per_sample=131"], "--tokens_per_sample=131 is longer than the model's"),
         ([here, "--vocab_size=100"], "has a vocabulary of 257, more than --vocab_size=100"),
-        ([here, "--tokens_per_sample=600", "--positions=700"], "valid.bin has 501 tokens, too few"),
+        ([here, "--tokens_per_sample=600", "--positions=700"], "valid.bin has 500 tokens, too few"),
         ([here, "--text=empty"], "data has tokens already: leave out --text"),
         (["--data=cut"], "cut/valid.bin has 2 bytes, not"),
         (["--data=new", "--text=empty"], "no .txt file is in it"),
