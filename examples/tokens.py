@@ -251,7 +251,7 @@ def training_batches(
 
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed + 2**32 * epoch)
+        generator = torch.Generator().manual_seed(seed + epoch)
         return torch.randperm(len(rows), generator=generator)
 
     for number in range(batches):

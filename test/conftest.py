@@ -1,5 +1,6 @@
 """Shared by all tests: ranks to run functions on, and scripts in processes of their own."""
 
+import json
 import os
 import signal
 import tempfile
@@ -81,6 +82,43 @@ def common(monkeypatch):
             return import_module(name if beside else f"common.{name}")
 
     return Helpers()
+
+
+@pytest.fixture
+def refused(run_script, tmp_path):
+    """``refused(module, (flags, words), ...)``: each ends in one line with the words, and code 2.
+    All in one process: an example takes seconds to import."""
+
+    def check(module, *cases):
+        done = run_script(
+            "import contextlib, importlib, io, json, sys\n"
+            "_, folder, module, cases = sys.argv\n"
+            "sys.path.insert(0, folder)\n"
+            "from absl import flags\n"
+            "from common import script\n"
+            "main = importlib.import_module(module).main\n"
+            "found = []\n"
+            "for case in json.loads(cases):\n"
+            "    for name in flags.FLAGS:\n"
+            "        flags.FLAGS[name].unparse()\n"
+            "    flags.FLAGS.unparse_flags()\n"
+            "    sys.argv, said = [module, *case], io.StringIO()\n"
+            "    try:\n"
+            "        with contextlib.redirect_stderr(said):\n"
+            "            script.run(main)\n"
+            "    except SystemExit as end:\n"
+            "        found.append((end.code, said.getvalue()))\n"
+            "print(json.dumps(found))\n",
+            ROOT / "examples", module, json.dumps([flags for flags, _ in cases]),
+            env={"XDG_CACHE_HOME": str(tmp_path / "cache")}, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert len(found) == len(cases)
+        for (flags, words), (code, said) in zip(cases, found, strict=True):
+            assert code == 2 and words in said and said.count("\n") == 1, (flags, code, said)
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -135,6 +135,24 @@ def refused(expected, **given):
         linear_cross_entropy(**arguments)
 
 
+def lower(rank):
+    import torch_xla.core.xla_model as xm
+
+    from xla_fsdp.layers import jax_call
+
+    if rank == 0:
+        jax_call._computation.cache_clear()
+    xm.rendezvous("nothing is lowered")
+    linear_cross_entropy(*(tensor.to("xla") for tensor in inputs()))
+    xm.rendezvous("all is lowered")
+    return jax_call._computation.cache_info().misses
+
+
+def test_ranks_share_what_is_lowered(run_ranks):
+    """Each its own would be a program each, whose collectives may come in different orders."""
+    assert run_ranks(lower, 2) == [1, 1]
+
+
 def test_refusals_and_other_devices():
     hidden, weight, labels = inputs()
     assert torch.equal(linear_cross_entropy(*inputs()), whole(hidden, weight, labels))

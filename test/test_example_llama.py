@@ -1,0 +1,95 @@
+"""The LLaMA example: packed rows, a new model, then adapters to it, and a folder of the hub."""
+
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from example_runs import run_example, table
+
+from xla_fsdp.integrations import attention
+
+FLAGS = (
+    "--tokens_per_sample=32", "--batch_size=2", "--num_devices=2", "--log_interval=1",
+    "--valid_samples=5", "--sample_tokens=4", "--warmup_updates=1",
+)  # fmt: skip
+
+
+def validations(done):
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [one["valid_loss"] for one in found if "valid_loss" in one]
+
+
+def test_trains_then_adapts_and_agrees(tmp_path, script_server):
+    """Scanned, consolidated and continued by LoRA; the library's own model, in plain torch, finds
+    the losses of both."""
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / f"text/{number:02}.txt").write_text(f"{number} and {number + 1}. " * 3)
+    run = partial(run_example, script_server, tmp_path, "train_llama.py", timeout=400)
+    first = run(*FLAGS, "--text=text", "--max_update=6", "--lr=0.01")
+    rows = table(first)
+    assert rows["agree"] == "yes" and rows["parameters"] == "459,648"
+    assert "sample: 'The " in first.stdout
+    folder = "runs/llama/ckpt_consolidated/weights"
+    names = {path.name for path in (tmp_path / folder).iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    lora = ("--lora_rank=2", f"--folder={folder}", "--ckpt_dir=lora/ckpt", "--max_update=2")
+    second = run(*FLAGS, *lora)
+    assert table(second)["agree"] == "yes"
+    before, after = validations(second)
+    # It starts where the first one ended.
+    assert before == pytest.approx(validations(first)[-1], abs=2e-4) and after != before
+    adapter = {path.name for path in (tmp_path / "lora/ckpt_consolidated/adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= adapter
+
+
+def test_the_sizes(common):
+    llama, millions = common.llama, {}
+    attention.install()
+    attention.uninstall()  # the name that configurations have is known from then on
+    for size in llama.SIZES:
+        options = SimpleNamespace(size=size, vocab_size=None, positions=2048)
+        model = llama.without_values(llama._new(options, None))
+        millions[size] = round(sum(one.numel() for one in model.parameters()) / 1e6)
+        assert not any(buffer.is_meta for buffer in model.buffers())
+    # Published: 1.24 billion with tied embeddings, 8.03 and 70.55 billion.
+    assert millions == {"tiny": 0, "1B": 1498, "8B": 8030, "70B": 70554}
+
+
+def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
+    tokens, llama = common.tokens, common.llama
+    made = SimpleNamespace(size="tiny", vocab_size=None, positions=64, seed=1)
+    llama.make_folder(SimpleNamespace(make_folder=str(tmp_path / "made"), **vars(made)))
+    text = ["some text " * 500]
+    tokens.write(str(tmp_path / "data"), text, tokens.byte_level(), tokens.END)
+    other = tokens.byte_level()
+    other.add_tokens(["some"])
+    tokens.write(str(tmp_path / "other"), text, other, tokens.END)
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2/config.json").write_text('{"model_type": "gpt2"}')
+    here, folder = "--data=data", "--folder=made"
+    refused(
+        "train_llama",
+        ([here, folder, "--tokens_per_sample=65"], "longer than the model's 64 positions"),
+        ([here, "--vocab_size=100"], "has a vocabulary of 257, more than the model's 100"),
+        (["--data=other", folder, "--tokens_per_sample=64"], "has a vocabulary of 258, more"),
+        ([here, "--folder=gpt2"], "is of a 'gpt2', not of a 'llama'"),
+        ([here, "--folder=nowhere"], "--folder=nowhere has no model"),
+        ([here, "--lora_rank=2"], "--lora_rank needs --folder"),
+        ([folder, "--vocab_size=300"], "--folder excludes --vocab_size"),
+        (["--make_folder=made"], "--make_folder=made is there already"),
+    )
+
+
+def test_a_damaged_folder_is_refused(common, monkeypatch):
+    """Weights of another model, told in one line."""
+    llama = common.llama
+
+    def refuse(*args, **kwargs):
+        raise llama.CheckpointError("lacks 'model.norm.weight'\nand more")
+
+    monkeypatch.setattr(llama.xla_fsdp, "load_weights", refuse)
+    with pytest.raises(common.script.Stop, match="--folder=x: lacks 'model.norm.weight' and more"):
+        llama.load(torch.nn.Linear(1, 1), "x")
