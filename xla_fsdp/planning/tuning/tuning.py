@@ -75,7 +75,9 @@ class Tuning:
     def _table(self) -> list[str]:
         asked = [trial for trial in self.trials if _was_asked(trial)]
         others = [trial for trial in self.trials if not _was_asked(trial)]
-        rows = [_row(trial, self.settings) for trial in [*asked, *others[:_SHOWN]]]
+        shown = [*asked, *others[:_SHOWN]]
+        several = len({trial.settings.batch for trial in self.trials}) > 1
+        rows = [_row(trial, self.settings, several) for trial in shown]
         numeric = [False, *[True] * (len(_HEAD) - 2), False]
         return [*aligned([_HEAD, *rows], numeric), ""] if rows else []
 
@@ -120,7 +122,7 @@ def _was_asked(trial: Trial) -> bool:
     )
 
 
-def _row(trial: Trial, best: ShardingSettings | None) -> Sequence[str]:
+def _row(trial: Trial, best: ShardingSettings | None, with_batch: bool) -> Sequence[str]:
     found, guessed = trial.measured, trial.estimate
     told = ["", "", "", ""]
     if found is not None:
@@ -129,4 +131,5 @@ def _row(trial: Trial, best: ShardingSettings | None) -> Sequence[str]:
         told.append(f"{found.hbm / GIB:.2f}" if found.hbm else "")
     last = "best" if trial.settings == best else trial.rejected
     by_analysis = (f"{1e3 * guessed.seconds:,.1f}", f"{guessed.hbm / GIB:.1f}")
-    return (str(trial.settings), *told, *by_analysis, last)
+    named = trial.settings if with_batch else trial.settings.changed(batch=None)
+    return (str(named), *told, *by_analysis, last)
