@@ -111,7 +111,7 @@ class Watchdog:
             keys = {rank: key for rank, key in keys.items() if store.check([key])}
         found = {}
         # In one request: a pod has thousands of ranks.
-        texts = store.multi_get(list(keys.values())) if keys else []
+        texts = store.multi_get(list(keys.values())) if keys else []  # type: ignore[attr-defined]
         for rank, text in zip(keys, texts, strict=True):
             sign = json.loads(text)
             if self._seen.get(rank, (None,))[0] != sign["number"]:

@@ -106,7 +106,7 @@ def _memory(report: Findings) -> Section:
 
 def _host(report: Findings) -> Section:
     held, schedule = report.memory.host_temporaries, report.schedule
-    rows = []
+    rows: list[tuple[str, ...]] = []
     if held or schedule.to_host or schedule.to_device:
         rows = [("held", figure(held / MIB, 1, "MiB"), "the compiler's buffer assignment")]
         for name, size in (("copied there", schedule.to_host), ("and back", schedule.to_device)):
@@ -122,7 +122,7 @@ def _host(report: Findings) -> Section:
 
 def _offloaded(report: Findings, host: HostNeeds) -> list[tuple[str, ...]]:
     read, said = "tensors of the traced step", "on the links to the host; NOT in the modelled step"
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("shards", figure(host.shards / GB, 2, "GB"), read),
         ("gradients", figure(host.gradients / GB, 2, "GB"), read),
         ("optimizer", figure(host.state / GB, 2, "GB"), "what its first step makes"),

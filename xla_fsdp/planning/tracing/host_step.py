@@ -14,12 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...names import is_wrapper
 from ...offload.copies import STAGED_BYTES
 from ...offload.gradients import FETCHED_BYTES, HostGradients
 from ...sharding.host_shard import HostShard
 from ...sharding.sharded_tensor import ShardedTensor
-from ...sharding.unit import Unit
+from ...sharding.unit import Unit, units_in
 from ..records import HostNeeds
 
 _FEW = 2
@@ -76,10 +75,10 @@ def units_of(roots: Iterable[nn.Module]) -> Iterator[Unit]:
     """The units in ``roots``, each once."""
     seen = set()
     for root in roots:
-        for module in root.modules():
-            if is_wrapper(module) and id(module._unit) not in seen:
-                seen.add(id(module._unit))
-                yield module._unit
+        for _, unit in units_in(root):
+            if id(unit) not in seen:
+                seen.add(id(unit))
+                yield unit
 
 
 def offloaded(roots: Iterable[nn.Module]) -> list[ShardedTensor]:

@@ -279,9 +279,9 @@ class _Run:
         """What the device buffers are called."""
         owners = self._owners()
         named = [(name, tensor) for tensor, name in owners.items()]
-        for tensor in offloaded(self.naming.roots):
-            if tensor.copy is not None:
-                named.append((owners.get(tensor.shard, tensor.key), tensor.copy.value))
+        for one in offloaded(self.naming.roots):
+            if one.copy is not None:
+                named.append((owners.get(one.shard, one.key), one.copy.value))
         for optimizer in self.optimizers.all:
             named += named_state(optimizer, owners)
         # In-place updates leave a tensor pending; its buffer is the one noted when the step began.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ...collectives.routes import Routes
-from ...tpu.links import DCN_LATENCY, LAUNCH, Links, wire_bytes
+from ...tpu.links import Links, wire_bytes
 from ...tpu.topology import Slice
 
 Groups = tuple[tuple[int, ...], ...]
@@ -88,4 +88,4 @@ class Wire:
         part = size if kind == "all-reduce" else size // one
         sent = wire_bytes(kind, part, slices) * chip.devices
         phases = 2 if kind == "all-reduce" else 1
-        return LAUNCH + phases * DCN_LATENCY + sent / chip.dcn_bandwidth
+        return chip.launch_latency + phases * chip.dcn_latency + sent / chip.dcn_bandwidth
