@@ -12,6 +12,17 @@ from common.script import Stop, in_a_line
 from torch import nn
 from torchvision import models
 
+# Blocks of torchvision's models: the units of --auto_wrap_policy=type_based.
+BLOCKS = {
+    models.convnext.CNBlock, models.densenet._DenseLayer, models.efficientnet.FusedMBConv,
+    models.efficientnet.MBConv, models.maxvit.MaxVitLayer, models.mnasnet._InvertedResidual,
+    models.mobilenetv2.InvertedResidual, models.mobilenetv3.InvertedResidual,
+    models.regnet.ResBottleneckBlock, models.resnet.BasicBlock, models.resnet.Bottleneck,
+    models.shufflenetv2.InvertedResidual, models.squeezenet.Fire,
+    models.swin_transformer.SwinTransformerBlock, models.swin_transformer.SwinTransformerBlockV2,
+    models.vision_transformer.EncoderBlock,
+}  # fmt: skip
+
 
 class VisionTransformer(nn.Module):
     """Pre-norm blocks over patches, learned positions, no class token, mean of all tokens.
@@ -148,6 +159,25 @@ def try_out(model: str, options: SimpleNamespace, batch_size: int, smaller: str)
 def require_for_building(parameters: int) -> None:
     """A model is whole, in float32, before it is sharded."""
     _require(parameters, 4, "before they are sharded", "model or --num_classes")
+
+
+def sizes_of(options: SimpleNamespace) -> tuple[dict[str, Any], int]:
+    """Of a :class:`VisionTransformer` as the flags say, and how many parameters it has."""
+    for whole, part in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
+        size, of = getattr(options, whole), getattr(options, part)
+        if size % of:
+            raise Stop(f"--{whole}={size} is not a multiple of --{part}={of}", code=2)
+    if options.embed_dim * options.mlp_ratio < 1:
+        ratio = f"--mlp_ratio={options.mlp_ratio} of --embed_dim={options.embed_dim}"
+        raise Stop(f"{ratio} leaves no hidden width; at least {1 / options.embed_dim:g}", code=2)
+    sizes = "image_size patch_size embed_dim num_heads num_blocks mlp_ratio num_classes".split()
+    network = {name: getattr(options, name) for name in sizes}
+    try:
+        with torch.device("meta"):
+            return network, sum(one.numel() for one in VisionTransformer(**network).parameters())
+    except (OverflowError, RuntimeError) as error:
+        sizes = ", ".join(f"--{name}={value}" for name, value in network.items())
+        raise Stop(f"{sizes}: larger than any tensor; choose less", code=2) from error
 
 
 def require_for_training(parameters: int, smaller: str) -> None:

@@ -31,7 +31,6 @@ from common.script import DEFINE_number, Stop, fill_in, run
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from torchvision import models
 
 import xla_fsdp
 
@@ -58,15 +57,6 @@ flags.DEFINE_string("ckpt_dir", "runs/imagenet/ckpt", "folder of the checkpoints
 # Without batch norm SGD needs a low rate; transformers, and what is built like them, need AdamW.
 LOW_RATE = ("alexnet", "squeezenet", "vgg")
 ADAMW = ("convnext", "maxvit", "swin", "vit")
-BLOCKS = {  # of --auto_wrap_policy=type_based
-    models.convnext.CNBlock, models.densenet._DenseLayer, models.efficientnet.FusedMBConv,
-    models.efficientnet.MBConv, models.maxvit.MaxVitLayer, models.mnasnet._InvertedResidual,
-    models.mobilenetv2.InvertedResidual, models.mobilenetv3.InvertedResidual,
-    models.regnet.ResBottleneckBlock, models.resnet.BasicBlock, models.resnet.Bottleneck,
-    models.shufflenetv2.InvertedResidual, models.squeezenet.Fire,
-    models.swin_transformer.SwinTransformerBlock, models.swin_transformer.SwinTransformerBlockV2,
-    models.vision_transformer.EncoderBlock,
-}  # fmt: skip
 
 
 def main(options: SimpleNamespace) -> None:
@@ -159,9 +149,9 @@ def shard(model: nn.Module, options: SimpleNamespace) -> nn.Module:
     """The model, wrapped as flags or settings say."""
     how = wrapping.arguments(options)
     if options.sharding:
-        blocks = BLOCKS.intersection(map(type, model.modules())) or None
+        blocks = networks.BLOCKS.intersection(map(type, model.modules())) or None
         return options.sharding.wrap(model, blocks, **how)
-    policy = wrapping.policy(options, model, BLOCKS)
+    policy = wrapping.policy(options, model, networks.BLOCKS)
     fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **how)
 
     def wrap(layer: nn.Module, **forwarded) -> nn.Module:

@@ -13,13 +13,12 @@ with the seed the order of the data is the same on any number of them.
 import argparse
 import json
 import os
-from collections.abc import Iterable
 
 import pairs
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from sentence_tokens import encoded, word_pieces
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -28,7 +27,6 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     get_linear_schedule_with_warmup,
 )
 
@@ -166,41 +164,6 @@ def resume(args: argparse.Namespace, accelerator: Accelerator) -> int:
 
 def steps_of(folder: str) -> int:
     return int(os.path.basename(os.path.normpath(folder)).removeprefix("step_"))
-
-
-def word_pieces(known: Iterable[pairs.Pair]) -> PreTrainedTokenizerBase:
-    """A tokenizer like BERT's, of the pieces that the sentences of ``known`` are made of."""
-    special = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-    pieces = Tokenizer(models.WordPiece(unk_token=special["unk"]))
-    pieces.normalizer = normalizers.BertNormalizer()
-    pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    sentences = (sentence for pair in known for sentence in pair[:2])
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=8000, special_tokens=list(special.values()), show_progress=False
-    )
-    pieces.train_from_iterator(sentences, trainer)
-    ends = [(special[name], pieces.token_to_id(special[name])) for name in ("sep", "cls")]
-    pieces.post_processor = processors.BertProcessing(*ends)
-    names = {f"{name}_token": token for name, token in special.items()}
-    return PreTrainedTokenizerFast(tokenizer_object=pieces, **names)
-
-
-def encoded(
-    known: Iterable[pairs.Pair], tokenizer: PreTrainedTokenizerBase, length: int
-) -> list[dict[str, torch.Tensor]]:
-    """A dictionary of tensors, of ``length`` tokens, for each pair."""
-    first, second, same = zip(*known, strict=True)
-    tokens = tokenizer(
-        list(first),
-        list(second),
-        padding="max_length",
-        truncation=True,
-        max_length=length,
-        return_token_type_ids=True,
-        return_tensors="pt",
-    )
-    columns = {**tokens, "labels": torch.tensor(same, dtype=torch.long)}
-    return [{name: column[row] for name, column in columns.items()} for row in range(len(same))]
 
 
 def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> nn.Module:

@@ -16,7 +16,6 @@ from common import checkpoints, closing, evaluation, script
 from common.batches import on_device
 from common.launching import launch_or_plan
 from common.meters import Meters
-from torch.utils.data import DataLoader
 from torchvision.models.resnet import BasicBlock
 
 import xla_fsdp
@@ -71,7 +70,7 @@ def train(index: int, options: SimpleNamespace) -> None:  # what each rank runs
         closing.summarize("ResNet-18, wrapped by a policy", options, meters, saved, folder)
 
 
-def count_correct(model: torch.nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
+def count_correct(model: torch.nn.Module, batches: object, options: SimpleNamespace) -> int:
     with evaluation.evaluating(model), on_device(batches, options) as loader:
         hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
         return evaluation.over_all_ranks(hits)

@@ -28,7 +28,7 @@ from common.batches import on_device
 from common.meters import Meters
 from common.schedules import half_cosine
 from common.script import DEFINE_number, Stop, fill_in, run
-from networks import VisionTransformer, require_for_training
+from networks import VisionTransformer, require_for_training, sizes_of
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -70,23 +70,9 @@ def main(options: SimpleNamespace) -> None:
     if tuning.settle(options, *SHARDING):
         options.scan_blocks = False
     set_defaults(options, digits=image_batches.prepare(options))
-    for whole, part in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
-        size, of = getattr(options, whole), getattr(options, part)
-        if size % of:
-            raise Stop(f"--{whole}={size} is not a multiple of --{part}={of}", code=2)
-    if options.embed_dim * options.mlp_ratio < 1:
-        ratio = f"--mlp_ratio={options.mlp_ratio} of --embed_dim={options.embed_dim}"
-        raise Stop(f"{ratio} leaves no hidden width; at least {1 / options.embed_dim:g}", code=2)
+    network, count = sizes_of(options)
     if options.scan_blocks:
         compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
-    sizes = "image_size patch_size embed_dim num_heads num_blocks mlp_ratio num_classes".split()
-    network = {name: getattr(options, name) for name in sizes}
-    try:
-        with torch.device("meta"):
-            count = sum(one.numel() for one in VisionTransformer(**network).parameters())
-    except (OverflowError, RuntimeError) as error:
-        sizes = ", ".join(f"--{name}={value}" for name, value in network.items())
-        raise Stop(f"{sizes}: larger than any tensor; choose less", code=2) from error
     checkpoints.prepare_folder(options)
     print(title := f"vision transformer, {count:,} parameters", flush=True)
     how = (options, options.num_devices, title)
@@ -166,7 +152,8 @@ def train(index: int, options: SimpleNamespace, network: dict, parameters: int) 
     clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters()))
     evaluation.vary_by_rank(options.seed)
     network, state = {"kind": "vit", **network}, (model, optimizer, scheduler)
-    done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, batches)
+    where = (options.ckpt_dir, state, network)
+    done, saved = checkpoints.resume(options, *where, batches)
     with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
@@ -184,7 +171,6 @@ def train(index: int, options: SimpleNamespace, network: dict, parameters: int) 
                     scheduler.step()
                     optimizer.zero_grad()
                     if preempted():  # its machine is taken away: --resume goes on from here
-                        where = (options.ckpt_dir, state, network)
                         checkpoints.save_and_exit(preempted, options, *where, meters)
             meters.end_epoch()
             last, correct = epoch == options.num_epochs, None
