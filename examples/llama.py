@@ -160,15 +160,15 @@ def known_by(config: LlamaConfig, lora_rank: int) -> dict[str, object]:
 def load(model: nn.Module, folder: str) -> None:
     """Each rank reads its own part of each parameter of a folder of the hub. Adapters, which are in
     no such folder, stay as they are."""
-    own = [name for name in model.state_dict() if ".lora_" not in name]
-    plain = {
+    # As they are called in such a folder, and here, where peft has put something around.
+    own = [name for name, _ in model.named_parameters() if ".lora_" not in name]
+    called = {
         name.removeprefix("base_model.model.").replace(".base_layer.", "."): name for name in own
     }
-    adapters = len(own) < len(model.state_dict())
+    adapters = len(own) < len(list(model.parameters()))
+    how = {"strict": False, "rename": lambda name: called.get(name, name)} if adapters else {}
     try:
-        found = xla_fsdp.load_weights(
-            model, folder, strict=not adapters, rename=lambda name: plain.get(name, name)
-        )
+        found = xla_fsdp.load_weights(model, folder, **how)
     except CheckpointError as error:
         raise Stop(f"--folder={folder}: {in_a_line(error, None)}", code=2) from error
     odd = [name for name in found.missing_keys if ".lora_" not in name] + found.unexpected_keys
