@@ -41,15 +41,11 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data_dir", help="train.tsv and dev.tsv of MRPC; default: made up")
-    parser.add_argument(
-        "--model", help="a folder or name for from_pretrained; default: a small one"
-    )
+    parser.add_argument("--model", help="what from_pretrained takes; default: a small one")
     parser.add_argument("--output_dir", default="runs/pairs", help="shared by all hosts")
     parser.add_argument("--batch_size", type=int, default=32, help="pairs a step, of all ranks")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
-    parser.add_argument(
-        "--max_length", type=int, help="tokens of a pair; default: 40 or, real data, 128"
-    )
+    parser.add_argument("--max_length", type=int, help="tokens; default: 40, real data 128")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, help="default: 1e-3, with --model 2e-5")
     parser.add_argument("--dropout", type=float, default=0.1)
@@ -133,12 +129,8 @@ def train(args: argparse.Namespace) -> None:
     target = os.path.join(args.output_dir, "model")
     # Asked for on every rank, whole on the first one's host; on the device if nothing is sharded.
     state = {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()}
-    accelerator.unwrap_model(model).save_pretrained(
-        target,
-        state_dict=state,
-        is_main_process=accelerator.is_main_process,
-        save_function=accelerator.save,
-    )
+    how = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
+    accelerator.unwrap_model(model).save_pretrained(target, state_dict=state, **how)
     if accelerator.is_main_process:
         tokenizer.save_pretrained(target)
         with open(os.path.join(args.output_dir, "results.json"), "w", encoding="utf-8") as file:
@@ -170,18 +162,11 @@ def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> nn.Mo
     """``--model``, or two layers of width 64."""
     if args.model:
         return AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=128,
-        max_position_embeddings=args.max_length,
-        hidden_dropout_prob=args.dropout,
-        attention_probs_dropout_prob=args.dropout,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return BertForSequenceClassification(config)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 128, "max_position_embeddings": args.max_length}
+    dropout = {f"{place}_dropout_prob": args.dropout for place in ("hidden", "attention_probs")}
+    words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    return BertForSequenceClassification(BertConfig(**sizes, **dropout, **words))
 
 
 def groups(model: nn.Module, decay: float = 0.01) -> list[dict]:
@@ -205,12 +190,9 @@ def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> 
         both = accelerator.gather_for_metrics((chosen, batch["labels"]))
         seen.append(torch.stack(both).cpu())
     chosen, labels = torch.cat(seen, dim=1).bool()
-    hits = int((chosen & labels).sum())
-    of_same = int(chosen.sum()) + int(labels.sum())
-    return {
-        "accuracy": (chosen == labels).double().mean().item(),
-        "f1": 2 * hits / of_same if of_same else 0.0,
-    }
+    hits, of_same = int((chosen & labels).sum()), int(chosen.sum()) + int(labels.sum())
+    accuracy = (chosen == labels).double().mean().item()
+    return {"accuracy": accuracy, "f1": 2 * hits / of_same if of_same else 0.0}
 
 
 if __name__ == "__main__":
