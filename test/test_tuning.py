@@ -16,6 +16,7 @@ from xla_fsdp.planning.tuning.estimate import Estimates
 from xla_fsdp.planning.tuning.facts import StepFacts, UnitFacts
 from xla_fsdp.planning.tuning.search import Measured, Search
 from xla_fsdp.planning.tuning.space import Space, checked_search, plainness
+from xla_fsdp.tpu.calibration import Calibration, CalibrationError
 from xla_fsdp.tpu.topology import resolve
 
 GIB = 2**30
@@ -214,6 +215,7 @@ def test_wrong_searches_say_what_is_allowed(search, error, message):
         ({"batch": 0}, ValueError, "batch must be .*got 0"),
         ({"batch": []}, ValueError, r"batch must be .*got \[\]"),
         ({"batch": 4, "search": {"batch": [4]}}, ValueError, "exclude each other"),
+        ({"calibration": Calibration("v4")}, CalibrationError, "is of v4; the plan is for v3"),
     ],
 )
 def test_wrong_arguments_say_what_is_allowed(given, error, message):
@@ -267,7 +269,16 @@ def a_small_model_is_tuned_and_the_search_is_resumed(cache):
     assert json.loads(found.to_json())["settings"]["batch"] == ROWS
     with mock.patch.object(compiler, "_run", side_effect=AssertionError("compiled again")):
         again = tune(small_step(), "v3-8", **how)
-    assert again.settings == found.settings and again.from_cache == 2
+        assert again.settings == found.settings and again.from_cache == 2
+        # With chips that compute ten times slower only the times differ.
+        chip = resolve("v3-8").chip
+        slow = Calibration("v3", matrix_flops=chip.flops / 10)
+        slower = tune(small_step(), "v3-8", calibration=slow, **{**how, "budget": 1})
+        if slower.best.settings == asked[0].settings:
+            assert slower.best.measured.compute > 5 * asked[0].measured.compute
+        else:  # another comes first now
+            assert slower.best.settings == asked[1].settings
+            assert slower.best.measured.compute > 5 * asked[1].measured.compute
 
 
 def test_a_small_model(elsewhere, tmp_path):

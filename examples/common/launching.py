@@ -20,7 +20,7 @@ CACHE += "~/.cache/xla_fsdp/compiled; none: keep nothing"
 flags.DEFINE_integer("num_devices", None, "ranks; default: 4 on CPU, all on TPU", 1, 8)
 flags.DEFINE_string("plan", None, PLAN)
 flags.DEFINE_multi_string("plan_report", [], "write the plan there: .json, .png, .html; repeatable")
-CALIBRATION = "with --plan: figures of such chips that preflight --measure wrote into this file"
+CALIBRATION = "for a plan: figures of such chips that preflight --measure wrote into this file"
 flags.DEFINE_string("calibration", None, CALIBRATION)
 flags.DEFINE_string("compilation_cache", "", CACHE)
 require("plan", bool, "must name a slice, such as v3-8")
@@ -35,11 +35,6 @@ flags.register_multi_flags_validator(
     lambda given: given["plan"] or not given["plan_report"],
     "--plan_report needs --plan",
 )
-flags.register_multi_flags_validator(
-    ["plan", "calibration"],
-    lambda given: given["plan"] or given["calibration"] is None,
-    "--calibration needs --plan",
-)
 
 
 def launch_or_plan(
@@ -51,6 +46,8 @@ def launch_or_plan(
     """
     if options.plan:
         return _plan(train, args, options, title)
+    if options.calibration is not None:
+        raise Stop("--calibration is for a plan: give --plan=SLICE as well", code=2)
     device = os.environ.get("PJRT_DEVICE")
     # None: launch takes a TPU if there is one, else the CPU. CUDA and NEURON come with plugins.
     if device is not None and device.split("_")[0] not in ("CPU", "TPU", "CUDA", "NEURON"):

@@ -80,7 +80,10 @@ def launch_plan_or_tune(
     batch = [int(one) for one in options.tune_batch] or None
     budget = options.tune_budget
     try:
-        found = xla_fsdp.tune(step, options.tune, batch=batch, budget=budget, title=title)
+        how = {"budget": budget, "title": title, "calibration": options.calibration}
+        found = xla_fsdp.tune(step, options.tune, batch=batch, **how)
+    except (xla_fsdp.CalibrationError, FileNotFoundError) as error:
+        raise Stop(f"--calibration={options.calibration}: {in_a_line(error)}", code=2) from error
     except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError, RefusedOptionError) as error:
         raise Stop(f"--tune: {error}", code=2) from error
     print(found)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...compiled.host_options import HostOptions, host_options
+from ...tpu.calibration import Calibration, calibrated, read
 from ...tpu.topology import Slice, resolve
 from ..compiling.cache import PlanCache
 from ..compiling.compiler import compile_step, require_extra
@@ -41,6 +42,7 @@ def tune(
     cache: str | os.PathLike[str] | bool = True,
     progress: bool = True,
     title: str = "",
+    calibration: Calibration | str | os.PathLike[str] | None = None,
 ) -> Tuning:
     """Finds the settings with which a training step is fastest on a TPU slice, without a TPU.
 
@@ -72,11 +74,12 @@ def tune(
         search: by the name of a setting (of :class:`ShardingSettings`), values to try instead of
             the usual ones; a single one fixes it: ``{"scan": [True], "recompute": ["all"]}``.
         budget: the most compilations; results from an earlier time count.
-        compiler_options, launcher, cache, progress, title: those of ``plan``.
+        compiler_options, launcher, cache, progress, title, calibration: those of ``plan``.
 
     Raises:
         ValueError: ``batch``, ``search`` or ``budget`` has a value that is not allowed; the step
-            shards nothing by this package; the slice is unknown (UnknownTopologyError).
+            shards nothing by this package; the slice is unknown (UnknownTopologyError);
+            ``calibration`` is of other chips, or damaged (CalibrationError).
         TypeError: ``step`` is not callable.
         MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
         RuntimeError: called inside a rank of a launch.
@@ -95,15 +98,19 @@ def tune(
             raise ValueError("batch and search['batch'] exclude each other: leave one out")
         batches = wanted.pop("batch")
     where = resolve(topology)
+    figures = None if calibration is None else read(calibration)
+    modelled = calibrated(where, figures)
     require_extra()
     shown = Progress() if progress else Progress(None)
-    asking = _Asking(step, where, compiler_options or {}, launcher, PlanCache.at(cache), shown)
+    asking = _Asking(
+        step, where, compiler_options or {}, launcher, PlanCache.at(cache), shown, figures
+    )
     with shown.while_doing(f"analysing a step on {where.name}"):
-        facts = _facts(asking, where, batches[0], units)
+        facts = _facts(asking, modelled, batches[0], units)
         scans, why_not = _scans(asking, wanted, facts["blocks"], batches[0])
-    space = Space.of(facts["blocks"], where, batches, scans, wanted)
+    space = Space.of(facts["blocks"], modelled, batches, scans, wanted)
     capacity = where.chip.device_usable_hbm_bytes(asking.host({}).chip_config)
-    estimates = Estimates(facts, where)
+    estimates = Estimates(facts, modelled)
     search_ = Search(space, estimates, asking.measure, capacity, budget, shown.say)
     trials = search_.run()
     best = search_.best()
@@ -140,8 +147,9 @@ class _Asking:
         launcher: str,
         cache: PlanCache,
         progress: Progress,
+        figures: Calibration | None,
     ) -> None:
-        self._step, self._where = step, where
+        self._step, self._where, self._figures = step, where, figures
         self._further, self._launcher = further, launcher
         self._cache, self._progress = cache, progress
         self._hosts: dict[tuple[tuple[str, str], ...], HostOptions] = {}
@@ -165,7 +173,7 @@ class _Asking:
             traced = self.trace(settings)
         compiled = compile_step(traced.program, where, host, self._cache, self._progress)
         self.from_cache += compiled.from_cache
-        return measured(make_report(where, compiled, traced, (0,), 1, "", host))
+        return measured(make_report(where, compiled, traced, (0,), 1, "", host, self._figures))
 
 
 def measured(report: Report) -> Measured:
