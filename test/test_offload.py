@@ -157,6 +157,10 @@ def scanned(rank, on_tpu):
                 optimizer.zero_grad()
                 torch_xla.sync()
             assert (model.blocks.sharded_params[0].device == HOST) is (offload is not None)
+            before = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+            model.load_state_dict({name: value + 1 for name, value in before.items()})
+            model.load_state_dict(before)
+            assert all(torch.equal(v.cpu(), before[n]) for n, v in model.state_dict().items())
             found.append(full_state_dict(model, rank0_only=False))
         for name, value in found[0].items():
             torch.testing.assert_close(found[1][name], value, rtol=0, atol=0)
@@ -352,8 +356,11 @@ def in_pieces(rank):
     model._unit.gradients.host.most = 64
     for tensor in model._unit.tensors:
         tensor.copy._uploads.most = 64
+    size = 4 * sum(p.numel() for p in model.parameters())
     for one in (model, copy.deepcopy(model)):
         other.zero_grad()
+        uploads = one._unit.tensors[0].copy._uploads
+        sent, received = uploads.sent, one._unit.gradients.host.received
         for _ in range(2):
             one(inputs(rank).to("xla")).square().sum().backward()
         for number in range(2):
@@ -364,6 +371,9 @@ def in_pieces(rank):
             expected = full[begin : begin + parameter.numel()]
             torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-5)
         one.zero_grad()
+        # Shards once, as they did not change; gradients of both backwards.
+        assert uploads.sent - sent == size
+        assert one._unit.gradients.host.received - received == 2 * size
     assert all(p.grad is None for p in model.parameters())
 
 

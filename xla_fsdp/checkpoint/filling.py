@@ -113,6 +113,7 @@ def assign(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for tensor, value in pairs:
             if tensor.device.type != "xla":
                 tensor.copy_(value)
+                was_filled(tensor)
 
 
 def set_extra_state(states: Mapping[nn.Module, Any]) -> None:

@@ -181,8 +181,9 @@ def _take_apart(
             state_dict[prefix + dotted(str(number), name)] = own[number]
     if rows:
         # In one program, instead of one for every tensor when it is copied to the host.
-        every = [row for own in rows.values() for row in own]
-        torch_xla._XLAC._xla_sync_multi(every, [], wait=False)
+        every = [row for own in rows.values() for row in own if row.device.type == "xla"]
+        if every:
+            torch_xla._XLAC._xla_sync_multi(every, [], wait=False)
 
 
 def _put_together(
