@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRota
 
 import xla_fsdp
 from xla_fsdp.consolidate import CheckpointError
+from xla_fsdp.integrations import attention
 
 
 class Size(NamedTuple):
@@ -119,6 +120,7 @@ def complete_folder(folder: str, config: LlamaConfig, found: tokens.Tokens) -> N
 
 def without_values(config: LlamaConfig) -> "Llama":
     """The model on the meta device, but for what is in no checkpoint and computed here."""
+    attention.install()  # here, as ranks may be processes of their own
     with torch.device("meta"):
         model = Llama(config)
     model.model.rotary_emb = LlamaRotaryEmbedding(config)

@@ -31,7 +31,6 @@ from torch import nn
 from updates import Updates, betas
 
 import xla_fsdp
-from xla_fsdp.integrations import attention
 from xla_fsdp.tpu import compiler_options
 
 flags.DEFINE_enum("size", "tiny", list(llama.SIZES), "of a new model")
@@ -53,7 +52,6 @@ def main(options: SimpleNamespace) -> None:
     found = None if options.plan else tokens.prepare(options, llama.tokenizer_of(options.folder))
     config = llama.configuration(options, found)
     prompt = tokens.encode_prompt(found, options) if found else []
-    attention.install()
     compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
     checkpoints.prepare_folder(options)
     count = sum(parameter.numel() for parameter in llama.without_values(config).parameters())

@@ -31,8 +31,7 @@ flags.DEFINE_string("ckpt_dir", None, "folder of the checkpoints, shared by all 
 flags.DEFINE_alias("resume_update", "resume_epoch")
 flags.DEFINE_alias("log_interval", "log_steps")
 flags.DEFINE_enum("log_format", None, ["bar", "json"], "default: a bar on a terminal, else json")
-# What fairseq calls min_loss_scale: the gradients are not finite, whatever they are scaled with.
-SMALLEST_SCALE = 1e-4
+SMALLEST_SCALE = 1e-4  # fairseq's min_loss_scale: gradients are not finite whatever it is
 
 
 def betas(text: str) -> tuple[float, ...]:
@@ -53,8 +52,7 @@ require("adam_betas", _are_betas, "must be two numbers from 0 to below 1: '(0.9,
 class Updates:
     """Loss, speed, norms of updates 1 to ``options.max_update``, of all ranks together.
 
-    ``tokens``: that an update trains on. Losses are in nats a token. ``loss`` is that of the last
-    update shown, ``valid_loss`` that of the last validation.
+    ``tokens``: of an update. ``loss``, in nats a token, is that of the last update shown.
     """
 
     def __init__(self, options: SimpleNamespace, tokens: int) -> None:
@@ -87,8 +85,7 @@ class Updates:
         mean = xm.all_reduce(xm.REDUCE_SUM, loss.detach().float(), scale=1 / self.world_size)
         # Kept in every update, shown or not: with one result more it would be another program.
         self._now = torch.stack([mean.reshape(()), norm.detach().float().reshape(())])
-        if self._done is None:
-            self._done = number - 1
+        self._done = number - 1 if self._done is None else self._done
         if number % self.every == 0 or number == self.last:
             rate = optimizer.param_groups[0]["lr"]
             scale = scaler.get_scale() if scaler and scaler.is_enabled() else None
@@ -111,7 +108,7 @@ class Updates:
         shown |= {"wps": round(self.speed), "gnorm": float(f"{norm:.4g}"), "lr": rate}
         shown |= {} if scale is None else {"loss_scale": scale}
         if self._json:
-            print(json.dumps({**shown, "wall": round(self.seconds, 1), "memory": memory}))
+            _print({**shown, "wall": round(self.seconds, 1), "memory": memory})
         if self._bar is not None:
             status = f"loss {self.loss:.3f}, {self.speed:,.0f} tokens/s, {memory}"
             self._bar.update(0, completed=number, refresh=True, status=status)
@@ -122,7 +119,7 @@ class Updates:
         self.valid_loss, self.valid_tokens = loss, tokens
         shown = {"num_updates": number, "valid_loss": round(loss, 4), "valid_ppl": perplexity(loss)}
         if self._json:
-            print(json.dumps(shown), flush=True)
+            _print(shown)
         else:
             line = f"update {number}: validation loss {loss:.4f}, perplexity {perplexity(loss)}"
             self._console.print(line, highlight=False, soft_wrap=True)
@@ -147,3 +144,8 @@ class Updates:
             self._bar.stop()
         if self._writer is not None:
             self._writer.close()
+
+
+def _print(shown: dict[str, object]) -> None:
+    known = {k: v if v not in (math.inf, -math.inf) and v == v else None for k, v in shown.items()}
+    print(json.dumps(known), flush=True)

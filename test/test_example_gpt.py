@@ -205,6 +205,19 @@ def test_trains_resumes_bit_for_bit_and_agrees(text, tmp_path, script_server):
         assert torch.equal(load_file(folder / "weights/model.safetensors")[name], value), name
 
 
+def test_float16_with_the_optimizer_on_the_host(text, tmp_path, script_server):
+    done = run_example(
+        script_server, tmp_path, "train_gpt.py", f"--text={text}", "--tokens_per_sample=16",
+        "--batch_size=2", "--max_update=2", "--num_devices=1", "--log_interval=1", "--prompt=",
+        "--valid_samples=2", "--fp16", "--fp16_init_scale=4", "--cpu_offload",
+        "--no_reshard_after_forward", "--warmup_updates=0", timeout=300,
+    )  # fmt: skip
+    assert table(done)["agree"] == "yes"
+    updates = [one for one in lines(done) if "loss" in one]
+    assert [one["loss_scale"] for one in updates] == [4.0, 4.0]
+    assert updates[1]["loss"] < updates[0]["loss"] and all(one["gnorm"] for one in updates)
+
+
 def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank").mkdir()

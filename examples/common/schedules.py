@@ -29,8 +29,7 @@ def half_cosine(step: int, warmup: int, total: int) -> float:
 
 
 def polynomial(step: int, warmup: int, total: int, power: float, end: float) -> float:
-    """Up to 1 in ``warmup`` steps, then down to ``end`` after the last of ``total``, as the
-    ``power`` of the steps that are left."""
+    """Up to 1 in ``warmup`` steps, then down to ``end``, by a ``power`` of what is left."""
     if step < warmup:
         return warm_up(step, warmup)
     left = max(0.0, (total - step) / max(1, total - warmup))

@@ -59,6 +59,8 @@ def watch_steps() -> None:
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    if is_pretending():
+        return
     stepped = [
         shard
         for group in optimizer.param_groups
@@ -67,8 +69,6 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     ]
     for shard in stepped:
         torch.autograd.graph.increment_version(shard)
-    if is_pretending():
-        return
     for shard in stepped:  # on their way while the next batch is made and the next step traced
         home = home_of(shard)
         if home is not None and home.copy is not None:

@@ -44,6 +44,8 @@ class Uploads:
             self._wait()
         self._under_way += size
         self.sent += size
+        if is_pretending():
+            return self._send(torch.zeros(value.shape, dtype=dtype, device="cpu"))
         return self._send(value.to(dtype))
 
     def _send(self, value: torch.Tensor) -> torch.Tensor:
