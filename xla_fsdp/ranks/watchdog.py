@@ -164,9 +164,28 @@ class Watchdog:
                 stacks[other] = store.get(f"stacks/{other}").decode()
             elif other in signs and not signs[other]["over"]:
                 stacks[other] = _ask_for_stacks(signs[other])
-        report = f"{found}:\n{_places(signs, self._channel.size)}\n\n{_grouped(stacks)}"
+        report = f"{found}:\n{self._places(signs)}\n\n{_grouped(stacks)}"
         store.set("report", report)
         self._end(report)
+
+    def _places(self, signs: dict[int, dict[str, Any]]) -> str:
+        lines = []
+        for rank in range(self._channel.size):
+            sign = signs.get(rank)
+            if sign is None:
+                lines.append(f"  rank {rank}: has not started")
+                continue
+            if sign["over"]:
+                text = sign["over"]
+            elif sign["what"]:
+                doing = ", compiling" if sign["compiling"] else ""
+                text = f"{sign['what']}, at {sign['where']}, for {sign['seconds']:.0f} s{doing}"
+            else:
+                text = f"running, at {sign['where']}"
+            if sign["silent"] > 3 * self._period:
+                text += f"; no sign of life for {sign['silent']:.0f} s"
+            lines.append(f"  rank {rank}: {text} (after {sign['passed']} waits)")
+        return "\n".join(lines)
 
 
 @contextlib.contextmanager
@@ -222,26 +241,6 @@ def _ask_for_stacks(sign: dict[str, Any]) -> str:
     except OSError as error:
         return f"process {sign['process']} is gone ({error.strerror})\n"
     return f"process {sign['process']} does not react to signals: it is stopped, or in the kernel\n"
-
-
-def _places(signs: dict[int, dict[str, Any]], size: int) -> str:
-    lines = []
-    for rank in range(size):
-        sign = signs.get(rank)
-        if sign is None:
-            lines.append(f"  rank {rank}: has not started")
-            continue
-        if sign["over"]:
-            text = sign["over"]
-        elif sign["what"]:
-            doing = ", compiling" if sign["compiling"] else ""
-            text = f"{sign['what']}, at {sign['where']}, for {sign['seconds']:.0f} s{doing}"
-        else:
-            text = f"running, at {sign['where']}"
-        if not sign["over"] and sign["silent"] > 3 * _SECONDS_BETWEEN_SIGNS:
-            text += f"; no sign of life for {sign['silent']:.0f} s"
-        lines.append(f"  rank {rank}: {text} (after {sign['passed']} waits)")
-    return "\n".join(lines)
 
 
 def _grouped(stacks: dict[int, str]) -> str:
