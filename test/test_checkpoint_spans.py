@@ -50,10 +50,10 @@ def test_a_rule_is_what_the_files_say(run_ranks, tmp_path):
         fresh.read_parameter(next(iter(checkpoint.manifest.parameters)), 0, 1)
         assert len(fresh._files) == 1
     parameters = checkpoint.manifest.parameters
-    name = max(parameters, key=lambda name: parameters[name].numel)  # a part on each rank
+    name = max(parameters, key=lambda name: parameters[name].numel)  # more than a shard
     with files.forged(path) as body:
         right = body["spans"][name]
-        body["spans"][name] = [1, 1, right[2], right[3]]  # a rank further
+        body["spans"][name] = [3, 1, right[2], right[3]]  # ranks 3, 4, ...
     with pytest.raises(InvalidMetadataError, match="of ranks that 3 ranks do not have"):
         ShardedCheckpoint(path)
     for wrong in ([0, 1, 0, 0], [0, 0, 5, 0], [0, 1, 5], [0, 1, -5, 0], [0, 1, 5, True], "all"):
