@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 
+import xla_fsdp
+from xla_fsdp.preflight.cli import main
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError, calibrated
 from xla_fsdp.tpu.chips import V5E
 from xla_fsdp.tpu.topology import resolve
@@ -234,10 +236,20 @@ def test_two_cpu_ranks(run_script, tmp_path):
         Calibration.load(tmp_path / "c.json").apply(V5E)
 
 
-def test_wrong_arguments(run_script, tmp_path):
-    done = run_script(SCRIPT, "--seconds=1")
-    assert done.returncode == 2 and "at least 30" in done.stderr
-    done = run_script(SCRIPT, "--report=x.png")
-    assert done.returncode == 2 and "must end in .json or .html" in done.stderr
-    done = run_script(SCRIPT, "--topology=v9-8")
-    assert done.returncode == 2 and "v9-8" in done.stderr
+@pytest.mark.parametrize(
+    "flag, said",
+    [
+        ("--seconds=1", "at least 30 are needed"),
+        ("--report=x.png", "must end in .json or .html"),
+        ("--topology=v9-8", "'v9-8': there is no TPU family"),
+    ],
+)
+def test_wrong_arguments(capsys, flag, said):
+    assert main(["--measure", flag]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_wrong_names():
+    for name in ("stages", "cases", "sizes"):
+        with pytest.raises(ValueError, match=f"{name}: .'other'., known are "):
+            xla_fsdp.verify(**{name: ["other"]})

@@ -123,6 +123,9 @@ class ShardedCheckpoint:
             pieces[name].sort()
         self._require_state(pieces)
         self._require_buffers(self.files())
+        if self.manifest.spans is not None:
+            for rank in range(self.manifest.world_size):
+                self._stated(rank)
         return pieces
 
     def _holders(self, name: str, begin: int, end: int) -> Iterator[tuple[int, int, RankFile]]:

@@ -174,14 +174,30 @@ def routes_for(
     """
     if how == "at_once":
         return None
-    chip = next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
     if len({one.get("slice_index", 0) for one in attributes}) > 1:
         return None  # the compiler itself goes over slices first, or last
-    places = {}
+    devices = []
     for one in attributes:
-        number, coords = re.search(r"\d+$", str(one.get("name", ""))), one.get("coords")
-        if number is not None and isinstance(coords, Sequence) and len(coords) == 3:
-            places[int(number[0])] = (*map(int, coords), int(str(one.get("core_on_chip", 0))))
+        coords = one.get("coords")
+        if isinstance(coords, Sequence) and len(coords) == 3:
+            x, y, z = map(int, coords)
+            core = int(str(one.get("core_on_chip", 0)))
+            devices.append((str(one.get("name", "")), x, y, z, core))
+    return _routes_among(kind, tuple(devices), how)
+
+
+@lru_cache(maxsize=4)
+def _routes_among(
+    kind: str, devices: tuple[tuple[str, int, int, int, int], ...], how: str
+) -> Routes | None:
+    """The ways between devices, each with its name, where it is, and its core. Every unit of a
+    model asks."""
+    chip = next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
+    places = {}
+    for name, *place in devices:
+        number = re.search(r"\d+$", name)
+        if number is not None:
+            places[int(number[0])] = tuple(place)
     if chip is None or not places:
         return None
     shape = [1 + max(place[axis] for place in places.values()) for axis in range(3)]
@@ -205,7 +221,6 @@ def attributes_of(slice: Slice) -> list[dict[str, object]]:
 
 @lru_cache(maxsize=4)
 def _routes_of(name: str, how: str) -> Routes:
-    # Every unit of a model asks.
     return Routes(resolve(name), how)
 
 

@@ -73,8 +73,8 @@ def verify(
         ValueError: an unknown stage, case, size or slice; ``seconds`` below 30.
         RuntimeError: this process has started XLA's runtime already.
     """
-    _check(stages, cases, sizes, seconds)
     slice = None if topology is None else resolve(topology)
+    _check(stages, cases, sizes, seconds)
     until = time.time() + seconds
     with tempfile.TemporaryDirectory(prefix="xla_fsdp-verify-") as name:
         folder = Path(name)

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
             (found.save if path.endswith(".json") else found.plot)(path)
         if flags.calibration:
             found.calibration.save(flags.calibration)
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
