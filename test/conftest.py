@@ -37,9 +37,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).resolve().parent.parent
 
 # Files that take minutes. They start first: no process is left alone with one at the end.
-LONG = """test_example_images test_example_mnist test_checkpoint_elastic test_plan
-test_compile_cache test_benchmark test_optim test_launch test_consolidate_intree_writer
-test_pod_ray""".split()
+LONG = """test_example_images test_example_mnist test_parity test_plan test_checkpoint_elastic
+test_hf_trainer test_scan test_hf_accelerate test_consolidate_crash test_preflight_workers
+test_launch test_optim test_compile_cache test_quickstart test_benchmark test_optim_8bit
+test_hf_models test_lightning test_consolidate_intree_writer test_pod_ray""".split()
 
 
 def pytest_collection_modifyitems(items):
