@@ -259,6 +259,7 @@ def a_small_model_is_tuned_and_the_search_is_resumed(cache):
     from xla_fsdp.planning.compiling import compiler
 
     how = {"batch": ROWS, "budget": 2, "cache": cache, "progress": False, "title": "small"}
+    how["search"] = {"scan": [False]}
     found = tune(small_step(), "v3-8", **how)
     assert found.compilations == 2 and found.from_cache == 0
     asked = [trial for trial in found.trials if trial.measured is not None]

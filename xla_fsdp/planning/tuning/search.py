@@ -13,7 +13,7 @@ from .space import Space, plainness
 
 # A candidate is not worth a compilation whose estimate is so much slower than the best; the first
 # of a kind of computing blocks, of which an estimate is less sure.
-_SLACK, _SLACK_OF_NEW = 0.05, 0.2
+_SLACK, _SLACK_OF_NEW = 0.05, 0.1
 # Of HBM, by an estimate: more than that the compiler is not asked about.
 _OVER, _OVER_OF_NEW = 1.1, 1.5
 # Times that differ by less are equal: the model is not that good.
