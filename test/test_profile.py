@@ -25,6 +25,7 @@ def train(rank, folder, steps, rows=2, enter_late=False):
     import contextlib
 
     import torch_xla
+    import torch_xla.core.xla_model as xm
 
     import xla_fsdp
 
@@ -45,12 +46,19 @@ def train(rank, folder, steps, rows=2, enter_late=False):
     if enter_late:
         step()
     recording = xla_fsdp.profile(folder, steps) if steps else contextlib.nullcontext()
-    with warnings.catch_warnings(record=True) as caught, recording as profiler:
-        warnings.simplefilter("always")
-        for _ in range(5):
-            step()
-            if steps:
-                profiler.step()
+    # What catches warnings is the process's, and ranks are its threads.
+    with contextlib.ExitStack() as only_rank_0:
+        caught = []
+        if rank == 0:
+            caught = only_rank_0.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+        xm.rendezvous("warnings are caught")
+        with recording as profiler:
+            for _ in range(5):
+                step()
+                if steps:
+                    profiler.step()
+        xm.rendezvous("all have warned")
     told = [str(one.message) for one in caught if "no names" in str(one.message)]
     return losses, compiled, steps and profiler.file, told, torch_xla._XLAC._get_ir_debug()
 

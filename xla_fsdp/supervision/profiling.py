@@ -14,10 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.profiler as xp
 import torch_xla.runtime as xr
+from torch import nn
 
 from ..planning.tracing.naming import Naming
 
@@ -145,29 +147,79 @@ class profile:
         )
 
 
+class _SharedNaming(Naming):
+    """Of several ranks that are threads, each of which wants names for some steps only.
+
+    A module that a thread has entered it leaves with the hooks still there: they go when the last
+    rank is done and nobody is inside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+        self._lock = threading.Lock()
+        self._wanted = threading.local()
+        self._users = self._inside = 0
+        self._hooks = contextlib.ExitStack()
+        self._hooks.enter_context(self.active())
+
+    def join(self) -> None:
+        """This thread's modules have names from here on."""
+        self._users += 1
+        self._wanted.here = True
+
+    def part(self) -> bool:
+        """They have none any more; whether it was the last rank that wanted them."""
+        self._wanted.here = False
+        with self._lock:
+            self._users -= 1
+            last = not self._users
+            done = last and not self._inside
+        if done:
+            self._remove()
+        return last
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        # Autograd's threads have no say: what they compute again was named in the forward or not.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward and not getattr(self._wanted, "here", False):
+            return
+        with self._lock:
+            if not self._users:
+                return
+            self._inside += 1
+        super()._enter(module, inputs)
+
+    def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        inside = self.is_in(module)
+        super()._leave(module, inputs, outputs)
+        with self._lock:
+            self._inside -= inside
+            done = inside and not self._users and not self._inside
+        if done:
+            self._remove()
+
+    def _remove(self) -> None:
+        self._hooks.close()
+        self.forget()
+
+
 class _Names:
     """Names in this process, while any of its ranks wants them: hooks on modules are global."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
-        self._naming: Naming | None = None
-        self._active = contextlib.ExitStack()
+        self._naming: _SharedNaming | None = None
 
     def turn_on(self) -> Naming:
         with self._lock:
             if self._naming is None:
-                self._naming = Naming(lambda: None)
-                self._active.enter_context(self._naming.active())
-            self._users += 1
+                self._naming = _SharedNaming()
+            self._naming.join()
             return self._naming
 
     def turn_off(self) -> None:
         with self._lock:
-            self._users -= 1
-            if not self._users and self._naming is not None:
-                self._active.close()
-                self._naming.forget()
+            if self._naming is not None and self._naming.part():
                 self._naming = None
 
 

@@ -65,12 +65,19 @@ class Naming:
 
     def enter(self, phase: str, module: str = "") -> None:
         """Names what this thread traces from here on, until :meth:`leave`."""
-        self._threads.stack.append(_push(f"{phase}[{module}]"))
+        self._push(None, f"{phase}[{module}]")
 
     def leave(self) -> None:
         """Ends the last :meth:`enter` of this thread."""
         if self._threads.stack:
             self._threads.stack.pop()
+
+    def _push(self, module: nn.Module | None, name: str) -> None:
+        self._threads.stack.append((module, _push(name)))
+
+    def is_in(self, module: nn.Module) -> bool:
+        """Whether what this thread entered last is ``module``."""
+        return bool(self._threads.stack) and self._threads.stack[-1][0] is module
 
     def close(self) -> None:
         """Ends all names, here and on autograd's thread, which outlives the step."""
@@ -114,9 +121,12 @@ class Naming:
                 self._know(module)
             self._on_root_call()
         self._threads.modules += 1
-        self.enter("recompute" if in_backward else "forward", self.name_of(module))
+        phase = "recompute" if in_backward else "forward"
+        self._push(module, f"{phase}[{self.name_of(module)}]")
 
     def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if not self.is_in(module):  # it was entered before there were names
+            return
         self.leave()
         self._threads.modules -= 1
         name = self.name_of(module)
@@ -136,7 +146,7 @@ class _Thread(threading.local):
     """Scopes in force, which are a thread's own; each ends when it is dropped."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []
+        self.stack: list[tuple[nn.Module | None, Any]] = []
         self.modules = 0  # how many of them are modules
         self.gradient: list[Any] = []  # at most one
 
