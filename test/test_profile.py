@@ -63,6 +63,12 @@ def train(rank, folder, steps, rows=2, enter_late=False):
     return losses, compiled, steps and profiler.file, told, torch_xla._XLAC._get_ir_debug()
 
 
+# First in this file: a trace also holds the programs that its process ran before.
+def test_a_trace_without_names_is_told_of(run_ranks, tmp_path):
+    (_, _, file, told, _), _ = run_ranks(train, 2, str(tmp_path), (1, 2), rows=3, enter_late=True)
+    assert file is not None and "compiled before xla_fsdp.profile was entered" in told[0]
+
+
 def test_a_trace_has_the_names_of_a_plan(run_ranks, tmp_path):
     first, second = run_ranks(train, 2, str(tmp_path / "trace"), (2, 4))
     # In the same process: the program that was compiled with names is the one without.
@@ -78,11 +84,6 @@ def test_a_trace_has_the_names_of_a_plan(run_ranks, tmp_path):
     trace = file.read_bytes()
     for name in ("forward[blocks.0]", "backward[blocks.1]", "all_gather[", "reduce_scatter["):
         assert name.encode() in trace, name
-
-
-def test_a_trace_without_names_is_told_of(run_ranks, tmp_path):
-    (_, _, file, told, _), _ = run_ranks(train, 2, str(tmp_path), (1, 2), rows=3, enter_late=True)
-    assert file is not None and "compiled before xla_fsdp.profile was entered" in told[0]
 
 
 def test_wrong_use_is_told(tmp_path):

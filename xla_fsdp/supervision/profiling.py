@@ -137,6 +137,8 @@ class profile:
             self._event = None
 
     def _require_names(self) -> None:
+        # Programs with names that ran before in this process are in the file, too: then a trace
+        # without them is not told of.
         if self.file is None or b"forward[" in self.file.read_bytes():
             return
         warnings.warn(
