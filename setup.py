@@ -56,7 +56,7 @@ setup(
         # The same; it brings torchmetrics.
         "lightning": ["lightning==2.6.6"],
         "demo": DEMO,
-        "examples": [*DEMO, "tensorboard"],
+        "examples": [*DEMO, "tensorboard", "tokenizers"],
         "test": [
             *("cloudpickle", "hypothesis", "jsonschema", "psutil"),
             *("pytest", "pytest-xdist", "pyyaml"),

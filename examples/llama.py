@@ -6,6 +6,7 @@ Names are those of the library: a model trained here is a folder of the hub, and
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -127,10 +128,23 @@ def without_values(config: LlamaConfig) -> "Llama":
     return model
 
 
-def initialize(model: LlamaForCausalLM, module: nn.Module) -> None:
-    """Gives values to a submodule, as the library would."""
-    module.to_empty(device="cpu", recurse=False)
-    model._init_weights(module)
+def beginning(model: nn.Module, inner: LlamaForCausalLM, new: bool) -> Callable[[nn.Module], None]:
+    """For ``param_init_fn``: submodules get values as the libraries give them. If the model is not
+    ``new``, all but adapters wait for a folder or a checkpoint."""
+    adapters = {module: name for name, module in model.named_modules() if ".lora_" in name}
+
+    def begin(module: nn.Module) -> None:
+        if not new and module not in adapters:
+            return xla_fsdp.loaded_later(module)
+        module.to_empty(device="cpu", recurse=False)
+        if module not in adapters:
+            inner._init_weights(module)
+        elif ".lora_B." in adapters[module]:
+            nn.init.zeros_(module.weight)  # so that nothing is changed at first
+        else:
+            module.reset_parameters()
+
+    return begin
 
 
 def with_adapters(model: nn.Module, rank: int) -> PeftModel:

@@ -79,8 +79,7 @@ def build(options: SimpleNamespace, config: Any, scan: bool, new: bool) -> nn.Mo
     if options.lora_rank:
         model = llama.with_adapters(inner, options.lora_rank)
 
-    # Each submodule gets values when its turn comes, or when a folder or checkpoint is loaded.
-    begin = partial(llama.initialize, inner) if new else xla_fsdp.loaded_later
+    begin = llama.beginning(model, inner, new)  # each submodule gets values when its turn comes
     how = {"compute_dtype": getattr(torch, options.compute_dtype), "param_init_fn": begin}
     wrap = partial(xla_fsdp.XlaFullyShardedDataParallel, **how)
     layers, offload = inner.model.layers, options.offload_activations
