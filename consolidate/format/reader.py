@@ -133,6 +133,11 @@ class ShardedCheckpoint:
         spans, numel = self.manifest.spans, self.manifest.parameters[name].numel
         if spans is not None and self._pieces is None:
             for low, high, rank in spans[name].held(numel, begin, end):
+                if rank >= self.manifest.world_size:
+                    raise CoverageError(
+                        f"{join(self.folder, manifest.NAME)}: says that rank {rank} of "
+                        f"{self.manifest.world_size} holds elements {low} to {high} of {name!r}"
+                    )
                 yield low, high, self._stated(rank)
             return
         pieces = self.pieces(name)
