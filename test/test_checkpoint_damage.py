@@ -229,7 +229,7 @@ def smaller_world(folder, saved):
             record["name"] = file_name(rank, 2)
             (folder / RANK_FILES[rank]).rename(folder / record["name"])
         (folder / RANK_FILES[2]).unlink()
-    return file_name(0, 2), file_name(1, 2)
+    return file_name(0, 2), file_name(1, 2), "manifest.json"
 
 
 def of_another_step(folder, saved):

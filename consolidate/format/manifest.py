@@ -272,7 +272,7 @@ def _manifest(found: fields.Fields) -> Manifest:
         scheduler=found.json("scheduler"),
         extra=found.json("extra"),
         extra_state=extra_state,
-        spans=_spans(found, parameters, world_size) if "spans" in found else None,
+        spans=_spans(found, parameters) if "spans" in found else None,
     )
 
 
@@ -280,20 +280,16 @@ def _numbers(span: Span) -> list[int]:
     return [span.first, span.step, span.chunk, span.offset]
 
 
-def _spans(found: fields.Fields, parameters: Mapping[str, Tensor], world: int) -> dict[str, Span]:
+def _spans(found: fields.Fields, parameters: Mapping[str, Tensor]) -> dict[str, Span]:
     spans = {}
     stated = found.mapping("spans")
-    if stated.keys() != parameters.keys():
-        found.fail("spans are not of the parameters")
-    for name, numbers in stated.items():
+    for name in parameters:
+        numbers = stated.get(name)
         if not isinstance(numbers, list) or len(numbers) != 4:
             found.fail(f"the span of {name!r:.120} is {numbers!r:.80}, expected four numbers")
         if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) or 0 in numbers[1:3]:
             found.fail(f"the span of {name!r:.120} is {numbers!r:.80}, which is none")
-        span = spans[name] = Span(*numbers)
-        count = parameters[name].numel
-        if count and span.first + (count - 1 + span.offset) // span.chunk * span.step >= world:
-            found.fail(f"the span of {name!r:.120} is of ranks that {world} ranks do not have")
+        spans[name] = Span(*numbers)
     return spans
 
 

@@ -20,7 +20,9 @@ from .store import Store
 # Bytes written or copied to the host at a time.
 PIECE_BYTES = 1 << 24
 # Of chunks that were read for a part of them, kept in case the next read wants more.
-_CACHED_BYTES = 1 << 25
+CACHED_BYTES = 1 << 25
+# The same of a checkpoint of many files.
+MOST_CACHED_BYTES = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class ChunkCache:
     Threads may share one.
     """
 
-    def __init__(self, limit: int = _CACHED_BYTES):
+    def __init__(self, limit: int = CACHED_BYTES):
         self._limit = limit
         self._bytes = 0
         self._chunks: OrderedDict[tuple[str, int], bytearray] = OrderedDict()

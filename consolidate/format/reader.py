@@ -21,13 +21,26 @@ from ..errors import (
 from . import folders, manifest
 from .dtypes import DTYPES
 from .manifest import buffer_key, load_manifest, parameter_key, state_key
-from .rank_file import CheckedFile, ChunkCache
+from .rank_file import (
+    CACHED_BYTES,
+    MOST_CACHED_BYTES,
+    CheckedFile,
+    ChunkCache,
+    FileRecord,
+)
 from .rank_reader import RankFile
 from .store import Store, join, open_store, read
 
 _RANK_FILE = re.compile(r"rank-\d+-of-\d+\..*")
 # begin, end, rank: the elements of a tensor that a rank holds.
 Piece = tuple[int, int, int]
+
+
+def _cached_bytes(files: Iterable[FileRecord]) -> int:
+    """How much to keep of chunks that were read for a part of them: one of each file, or tensors
+    that are read one after the other would have every chunk read for each. Only what is read."""
+    each = sum(min(file.chunk, file.size) for file in files)
+    return min(max(each, CACHED_BYTES), MOST_CACHED_BYTES)
 
 
 class ShardedCheckpoint:
@@ -51,7 +64,7 @@ class ShardedCheckpoint:
             raise CorruptFileError(f"{label}: is no manifest; use another checkpoint")
         self.manifest = load_manifest(read(self.store, label, 0, size), label)
         self._files: dict[int, RankFile] = {}
-        self._cache = ChunkCache()
+        self._cache = ChunkCache(_cached_bytes(self.manifest.files))
         self._pieces: dict[str, list[Piece]] | None = None
         self._as_stated: set[int] = set()
         place = folders.place_of(self.folder.rpartition("/")[2])
@@ -133,6 +146,11 @@ class ShardedCheckpoint:
         spans, numel = self.manifest.spans, self.manifest.parameters[name].numel
         if spans is not None and self._pieces is None:
             for low, high, rank in spans[name].held(numel, begin, end):
+                if rank >= self.manifest.world_size:
+                    raise CoverageError(
+                        f"{join(self.folder, manifest.NAME)}: says that rank {rank} of "
+                        f"{self.manifest.world_size} holds elements {low} to {high} of {name!r}"
+                    )
                 yield low, high, self._stated(rank)
             return
         pieces = self.pieces(name)
