@@ -5,9 +5,8 @@
     PJRT_DEVICE=TPU python examples/train_gpt.py --arch=13B --data=/shared/tokens \\
         --ckpt_dir=/shared/gpt --resume                   # on every host of a pod: examples/pod/
 
-Flags are named as in fairseq; those of its run with 13 billion parameters are the defaults of all
-sizes but the tiny one, which learns the bytes of Python's own texts in minutes. Blocks are one loop
-of the program unless a flag says what a loop can not have. --batch_size is that of a rank.
+Flags are named as in fairseq, whose run with 13 billion parameters gives the defaults of all sizes
+but the tiny one, which learns the bytes of Python's texts in minutes. --batch_size: of a rank.
 """
 
 from collections.abc import Iterable
@@ -50,8 +49,8 @@ def main(options: SimpleNamespace) -> None:
     here = found.vocabulary if found else tokens.byte_level().get_vocab_size()
     fill_in(options, vocab_size=here if options.arch == "tiny" else gpt.VOCABULARY)
     if found and here > options.vocab_size:
-        more = f"{found.folder} has a vocabulary of {here}"
-        raise Stop(f"{more}, more than --vocab_size={options.vocab_size}", code=2)
+        more = f"more than --vocab_size={options.vocab_size}"
+        raise Stop(f"{found.folder} has a vocabulary of {here}, {more}", code=2)
     prompt = tokens.encode_prompt(found, options) if found else []
     # Logits do not exist whole where they are large; the loop over their parts knows no float16.
     options.fused = options.vocab_size > 8192 and not options.fp16
@@ -144,9 +143,8 @@ def train(
     batches = tokens.to_train(options, data, share, sequences, rest)
     meters = Updates(options, tokens=options.update_freq * options.batch_size * ranks * length)
     watch, total = checkpoints.preemption(options), 0.0
-    # The loader runs a step when it has the next batch.
     with meters, watch as preempted, on_device(batches, options) as loader:
-        for number, (numbers, labels) in enumerate(loader, 1):
+        for number, (numbers, labels) in enumerate(loader, 1):  # a step runs with the next batch
             loss = model(numbers, labels) / options.update_freq
             scaler.scale(loss).backward()  # gradients are averaged over the ranks when it returns
             total = total + loss.detach()
@@ -186,9 +184,7 @@ def train(
         closing.summarize_loss("GPT, fully sharded", options, meters, saved, folder, others)
 
 
-def validate(
-    model: nn.Module, options: SimpleNamespace, data: str, share: tuple[int, int, int]
-) -> tuple[float, int]:
+def validate(model: nn.Module, options: SimpleNamespace, data: str, share: tuple) -> tuple:
     """The mean loss of a held-out token over all ranks, and how many tokens there are."""
     batches, total, counted = tokens.to_validate(options, data, share), 0, 0
     with evaluation.evaluating(model), on_device(batches, options) as loader:

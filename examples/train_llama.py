@@ -182,9 +182,7 @@ def train(
         closing.summarize_loss("LLaMA, fully sharded", options, meters, saved, folder, others)
 
 
-def validate(
-    model: nn.Module, options: SimpleNamespace, data: str, share: tuple[int, int, int]
-) -> tuple[float, int]:
+def validate(model: nn.Module, options: SimpleNamespace, data: str, share: tuple) -> tuple:
     """The mean loss of a held-out token over all ranks, and how many tokens there are."""
     batches, total, counted = tokens.to_validate(options, data, share, "packed"), 0, 0
     with evaluation.evaluating(model), on_device(batches, options) as loader:
