@@ -26,7 +26,7 @@ from itertools import product
 from math import prod
 
 from ..tpu.chips import CHIPS
-from ..tpu.links import Links, wire_bytes
+from ..tpu.links import Links, OneCollective
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from .rings import OVERLAPPING, Rings, rings_of
 
@@ -138,10 +138,10 @@ class Routes:
             sent = left
             if made == "reduce-scatter" and left > _PADDED_BYTES:
                 sent += _PADDED_ROWS * row_bytes * len(groups[0])
-            seconds += self._links.seconds(_Stage(made, sent, groups, emitter))
+            seconds += self._links.seconds(OneCollective(made, sent, groups, emitter))
             left //= len(groups[0])
         if moves:
-            seconds += self._links.seconds(_Stage("collective-permute", left, tuple(moves)))
+            seconds += self._links.seconds(OneCollective("collective-permute", left, tuple(moves)))
         return seconds
 
     def _made(self, kind: str, number_of_bytes: int, groups: Groups) -> tuple[str, str]:
@@ -264,19 +264,3 @@ def _targets(
         sum(digits[place] * weight for place, weight in zip(order, weights, strict=True))
         for digits in ranks
     ]
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """One collective of a route, for the model of the links."""
-
-    kind: str
-    bytes: int
-    groups: Groups
-    emitter: str = ""
-    across_slices: bool = False
-
-    @property
-    def wire_bytes(self) -> int:
-        ranks = 2 if self.kind == "collective-permute" else len(self.groups[0])
-        return wire_bytes(self.kind, self.bytes, ranks)

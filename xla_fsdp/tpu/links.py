@@ -109,6 +109,23 @@ def wire_bytes(kind: str, number_of_bytes: int, group_size: int) -> int:
     return factor * number_of_bytes * (group_size - 1) // group_size
 
 
+@dataclass(frozen=True)
+class OneCollective:
+    """Traffic that is in no program: to ask how long it would take."""
+
+    kind: str
+    bytes: int
+    groups: Groups
+    emitter: str = ""
+    across_slices: bool = False
+
+    @property
+    def wire_bytes(self) -> int:
+        """See :class:`Traffic`."""
+        ranks = 2 if self.kind == "collective-permute" else len(self.groups[0])
+        return wire_bytes(self.kind, self.bytes, ranks)
+
+
 def collective_seconds(collective: Traffic, slice: Slice) -> float:
     """Modelled seconds of one execution of ``collective``, alone on the links of ``slice``.
 

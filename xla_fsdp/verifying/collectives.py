@@ -10,7 +10,7 @@ import torch
 from ..collectives.groups import Groups
 from ..collectives.world import World
 from ..sharding.once import Tensors
-from ..tpu.links import collective_seconds, wire_bytes
+from ..tpu.links import OneCollective, collective_seconds
 from ..tpu.topology import Slice
 from .records import CollectiveTime
 from .timing import Stopwatch
@@ -60,27 +60,11 @@ def axes(ranks: int, slice: Slice | None) -> list[Axis]:
     return found
 
 
-@dataclass(frozen=True)
-class _Traffic:
-    """What the model wants to know of a collective."""
-
-    kind: str
-    bytes: int
-    groups: Groups
-    emitter: str = ""
-    across_slices: bool = False
-
-    @property
-    def wire_bytes(self) -> int:
-        size = 2 if self.kind == "collective-permute" else len(self.groups[0])
-        return wire_bytes(self.kind, self.bytes, size)
-
-
 def modelled(time: CollectiveTime, slice: Slice | None) -> float | None:
     """Seconds by ``tpu/links.py``; ``None`` where the slice is unknown."""
     if slice is None:
         return None
-    return collective_seconds(_Traffic(time.kind, time.bytes, time.groups), slice)
+    return collective_seconds(OneCollective(time.kind, time.bytes, time.groups), slice)
 
 
 def measure(

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from ...collectives.routes import Routes
-from ...tpu.links import Links, wire_bytes
+from ...tpu.links import Links, OneCollective, wire_bytes
 from ...tpu.topology import Slice
 
-Groups = tuple[tuple[int, ...], ...]
 # Families whose compiler runs all-gathers beside compute, and those on which large gradients go
 # around rings beside compute. libtpu 0.0.21: docs/benchmarks.md, "asynchronous".
 GATHERS_BESIDE = ("v5e", "v5p", "v6e")
 REDUCES_BESIDE = ("v6e",)
-
-
-@dataclass(frozen=True)
-class _Collective:
-    kind: str
-    bytes: int
-    groups: Groups
-    emitter: str = ""
-    across_slices: bool = False
-
-    @property
-    def wire_bytes(self) -> int:
-        return wire_bytes(self.kind, self.bytes, len(self.groups[0]))
 
 
 class Wire:
@@ -66,7 +51,7 @@ class Wire:
                 return route.seconds
             return self._routes["modelled"].all(kind, size)[0].seconds
         groups = tuple(tuple(range(first, first + ranks)) for first in range(0, one, ranks))
-        return self._links.seconds(_Collective(kind, size, groups))
+        return self._links.seconds(OneCollective(kind, size, groups))
 
     def replicas(self, size: int, ranks: int) -> float:
         """Of the sum of ``size`` bytes over the copies that each ``ranks`` consecutive ranks make
@@ -79,7 +64,7 @@ class Wire:
         if ranks >= one:
             return between
         groups = tuple(tuple(range(first, one, ranks)) for first in range(ranks))
-        return between + self._links.seconds(_Collective("all-reduce", size, groups))
+        return between + self._links.seconds(OneCollective("all-reduce", size, groups))
 
     def _between(self, kind: str, size: int, slices: int) -> float:
         """Over the data-centre network: each device its part, as in docs/plan-time-model.md."""
