@@ -99,8 +99,9 @@ def train(_, how, folder):
 
 torch_xla.launch = functools.partial(torch_xla.launch, start_method="fork")
 pjrt.plugins.using_dynamic_plugins = lambda: True
-two = {"physical_chip_count": lambda: 2, "configure_multiprocess": lambda *_: None}
-pjrt.plugins.default = lambda: SimpleNamespace(**two)
+pjrt.plugins.default = lambda: SimpleNamespace(
+    physical_chip_count=lambda: 2, configure_multiprocess=lambda *_: None
+)
 pjrt._merge_replica_results = dict  # both are rank 0 of their world
 spawned.run(train, sys.argv[1:])
 """

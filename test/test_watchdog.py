@@ -45,7 +45,9 @@ xr.world_size = lambda: 2  # a CPU process is a world of 1
 xr.global_ordinal = lambda: int(os.environ["PJRT_LOCAL_PROCESS_RANK"])
 torch_xla.launch = functools.partial(torch_xla.launch, start_method="fork")
 pjrt.plugins.using_dynamic_plugins = lambda: True
-pjrt.plugins.default = lambda: SimpleNamespace(physical_chip_count=lambda: 2)
+pjrt.plugins.default = lambda: SimpleNamespace(
+    physical_chip_count=lambda: 2, configure_multiprocess=lambda *_: None
+)
 pjrt._merge_replica_results = dict
 try:
     spawned.run(train, sys.argv[1:2], 5.0)
