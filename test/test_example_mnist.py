@@ -161,7 +161,7 @@ def test_wrong_inputs_end_in_one_line(train, flags, message):
 @pytest.mark.parametrize("device", ["GPU", "cpu", ""])
 def test_a_device_that_ranks_can_not_have_is_refused(example, monkeypatch, device):
     monkeypatch.setenv("PJRT_DEVICE", device)
-    options = SimpleNamespace(plan=None, compilation_cache="none", profile_steps=None)
+    options = SimpleNamespace(plan=None, compilation_cache="none")
     with pytest.raises(example.script.Stop, match=f"PJRT_DEVICE={device}: .*TPU and CPU") as stop:
         example.launch_or_plan(print, (), options, 1, "")
     assert stop.value.code == 2
@@ -170,7 +170,7 @@ def test_a_device_that_ranks_can_not_have_is_refused(example, monkeypatch, devic
 def test_a_wrong_number_of_ranks_in_the_environment_is_refused(example, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setenv("CPU_NUM_DEVICES", "abc")
-    options = SimpleNamespace(plan=None, compilation_cache="none", profile_steps=None)
+    options = SimpleNamespace(plan=None, compilation_cache="none")
     with pytest.raises(example.script.Stop, match="CPU_NUM_DEVICES.*abc") as stop:
         example.launch_or_plan(print, (), options, None, "")
     assert stop.value.code == 2 and "\n" not in stop.value.message

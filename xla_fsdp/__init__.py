@@ -45,7 +45,6 @@ if _TYPE_CHECKING:
     from .sharding.strategy import ShardingStrategy
     from .supervision.divergence import DivergenceError, detect_divergence
     from .supervision.preemption import Preempted, Preemption
-    from .supervision.profiling import profile
     from .tpu.topology import UnknownTopologyError
     from .wrap import (
         always_wrap_policy,
@@ -65,7 +64,6 @@ _HOMES = {
     "CollectiveMismatchError": "ranks.launch",
     "detect_divergence": "supervision.divergence",
     "DivergenceError": "supervision.divergence",
-    "profile": "supervision.profiling",
     "Preemption": "supervision.preemption",
     "Preempted": "supervision.preemption",
     "enable_compilation_cache": "compiled.cache",

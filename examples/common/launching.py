@@ -91,12 +91,6 @@ def _plan(train: Callable, args: tuple, options: SimpleNamespace, title: str) ->
 def _keep_programs(options: SimpleNamespace) -> None:
     """``options.compilation_cache`` becomes the folder, or "none"."""
     wish, options.compilation_cache = options.compilation_cache, "none"
-    if options.profile_steps:
-        if wish not in ("", "none"):
-            both = "--profile_steps: what is kept there may have been compiled without names"
-            raise Stop(f"--compilation_cache={wish} excludes {both}", code=2)
-        os.environ["XLA_FSDP_COMPILATION_CACHE_FOLDER"] = "none"  # launch keeps some by default
-        return
     enable = xla_fsdp.enable_compilation_cache  # imports torch_xla, which settles on a device
     if wish == "none":
         return

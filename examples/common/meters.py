@@ -1,6 +1,5 @@
 """What rank 0 shows: a bar while an epoch runs, a line when it ends, TensorBoard curves."""
 
-import contextlib
 import math
 import resource
 import time
@@ -13,22 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-import xla_fsdp
-
-from .script import Stop, in_a_line, require
+from .script import Stop, in_a_line
 
 flags.DEFINE_string("logdir", None, "write TensorBoard curves there")
-PROFILE = "a:b: record steps a up to b, from 0 on, for TensorBoard's profile page, in --logdir"
-flags.DEFINE_string("profile_steps", None, f"{PROFILE} or runs/profile; compiles anew")
 flags.DEFINE_integer("log_steps", 5, "steps between updates of the progress bar", lower_bound=1)
-
-
-def _are_steps(text: str) -> bool:
-    first, _, last = text.partition(":")
-    return first.isdecimal() and last.isdecimal() and int(first) < int(last)
-
-
-require("profile_steps", _are_steps, "must be a:b with a < b, such as 10:13")
 
 
 class Meters:
@@ -49,11 +36,6 @@ class Meters:
         self.samples_per_step = share * self.world_size / self.steps
         self.loss = self.correct = self._bar = self._writer = None
         self.seconds = self.samples_per_second = 0.0
-        self._profile = contextlib.nullcontext()
-        if options.profile_steps and not options.plan:
-            first, _, last = options.profile_steps.partition(":")
-            folder = options.logdir or "runs/profile"
-            self._profile = xla_fsdp.profile(folder, (int(first), int(last)))
         show = self.rank == 0 and not options.plan
         self._console = Console(stderr=True, quiet=not show)
         if options.logdir and show:
@@ -92,8 +74,6 @@ class Meters:
             rate = optimizer.param_groups[0]["lr"]
             # Called once the step has run: loss.item() here would cut the step in two.
             xm.add_step_closure(self._show, (self._step, loss.detach(), rate))
-        if isinstance(self._profile, xla_fsdp.profile):
-            self._profile.step()
 
     @property
     def images_done(self) -> int:
@@ -155,11 +135,9 @@ class Meters:
             self._bar = None
 
     def __enter__(self) -> "Meters":
-        self._profile.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._profile.__exit__(*error)
         self._close_bar()
         if self._writer is not None:
             self._writer.close()
