@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from .cpu.host import run_ranks
 from .cpu.runtime import CpuRuntime
 from .errors import CollectiveMismatchError, Preempted, RankError, RankTimeoutError
 from .rank import current_rank
-from .watchdog import watched
 
 __all__ = ["CollectiveMismatchError", "Preempted", "RankError", "RankTimeoutError", "launch"]
 
@@ -52,9 +50,8 @@ def launch(
         args: further arguments for ``fn``. CPU ranks share these objects.
         num_devices: how many ranks, 1 to 8, on CPU; ``None`` means ``CPU_NUM_DEVICES`` if set, else
             4. On TPU ``None`` or the number of devices there are.
-        timeout: seconds that ranks wait, at a collective, a sync or a read of a value, for one that
-            is still running. On CPU, ranks that can never meet are found at once, whatever the
-            timeout; on TPU a rank that compiles gets an hour. ``float("inf")``: for ever.
+        timeout: seconds that CPU ranks wait, at a collective or rendezvous, for one that is still
+            running. Ranks that can never meet are found at once, whatever the timeout.
 
     Returns:
         On CPU what ``fn`` returned, by rank, with XLA tensors in (nested) lists, tuples and dicts
@@ -67,8 +64,7 @@ def launch(
             left behind; until it ends the process can launch no more.
         CollectiveMismatchError: ranks can not meet: one skips a collective, a sync or a rendezvous
             that others run, or runs another. The message says where each rank is.
-        RankTimeoutError: a rank kept others waiting for longer than ``timeout``; with the place and
-            the stack of every rank. (Under torchrun: on standard error, and the process ends.)
+        RankTimeoutError: a rank kept others waiting for longer than ``timeout``.
         Preempted: ``fn`` ended with it on every rank, see :class:`xla_fsdp.Preemption`.
         RuntimeError: called inside a rank; or this process's runtime was started before with
             another number of devices, or without the settings that CPU ranks need; or ``torchrun``
@@ -89,8 +85,6 @@ def launch(
             "launch runs one program a rank and SPMD mode one program for all devices; "
             "do not call torch_xla.runtime.use_spmd() (or unset XLA_USE_SPMD)"
         )
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     under_torchrun = dist.is_torchelastic_launched()
     if not _on_cpu() or under_torchrun:
         _check_device_count(num_devices)
@@ -100,11 +94,12 @@ def launch(
         compiler_options.add_to_environment()
         if under_torchrun:
             _join_torchrun()
-            with watched(timeout, _end_hanging):
-                fn(xr.global_ordinal(), *args)
+            fn(xr.global_ordinal(), *args)
         else:
-            spawned.run(in_spawned_processes(fn), args, timeout)
+            spawned.run(in_spawned_processes(fn), args)
         return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     size = _runtime.size_for(num_devices)
     if not _runtime.launching.acquire(blocking=False):
         raise RuntimeError(
@@ -114,11 +109,6 @@ def launch(
         return run_ranks(_runtime, fn, args, size, timeout)
     finally:
         _runtime.launching.release()
-
-
-def _end_hanging(report: str) -> None:
-    print(f"xla_fsdp.launch: {report}", file=sys.stderr, flush=True)
-    os._exit(1)  # the rank hangs; torchrun ends the others
 
 
 def _on_cpu() -> bool:

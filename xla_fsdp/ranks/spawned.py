@@ -31,8 +31,7 @@ from typing import Any, NoReturn
 import torch_xla
 
 from .channel import served
-from .errors import Preempted, RankError, RankTimeoutError, portable
-from .watchdog import watched
+from .errors import Preempted, RankError, portable
 
 _REPORT = "report"
 _PREEMPTED = "preempted"
@@ -41,13 +40,12 @@ _FOLDER = "XLA_FSDP_RUN_FOLDER"
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
-def run(fn: Callable, args: Sequence[Any], timeout: float = 600.0) -> None:
+def run(fn: Callable, args: Sequence[Any]) -> None:
     """``torch_xla.launch(fn, args)``, which ends as soon as a rank of this host fails.
 
     Raises:
         RankError: a rank raised; ``__cause__`` is its exception, if that can be pickled. Or a
             process ended by itself, which says no more.
-        RankTimeoutError: a rank, of any host, kept others waiting for longer than ``timeout``.
         Preempted: the ranks of this host ended with it.
     """
     # What is left there must not hide what went wrong.
@@ -55,13 +53,11 @@ def run(fn: Callable, args: Sequence[Any], timeout: float = 600.0) -> None:
         folder = Path(name)
         try:
             with served(), _ending_all(folder):
-                torch_xla.launch(_Reporting(folder, fn, timeout), tuple(args))
+                torch_xla.launch(_Reporting(folder, fn), tuple(args))
         except BrokenProcessPool as error:
             if (folder / _PREEMPTED).exists():
                 raise Preempted((folder / _PREEMPTED).read_text()) from None
             failure, cause = _read(folder)
-            if isinstance(cause, RankTimeoutError):  # of no single rank
-                raise cause from None
             raise failure from (cause or error)
         if (folder / _PREEMPTED).exists():
             raise Preempted((folder / _PREEMPTED).read_text())
@@ -92,25 +88,21 @@ class _Reporting:
     While it runs there is a file ``<process id>.<rank>``.
     """
 
-    def __init__(self, folder: Path, fn: Callable, timeout: float) -> None:
-        self.folder, self.fn, self.timeout = folder, fn, timeout
+    def __init__(self, folder: Path, fn: Callable) -> None:
+        self.folder, self.fn = folder, fn
 
     def __call__(self, rank: int, *args: Any) -> None:
         running = self.folder / f"{os.getpid()}.{rank}"
         os.environ[_FOLDER] = str(self.folder)
         try:
             running.touch()
-            with watched(self.timeout, lambda report: self._end_hanging(rank, report)):
-                self.fn(rank, *args)
+            self.fn(rank, *args)
         except Preempted as end:  # of all ranks, each of which has saved
             (self.folder / _PREEMPTED).write_text(end.reason)
         except BaseException as error:
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
                 _report_and_exit(self.folder, rank, error)
         running.unlink(missing_ok=True)
-
-    def _end_hanging(self, rank: int, report: str) -> None:
-        _report_and_exit(self.folder, rank, RankTimeoutError(report))
 
 
 @contextlib.contextmanager
