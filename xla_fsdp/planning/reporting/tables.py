@@ -120,7 +120,7 @@ def _host(report: Findings) -> Section:
     return Section("Host memory for a device", ("", "how obtained"), tuple(rows))
 
 
-def _offloaded(report: Findings, host: HostNeeds) -> list[tuple[str, ...]]:
+def _offloaded(report: Findings, host: HostNeeds) -> list[tuple[str, str, str]]:
     read, said = "tensors of the traced step", "on the links to the host; NOT in the modelled step"
     rows: list[tuple[str, ...]] = [
         ("shards", figure(host.shards / GB, 2, "GB"), read),
