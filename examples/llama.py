@@ -14,7 +14,7 @@ from typing import NamedTuple
 import tokens
 import torch
 from common.script import Stop, in_a_line
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModelForCausalLM
 from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
@@ -147,10 +147,17 @@ def beginning(model: nn.Module, inner: LlamaForCausalLM, new: bool) -> Callable[
     return begin
 
 
-def with_adapters(model: nn.Module, rank: int) -> PeftModel:
+class Adapted(PeftModelForCausalLM):
+    """With a method of its own that the wrapper around it can have computed."""
+
+    def loss(self, *args: torch.Tensor, **kwargs: str) -> torch.Tensor:
+        return self.get_base_model().loss(*args, **kwargs)
+
+
+def with_adapters(model: nn.Module, rank: int) -> PeftModelForCausalLM:
     """LoRA on all linear layers but the last; only that is trained."""
     how = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
-    return get_peft_model(model, LoraConfig(**how, task_type="CAUSAL_LM"))
+    return Adapted(model, LoraConfig(**how, task_type="CAUSAL_LM"))
 
 
 def generate(
