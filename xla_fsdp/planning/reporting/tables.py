@@ -122,7 +122,7 @@ def _host(report: Findings) -> Section:
 
 def _offloaded(report: Findings, host: HostNeeds) -> list[tuple[str, str, str]]:
     read, said = "tensors of the traced step", "on the links to the host; NOT in the modelled step"
-    rows: list[tuple[str, ...]] = [
+    rows = [
         ("shards", figure(host.shards / GB, 2, "GB"), read),
         ("gradients", figure(host.gradients / GB, 2, "GB"), read),
         ("optimizer", figure(host.state / GB, 2, "GB"), "what its first step makes"),
