@@ -146,7 +146,7 @@ class TestImageNet:
             "from absl import flags\n"
             "import train_imagenet as script\n"
             "flags.FLAGS(sys.argv)\n"
-            "for model in script.models.list_models(module=script.models):\n"
+            "for model in script.networks.models.list_models(module=script.networks.models):\n"
             "    options = SimpleNamespace(**flags.FLAGS.flag_values_dict())\n"
             "    options.model = model\n"
             "    script.set_defaults(options, digits=False)\n"

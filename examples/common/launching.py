@@ -25,6 +25,11 @@ flags.DEFINE_string("calibration", None, CALIBRATION)
 flags.DEFINE_string("compilation_cache", "", CACHE)
 require("plan", bool, "must name a slice, such as v3-8")
 require(
+    "calibration",
+    lambda _: any(name in flags.FLAGS and flags.FLAGS[name].value for name in ("plan", "tune")),
+    "is for a plan: give --plan=SLICE as well",
+)
+require(
     "plan_report",
     lambda paths: all(path.endswith((".json", ".png", ".html")) for path in paths),
     "must end in .json, .png or .html",
@@ -46,8 +51,6 @@ def launch_or_plan(
     """
     if options.plan:
         return _plan(train, args, options, title)
-    if options.calibration is not None:
-        raise Stop("--calibration is for a plan: give --plan=SLICE as well", code=2)
     device = os.environ.get("PJRT_DEVICE")
     # None: launch takes a TPU if there is one, else the CPU. CUDA and NEURON come with plugins.
     if device is not None and device.split("_")[0] not in ("CPU", "TPU", "CUDA", "NEURON"):

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 from absl import app, flags
 
+# What scripts import and has flags, beside themselves.
+SHARED = ("common", "image_batches", "sampling", "tokens", "updates", "wrapping")
 flags.disclaim_key_flags()  # what DEFINE_number defines is its caller's
 
 
@@ -91,6 +93,6 @@ def DEFINE_number(name: str, default: float | None, help: str, interval: str) ->
 def list_flags(program: str) -> None:
     """Lets --help of ``program`` list the flags of the helpers too, but not absl's own."""
     for module, defined in flags.FLAGS.flags_by_module_dict().items():
-        if module.partition(".")[0] in ("common", "image_batches", "sampling", "tokens"):
+        if module.partition(".")[0] in SHARED:
             for flag in defined:
                 flags.FLAGS.register_key_flag_for_module(program, flag)
