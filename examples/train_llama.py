@@ -24,11 +24,10 @@ from absl import flags
 from common import checkpoints, closing, evaluation
 from common.batches import on_device
 from common.launching import launch_or_plan
-from common.schedules import polynomial
 from common.script import Stop, fill_in, run
 from networks import require_for_training
 from torch import nn
-from updates import Updates, betas
+from updates import Updates, betas, polynomial
 
 import xla_fsdp
 from xla_fsdp.tpu import compiler_options

@@ -9,6 +9,7 @@ import torch
 from absl import flags
 from common import checkpoints  # noqa: F401  # whose flag gets another name
 from common.meters import memory_in_use, open_curves, open_profile, perplexity, start_bar
+from common.schedules import SMALLEST, warm_up
 from common.script import DEFINE_number, Stop, require
 from rich.console import Console
 from torch.amp import GradScaler
@@ -47,6 +48,14 @@ def _are_betas(text: str) -> bool:
 
 
 require("adam_betas", _are_betas, "must be two numbers from 0 to below 1: '(0.9, 0.98)'")
+
+
+def polynomial(step: int, warmup: int, total: int, power: float, end: float) -> float:
+    """Up to 1 in ``warmup`` steps, then down to ``end``, by a ``power`` of what is left."""
+    if step < warmup:
+        return warm_up(step, warmup)
+    left = max(0.0, (total - step) / max(1, total - warmup))
+    return max(SMALLEST, end + (1 - end) * left**power)
 
 
 class Updates:

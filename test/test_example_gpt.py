@@ -164,7 +164,7 @@ class TestTokens:
 
 
 def test_the_decay_is_that_of_fairseq(common):
-    at = partial(common.schedules.polynomial, warmup=5, total=25, power=1.0, end=0.1)
+    at = partial(common.updates.polynomial, warmup=5, total=25, power=1.0, end=0.1)
     assert [at(step) for step in (0, 4, 5)] == pytest.approx([0.2, 1.0, 1.0])
     assert [at(step) for step in (15, 25, 99)] == pytest.approx([0.55, 0.1, 0.1])
     assert at(15, power=2.0) == pytest.approx(0.1 + 0.9 / 4)

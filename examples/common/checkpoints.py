@@ -23,8 +23,7 @@ flags.register_multi_flags_validator(
     lambda given: not (given["resume"] and given["resume_epoch"]),
     "choose one: --resume takes the latest checkpoint, --resume_epoch that of an epoch",
 )
-GRACE = "seconds from SIGTERM, or word of a machine's end, to a checkpoint and exit code 75"
-DEFINE_number("preemption_grace", 25.0, GRACE, "(0, inf)")
+DEFINE_number("preemption_grace", 25.0, "seconds from SIGTERM to exit code 75", "(0, inf)")
 flags.DEFINE_integer("keep_ckpts", 2, "checkpoints kept, the latest ones", lower_bound=1)
 
 

@@ -18,8 +18,7 @@ import xla_fsdp
 from .script import Stop, in_a_line, require
 
 flags.DEFINE_string("logdir", None, "write TensorBoard curves there")
-PROFILE = "a:b: record steps a up to b, from 0 on, for TensorBoard's profile page, in --logdir"
-flags.DEFINE_string("profile_steps", None, f"{PROFILE} or runs/profile; compiles anew")
+flags.DEFINE_string("profile_steps", None, "a:b: record steps a up to b, for TensorBoard")
 flags.DEFINE_integer("log_steps", 5, "steps between updates of the progress bar", lower_bound=1)
 
 

@@ -78,9 +78,8 @@ def launch_plan_or_tune(
         train(xr.global_ordinal(), chosen, *args[1:])
 
     batch = [int(one) for one in options.tune_batch] or None
-    budget = options.tune_budget
     try:
-        how = {"budget": budget, "title": title, "calibration": options.calibration}
+        how = {"budget": options.tune_budget, "title": title, "calibration": options.calibration}
         found = xla_fsdp.tune(step, options.tune, batch=batch, **how)
     except (xla_fsdp.CalibrationError, FileNotFoundError) as error:
         raise Stop(f"--calibration={options.calibration}: {in_a_line(error)}", code=2) from error
