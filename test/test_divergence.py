@@ -63,13 +63,14 @@ def train(rank, where, planted_on, at, every=1, checkpointed=False, tell=None, s
     try:
         with xla_fsdp.detect_divergence(model, every=every) as divergence:
             for step in range(1, steps + 1):
-                x = torch.ones(2, 8).to("xla") * (rank + 1)
+                x = torch.full((2, 8), rank + 1.0).to("xla")
                 loss = model(x).square().mean()
                 loss.backward()
                 norm = model.clip_grad_norm_(1.0)
                 optimizer.step()
-                if tell == step and rank == 1:
-                    norm = norm * 1.25
+                # As data: ranks with other numbers in their programs wait for each other forever.
+                told = torch.tensor(1.25 if tell == step and rank == 1 else 1.0)
+                norm = norm * told.to("xla")
                 divergence.step(loss, grad_norm=norm)
                 optimizer.zero_grad()
                 torch_xla.sync()

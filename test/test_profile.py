@@ -35,7 +35,7 @@ def train(rank, folder, steps, rows=2, enter_late=False):
     losses, compiled = [], []
 
     def step():
-        loss = model(torch.ones(rows, 8).to("xla") * (rank + 1)).square().mean()
+        loss = model(torch.full((rows, 8), rank + 1.0).to("xla")).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
