@@ -103,7 +103,9 @@ def train(
     from xla_fsdp import FSDPModule
 
     optimizer = optimizer or optimizer_for(model)
-    device = next(model.parameters()).device
+    # With an offload policy parameters are on the host, and compute is not.
+    sharded = isinstance(model, FSDPModule)
+    device = torch.device("xla") if sharded else next(model.parameters()).device
     found = []
     for step in range(first, first + steps):
         total = torch.zeros((), device=device)
