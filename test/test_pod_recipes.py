@@ -137,7 +137,8 @@ def named_flags(script):
 @pytest.mark.parametrize("script", ["train_vit.py", "train_mnist.py"])
 def test_flags_exist(script):
     path = ROOT / "examples" / script
-    sources = [path, *(ROOT / "examples" / "common").glob("*.py")]
+    beside = (ROOT / f"examples/{name}.py" for name in ("image_batches", "sampling", "wrapping"))
+    sources = [path, *beside, *(ROOT / "examples" / "common").glob("*.py")]
     defined = {"help", "helpfull"}
     for source in sources:
         defined |= set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', source.read_text()))
