@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from .collectives.host_data import as_data
 from .collectives.world import World
 
 
@@ -55,7 +53,6 @@ class ShardedGradScaler(GradScaler):
         own = found.get(device, torch.zeros((), device=device))
         cpu = torch.device("cpu")
         if cpu in found:  # with cpu_offload
-            theirs: Any = xm.send_cpu_data_to_device([found[cpu]], device)
-            own = torch.maximum(own, theirs[0])
+            own = torch.maximum(own, as_data(found[cpu], device))
         world = World.to_reduce_over(None, device)
         return {device: world.all_reduce_max(own, "found infinity")}

@@ -9,7 +9,6 @@ from absl import flags
 
 import xla_fsdp
 from xla_fsdp.compiler_options import RefusedOptionError
-from xla_fsdp.tpu.calibration import CalibrationError
 
 from .script import Stop, in_a_line, require
 
@@ -83,7 +82,7 @@ def _plan(train: Callable, args: tuple, options: SimpleNamespace, title: str) ->
         report = xla_fsdp.plan(
             step, topology=options.plan, title=title, calibration=options.calibration
         )
-    except (CalibrationError, FileNotFoundError) as error:
+    except (xla_fsdp.CalibrationError, FileNotFoundError) as error:
         raise Stop(f"--calibration={options.calibration}: {error}", code=2) from error
     except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError, RefusedOptionError) as error:
         raise Stop(f"--plan: {error}", code=2) from error

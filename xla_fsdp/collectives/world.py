@@ -30,6 +30,7 @@ from .groups import (
     require_place,
     require_replicas,
 )
+from .host_data import as_data
 from .rings import Rings
 from .routes import Routes, routes_for
 
@@ -223,7 +224,7 @@ class World:
     def _ring_parts(self, rings: Rings) -> torch.Tensor:
         if rings not in self._tables:
             # A table, not numbers: ranks must share one program.
-            self._tables[rings] = self._sent(torch.tensor(rings.parts(self.rank)))
+            self._tables[rings] = as_data(torch.tensor(rings.parts(self.rank)), self.device)
         return self._tables[rings]
 
     @cached_property
@@ -251,12 +252,11 @@ class World:
         if is_pretending():
             return value
         wire = value.to(torch.uint8) if value.dtype is torch.bool else value.detach()
-        wire = self._sent(wire.cpu())
+        wire = as_data(wire.cpu(), self.device)
         ordinal = xr.global_ordinal()
         first_replica = all(ordinal not in group[1:] for group in self.replica_groups)
         for groups, first in ((self.groups, self.rank == 0), (self.replica_groups, first_replica)):
-            # Data, not a number in the program: all ranks must have the same.
-            mine = self._sent(torch.tensor([first]))
+            mine = as_data(torch.tensor([first]), self.device)
             own = torch.where(mine, wire, torch.zeros_like(wire)) if groups else wire
             wire = self._all_reduce(own, groups, xm.REDUCE_SUM, "from the first")
         wire = wire.to(value.dtype)
@@ -265,13 +265,8 @@ class World:
 
     @cached_property
     def rank_on_device(self) -> torch.Tensor:
-        """``[rank]``, int32. Data, not a number in the program: all ranks must have the same."""
-        return self._sent(torch.tensor([self.rank], dtype=torch.int32))
-
-    def _sent(self, value: torch.Tensor) -> torch.Tensor:
-        """A host tensor on this rank's device, as data and not as a constant of the program."""
-        # A list, whatever torch_xla's annotation says.
-        return xm.send_cpu_data_to_device([value], self.device)[0]  # type: ignore[index]
+        """``[rank]``, int32."""
+        return as_data(torch.tensor([self.rank], dtype=torch.int32), self.device)
 
     def _all_reduce(
         self, value: torch.Tensor, groups: Groups, kind: str, label: str

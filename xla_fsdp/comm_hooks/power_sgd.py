@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch_xla.core.xla_model as xm
 
+from ..collectives.host_data import as_data
 from ..sharding.grad_bucket import GradBucket
 from .orthogonal import orthonormal_columns
 
@@ -210,8 +211,7 @@ class PowerSGDState:
             return bucket.recall(one.q)
         m, r = one.q.shape[-2:]
         fresh = [self._random_q(name, m, r, self._iterations[name]) for name in one.names]
-        sent: Any = xm.send_cpu_data_to_device([_stacked(fresh, bucket)], one.q.device)
-        return bucket.recall(sent[0])
+        return bucket.recall(as_data(_stacked(fresh, bucket), one.q.device))
 
 
 def _names(bucket: GradBucket, number: int) -> tuple[str, ...]:

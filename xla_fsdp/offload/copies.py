@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 
+from ..collectives.host_data import as_data
 from ..ranks.rank import is_pretending
 from ..sharding.host_shard import HostShard
 
@@ -45,18 +45,14 @@ class Uploads:
         self._under_way += size
         self.sent += size
         if is_pretending():
-            return self._send(torch.zeros(value.shape, dtype=dtype, device="cpu"))
-        return self._send(value.to(dtype))
-
-    def _send(self, value: torch.Tensor) -> torch.Tensor:
-        sent: Any = xm.send_cpu_data_to_device([value], self.device)
-        return sent[0]
+            return as_data(torch.zeros(value.shape, dtype=dtype, device="cpu"), self.device)
+        return as_data(value.to(dtype), self.device)
 
     def _wait(self) -> None:
         """Until all that was sent is there: what is sent after it is, and comes back."""
         self._under_way = 0
         if not is_pretending():
-            last = self._send(torch.zeros(1, device="cpu"))
+            last = as_data(torch.zeros(1, device="cpu"), self.device)
             torch_xla._XLAC._xla_get_cpu_tensors([last])
 
 

@@ -78,9 +78,9 @@ def served() -> Iterator[None]:
             server = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
         except (RuntimeError, OSError) as error:
             warnings.warn(
-                f"ranks can tell each other nothing beside their programs, and one that hangs is "
-                f"not found: no store at port {port} ({str(error).splitlines()[0]}); set "
-                f"{_PORT_VARIABLE} to a free one on every host",
+                f"ranks can tell each other nothing beside their programs, and so not agree on a "
+                f"step to save when their machine is taken away: no store at port {port} "
+                f"({str(error).splitlines()[0]}); set {_PORT_VARIABLE} to a free one on every host",
                 stacklevel=2,
             )
             yield

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import nn
 
 from ..collectives.groups import checked_groups
+from ..collectives.host_data import as_data
 from ..collectives.world import World
 from ..ranks.rank import is_pretending
 from .sharded_tensor import require_reduced
@@ -97,7 +97,7 @@ def clip_grad_norm_(
         if on_host := [g for g in grads if g.device != device]:
             on_host = [] if is_pretending() else on_host  # of what no program sees
             power = _local_power(on_host, norm_type, torch.zeros((), device="cpu"))
-            theirs = _on_device(power, device)
+            theirs = as_data(power, device)
             part = torch.maximum(part, theirs) if is_max else part + theirs
         if world is None:
             # Were it only this rank's, and ranks differ, each would scale its shards otherwise.
@@ -121,12 +121,6 @@ def clip_grad_norm_(
             factor = told
         grad.detach().mul_(factor.to(grad.dtype))
     return total
-
-
-def _on_device(number: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """As data: with a number of its own every step would be another program."""
-    sent: Any = xm.send_cpu_data_to_device([number], device)
-    return sent[0]
 
 
 def _local_power(grads: list[torch.Tensor], norm_type: float, zero: torch.Tensor) -> torch.Tensor:

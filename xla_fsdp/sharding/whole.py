@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-import torch_xla.core.xla_model as xm
 from torch import nn
 
+from ..collectives.host_data import as_data
 from ..collectives.order import Order
 from ..collectives.world import World
 from .freeing import stamps
@@ -65,10 +64,7 @@ def gathered(
 
 def on_device(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``shard``, or a copy of one that is on the host."""
-    if shard.device.type == "xla":
-        return shard
-    sent: Any = xm.send_cpu_data_to_device([shard], device)  # no program, whatever its size
-    return sent[0]
+    return shard if shard.device.type == "xla" else as_data(shard, device)
 
 
 def cut(tensor: ShardedTensor, world: World, full: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -166,7 +166,8 @@ class _SharedNaming(Naming):
 
     def join(self) -> None:
         """This thread's modules have names from here on."""
-        self._users += 1
+        with self._lock:
+            self._users += 1
         self._wanted.here = True
 
     def part(self) -> bool:

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..tpu.links import wire_bytes
+
 
 class Status(enum.Enum):
     """What became of a promise."""
@@ -56,9 +58,7 @@ class CollectiveTime:
     @property
     def sent(self) -> int:
         """Bytes that a rank sends."""
-        if self.kind == "collective-permute":
-            return self.bytes
-        return (2 if self.kind == "all-reduce" else 1) * self.bytes * (self.ranks - 1) // self.ranks
+        return wire_bytes(self.kind, self.bytes, self.ranks)
 
 
 @dataclass(frozen=True)

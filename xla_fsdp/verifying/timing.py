@@ -13,6 +13,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 
+from ..collectives.host_data import as_data
 from ..scan.loop import Body, loop
 
 REPEATS = 4
@@ -31,7 +32,7 @@ class Stopwatch:
 
     def sent(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` on the device, as data of programs and not a constant in them."""
-        return xm.send_cpu_data_to_device([value], self._device)[0]  # type: ignore[index]
+        return as_data(value, self._device)
 
     def seconds(
         self,

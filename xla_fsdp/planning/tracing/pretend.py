@@ -23,6 +23,7 @@ import torch_xla.runtime as xr
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from ...collectives.host_data import as_data
 from ...collectives.routes import attributes_of
 from ...ranks.cpu import call_site
 from ...ranks.cpu.mode import READS, reads_to_host, xla_tensors
@@ -139,9 +140,7 @@ def settle(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
     for tensor in tensors:
         if is_pending(tensor):
             filled = torch.full(tensor.shape, value, dtype=tensor.dtype)
-            # Not .to(), which makes a constant of a single element.
-            sent: Any = xm.send_cpu_data_to_device([filled], tensor.device)
-            (placeholder,) = sent
+            placeholder = as_data(filled, tensor.device)
             assign(tensor, placeholder)
             if is_pending(tensor):  # a view stays a computation on what it is a view of
                 torch_xla._XLAC._replace_xla_tensor(tensor, placeholder)
@@ -190,9 +189,9 @@ def _masks(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
-        sent: Any = xm.send_cpu_data_to_device([value], device)
-        setattr(sent[0], _KNOWN, value)
-        return sent[0]
+        sent = as_data(value, device)
+        setattr(sent, _KNOWN, value)
+        return sent
     if isinstance(value, (list, tuple)):
         return type(value)(_on_device(one, device) for one in value)
     return value
