@@ -75,7 +75,7 @@ def main(options: SimpleNamespace) -> None:
 def set_defaults(options: SimpleNamespace, digits: bool) -> None:
     """The published run's values, or for the digits such that a CPU trains for some minutes."""
     if digits:
-        fill_in(options, model="resnet18", image_size=16, batch_size=16, num_epochs=6, lr=0.05)
+        fill_in(options, model="resnet18", image_size=16, batch_size=25, num_epochs=6, lr=0.05)
         fill_in(options, eval_interval=1, num_warmup_epochs=1, lr_scheduler_type="cosine")
     fill_in(options, model="resnet50")
     name = options.model

@@ -137,9 +137,11 @@ def test_trains_on_files_in_the_format_of_mnist(train, tmp_path, example):
     assert rows["checkpoint"] == "here/step-00000002"
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_wrong_inputs_end_in_one_line(refused, monkeypatch):
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    refused(
+        "train_mnist",
         (["--batch_size=0"], "--batch_size=0"),
         (["--num_devices=9"], "--num_devices=9"),
         (["--compute_dtype=int8"], "<float32|float16|bfloat16>"),
@@ -147,15 +149,7 @@ def test_trains_on_files_in_the_format_of_mnist(train, tmp_path, example):
         (["--momentum=1"], "less than 1"),
         (["--use_nested_fsdp", "--auto_wrap_policy=type_based"], "--use_nested_fsdp excludes"),
         (["--datadir=nothing"], "expected train-images-idx3-ubyte, "),
-    ],
-    ids=["batch_size", "num_devices", "compute_dtype", "lr", "momentum", "both", "no-data"],
-)
-def test_wrong_inputs_end_in_one_line(train, flags, message):
-    nowhere = "http://127.0.0.1:9"
-    done = train(*flags, http_proxy=nowhere, https_proxy=nowhere)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1 and not done.stdout
+    )
 
 
 @pytest.mark.parametrize("device", ["GPU", "cpu", ""])

@@ -164,6 +164,10 @@ def refusals(rank, size):
         nn.utils.get_total_norm([p.detach() for p in model.parameters()])
     with pytest.raises(AttributeError, match="no method 'decode'"):
         xla_fsdp.register_fsdp_forward_method(model, "decode")
+    model.decode = model.layers[0].forward  # as one that a PeftModel answers with
+    with pytest.raises(AttributeError, match="wrap with XlaFullyShardedDataParallel"):
+        xla_fsdp.register_fsdp_forward_method(model, "decode")
+    del model.decode
     for get in (get_model_state_dict, get_optimizer_state_dict):
         own = [torch.optim.SGD(model.parameters(), lr=0.1)][: get is get_optimizer_state_dict]
         for one in (model, nn.Sequential(model)):

@@ -210,35 +210,23 @@ def a_cache_that_is_damaged(cache):
     assert not report.from_cache and report.fits
 
 
-def in_tree_on_workload_s(cache):
-    """What the in-tree class is known to send: 2.64 times the bound, nothing beside compute.
+def the_in_tree_class(cache):
+    """What it is known to send: 2.67 times the bound, in collectives beside which nothing runs.
 
-    Figures are those of the compiler's own defaults, without the options of a TPU host.
+    Figures are those of the compiler's own defaults, without the options of a TPU host; those of a
+    larger model are in docs/benchmarks.md.
     """
-    from benchmarks.workload_s import step_of
     from xla_fsdp import plan
 
-    report = plan(
-        step_of("in-tree"),
-        V5E,
-        cache=cache,
-        progress=False,
-        ranks=[0, 7],
-        compiler_options={"xla_tpu_sliced_prefetch_max_slices": "4"},
-        launcher="other",
-    )
-    assert round(report.wire_ratio, 2) == 2.64
-    assert report.wire_bytes / 2**20 == pytest.approx(693.7, abs=0.1)
-    assert report.bound_wire_bytes / 2**20 == pytest.approx(262.8, abs=0.1)
+    options = {"xla_tpu_sliced_prefetch_max_slices": "4"}
+    kept = dict(cache=cache, progress=False, compiler_options=options, launcher="other")
+    report = plan(_step("in-tree"), V5E, ranks=[0, 7], **kept)
+    assert report.wire_bytes == 29_417_520 and round(report.wire_ratio, 2) == 2.67
     synchronous = [c for c in report.schedule.collectives if not c.asynchronous]
-    assert len(synchronous) == len(report.schedule.collectives) == 152
+    assert len(synchronous) == len(report.schedule.collectives)
     assert report.executables == 2
-    assert sum(op.cycles * op.times for op in report.schedule.ops) / 1e6 == pytest.approx(
-        57.7, abs=0.2
-    )
-    assert report.memory.temporaries / 2**20 == pytest.approx(1672, rel=0.01)
     warnings = " ".join(report.warnings)
-    assert "gradients of blocks.0" in warnings and "full all-reduce" in warnings
+    assert "gradients of 0" in warnings and "full all-reduce" in warnings
 
 
 def nothing_in_pieces(cache):
@@ -257,7 +245,7 @@ CHECKS = [
     a_cache_that_is_damaged,
     a_step_that_does_not_fit,
     wrong_arguments,
-    in_tree_on_workload_s,
+    the_in_tree_class,
     nothing_in_pieces,
 ]
 
@@ -400,25 +388,20 @@ def test_a_damaged_plan_counts_as_missing(tmp_path):
             assert read() is None, one
 
 
-def test_the_example_plans_itself(tmp_path, script_server):
+def test_the_example_plans_itself(tmp_path, script_server, refused):
     """The very run: exit code 0 with a report, or 2 for a slice that does not exist."""
     root = os.path.dirname(os.path.dirname(__file__))
     script = os.path.join(root, "examples", "train_mnist.py")
-
-    def run(*flags):
-        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-        return script_server.run([script, *flags], cwd=tmp_path, env=environment, timeout=180)
-
-    done = run("--plan=v3-8", "--plan_report=plan.png", "--plan_report=plan.html")
+    flags = ["--plan=v3-8", "--plan_report=plan.png", "--plan_report=plan.html"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = script_server.run([script, *flags], cwd=tmp_path, env=environment, timeout=180)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("FITS") and "MNIST network" in done.stdout
     assert {path.name for path in tmp_path.glob("*.*")} == {"plan.png", "plan.html"}
-    for flags, message in (
+    refused(
+        "train_mnist",
         (["--plan=v3-9"], "Did you mean v3-8"),
         (["--plan=v3-8", "--plan_report=x.txt"], ".json, .png or .html"),
         (["--plan="], "must name a slice"),
         (["--plan=v3-8", "--plan_report=no/x.png"], "no is no folder"),
-    ):
-        done = run(*flags)
-        assert done.returncode == 2 and message in done.stderr, done.stderr
-        assert "Traceback" not in done.stderr
+    )

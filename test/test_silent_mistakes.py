@@ -287,6 +287,23 @@ class Tied(nn.Module):
         return self.body.weight.shape[0] * 10
 
 
+class Around(nn.Module):
+    """Answers with what the module inside has, as a PeftModel does."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = Tied()
+
+    def forward(self, i):
+        return self.base(i)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base, name)
+
+
 def other_units(rank, rows):
     import torch_xla
 
@@ -304,15 +321,18 @@ def other_units(rank, rows):
         model.encode(i)
     assert model.size() == 10 * WIDTH
     # The remedies: a unit less, and a registered method.
-    plain, model = Tied(), wrapped(Tied(), shard_param_on_dim_0=rows)
-    register_fsdp_forward_method(model, "encode")
-    model(i).square().sum().backward()
-    model.encode(i).square().sum().backward()
-    plain(i.cpu()).square().sum().backward()
-    plain.encode(i.cpu()).square().sum().backward()
-    torch_xla.sync()
-    assert_same_gradients(model, plain)
-    with pytest.raises(AttributeError, match="Tied has no method 'decode'"):
+    for kind in (Tied, Around):
+        plain, model = kind(), wrapped(kind(), shard_param_on_dim_0=rows)
+        with pytest.raises(RuntimeError, match="needs parameter '.*register_fsdp_forward_method"):
+            model.encode(i)
+        register_fsdp_forward_method(model, "encode")
+        model(i).square().sum().backward()
+        model.encode(i).square().sum().backward()
+        plain(i.cpu()).square().sum().backward()
+        plain.encode(i.cpu()).square().sum().backward()
+        torch_xla.sync()
+        assert_same_gradients(model, plain)
+    with pytest.raises(AttributeError, match="Around has no method .decode."):
         register_fsdp_forward_method(model, "decode")
     register_fsdp_forward_method(plain, "encode")  # of no effect
 

@@ -278,15 +278,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Args:
         module: a wrapper of this package, or any module.
-        method_name: a method of the wrapped module.
+        method_name: a method of the wrapped module, or of one inside that it answers with (a
+            ``PeftModel`` does).
 
     Raises:
-        AttributeError: the wrapped module has no method of that name.
+        AttributeError: the wrapped module has no method of that name; with ``fully_shard``, its
+            class has none.
         TypeError: ``module`` is no module, or runs scanned blocks, which only have a forward.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-    module = shell_of(module) or module
+    shell = shell_of(module)
+    module = shell or module
     if not isinstance(module, XlaFullyShardedDataParallel):
         return
     if type(module).forward is not XlaFullyShardedDataParallel.forward:
@@ -294,6 +297,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(getattr(module.module, method_name, None)):
         raise AttributeError(
             f"{type(module.module).__name__} has no method {method_name!r} to register"
+        )
+    if shell is not None and not hasattr(type(module.module), method_name):
+        raise AttributeError(
+            f"{method_name!r} is a method of a module inside {type(module.module).__name__}, not "
+            "of its class, which alone fully_shard changes: wrap with XlaFullyShardedDataParallel, "
+            "or give the class a method that calls it"
         )
     module._forward_methods = module._forward_methods | {method_name}
 

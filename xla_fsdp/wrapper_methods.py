@@ -59,7 +59,9 @@ class WrapperMethods(GradientMethods):
         if name in FSDPOptions.__dataclass_fields__:
             return getattr(self.fsdp_options, name)
         value = getattr(self._fsdp_wrapped_module, name)
-        if isinstance(value, types.MethodType) and value.__self__ is self._fsdp_wrapped_module:
+        own = isinstance(value, types.MethodType) and value.__self__ is self._fsdp_wrapped_module
+        # A registered one may be of a module inside, as those of a PeftModel are.
+        if own or name in self._forward_methods:
             return self._with_parameters(name, value)
         return value
 
@@ -103,8 +105,8 @@ class WrapperMethods(GradientMethods):
         # What others note on a module for themselves stays where they put it.
         return not name.startswith("_") or name in vars(self._fsdp_wrapped_module)
 
-    def _with_parameters(self, name: str, method: types.MethodType) -> Callable[..., Any]:
-        """A method of the wrapped module, to be called from outside."""
+    def _with_parameters(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that the wrapped module answers with, to be called from outside."""
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
