@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -28,7 +29,8 @@ from torch import nn
 
 _importing = threading.Lock()
 MORE_RANKS = 3
-GONE = "trained on by `fully_shard`"
+GONE, SHARDED = "trained on in plain torch", "trained on by `fully_shard`, on CPUs"
+FIRST_ON_CPU = (2, 7)  # of torch's FSDP2; before, it wants a GPU
 
 
 # --- on ranks here
@@ -197,16 +199,22 @@ class Checks:
         _consolidate(f"--ckpt_prefix={self.written}/after", f"--save_path={self.own}/after.pth")
         expected = torch.load(f"{self.own}/after.pth", weights_only=True)["model"]
         found = {name: torch.zeros_like(value) for name, value in expected.items()}
-        dcp.load({"model": found}, checkpoint_id=f"{self.written}/leaving", no_dist=True)
+        dcp.load({"model": found}, checkpoint_id=f"{self.written}/leaving")
         _require_equal(found, expected)
 
+    def plain(self) -> None:
+        """there.py of docs/moving.md, in one process and without ``fully_shard``."""
+        text = (self.written / "there.py").read_text()
+        text = re.sub("^from .*import fully_shard$", "", text, flags=re.M)
+        self._train(text.replace("fully_shard(layer, mesh=mesh)", "pass"), 1)
+
     def fully_shard(self) -> None:
-        """there.py of docs/moving.md, in two processes."""
-        text = (self.written / "there.py").read_text().replace(f"{self.written}/there", "THERE")
-        # Where it was before 2.6.
-        if not hasattr(torch.distributed.fsdp, "fully_shard"):
-            text = text.replace("distributed.fsdp import", "distributed._composable.fsdp import")
-        # What is to be equal when it comes back.
+        """there.py as it stands, in two processes."""
+        shutil.rmtree(self.own / "there", ignore_errors=True)
+        self._train((self.written / "there.py").read_text(), 2)
+
+    def _train(self, text: str, processes: int) -> None:
+        """Saves in ``there``, and in there.pt what is to be equal when that comes back."""
         told = (
             "    from torch.distributed.checkpoint.state_dict import StateDictOptions\n"
             "    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)\n"
@@ -214,13 +222,13 @@ class Checks:
             "    if rank == 0:\n"
             "        told = {'model': dict(weights), 'optimizer': state['state']}\n"
             f"        torch.save(told, {str(self.own / 'there.pt')!r})\n"
-            "    dist.destroy_process_group()\n"
         )
-        text = text.replace("    dist.destroy_process_group()\n", told)
-        (self.own / "there.py").write_text(text.replace("THERE", f"{self.own}/there"))
-        said = torchrun(str(self.own / "there.py"), 2, str(self.written))
+        last = "    dist.destroy_process_group()\n"
+        text = text.replace(f"{self.written}/there", f"{self.own}/there")
+        (self.own / "there.py").write_text(text.replace(last, told + last))
+        said = torchrun(str(self.own / "there.py"), processes, str(self.written))
         losses = [json.loads(re.search(r"^losses (.+)$", one, re.M)[1]) for one in said]
-        assert len(losses) == 2 and all(len(one) == 2 for one in losses)
+        assert [len(one) for one in losses] == [2] * processes
 
 
 def torchrun(script: str, processes: int, path: str = "") -> list[str]:
@@ -276,8 +284,12 @@ def main(written: str, own: str) -> None:
         "rank files": checks.rank_files,
         "rank files of the in-tree class": checks.in_tree,
         "`dcp.load` of what `to_dcp` wrote": checks.dcp,
-        GONE: checks.fully_shard,
+        GONE: checks.plain,
+        SHARDED: checks.fully_shard,
     }
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if version < FIRST_ON_CPU:
+        del rows[SHARDED]
     versions = {
         "torch": torch.__version__.partition("+")[0],
         "Python": platform.python_version(),

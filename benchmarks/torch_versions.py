@@ -27,7 +27,7 @@ from . import elsewhere
 
 ROOT = Path(__file__).resolve().parent.parent
 NEWEST = "newest"
-GONE, BACK = elsewhere.GONE, "and back here"
+BACK = "and back here"
 
 
 def scripts() -> dict[str, str]:
@@ -55,7 +55,7 @@ def environment(folder: Path, version: str, python: str) -> str:
     subprocess.run([python, "-m", "venv", folder], check=True)
     made = str(folder / "bin" / "python")
     torch = "torch" if version == NEWEST else f"torch=={version}"
-    # numpy 2 came out between 2.2 and 2.3: the oldest one that people have beside the oldest torch.
+    # What people have beside torch 2.4.
     numpy = ["numpy<2"] if version.startswith("2.4") else ["numpy"]
     tool = ["uv", "pip", "install", "-q", "--compile-bytecode", "--python", made]
     if subprocess.run([sys.executable, "-m", "uv", "--version"], capture_output=True).returncode:
@@ -78,7 +78,7 @@ def look(python: str, written: Path, own: Path) -> tuple[dict[str, str], dict[st
     )
     found = json.loads(done.stdout.splitlines()[-1])
     versions, checks = found["versions"], found["checks"]
-    if checks[GONE] == "yes":
+    if checks.get(elsewhere.SHARDED, checks[elsewhere.GONE]) == "yes":
         checks[BACK] = elsewhere.tried(
             lambda: run_in_ranks(elsewhere.come_back, 3, str(written), str(own))
         )

@@ -11,6 +11,7 @@ from conftest import ROOT
 
 from benchmarks.elsewhere import torchrun, train
 from benchmarks.torch_versions import scripts
+from xla_fsdp import extras
 
 # torch speaks of its own deprecated calls.
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated")
@@ -75,3 +76,26 @@ def test_a_job_that_moves_trains_as_one_that_stays(run_ranks, tmp_path):
     there = [json.loads(re.search(r"^losses (.+)$", text, re.M)[1]) for text in said]
     assert mean(there) == pytest.approx(expected[4:6], rel=1e-5)
     assert losses("back", 3) == pytest.approx(expected[6:8], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "xla, torch, said",
+    [
+        ("2.9.0", "2.9.0+cpu", None),
+        ("2.8.1", "2.8.0", None),
+        (None, "2.15.0", None),
+        ("2.9.0", "2.15.0", "built for torch 2.9 and does not load with torch 2.15.0"),
+        ("2.7.0", "2.7.1", "torch_xla 2.7.0 is too old"),
+    ],
+)
+def test_versions_of_torch_xla(monkeypatch, xla, torch, said):
+    def version(name):
+        if name == "torch_xla" and xla is None:
+            raise extras.metadata.PackageNotFoundError(name)
+        return {"torch_xla": xla, "torch": torch}[name]
+
+    monkeypatch.setattr(extras.metadata, "version", version)
+    if said is None:
+        return extras.require_torch_xla()
+    with pytest.raises(ImportError, match=said):
+        extras.require_torch_xla()
