@@ -41,6 +41,7 @@ def write(folder: Path) -> None:
     for name, text in scripts().items():
         (folder / name).write_text(text.replace("runs/", f"{folder}/"))
     (folder / "before").mkdir()
+    elsewhere.stay(str(folder))
     for name, ranks in (("before", 2), ("after", 3), ("leave", 2)):
         if name == "after":
             prefix = [f"--ckpt_prefix={folder}/before/", "--ckpt_suffix=rank-*-of-*.pth"]
@@ -91,7 +92,7 @@ def table(found: list[tuple[dict[str, str], dict[str, str]]]) -> str:
     for name in found[0][0]:
         lines.append([name, *(versions[name] for versions, _ in found)])
     lines.insert(1, ["---"] * (len(found) + 1))
-    for name in dict.fromkeys(name for _, checks in found for name in checks):
+    for name in max((checks for _, checks in found), key=len):
         said = [checks.get(name, "-") for _, checks in found]
         lines.append([name, *(one if one in ("yes", "-") else "no" for one in said)])
         for (versions, _), one in zip(found, said, strict=True):
