@@ -40,7 +40,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LONG = """test_example_images test_example_mnist test_parity test_plan test_checkpoint_elastic
 test_hf_trainer test_scan test_hf_accelerate test_consolidate_crash test_preflight_workers
 test_launch test_optim test_compile_cache test_quickstart test_benchmark test_optim_8bit
-test_hf_models test_lightning test_consolidate_intree_writer test_pod_ray""".split()
+test_hf_models test_lightning test_consolidate_intree_writer test_pod_ray
+test_moving""".split()
 
 
 def pytest_collection_modifyitems(items):

@@ -138,6 +138,8 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if home.partition(".")[0] not in ("consolidate", "extras", "tpu"):
+        _import_module(".extras", __name__).require_torch_xla()
     # Importing torch_xla says on every machine without an accelerator that it will use the CPU.
     root_logger = _getLogger()
     root_logger.addFilter(_is_not_about_the_cpu)

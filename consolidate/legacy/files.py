@@ -77,6 +77,8 @@ def read_file(
         with warnings.catch_warnings():
             # Said of plain pickles; those are refused below with a better explanation.
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            # Newer torch checks the indices of sparse tensors, as one wants of files, and says so.
+            warnings.filterwarnings("ignore", message="Validating sparse tensor invariants")
             safe = not allow_unsafe_pickle
             return torch.load(path, map_location="cpu", weights_only=safe, mmap=is_zip)
     except MemoryError:

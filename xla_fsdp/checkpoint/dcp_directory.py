@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -46,7 +48,7 @@ class Directory:
                 "whose writing never ended"
             )
         self.reader = FileSystemReader(path)
-        self.metadata = self._guarded("its .metadata", self.reader.read_metadata)
+        self.metadata = self._guarded("its .metadata", lambda: _read_metadata(path))
         if not isinstance(self.metadata, Metadata) or not isinstance(
             self.metadata.storage_data, Mapping
         ):
@@ -123,6 +125,27 @@ class Directory:
                 f"{self.path}: cannot read {what} (truncated, corrupt, or of another torch): "
                 f"{type(error).__name__}: {reason:.200}"
             ) from error
+
+
+class _Properties(TensorProperties):
+    """Those of a later torch too, which come with more: 2.15 adds the strides that a tensor had
+    when it was saved, and 2.9 refuses what is not five values."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[:5])
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if module_name == "pathlib._local":  # where Python 3.13 has its paths
+            module_name = "pathlib"
+        found = super().find_class(module_name, global_name)
+        return _Properties if found is TensorProperties else found
+
+
+def _read_metadata(path: str) -> Any:
+    with open(os.path.join(path, ".metadata"), "rb") as file:
+        return _Unpickler(file).load()
 
 
 def _inside(top: str, key: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:

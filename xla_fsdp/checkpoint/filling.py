@@ -13,6 +13,7 @@ from torch import nn
 
 from ..sharding.awaited import about_to_fill, was_filled
 from ..sharding.freeing import assign_
+from ..sharding.optimizer_checks import state_is_by_name
 from .inventory import Held, HeldBuffer, Inventory
 from .matching import Match
 from .optimizer_forms import MemberValues, saver_of
@@ -30,6 +31,7 @@ def fill_model(inventory: Inventory, match: Match) -> None:
 def fill_optimizer(match: OptimizerMatch) -> None:
     """Puts state and options in, one tensor after the other."""
     optimizer, saver = match.optimizer, saver_of(match.optimizer)
+    state_is_by_name(optimizer)
     devices = {
         key: value.device
         for state in optimizer.state.values()

@@ -27,6 +27,7 @@ DISCOVERY_URL = "https://tpu.googleapis.com/$discovery/rest?version=v2"
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 16.0  # seconds between two tries
 _LISTED = 10  # nodes
+_REQUESTS = 3  # for one answer, at most: the description, a token, the node
 
 
 class TpuApi:
@@ -98,11 +99,11 @@ class TpuApi:
         return self._service
 
     def _connect(self) -> Any:
-        import google_auth_httplib2
-        import httplib2
         from googleapiclient import discovery
 
-        http = httplib2.Http(timeout=self._timeout)
+        from .asking import AuthorizedHttp, Http
+
+        http = Http(self._timeout)
         response, content = http.request(self._discovery_url)
         if response.status >= 300:
             raise trouble.refused_description(self._discovery_url, response.status)
@@ -110,7 +111,12 @@ class TpuApi:
         try:
             service = discovery.build_from_document(
                 json.loads(content.decode("utf-8")),
-                http=google_auth_httplib2.AuthorizedHttp(self._credentials, http=http),
+                http=AuthorizedHttp(
+                    self._credentials,
+                    http,
+                    self._endpoint or self._discovery_url,
+                    self._discovery_url,
+                ),
                 client_options=options,
             )
             # Its methods are made of the document: this shows whether it is of the TPU API.
@@ -121,11 +127,15 @@ class TpuApi:
 
     def _patiently(self, call: Callable[[], Any]) -> Any:
         """``call()``, again after errors that may pass."""
+        from .asking import within
+
         for attempt in range(self._retries + 1):
             try:
-                return call()
+                return within(_REQUESTS * self._timeout, call)
             except Exception as error:
-                what = trouble.explain(error, self._where)
+                what = trouble.explain(self._without_token(error), self._where)
+                if isinstance(error, TimeoutError):
+                    self._service = None  # something may still be reading from its connection
                 if what is error:
                     raise
                 if not isinstance(what, ApiError) or not what.passing:
@@ -137,6 +147,14 @@ class TpuApi:
                 # Not all that wait for one overloaded server at the same moments.
                 time.sleep(pause * random.uniform(0.75, 1.25))
         raise AssertionError("unreachable")
+
+    def _without_token(self, error: Exception) -> Exception:
+        """A server may say anything in its errors, also what it was sent."""
+        token = getattr(self._credentials, "token", None)
+        content = getattr(error, "content", None)
+        if token and isinstance(content, bytes):
+            vars(error)["content"] = content.replace(token.encode(), b"[token]")
+        return error
 
 
 def _credentials() -> Any:

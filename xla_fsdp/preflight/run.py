@@ -14,6 +14,7 @@ from .node import Node
 from .node_checks import Expected, check_node, slice_of
 from .shared_path import check_shared_path
 from .template import Template
+from .trouble import shown
 from .versions import check_versions
 from .where import Where, find_where
 from .worker_checks import check_answers, check_looks
@@ -115,7 +116,7 @@ def _require_url(name: str, url: str) -> str:
         reason = str(error)
     if reason:
         raise UsageError(
-            f"{name} {url!r}: {reason}; give http://HOST[:PORT]/PATH or https://HOST[:PORT]/PATH"
+            f"{name} {shown(url)!r}: {reason}; give http://HOST[:PORT]/PATH or https://HOST[:PORT]/PATH"
         )
     return url
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 
 from .checks import excerpt
 from .errors import ApiError, UsageError
@@ -43,7 +44,7 @@ def explain(error: Exception, where: Where) -> Exception:
 
 def refused_description(url: str, status: int) -> Exception:
     """For a discovery document that the server at ``url`` does not hand out."""
-    found = f"the server of the discovery document {url} answered {status}"
+    found = f"the server of the discovery document {shown(url)} answered {status}"
     if _is_passing(status):
         return ApiError(found, "200", "try again later", passing=True)
     return UsageError(f"{found}: look at --discovery_url")
@@ -52,7 +53,7 @@ def refused_description(url: str, status: int) -> Exception:
 def no_description(url: str, error: Exception) -> UsageError:
     """For something at ``url`` that is no discovery document."""
     return UsageError(
-        f"--discovery_url {url}: not a discovery document ({type(error).__name__}: "
+        f"--discovery_url {shown(url)}: not a discovery document ({type(error).__name__}: "
         f"{first_line(error)})"
     )
 
@@ -78,6 +79,11 @@ def _refused(status: int, reason: str, where: Where) -> Exception:
             f"no node {where.tpu} in zone {where.zone} of project {where.project} ({reason})"
         )
     return UsageError(f"{said}. Look at --tpu, --zone and --project")
+
+
+def shown(url: str) -> str:
+    """A URL without what may be secret: user, password and query."""
+    return re.sub("(?<=//)[^/?#]*@", "", url).partition("?")[0].partition("#")[0]
 
 
 def _is_passing(status: int) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
 
 from ..names import WRAPPED_PREFIX, dotted
 from .layout import Layout
-from .sharded_tensor import ShardedTensor
+from .sharded_tensor import ShardedTensor, home_of
 from .unit import Unit
 
 
@@ -17,6 +17,8 @@ class Wrapper(Protocol):
     """What the hooks need of a wrapper."""
 
     _unit: Unit
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
 # Of the wrappers in a module, with their names: see :func:`units_in`.
@@ -107,6 +109,7 @@ def restore_state_dict_keys(
     errors: list[str],
 ) -> None:
     """Load hook: the reverse, for own keys and for those of ``torch_xla.distributed.fsdp``."""
+    _note_order(module, [key[len(prefix) :] for key in state_dict if key.startswith(prefix)])
     own = {tensor.key for tensor in module._unit.flattened}
     rename_loaded(
         state_dict,
@@ -116,6 +119,21 @@ def restore_state_dict_keys(
         lambda name: name if name in own else WRAPPED_PREFIX + name,
     )
     module.__dict__[_ERRORS] = errors
+
+
+def _note_order(module: Wrapper, keys: list[str]) -> None:
+    """The in-tree class lists a wrapper's own parameters before those of the wrappers inside it; so
+    do the optimizers beside it number them. Seen by the outermost wrapper of ours only: the keys
+    that it hands on are renamed."""
+    theirs = dict.fromkeys(intree_name(key) for key in keys if _INTREE_SHARD in key)
+    here = [name for name, _ in module.named_parameters() if name in theirs]
+    known = set(here)
+    if here == [name for name in theirs if name in known]:
+        return
+    for _, parameter in module.named_parameters():
+        home = home_of(parameter)
+        if home is not None:
+            home.reordered = True
 
 
 def rename_loaded(

@@ -40,6 +40,8 @@ _ACCELERATE = "accelerate.optimizer"
 _ACCELERATOR = "accelerate.accelerator"
 # On an optimizer: how many parameters it had when it was looked at.
 _SEEN = "_xla_fsdp_seen"
+# On an optimizer: its state was found by the names of the parameters.
+_BY_NAME = "_xla_fsdp_by_name"
 
 
 @functools.cache
@@ -57,6 +59,8 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     number = sum(len(group["params"]) for group in optimizer.param_groups)
     if optimizer.__dict__.get(_SEEN) != number:
         _require_shards(optimizer)
+        if _SEEN not in optimizer.__dict__:
+            _require_order(optimizer)
         every = [p for group in optimizer.param_groups for p in group["params"]]
         require_filled(every, f"{type(optimizer).__name__}.step() came")
         check_elementwise(optimizer)
@@ -150,6 +154,30 @@ def _require_shards(optimizer: Optimizer) -> None:
                     f"(called {home.key!r} in its wrapper) was sharded after the optimizer was "
                     "made: the optimizer holds an empty tensor and would train nothing. Make the "
                     "optimizer after wrapping: parameters have the same names then"
+                )
+
+
+def state_is_by_name(optimizer: Optimizer) -> None:
+    """Notes that what is in its state belongs where it is."""
+    optimizer.__dict__[_BY_NAME] = True
+
+
+def _require_order(optimizer: Optimizer) -> None:
+    """Raises RuntimeError if state from before the first step was loaded by position, beside
+    weights of the in-tree class, whose optimizers number parameters in another order."""
+    if _BY_NAME in optimizer.__dict__:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            home = home_of(parameter)
+            if home is not None and home.reordered and optimizer.state.get(parameter):
+                raise RuntimeError(
+                    f"this {type(optimizer).__name__} has state of parameter {home.key!r} before "
+                    "its first step, and the weights came from torch_xla's own class, which lists "
+                    "parameters in another order: load_state_dict, which goes by position, gave "
+                    "parameters the state of others. Join the files by python -m "
+                    "xla_fsdp.consolidate --optimizer, and load that with "
+                    "xla_fsdp.load_full_optim_state_dict: docs/moving.md"
                 )
 
 

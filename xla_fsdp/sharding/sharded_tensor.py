@@ -49,6 +49,7 @@ class ShardedTensor:
     unreduced: int = 0  # units that hold full gradients of it, inside no_sync
     copy: DeviceCopy | None = None  # where the shard is on the host, see cpu_offload.py
     widens: bool = False  # a gradient stays as it is reduced: who gets it gives it the right dtype
+    reordered: bool = False  # its values came from files that list parameters in another order
 
     @property
     def source(self) -> torch.Tensor:

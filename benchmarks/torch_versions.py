@@ -1,0 +1,128 @@
+"""What other versions of torch make of checkpoints that were written here.
+
+    python -m benchmarks.torch_versions [--python 2.4.0=/usr/bin/python3.10] [VERSION ...]
+
+The scripts of docs/moving.md write on ranks here. For each VERSION of torch (default: 2.4.0, 2.6.0
+and the newest that pip finds) an environment is made, without torch_xla, in which the consolidation
+package reads, joins and reshards what was written, and torch's own FSDP2 trains on. Then that comes
+back here. Environments have 5 GB each, and are deleted afterwards.
+
+``no`` in a cell is followed by the reason, below the table; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from xla_fsdp.testing import run_in_ranks
+
+from . import elsewhere
+
+ROOT = Path(__file__).resolve().parent.parent
+NEWEST = "newest"
+BACK = "and back here"
+
+
+def scripts() -> dict[str, str]:
+    """The blocks of docs/moving.md that begin with the name of a file, by that name."""
+    page = (ROOT / "docs/moving.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", page, re.M | re.S))
+
+
+def write(folder: Path) -> None:
+    """What is to be read elsewhere: rank files, ours and in-tree, a checkpoint, a DCP directory."""
+    for name, text in scripts().items():
+        (folder / name).write_text(text.replace("runs/", f"{folder}/"))
+    (folder / "before").mkdir()
+    elsewhere.stay(str(folder))
+    for name, ranks in (("before", 2), ("after", 3), ("leave", 2)):
+        if name == "after":
+            prefix = [f"--ckpt_prefix={folder}/before/", "--ckpt_suffix=rank-*-of-*.pth"]
+            command = [*prefix, f"--save_path={folder}/joined", "--optimizer"]
+            subprocess.run([sys.executable, "-m", "xla_fsdp.consolidate", *command], check=True)
+        run_in_ranks(elsewhere.train, ranks, str(folder), name)
+    run_in_ranks(elsewhere.write_more, 3, str(folder))
+
+
+def environment(folder: Path, version: str, python: str) -> str:
+    """The interpreter of a new one."""
+    subprocess.run([python, "-m", "venv", folder], check=True)
+    made = str(folder / "bin" / "python")
+    torch = "torch" if version == NEWEST else f"torch=={version}"
+    # What people have beside torch 2.4.
+    numpy = ["numpy<2"] if version.startswith("2.4") else ["numpy"]
+    tool = ["uv", "pip", "install", "-q", "--compile-bytecode", "--python", made]
+    if subprocess.run([sys.executable, "-m", "uv", "--version"], capture_output=True).returncode:
+        tool = ["pip", f"--python={made}", "install", "--quiet"]
+    subprocess.run(
+        [sys.executable, "-m", *tool, torch, *numpy, "xxhash", "fsspec", "safetensors"], check=True
+    )
+    return made
+
+
+def look(python: str, written: Path, own: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """What it says in that environment: versions, and by check "yes" or what went wrong."""
+    own.mkdir()
+    done = subprocess.run(
+        [python, ROOT / "benchmarks" / "elsewhere.py", written, own],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    versions, checks = found["versions"], found["checks"]
+    if checks.get(elsewhere.SHARDED, checks[elsewhere.GONE]) == "yes":
+        checks[BACK] = elsewhere.tried(
+            lambda: run_in_ranks(elsewhere.come_back, 3, str(written), str(own))
+        )
+    return versions, checks
+
+
+def table(found: list[tuple[dict[str, str], dict[str, str]]]) -> str:
+    """A column for each version, and below what stands behind each ``no``."""
+    lines, reasons = [], []
+    for name in found[0][0]:
+        lines.append([name, *(versions[name] for versions, _ in found)])
+    lines.insert(1, ["---"] * (len(found) + 1))
+    for name in max((checks for _, checks in found), key=len):
+        said = [checks.get(name, "-") for _, checks in found]
+        lines.append([name, *(one if one in ("yes", "-") else "no" for one in said)])
+        for (versions, _), one in zip(found, said, strict=True):
+            if one not in ("yes", "-"):
+                reasons.append(f"torch {versions['torch']}, {name}: {one}")
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), *reasons])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("versions", nargs="*", default=["2.4.0", "2.6.0", NEWEST])
+    parser.add_argument("--python", action="append", default=[], metavar="VERSION=PATH")
+    given = parser.parse_args()
+    pythons = dict(one.split("=", 1) for one in given.python)
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        written = folder / "written"
+        written.mkdir()
+        write(written)
+        for version in given.versions:
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                python = environment(
+                    Path(place) / "env", version, pythons.get(version, sys.executable)
+                )
+                rows.append(look(python, written, folder / f"torch-{version}"))
+    text = table(rows)
+    print(text)
+    return 1 if "| no " in text else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

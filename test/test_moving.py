@@ -1,0 +1,101 @@
+"""The scripts of docs/moving.md: one job that moves trains as one that stays."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from benchmarks.elsewhere import torchrun, train
+from benchmarks.torch_versions import scripts
+from xla_fsdp import extras
+
+# torch speaks of its own deprecated calls.
+pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated")
+
+
+def by_position(rank, folder):
+    """What a rank file of the in-tree class holds, loaded without looking at names."""
+    import torch
+    import torch_xla.runtime as xr
+    from torch import nn
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    path = f"{folder}/before/rank-{xr.global_ordinal()}-of-2.pth"
+    content = torch.load(path, weights_only=True)
+    inner = FSDP(nn.Linear(13, 31)), nn.GELU(), FSDP(nn.Linear(31, 7)), nn.LayerNorm(7)
+    model = FSDP(nn.Sequential(*inner))
+    model.load_state_dict(content["model"])
+    optimizer, fresh = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+    optimizer.load_state_dict(content["optimizer"])
+    model(torch.ones(2, 13).to("xla")).square().mean().backward()
+    with pytest.raises(RuntimeError, match="in another order: .*load_full_optim_state_dict"):
+        optimizer.step()
+    fresh.step()
+
+
+def staying(network):
+    """The losses of one process that sees all data."""
+    model = network["build"]()
+    optimizer = network["adamw"](model)
+    return [network["step"](model, optimizer, number, 0, 1, "cpu") for number in range(8)]
+
+
+def mean(per_rank):
+    return [sum(of_step) / len(of_step) for of_step in zip(*per_rank, strict=True)]
+
+
+def test_a_job_that_moves_trains_as_one_that_stays(run_ranks, tmp_path):
+    found = scripts()
+    assert list(found) == [f"{name}.py" for name in "network before after leave there back".split()]
+    for name, text in found.items():
+        (tmp_path / name).write_text(text.replace("runs/", f"{tmp_path}/"))
+    (tmp_path / "before").mkdir()
+    folder = str(tmp_path)
+    network = {}
+    exec(found["network.py"], network)
+    expected = staying(network)
+
+    def losses(name, ranks):
+        found = run_ranks(train, ranks, folder, name)
+        return mean(found) if found[0] else None
+
+    assert losses("before", 2) == pytest.approx(expected[:2], rel=1e-5)
+    run_ranks(by_position, 2, folder)
+    page = (ROOT / "docs/moving.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^python (-m xla_fsdp.consolidate .* --optimizer)$", page, re.M)
+    arguments = shlex.split(command.replace("runs/", f"{tmp_path}/"))
+    subprocess.run([sys.executable, *arguments], check=True, cwd=ROOT)
+    assert losses("after", 3) == pytest.approx(expected[2:4], rel=1e-5)
+    losses("leave", 2)
+    said = torchrun(f"{folder}/there.py", 2)
+    there = [json.loads(re.search(r"^losses (.+)$", text, re.M)[1]) for text in said]
+    assert mean(there) == pytest.approx(expected[4:6], rel=1e-5)
+    assert losses("back", 3) == pytest.approx(expected[6:8], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "xla, torch, said",
+    [
+        ("2.9.0", "2.9.0+cpu", None),
+        ("2.8.1", "2.8.0", None),
+        (None, "2.15.0", None),
+        ("2.9.0", "2.15.0", "built for torch 2.9 and does not load with torch 2.15.0"),
+        ("2.7.0", "2.7.1", "torch_xla 2.7.0 is too old"),
+    ],
+)
+def test_versions_of_torch_xla(monkeypatch, xla, torch, said):
+    def version(name):
+        if name == "torch_xla" and xla is None:
+            raise extras.metadata.PackageNotFoundError(name)
+        return {"torch_xla": xla, "torch": torch}[name]
+
+    monkeypatch.setattr(extras.metadata, "version", version)
+    if said is None:
+        return extras.require_torch_xla()
+    with pytest.raises(ImportError, match=said):
+        extras.require_torch_xla()

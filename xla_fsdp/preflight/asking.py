@@ -1,0 +1,111 @@
+"""HTTP for the TPU API: bounded in bytes and time, without redirects, and with the user's token
+only for whom it is meant. Imports what the ``pod`` extra brings."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import google_auth_httplib2
+import httplib2
+
+from .errors import UsageError
+from .trouble import shown
+
+Found = TypeVar("Found")
+
+# The description of the API has some 100 KB, a node a few.
+MOST_BYTES = 16 << 20
+_GOOGLE = ".googleapis.com"
+
+
+class _Answer(http.client.HTTPResponse):
+    def read(self, amt: int | None = None) -> bytes:
+        if amt is not None:
+            return super().read(amt)
+        if self.length is not None and self.length <= MOST_BYTES:
+            return super().read()  # all of it, or an error
+        data = super().read(MOST_BYTES + 1) if self.length is None else b""
+        if self.length is not None or len(data) > MOST_BYTES:
+            raise http.client.HTTPException(f"an answer of more than {MOST_BYTES >> 20} MiB")
+        return data
+
+
+class _Plain(httplib2.HTTPConnectionWithTimeout):
+    response_class = _Answer
+
+
+class _Secure(httplib2.HTTPSConnectionWithTimeout):
+    response_class = _Answer
+
+
+class Http(httplib2.Http):
+    """``timeout``: seconds in which something of an answer must arrive."""
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__(timeout=timeout)
+        self.follow_redirects = False  # the API does not, and who does may lead anywhere
+
+    def request(self, uri: str, *args: Any, **kwargs: Any) -> Any:
+        kind = _Secure if uri.lower().startswith("https:") else _Plain
+        return super().request(uri, *args, **{**kwargs, "connection_type": kind})
+
+
+class AuthorizedHttp(google_auth_httplib2.AuthorizedHttp):
+    """Sends the token to Google's APIs by https, and to the origin of ``given``.
+
+    A description of the API says where it is, of each method if it likes; whoever can change one
+    would get the token.
+    """
+
+    def __init__(self, credentials: Any, http: Http, given: str, described_at: str) -> None:
+        super().__init__(credentials, http=http)
+        self._given, self._described_at = given, described_at
+
+    def request(self, uri: str, *args: Any, **kwargs: Any) -> Any:
+        place = urlsplit(uri)
+        google = place.scheme == "https" and (place.hostname or "").endswith(_GOOGLE)
+        if not google and _origin(uri) != _origin(self._given):
+            raise UsageError(
+                f"the description of the API at {shown(self._described_at)} leads to "
+                f"{_origin(uri)}, which would get your credentials' token; nothing was sent there. "
+                f"If that is meant, give --api_endpoint {_origin(uri)}"
+            )
+        return super().request(uri, *args, **kwargs)
+
+
+def _origin(url: str) -> str:
+    place = urlsplit(url)
+    return f"{place.scheme}://{place.netloc.rpartition('@')[2]}".lower()
+
+
+def within(seconds: float, call: Callable[[], Found]) -> Found:
+    """``call()``, or TimeoutError: a server may send a byte at a time for ever.
+
+    What is not over by then goes on, in a thread that ends with the process.
+    """
+    ended: list[Callable[[], Found]] = []
+
+    def run() -> None:
+        try:
+            value = call()
+            ended.append(lambda: value)
+        except BaseException as error:
+            ended.append(_raises(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not ended:
+        raise TimeoutError(f"timed out: no whole answer in {seconds:g} s")
+    return ended[0]()
+
+
+def _raises(error: BaseException) -> Callable[[], Any]:
+    def run() -> Any:
+        raise error
+
+    return run
