@@ -24,7 +24,7 @@ def of_frame(frame: FrameType | None) -> str:
     """The innermost frame of user code at or below ``frame``, else the innermost of all."""
     innermost = frame
     while frame is not None:
-        if not _is_library(frame.f_code.co_filename):
+        if not is_library(frame.f_code.co_filename):
             return _text(frame)
         frame = frame.f_back
     return _text(innermost) if innermost is not None else "an unknown place"
@@ -40,7 +40,7 @@ def of_thread(ident: int | None) -> str:
     return of_frame(None if ident is None else sys._current_frames().get(ident))
 
 
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
     if filename.startswith(_PACKAGES) or filename.startswith("<"):
         return True
     return filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
