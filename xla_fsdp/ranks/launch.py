@@ -17,7 +17,7 @@ from .cpu.host import run_ranks
 from .cpu.runtime import CpuRuntime
 from .errors import CollectiveMismatchError, Preempted, RankError, RankTimeoutError
 from .rank import current_rank
-from .watchdog import watched
+from .watchdog.watch import watched
 
 __all__ = ["CollectiveMismatchError", "Preempted", "RankError", "RankTimeoutError", "launch"]
 
@@ -76,7 +76,8 @@ def launch(
             another number of devices, or without the settings that CPU ranks need; or ``torchrun``
             started another number of processes than XLA has ranks; or ``fn`` is defined in a
             notebook and there is a TPU.
-        ValueError, TypeError: wrong ``num_devices``, ``timeout`` or ``XLA_FSDP_WATCHDOG``; on TPU: libtpu refuses LIBTPU_INIT_ARGS.
+        ValueError, TypeError: wrong ``num_devices``, ``timeout`` or ``XLA_FSDP_WATCHDOG``; on TPU:
+            libtpu refuses LIBTPU_INIT_ARGS.
     """
     inside = current_rank()
     if inside is not None:

@@ -18,7 +18,6 @@ class Place:
     Attributes:
         rank: its number.
         steps: how often its process has synced.
-        idle: for how many seconds nothing has moved in its process.
         silent: for how many seconds it has given no sign of life; 0 if it does.
         what: it does, in words.
         where: ``file:line`` in user code, or ``""``.
@@ -29,7 +28,6 @@ class Place:
 
     rank: int
     steps: int
-    idle: float
     silent: float
     what: str
     where: str
@@ -47,27 +45,31 @@ class Place:
         return text if self.ended else f"{text}, after {self.steps} steps"
 
 
-def blamed(places: Sequence[Place]) -> tuple[list[Place], str]:
-    """The ranks that the others wait for, and why it is them; none if all are equally far."""
+def named(places: Sequence[Place]) -> tuple[str, list[Place]]:
+    """The ranks that the others wait for, and why it is them; none if no rank stands out."""
     running = [place for place in places if not place.ended]
-    for chosen, why in (
-        ([place for place in places if place.ended and "raised" in place.what], "raised"),
-        ([place for place in running if place.silent], "gives no sign of life"),
-        (_behind(running), "is behind the others"),
-        ([place for place in places if place.ended], "has ended"),
-        ([place for place in running if place.what != DEVICE], "is not where the others wait"),
-        (_elsewhere(running), "is not where the others are"),
+    kept_waiting = any(place.what == DEVICE for place in running)
+    for why, chosen in (
+        ("ended by an exception", [one for one in places if one.what.startswith("raised")]),
+        ("silent", [one for one in running if one.silent]),
+        ("behind the others", _behind(running)),
+        ("over already", [one for one in places if one.ended and kept_waiting]),
+        ("not waiting as the others are", [one for one in running if one.what != DEVICE]),
+        ("elsewhere than the others", _elsewhere(running)),
     ):
         if chosen and len(chosen) < len(places):
-            return chosen, why
-    return [], ""
+            return why, chosen
+    return "", []
 
 
 def _behind(running: Sequence[Place]) -> list[Place]:
     furthest = max((place.steps for place in running), default=0)
     # One may be ahead by a sync of its own; most can not be behind.
     behind = [place for place in running if place.steps < furthest]
-    return behind if 2 * len(behind) <= len(running) else []
+    if 2 * len(behind) > len(running):
+        return []
+    # Two ranks of one process are as far as they are together.
+    return [place for place in behind if place.what != DEVICE] or behind
 
 
 def _elsewhere(running: Sequence[Place]) -> list[Place]:
@@ -80,12 +82,12 @@ def _elsewhere(running: Sequence[Place]) -> list[Place]:
 def report(places: Sequence[Place], idle: float, timeout: float) -> tuple[str, str, list[Place]]:
     """One line with the ranks that keep the others waiting; all ranks' places and stacks; and the
     ranks that are named. Equal places are told once, and so are equal stacks."""
-    chosen, why = blamed(places)
-    head = f"ranks have not gone on for {idle:.0f} s (timeout={timeout:g}): "
+    why, chosen = named(places)
+    head = f"ranks have not gone on for {idle:.0f} s (timeout={timeout:g}); "
     if chosen:
-        head += f"{ranks(chosen)} {why}: {chosen[0].line()}"
+        head += f"{why}: {ranks(chosen)}, {chosen[0].line()}"
     else:
-        head += "all are equally far, and no single one can be named"
+        head += "all are equally far, and none stands out"
     told: dict[str, list[Place]] = {}
     for place in places:
         told.setdefault(place.line(), []).append(place)

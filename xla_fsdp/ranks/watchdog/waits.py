@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from types import FrameType
 
 import torch
 import torch_xla
 
-from .cpu import call_site
+from ..cpu import call_site
 
 # Counters of torch_xla. The second begins a compilation and the third ends one; the first moves
 # when a sync has handed its program to the device, which is before the program ends.
@@ -26,11 +27,15 @@ _AT_WORK = 0.5
 _INNERMOST, _CHARACTERS = 24, 6_000
 _OTHER_THREADS = 8
 _READS_A_VALUE = re.compile(r"\.(item|cpu|tolist|numpy|to|sync|mark_step|rendezvous)\(")
-_DATA = tuple(
-    os.path.dirname(package.__file__) + part
-    for package, part in ((torch, "/utils/data/"), (torch_xla, "/distributed/parallel_loader"))
+_HERE = os.path.join(os.path.dirname(__file__), "")
+_TORCH_XLA = os.path.join(torch_xla.__path__[0], "")
+_DATA = (
+    os.path.join(torch.__path__[0], "utils/data/"),
+    os.path.join(_TORCH_XLA, "distributed/parallel_loader"),
 )
-_TORCH_XLA = os.path.dirname(torch_xla.__file__) + os.sep
+
+#: What a rank does that waits for its device, and so perhaps for other ranks.
+DEVICE = "waiting for the device or other ranks"
 
 
 class Progress:
@@ -70,9 +75,9 @@ def doing(thread: int) -> tuple[str, str, str]:
     frames = sys._current_frames()
     frame = frames.get(thread)
     if frame is None:
-        return "has no thread any more", "an unknown place", ""
+        return "without a thread", "an unknown place", ""
     # Sources are read from disk by another thread than that of the rank, so they may be.
-    stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=_INNERMOST)
+    stack = traceback.StackSummary.extract(_walk(frame), limit=_INNERMOST)
     stack.reverse()
     text = "".join(stack.format())[-_CHARACTERS:]
     names = {one.ident: one.name for one in threading.enumerate()}
@@ -84,23 +89,26 @@ def doing(thread: int) -> tuple[str, str, str]:
     return _what(frame), call_site.of_frame(frame), text + "".join(others[:_OTHER_THREADS])
 
 
+def _walk(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    """Outward, to where the rank's function is called."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
 def _what(frame: FrameType) -> str:
     inner: FrameType | None = frame
     while inner is not None and call_site.is_library(inner.f_code.co_filename):
         file = inner.f_code.co_filename
         if file.startswith(_DATA):
-            return "waits for data"
+            return "waiting for data"
         if file.startswith(_TORCH_XLA):
             return DEVICE
         if os.path.basename(file) == "queue.py" or f"{os.sep}multiprocessing{os.sep}" in file:
-            return "waits at a queue"
+            return "waiting at a queue"
         inner = inner.f_back
     if inner is not None:
         line = linecache.getline(inner.f_code.co_filename, inner.f_lineno)
         if inner is frame and _READS_A_VALUE.search(line):
             return DEVICE
-    return "runs"
-
-
-#: What a rank does that waits for its device, and so perhaps for other ranks.
-DEVICE = "waits for the device or other ranks"
+    return "running"
