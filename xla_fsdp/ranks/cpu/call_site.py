@@ -25,9 +25,9 @@ def of_frame(frame: FrameType | None) -> str:
     innermost = frame
     while frame is not None:
         if not is_library(frame.f_code.co_filename):
-            return _text(frame)
+            return text(frame)
         frame = frame.f_back
-    return _text(innermost) if innermost is not None else "an unknown place"
+    return text(innermost) if innermost is not None else "an unknown place"
 
 
 def here() -> str:
@@ -41,10 +41,12 @@ def of_thread(ident: int | None) -> str:
 
 
 def is_library(filename: str) -> bool:
+    """Whether it is none of the user's files."""
     if filename.startswith(_PACKAGES) or filename.startswith("<"):
         return True
     return filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
 
 
-def _text(frame: FrameType) -> str:
+def text(frame: FrameType) -> str:
+    """As messages name it."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -7,10 +7,11 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from ..cpu.call_site import is_library
 
 # Of the real-time signals, which nothing uses by itself; never sent to a process without a handler.
 _SIGNAL = signal.SIGRTMAX - 7
@@ -19,8 +20,9 @@ _CHARACTERS = 6_000
 _SECONDS_TO_DUMP = 0.3
 
 
-def prepare() -> dict[str, Any]:
-    """How neighbours can get the stack of the calling thread, whoever holds Python's lock.
+def prepare(thread: int) -> dict[str, Any]:
+    """How neighbours can get the stack of that thread of this process, by its ident, whoever holds
+    Python's lock.
 
     The handler and its file stay to the end of the process: a signal may be on its way.
     """
@@ -28,7 +30,7 @@ def prepare() -> dict[str, Any]:
     return {
         "host": _host(),
         "pid": os.getpid(),
-        "thread": f"{threading.get_ident():#018x}",  # as faulthandler writes it
+        "thread": f"{thread:#018x}",  # as faulthandler writes it
     }
 
 
@@ -37,25 +39,39 @@ def neighbours(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one["host"] == other["host"]
 
 
-def stack_of(process: dict[str, Any]) -> str:
-    """The stack of a neighbour, the innermost call first, or why there is none."""
+def stack_of(process: dict[str, Any]) -> tuple[str, str]:
+    """``file:line`` and stack of a neighbour, the innermost call first, or why there is none."""
     folder = f"/proc/{process['pid']}/fd"
     try:
         links = [f"{folder}/{name}" for name in os.listdir(folder)]
         # With two ranks in a process there are two: it writes into the last one.
         files = [link for link in links if f"/memfd:{_MEMORY_FILE}" in _target(link)]
         if not files or not _handles_it(process["pid"]):
-            return "  its process has ended\n"  # this is another one with its number
+            return "", "  its process has ended\n"  # this is another one with its number
         os.kill(process["pid"], _SIGNAL)
         time.sleep(_SECONDS_TO_DUMP)
         text = "\n".join(Path(file).read_text(errors="replace") for file in files)
     except (FileNotFoundError, ProcessLookupError):
-        return "  its process has ended\n"
+        return "", "  its process has ended\n"
     except OSError as error:  # another user's, perhaps
-        return f"  its process can not be asked ({error})\n"
+        return "", f"  its process can not be asked ({error})\n"
+    return _own_part(text, process["thread"])
+
+
+def _own_part(text: str, thread: str) -> tuple[str, str]:
     threads = re.split(r"\n(?=Thread 0x|Current thread 0x)", text)
-    own = [one for one in threads if process["thread"] in one.partition("\n")[0]]
-    return "".join(f"{one[:_CHARACTERS].rstrip()}\n" for one in own[-1:]) or "  no stack\n"
+    own = [one for one in threads if thread in one.partition("\n")[0]]
+    if not own:
+        return "", "  no stack\n"
+    where, lines = "", ["  most recent call first:\n"]
+    for line in own[-1].splitlines()[1:]:
+        found = re.fullmatch(r'  File "(.*)", line (\d+) in (.*)', line)
+        if found and os.path.dirname(found[1]) == os.path.dirname(__file__):
+            break  # where the rank's function is called
+        if found and not where and not is_library(found[1]):
+            where = f"{found[1]}:{found[2]} in {found[3]}"
+        lines.append(f"{line}\n")
+    return where, "".join(lines)[:_CHARACTERS]
 
 
 def _target(link: str) -> str:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -25,7 +24,7 @@ _SYNCS, _COMPILING, _COMPILED, _PROGRAMS = (
 # A process that uses more of a core than this is at work: compiling, or computing on the host.
 _AT_WORK = 0.5
 _INNERMOST, _CHARACTERS = 24, 6_000
-_OTHER_THREADS = 8
+_OTHER_THREADS, _ATTEMPTS = 8, 10
 _READS_A_VALUE = re.compile(r"\.(item|cpu|tolist|numpy|to|sync|mark_step|rendezvous)\(")
 _HERE = os.path.join(os.path.dirname(__file__), "")
 _TORCH_XLA = os.path.join(torch_xla.__path__[0], "")
@@ -72,43 +71,50 @@ def _counter(name: str) -> int:
 def doing(thread: int) -> tuple[str, str, str]:
     """What the thread with this ident is doing, its ``file:line`` in user code, and its stack, with
     the innermost call of other threads below; at most some 7,000 characters."""
-    frames = sys._current_frames()
-    frame = frames.get(thread)
-    if frame is None:
+    calls = _calls(thread)
+    if not calls:
         return "without a thread", "an unknown place", ""
     # Sources are read from disk by another thread than that of the rank, so they may be.
-    stack = traceback.StackSummary.extract(_walk(frame), limit=_INNERMOST)
+    stack = traceback.StackSummary.extract(iter(calls), limit=_INNERMOST)
     stack.reverse()
     text = "".join(stack.format())[-_CHARACTERS:]
     names = {one.ident: one.name for one in threading.enumerate()}
     others = [
         f"  thread {names.get(ident, 'without a name')}: {call_site.of_frame(other)}\n"
-        for ident, other in frames.items()
+        for ident, other in sys._current_frames().items()
         if ident != thread and not names.get(ident, "").startswith("xla_fsdp")
     ]
-    return _what(frame), call_site.of_frame(frame), text + "".join(others[:_OTHER_THREADS])
+    return _what(calls), _where(calls), text + "".join(others[:_OTHER_THREADS])
 
 
-def _walk(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+def _calls(thread: int) -> list[tuple[FrameType, int]]:
     """Outward, to where the rank's function is called."""
-    while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
-        yield frame, frame.f_lineno
-        frame = frame.f_back
+    calls: list[tuple[FrameType, int]] = []
+    for _ in range(_ATTEMPTS):
+        calls, frame = [], sys._current_frames().get(thread)
+        while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
+            calls.append((frame, frame.f_lineno))
+            frame = frame.f_back
+        if frame is not None:  # else a call has returned while this was looking
+            break
+    return calls
 
 
-def _what(frame: FrameType) -> str:
-    inner: FrameType | None = frame
-    while inner is not None and call_site.is_library(inner.f_code.co_filename):
-        file = inner.f_code.co_filename
+def _where(calls: list[tuple[FrameType, int]]) -> str:
+    users = (frame for frame, _ in calls if not call_site.is_library(frame.f_code.co_filename))
+    return call_site.text(next(users, calls[0][0]))
+
+
+def _what(calls: list[tuple[FrameType, int]]) -> str:
+    for number, (frame, line) in enumerate(calls):
+        file = frame.f_code.co_filename
         if file.startswith(_DATA):
             return "waiting for data"
         if file.startswith(_TORCH_XLA):
             return DEVICE
         if os.path.basename(file) == "queue.py" or f"{os.sep}multiprocessing{os.sep}" in file:
             return "waiting at a queue"
-        inner = inner.f_back
-    if inner is not None:
-        line = linecache.getline(inner.f_code.co_filename, inner.f_lineno)
-        if inner is frame and _READS_A_VALUE.search(line):
-            return DEVICE
+        if not call_site.is_library(file):
+            reads = number == 0 and _READS_A_VALUE.search(linecache.getline(file, line))
+            return DEVICE if reads else "running"
     return "running"

@@ -8,12 +8,13 @@ import os
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch_xla.runtime as xr
+
 from .. import spawned
-from ..channel import Channel, open_channel
+from ..channel import open_channel
 from ..errors import RankTimeoutError
 from . import dumps
 from .settings import Settings, say, settings
@@ -36,29 +37,27 @@ class _Watched:
         self.fn, self.chosen = fn, chosen
 
     def __call__(self, rank: int, *args: Any) -> Any:
-        try:
-            watch = _Watch(open_channel("watchdog"), self.chosen)
-        except (RuntimeError, OSError) as error:  # no store; no files in memory
-            warnings.warn(f"nobody watches whether rank {rank} hangs: {error}", stacklevel=2)
-            return self.fn(rank, *args)
-        with watch.around():
+        with _Watch(self.chosen).around():
             return self.fn(rank, *args)
 
 
 class _Watch:
     """One rank's part; made on its own thread."""
 
-    def __init__(self, channel: Channel, chosen: Settings) -> None:
-        self._rank, self._settings = channel.rank, chosen
-        self._store: Any = channel.store  # torch's annotations lack half of its methods
+    _store: Any  # torch's annotations lack half of its methods
+    _watcher: Watcher
+
+    def __init__(self, chosen: Settings) -> None:
+        # On v2 and v3 only this thread knows which rank of its process it is.
+        self._rank, self._size = xr.global_ordinal(), xr.world_size()
+        self._settings = chosen
         self._thread = threading.get_ident()
-        self._process = dumps.prepare()
+        self._process: dict[str, Any] = {}
         self._name = f"process {os.getpid()} of {socket.gethostname()}"
         self._progress = Progress()
         self._beats = 0
         self._ended = ""
         self._over = threading.Event()
-        self._watcher = Watcher(channel, chosen)
         self._lease = ""  # what the rank on duty said last, and when this one first saw that
         self._lease_since = time.monotonic()
         self._answered = 0
@@ -86,6 +85,14 @@ class _Watch:
             self._beater.join(1.0)  # a store that hangs must not keep the rank
 
     def _run(self) -> None:
+        try:
+            self._process = dumps.prepare(self._thread)
+            # The store may be slow to answer: no rank waits for that.
+            channel = open_channel("watchdog", (self._rank, self._size))
+        except (RuntimeError, OSError) as error:
+            say(f"nobody watches whether rank {self._rank} hangs: {error}")
+            return
+        self._store, self._watcher = channel.store, Watcher(channel, self._settings)
         try:
             while not self._over.is_set():
                 self._beat()
@@ -123,7 +130,7 @@ class _Watch:
             if rank not in self._helped and dumps.neighbours(process, self._process):
                 self._helped.add(rank)
                 if int(rank) != self._rank:
-                    self._answer(lease["ask"], int(rank), "", "", dumps.stack_of(process))
+                    self._answer(lease["ask"], int(rank), "", *dumps.stack_of(process))
         if lease["end"]:
             # First everybody reads it: the store may end with the first process that does.
             time.sleep(self._settings.to_answer)
