@@ -117,8 +117,8 @@ def test_a_rank_that_hangs_is_named_and_no_other(run_script, tmp_path):
 
     assert "s (timeout=2); behind the others: rank 1, running, at " in host
     assert re.search(r"\n  ranks 0, 2: waiting for the device or other ranks, at .*\.py:\d+", host)
-    assert "in until_told, after 2 steps\nstack of ranks 0, 2, the first in process " in host
-    assert "until_told(name)" in host and "in all_reduce" in host and "in process" not in host
+    assert "in until_told, after 2 steps\nstack of rank" in host  # of both, or caught elsewhere
+    assert "until_told(name)" in host and "in all_reduce" in host and "in main" not in host
     assert "behind the others: rank 2, waiting at a queue, at " in data
     assert re.search(r"  thread Thread-\d+ .*: .*\.py:\d+ in until_told\n", data)
     # What its own thread could not tell while another one watched in its place.
@@ -218,9 +218,9 @@ def place(rank, steps=7, what=waits.DEVICE, where="a.py:1 in f", **more):
     ],
 )
 def test_who_is_named(odd, words):
-    head, text, chosen = report([*map(place, range(5)), *odd], 700.4, 600.0)
+    head, text, _ = report([*map(place, range(5)), *odd], 700.4, 600.0)
     assert head.startswith("ranks have not gone on for 700 s (timeout=600); ") and words in head
-    assert re.match(r"  ranks 0-4(, 6|-6)?: waiting for the device or other ranks, at a.py:1", text)
+    assert re.match(r"  ranks 0-(4|4, 6|6): waiting for the device or other ranks, at a.py:1", text)
     assert text.count("  one\n") == 1, "equal stacks are told once"
     many = [place(rank, stack=f"{rank}" * 6_000) for rank in range(100)]
     assert len(report(many, 1.0, 1.0)[1]) < 201_000
