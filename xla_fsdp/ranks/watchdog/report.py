@@ -18,7 +18,7 @@ class Place:
     Attributes:
         rank: its number.
         steps: how often its process has synced.
-        silent: for how many seconds it has given no sign of life; 0 if it does.
+        silent: for how many seconds at least it has given no sign of life; 0 if it does.
         what: it does, in words.
         where: ``file:line`` in user code, or ``""``.
         stack: as text, or ``""``.
@@ -38,7 +38,7 @@ class Place:
     def line(self) -> str:
         text = self.what
         if self.silent:
-            text = f"no sign of life for {self.silent:.0f} s"
+            text = f"no sign of life for at least {self.silent:.0f} s"
             text += f"; {self.what}" if self.what else ""
         if self.where:
             text += f", at {self.where}"

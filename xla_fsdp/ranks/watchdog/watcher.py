@@ -102,7 +102,7 @@ class Watcher:
         places = []
         for rank, sign in signs.items():
             what, where, stack = json.loads(answers.get(rank, '["", "", ""]'))
-            silent = not sign["ended"] and (rank in self._silent or rank in missing)
+            silent = not sign["ended"] and not what  # a neighbour may have answered for it
             places.append(Place(
                 rank, sign["steps"], quiet[rank] if silent else 0.0,
                 sign["ended"] or _told(what, sign["work"]), where, stack, bool(sign["ended"]),
