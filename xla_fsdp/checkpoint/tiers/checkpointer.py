@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ...consolidate.errors import CheckpointNotFoundError
+from ...consolidate.errors import CheckpointError, CheckpointNotFoundError
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import open_store
 from ..asynchronous import RunningSave
@@ -24,7 +24,7 @@ from ..loading import LoadedCheckpoint, find, load_opened, open_found
 from ..meeting import Meeting
 from ..saving import at_rest, meeting_request
 from .choosing import Choice, choose, listed
-from .holding import Card, HostTier, Save, manifest_of
+from .holding import Card, HostTier, Save, manifest_of, own_card
 from .spread import SpreadStore
 from .wire import Peer, TierServer
 
@@ -253,7 +253,7 @@ class TieredCheckpointer:
             if not self._hosts.leads:
                 return []
             cards = self._tier.cards(choice.save)  # type: ignore[arg-type]
-            own = [rank for rank, host in choice.holders.items() if host == self._hosts.number]
+            own = [rank for rank, hosts in choice.holders.items() if hosts[0] == self._hosts.number]
             return [card.bare().dump().decode() for card in cards if card.rank in own]
 
         told = meeting.together("tell of the chosen save", held)
@@ -263,19 +263,23 @@ class TieredCheckpointer:
             for card in (Card.load(text.encode(), "another host") for text in texts)
         }
 
-        def peer_of(rank: int) -> Peer | None:
-            host = choice.holders[rank]
-            return None if host == self._hosts.number else self._hosts.peers[host]
+        def copies_of(rank: int) -> list[Peer | None]:
+            hosts = sorted(choice.holders[rank], key=lambda host: host != self._hosts.number)
+            return [None if one == self._hosts.number else self._hosts.peers[one] for one in hosts]
 
         def with_manifest() -> Card:
-            holder = peer_of(0)
-            if holder is not None:
-                return holder.manifest(cards[0])
-            return next(card for card in self._tier.cards(cards[0].save) if card.rank == 0)
+            for peer in copies_of(0):
+                try:
+                    if peer is None:
+                        return own_card(self._tier, cards[0])
+                    return peer.manifest(cards[0])
+                except CheckpointError as error:
+                    failed = error
+            raise failed
 
         # What all ranks tell each other is as long as the longest of it, for each of them.
         cards[0] = meeting.each("read the manifest", with_manifest)
-        return SpreadStore(self._tier, cards, manifest_of(cards), peer_of)
+        return SpreadStore(self._tier, cards, manifest_of(cards), copies_of)
 
 
 @dataclass
