@@ -174,6 +174,41 @@ def test_ranks_are_ended_if_that_is_asked_for(run_script):
     assert "time.sleep(3600)" in done.stderr and ".sum().item()" in done.stderr
 
 
+ALONE = """
+import time
+import torch_xla
+import torch_xla.runtime as xr
+from xla_fsdp.ranks.channel import served
+from xla_fsdp.ranks.watchdog.watch import watched
+
+xr.world_size, xr.global_ordinal = lambda: 2, lambda: 0
+
+def without_a_store(rank):
+    time.sleep(0.5)
+    return "returned"
+
+def losing_it(rank):
+    torch_xla.sync()
+    time.sleep(0.5)
+    serving.__exit__(None, None, None)
+    time.sleep(4)
+
+print(watched(without_a_store, 1.0)(0))
+serving = served()
+serving.__enter__()
+watched(losing_it, 1.0)(0)
+"""
+
+
+def test_without_a_store_nobody_watches_and_when_it_is_lost_each_itself(run_script):
+    done = run_script(ALONE, env={"PJRT_DEVICE": "CPU"}, timeout=200)
+    assert done.returncode == 0 and done.stdout == "returned\n", done.stderr
+    said = done.stderr
+    assert "xla_fsdp: nobody watches whether rank 0 hangs: these 2 ranks have no store" in said
+    assert re.search(r"rank 0 has not gone on for \d+ s, and hears nothing of the others: th", said)
+    assert "in losing_it\n    time.sleep(4)\n" in said
+
+
 def test_what_is_compiled_is_work(monkeypatch):
     counts = {}
     now, processor = iter(range(100)), iter([0.0] * 8 + [0.9, 1.8])
