@@ -11,6 +11,7 @@ from pathlib import Path
 import checkpoint_files as files
 import pytest
 from checkpoint_runs import Run
+from rank_warnings import warnings_of_ranks
 
 import xla_fsdp
 from xla_fsdp.checkpoint.tiers.choosing import choose, listed
@@ -133,11 +134,11 @@ def opened(hosts, reader=0):
         card.rank: card for host in hosts for card in host.tier.cards(choice.save)
     }  # fmt: skip
 
-    def peer_of(rank):
-        holder = choice.holders[rank]
-        return None if holder == reader else hosts[holder].peer
+    def copies_of(rank):
+        holders = sorted(choice.holders[rank], key=lambda host: host != reader)
+        return [None if holder == reader else hosts[holder].peer for holder in holders]
 
-    store = SpreadStore(hosts[reader].tier, cards, manifest_of(cards), peer_of)
+    store = SpreadStore(hosts[reader].tier, cards, manifest_of(cards), copies_of)
     return ShardedCheckpoint(store.folder, store)
 
 
@@ -203,7 +204,7 @@ def test_a_process_that_is_killed_at_every_operation_and_then_its_host_is_lost(s
 def test_any_mix_of_ages_resolves_to_what_all_have():
     one, two = "1" * 16, "2" * 16
     both = [(10, one, 2, [0, 1])]
-    assert choose([both, both]).holders == {0: 0, 1: 0}
+    assert choose([both, both]).holders == {0: [0, 1], 1: [0, 1]}
     # The later of two saves of one step; the whole of two steps; the parts of three hosts.
     assert choose([[*both, (10, two, 2, [0])], [(10, two, 2, [1])]]).save == Save(10, two)
     found = choose([[*both, (20, one, 2, [1])], [(30, one, 4, [0, 1, 3])]])
@@ -213,7 +214,7 @@ def test_any_mix_of_ages_resolves_to_what_all_have():
         30: "step 30: no host has the files of ranks 2 (of 4)",
     }
     assert choose([[(5, one, 3, [2])], [(5, one, 3, [0])], [(5, one, 3, [1])]]).holders == {
-        0: 1, 1: 2, 2: 0
+        0: [1], 1: [2], 2: [0]
     }  # fmt: skip
     # Files of one step from different saves are no save.
     mixed = choose([[(5, one, 2, [0])], [(5, two, 2, [1])]])
@@ -229,8 +230,71 @@ def test_every_byte_is_compared(started):
             path = Path(host.tier.root, Save(1, LATE).folder, "rank-00001-of-00002.safetensors")
             files.flip(path, path.stat().st_size - 3)
         for reader in (0, 1):
-            with pytest.raises(CorruptFileError, match="rank-00001-of-00002"):
+            with pytest.raises(CorruptFileError, match="rank-00001-of-00002"), told():
                 opened(hosts, reader).verify()
+
+
+def told():
+    """That a file is read from another host."""
+    return pytest.warns(UserWarning, match="it is read from another host. Look at the memory")
+
+
+def file_of(host, rank):
+    folder = Path(host.tier.root, Save(1, LATE).folder)
+    return folder / f"rank-{rank:05d}-of-00002.safetensors"
+
+
+def test_what_is_damaged_on_one_host_is_read_from_the_other(tmp_path, monkeypatch):
+    # Chunks so small that a file has several.
+    monkeypatch.setattr("xla_fsdp.consolidate.format.digests._LEAST_CHUNK", 64)
+    with two_hosts(tmp_path) as hosts:
+        save_step(hosts, 1, 1.0)
+        expected = [file_of(hosts[1], rank).read_bytes() for rank in (0, 1)]
+        size = len(expected[0])
+        assert size > 8 * 64
+        # Of the header's length, the header, a tensor, the last byte; then of every chunk.
+        for places in ([0], [9], [size // 2], [size - 1], range(0, size, 64)):
+            for at in places:
+                files.flip(file_of(hosts[0], 0), at, bit=at % 8)
+            for reader in (0, 1):  # the damaged one is its own; or the other's, and not asked
+                with told() if reader == 0 else contextlib.nullcontext():
+                    checkpoint = opened(hosts, reader)
+                    assert files.value_in(checkpoint) == 1.0
+                    for rank in (0, 1):
+                        out = bytearray(len(expected[rank]))
+                        checkpoint.file(rank).read_into(0, memoryview(out))
+                        assert out == expected[rank]
+            file_of(hosts[0], 0).write_bytes(expected[0])
+
+        # Both are damaged, at different places: every chunk is whole on one of them.
+        files.flip(file_of(hosts[0], 0), 3)
+        files.flip(file_of(hosts[1], 0), size - 1)
+        for reader in (0, 1):
+            with told():
+                assert value_of(hosts, reader) == 1.0
+        # At the same place: no file is made up.
+        files.flip(file_of(hosts[1], 0), 3)
+        with told(), pytest.raises(CorruptFileError, match="bytes 0 to 64 are not those that"):
+            value_of(hosts)
+
+
+def test_what_goes_after_it_was_chosen_is_read_from_the_other_host(started):
+    with two_hosts(started / "start") as hosts:
+        for change in (Path.unlink, lambda path: os.truncate(path, 100)):
+            whole = file_of(hosts[0], 1).read_bytes()
+            store = opened(hosts).store
+            change(file_of(hosts[0], 1))
+            with told():
+                assert files.value_in(ShardedCheckpoint(store.folder, store)) == 1.0
+            file_of(hosts[0], 1).write_bytes(whole)
+        # A host that does not answer any more has a copy on this one; one without is missed.
+        hosts[1].server.close()
+        hosts[1].peer.close()
+        assert value_of(hosts) == 1.0
+        store = opened(hosts).store
+        file_of(hosts[0], 1).unlink()
+        with told(), pytest.raises(UnreadableFileError, match="host 1 .*see to it that hosts"):
+            files.value_in(ShardedCheckpoint(store.folder, store))
 
 
 def test_files_and_cards_that_are_damaged_do_not_count(started):
@@ -319,6 +383,16 @@ def _train_and_lose_a_host(rank, size, folder):
     assert sorted(os.listdir(f"{folder}/durable")) == ["step-00000001"]
     xm.rendezvous("saved")
     if rank == 0:
+        (damaged,) = Path(folder, "host0").glob("save-00000002-*/rank-00001-of-*.safetensors")
+        files.flip(damaged, damaged.stat().st_size - 5)
+    healed = Run("nested", rank, size, seed=4)
+    with tiers() as checkpointer, warnings_of_ranks(rank) as said:
+        checkpointer.load(healed.model, healed.optimizer, healed.scheduler)
+    assert healed.train(2, 4) == expected
+    if rank == 0:
+        (warning,) = said
+        assert warning.startswith("rank-00001-of-00004.safetensors of save-00000002-")
+        files.flip(damaged, damaged.stat().st_size - 5)
         shutil.rmtree(f"{folder}/host1")
     xm.rendezvous("lost")
     other = Run("nested", rank, size, seed=5)

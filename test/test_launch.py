@@ -381,7 +381,11 @@ except ValueError as error:
     assert "num_devices=4" in str(error) and "8 devices" in str(error)
 else:
     raise AssertionError
-assert [(fn.fn, args) for fn, args in calls] == [(print, ("a",)), (print, ())], calls
+os.environ["XLA_FSDP_WATCHDOG"] = "off"
+launch(print)
+whole, off = calls[:-1], calls[-1]
+assert [(fn.fn.fn, args) for fn, args in whole] == [(print, ("a",)), (print, ())], calls
+assert whole[0][0].fn.chosen.timeout == 600.0 and (off[0].fn, off[1]) == (print, ())
 print("handed over")
 """
         )

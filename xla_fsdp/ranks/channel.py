@@ -45,9 +45,9 @@ class Channel:
     distant: bool
 
 
-def open_channel(use: str) -> Channel:
+def open_channel(use: str, place: tuple[int, int] | None = None) -> Channel:
     """A channel between all ranks of the launch; the n-th for ``use`` on one rank is the n-th on
-    each other. Waits for nobody.
+    each other. Waits for nobody. ``place``: rank and size, where that is not the rank's thread.
 
     Raises:
         RuntimeError: the ranks have no store, or it does not answer.
@@ -58,7 +58,7 @@ def open_channel(use: str) -> Channel:
     if context is not None:
         own = dist.PrefixStore(f"{use}/{context.number_of(use)}", context.store)
         return Channel(context.rank, context.size, own, False)
-    rank, size = xr.global_ordinal(), xr.world_size()
+    rank, size = place or (xr.global_ordinal(), xr.world_size())
     number = _process.number_of(f"{rank}/{use}")
     shared, distant = _process.store(size)
     return Channel(rank, size, dist.PrefixStore(f"{use}/{number}", shared), distant)
@@ -79,7 +79,8 @@ def served() -> Iterator[None]:
         except (RuntimeError, OSError) as error:
             warnings.warn(
                 f"ranks can tell each other nothing beside their programs, and so not agree on a "
-                f"step to save when their machine is taken away: no store at port {port} "
+                f"step to save when their machine is taken away, nor find out which one hangs: no "
+                f"store at port {port} "
                 f"({str(error).splitlines()[0]}); set {_PORT_VARIABLE} to a free one on every host",
                 stacklevel=2,
             )

@@ -17,6 +17,7 @@ from .cpu.host import run_ranks
 from .cpu.runtime import CpuRuntime
 from .errors import CollectiveMismatchError, Preempted, RankError, RankTimeoutError
 from .rank import current_rank
+from .watchdog.watch import watched
 
 __all__ = ["CollectiveMismatchError", "Preempted", "RankError", "RankTimeoutError", "launch"]
 
@@ -50,8 +51,12 @@ def launch(
         args: further arguments for ``fn``. CPU ranks share these objects.
         num_devices: how many ranks, 1 to 8, on CPU; ``None`` means ``CPU_NUM_DEVICES`` if set, else
             4. On TPU ``None`` or the number of devices there are.
-        timeout: seconds that CPU ranks wait, at a collective or rendezvous, for one that is still
-            running. Ranks that can never meet are found at once, whatever the timeout.
+        timeout: seconds that ranks wait for one that is still running. On CPU they wait at a
+            collective or rendezvous, and those that can never meet are found at once, whatever the
+            timeout. On TPU, when no rank has gone on for that long, the stacks of all are printed
+            and ranks are left alone, unless ``XLA_FSDP_WATCHDOG`` says otherwise: ``off``, seconds,
+            or seconds and ``end`` (``900,end``). Compilations are given four times as long
+            (docs/watching.md).
 
     Returns:
         On CPU what ``fn`` returned, by rank, with XLA tensors in (nested) lists, tuples and dicts
@@ -64,13 +69,15 @@ def launch(
             left behind; until it ends the process can launch no more.
         CollectiveMismatchError: ranks can not meet: one skips a collective, a sync or a rendezvous
             that others run, or runs another. The message says where each rank is.
-        RankTimeoutError: a rank kept others waiting for longer than ``timeout``.
+        RankTimeoutError: a rank kept others waiting for longer than ``timeout``. On TPU only with
+            ``end`` in ``XLA_FSDP_WATCHDOG``, on every host.
         Preempted: ``fn`` ended with it on every rank, see :class:`xla_fsdp.Preemption`.
         RuntimeError: called inside a rank; or this process's runtime was started before with
             another number of devices, or without the settings that CPU ranks need; or ``torchrun``
             started another number of processes than XLA has ranks; or ``fn`` is defined in a
             notebook and there is a TPU.
-        ValueError, TypeError: wrong ``num_devices``; on TPU: libtpu refuses LIBTPU_INIT_ARGS.
+        ValueError, TypeError: wrong ``num_devices``, ``timeout`` or ``XLA_FSDP_WATCHDOG``; on TPU:
+            libtpu refuses LIBTPU_INIT_ARGS.
     """
     inside = current_rank()
     if inside is not None:
@@ -86,6 +93,8 @@ def launch(
             "do not call torch_xla.runtime.use_spmd() (or unset XLA_USE_SPMD)"
         )
     under_torchrun = dist.is_torchelastic_launched()
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     if not _on_cpu() or under_torchrun:
         _check_device_count(num_devices)
         if not under_torchrun:
@@ -94,12 +103,10 @@ def launch(
         compiler_options.add_to_environment()
         if under_torchrun:
             _join_torchrun()
-            fn(xr.global_ordinal(), *args)
+            watched(fn, timeout)(xr.global_ordinal(), *args)
         else:
-            spawned.run(in_spawned_processes(fn), args)
+            spawned.run(watched(in_spawned_processes(fn), timeout), args)
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     size = _runtime.size_for(num_devices)
     if not _runtime.launching.acquire(blocking=False):
         raise RuntimeError(

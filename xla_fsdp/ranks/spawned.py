@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import torch_xla
 
 from .channel import served
-from .errors import Preempted, RankError, portable
+from .errors import Preempted, RankError, RankTimeoutError, portable
 
 _REPORT = "report"
 _PREEMPTED = "preempted"
@@ -46,6 +46,7 @@ def run(fn: Callable, args: Sequence[Any]) -> None:
     Raises:
         RankError: a rank raised; ``__cause__`` is its exception, if that can be pickled. Or a
             process ended by itself, which says no more.
+        RankTimeoutError: ranks did not go on, and were to be ended then.
         Preempted: the ranks of this host ended with it.
     """
     # What is left there must not hide what went wrong.
@@ -68,6 +69,15 @@ def leave(reason: str) -> NoReturn:
     with contextlib.suppress(KeyError, OSError):  # nobody launched it; a full disk
         Path(os.environ[_FOLDER], _PREEMPTED).write_text(reason)
     os._exit(Preempted.EXIT_CODE)
+
+
+def fail(rank: int, error: BaseException) -> NoReturn:
+    """Ends this process as if its rank had raised ``error``, at once: its ranks may hang."""
+    folder = os.environ.get(_FOLDER)
+    if folder is None:  # nobody launched it
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    _report_and_exit(Path(folder), rank, error)
 
 
 def require_importable(fn: Callable) -> None:
@@ -174,7 +184,7 @@ def _kill(folder: Path) -> None:
             child.kill()
 
 
-def _report_and_exit(folder: Path, rank: int, error: BaseException) -> None:
+def _report_and_exit(folder: Path, rank: int, error: BaseException) -> NoReturn:
     try:
         try:
             _write(folder, rank, error)
@@ -213,4 +223,6 @@ def _read(folder: Path) -> tuple[RankError, BaseException | None]:
     cause = None
     with contextlib.suppress(Exception):  # a class that only the rank's process knows
         cause = data and pickle.loads(data)
+    if isinstance(cause, RankTimeoutError):  # of all ranks: no single one has raised it
+        return cause, None
     return RankError(message, rank, text), cause

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import secrets
-import socket
 import threading
 import time
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from ...consolidate.errors import CheckpointNotFoundError
+from ...consolidate.errors import CheckpointError, CheckpointNotFoundError
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import open_store
 from ..asynchronous import RunningSave
@@ -24,9 +22,10 @@ from ..loading import LoadedCheckpoint, find, load_opened, open_found
 from ..meeting import Meeting
 from ..saving import at_rest, meeting_request
 from .choosing import Choice, choose, listed
-from .holding import Card, HostTier, Save, manifest_of
+from .holding import Card, HostTier, Save, manifest_of, own_card
+from .hosts import Hosts
 from .spread import SpreadStore
-from .wire import Peer, TierServer
+from .wire import Peer
 
 
 class TieredCheckpointer:
@@ -36,7 +35,8 @@ class TieredCheckpointer:
     and every so often the same goes on to ``path``, all beside training: ``save`` returns once what
     the rank holds is copied. A process may die, or one host: every file is still on some host, and
     :meth:`load` takes the newest step that is whole, from memory or from ``path``, on any number of
-    ranks. Every byte is compared with its digest, wherever it is from. ::
+    ranks. Every byte is compared with its digest, wherever it is from; what is damaged in one
+    host's memory is read from the copy, with a warning. ::
 
         with xla_fsdp.TieredCheckpointer("gs://bucket/run", fast="/dev/shm/run") as tiers:
             loaded = tiers.load(model, optimizer, scheduler, missing_ok=True)
@@ -88,7 +88,7 @@ class TieredCheckpointer:
         with at_rest():
             self._meeting = Meeting()
             self._meeting.together("open the fast tier", lambda: store.make_folder(root))
-            self._hosts = _Hosts.meet(self._meeting, self._tier, host, address)
+            self._hosts = Hosts.meet(self._meeting, self._tier, host, address)
             if self._hosts.leads:
                 self._tier.clean()
             self._meeting.gather("begin", None)  # nobody writes before all is clean
@@ -253,7 +253,7 @@ class TieredCheckpointer:
             if not self._hosts.leads:
                 return []
             cards = self._tier.cards(choice.save)  # type: ignore[arg-type]
-            own = [rank for rank, host in choice.holders.items() if host == self._hosts.number]
+            own = [rank for rank, hosts in choice.holders.items() if hosts[0] == self._hosts.number]
             return [card.bare().dump().decode() for card in cards if card.rank in own]
 
         told = meeting.together("tell of the chosen save", held)
@@ -263,65 +263,23 @@ class TieredCheckpointer:
             for card in (Card.load(text.encode(), "another host") for text in texts)
         }
 
-        def peer_of(rank: int) -> Peer | None:
-            host = choice.holders[rank]
-            return None if host == self._hosts.number else self._hosts.peers[host]
+        def copies_of(rank: int) -> list[Peer | None]:
+            hosts = sorted(choice.holders[rank], key=lambda host: host != self._hosts.number)
+            return [None if one == self._hosts.number else self._hosts.peers[one] for one in hosts]
 
         def with_manifest() -> Card:
-            holder = peer_of(0)
-            if holder is not None:
-                return holder.manifest(cards[0])
-            return next(card for card in self._tier.cards(cards[0].save) if card.rank == 0)
+            for peer in copies_of(0):
+                try:
+                    if peer is None:
+                        return own_card(self._tier, cards[0])
+                    return peer.manifest(cards[0])
+                except CheckpointError as error:
+                    failed = error
+            raise failed
 
         # What all ranks tell each other is as long as the longest of it, for each of them.
         cards[0] = meeting.each("read the manifest", with_manifest)
-        return SpreadStore(self._tier, cards, manifest_of(cards), peer_of)
-
-
-@dataclass
-class _Hosts:
-    """The hosts of the job, in the order of their first ranks, which lead and serve them."""
-
-    number: int
-    leaders: list[int]
-    leads: bool
-    peers: list[Peer]
-    server: TierServer | None
-
-    @classmethod
-    def meet(
-        cls, meeting: Meeting, tier: HostTier, host: str | None, address: str | None
-    ) -> _Hosts:
-        mine = host or _this_host()
-        names = meeting.gather("tell the hosts", mine)
-        leaders = [names.index(name) for name in dict.fromkeys(names)]
-        number = list(dict.fromkeys(names)).index(mine)
-        leads = leaders[number] == meeting.rank
-        key = bytes.fromhex(meeting.first("make a key", lambda: secrets.token_hex(32)))
-        servers: list[TierServer] = []
-
-        def serve() -> Any:
-            if not leads or len(leaders) == 1:
-                return None
-            servers.append(TierServer(tier, key, address or _own_address()))
-            return servers[0].address
-
-        addresses = meeting.together("serve the fast tier", serve)
-        peers = [
-            Peer(tuple(addresses[rank] or ("", 0)), key, f"host of rank {rank}") for rank in leaders
-        ]
-        return cls(number, leaders, leads, peers, servers[0] if servers else None)
-
-    def partner(self) -> Peer:
-        """The host that has copies of what is here."""
-        return self.peers[(self.number + 1) % len(self.peers)]
-
-    def close(self) -> None:
-        for peer in self.peers:
-            peer.close()
-        if self.server is not None:
-            self.server.close()
-            self.server = None
+        return SpreadStore(self._tier, cards, manifest_of(cards), copies_of)
 
 
 class _Writing:
@@ -358,26 +316,6 @@ class _Writing:
 def _new_id() -> str:
     """Later ones are greater: of one step the one that was saved last is wanted."""
     return f"{time.time_ns():016x}"
-
-
-def _this_host() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
-
-
-def _own_address() -> str:
-    name = socket.gethostname()
-    try:
-        return socket.gethostbyname(name)
-    except OSError as error:
-        raise OSError(
-            f"{name}, the name of this host, has no address ({error}): give address=, the one that "
-            "other hosts reach"
-        ) from error
 
 
 def _warn_of(choice: Choice, newest: int) -> None:

@@ -20,12 +20,12 @@ _SHOWN = 8  # ranks in a message
 @dataclass(frozen=True)
 class Choice:
     """``save`` of ``world_size`` ranks, ``None`` if none is whole; ``holders``: for each rank the
-    host to read its file from; ``passed``: by step, a clause for each later save that is not whole.
+    hosts that have its file; ``passed``: by step, a clause for each later save that is not whole.
     """
 
     save: Save | None
     world_size: int
-    holders: Mapping[int, int]
+    holders: Mapping[int, Sequence[int]]
     passed: Mapping[int, str]
 
 
@@ -42,13 +42,13 @@ def listed(cards: Iterable[Card]) -> Listed | None:
 
 def choose(hosts: Sequence[Sequence[Listed]], step: int | None = None) -> Choice:
     """The newest save that ``hosts`` have whole among them; with ``step``, of that step."""
-    found: dict[tuple[Save, int], dict[int, int]] = {}
+    found: dict[tuple[Save, int], dict[int, list[int]]] = {}
     for host, saves in enumerate(hosts):
         for number, save_id, world, ranks in saves:
             if step in (None, number):
                 holders = found.setdefault((Save(number, save_id), world), {})
                 for rank in ranks:
-                    holders.setdefault(rank, host)
+                    holders.setdefault(rank, []).append(host)
     passed: dict[int, str] = {}
     for (save, world), holders in sorted(found.items(), reverse=True):
         missing = [rank for rank in range(world) if rank not in holders]

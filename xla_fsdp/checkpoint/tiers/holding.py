@@ -19,7 +19,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...consolidate.errors import CheckpointError, InvalidMetadataError
+from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, InvalidMetadataError
 from ...consolidate.format.digests import digest
 from ...consolidate.format.fields import Fields
 from ...consolidate.format.manifest import (
@@ -193,6 +193,18 @@ class HostTier:
                 for name in self.store.list(folder):
                     if _DRAFT.fullmatch(name):
                         self.store.remove(join(folder, name))
+
+
+def own_card(tier: HostTier, wanted: Card) -> Card:
+    """The card of this host for the file of ``wanted``, with its manifest.
+
+    Raises:
+        CheckpointNotFoundError: it has none.
+    """
+    for card in tier.cards(wanted.save):
+        if card.bare() == wanted:
+            return card
+    raise CheckpointNotFoundError(f"{wanted.name} of {wanted.save.folder} is not here")
 
 
 def _card_name(file: str) -> str:

@@ -22,13 +22,12 @@ from typing import Any
 
 from ...consolidate.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     OutputError,
     UnreadableFileError,
 )
 from ...consolidate.format.digests import ChunkDigests
 from ...consolidate.format.store import join
-from .holding import Card, HostTier
+from .holding import Card, HostTier, own_card
 
 _PIECE = 1 << 22
 _LINE = 1 << 26  # bytes of a line: the card of rank 0 has a manifest in it
@@ -71,6 +70,7 @@ class _Server(socketserver.ThreadingTCPServer):
 def _handler(tier: HostTier, key: bytes) -> type[socketserver.StreamRequestHandler]:
     class Handler(socketserver.StreamRequestHandler):
         timeout = TIMEOUT
+        disable_nagle_algorithm = True  # an answer is a line and then bytes
 
         def handle(self) -> None:
             nonce = secrets.token_bytes(_NONCE)
@@ -84,7 +84,7 @@ def _handler(tier: HostTier, key: bytes) -> type[socketserver.StreamRequestHandl
                         _receive(tier, request, self.rfile)
                         _say(self.wfile, {"ok": True})
                     elif request["do"] == "card":
-                        card = _own(tier, Card.load(request["card"].encode(), "a request"))
+                        card = own_card(tier, Card.load(request["card"].encode(), "a request"))
                         _say(self.wfile, {"ok": True, "card": card.dump().decode()})
                     else:
                         _send(tier, request, self.wfile)
@@ -108,14 +108,6 @@ def _send(tier: HostTier, request: dict[str, Any], out: BufferedIOBase) -> None:
         part = piece[: min(_PIECE, begin + count - at)]
         tier.store.read_into(path, at, part)
         out.write(part)
-
-
-def _own(tier: HostTier, wanted: Card) -> Card:
-    """The card of this host for the file of ``wanted``, with its manifest."""
-    for card in tier.cards(wanted.save):
-        if card.bare() == wanted:
-            return card
-    raise CheckpointNotFoundError(f"{wanted.name} of {wanted.save.folder} is not here")
 
 
 def _receive(tier: HostTier, request: dict[str, Any], source: BufferedIOBase) -> None:

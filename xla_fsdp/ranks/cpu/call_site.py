@@ -24,10 +24,10 @@ def of_frame(frame: FrameType | None) -> str:
     """The innermost frame of user code at or below ``frame``, else the innermost of all."""
     innermost = frame
     while frame is not None:
-        if not _is_library(frame.f_code.co_filename):
-            return _text(frame)
+        if not is_library(frame.f_code.co_filename):
+            return text(frame)
         frame = frame.f_back
-    return _text(innermost) if innermost is not None else "an unknown place"
+    return text(innermost) if innermost is not None else "an unknown place"
 
 
 def here() -> str:
@@ -40,11 +40,13 @@ def of_thread(ident: int | None) -> str:
     return of_frame(None if ident is None else sys._current_frames().get(ident))
 
 
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
+    """Whether it is none of the user's files."""
     if filename.startswith(_PACKAGES) or filename.startswith("<"):
         return True
     return filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
 
 
-def _text(frame: FrameType) -> str:
+def text(frame: FrameType) -> str:
+    """As messages name it."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

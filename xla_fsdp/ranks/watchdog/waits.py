@@ -1,0 +1,120 @@
+"""What a rank is doing, seen from another thread of its process: nothing is added to a step."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+
+import torch
+import torch_xla
+
+from ..cpu import call_site
+
+# Counters of torch_xla. The second begins a compilation and the third ends one; the first moves
+# when a sync has handed its program to the device, which is before the program ends.
+_SYNCS, _COMPILING, _COMPILED, _PROGRAMS = (
+    "MarkStep", "UncachedCompile", "CreateCompileHandles", "ExecuteComputation",
+)  # fmt: skip
+# A process that uses more of a core than this is at work: compiling, or computing on the host.
+_AT_WORK = 0.5
+_INNERMOST, _CHARACTERS = 24, 6_000
+_OTHER_THREADS, _ATTEMPTS = 8, 10
+_READS_A_VALUE = re.compile(r"\.(item|cpu|tolist|numpy|to|sync|mark_step|rendezvous)\(")
+_HERE = os.path.join(os.path.dirname(__file__), "")
+_TORCH_XLA = os.path.join(torch_xla.__path__[0], "")
+_DATA = (
+    os.path.join(torch.__path__[0], "utils/data/"),
+    os.path.join(_TORCH_XLA, "distributed/parallel_loader"),
+)
+
+#: What a rank does that waits for its device, and so perhaps for other ranks.
+DEVICE = "waiting for the device or other ranks"
+
+
+class Progress:
+    """How far this process is. Two ranks in it are as far as they are together."""
+
+    def __init__(self) -> None:
+        self._counts: tuple[int, ...] = ()
+        self._least = sys.maxsize  # compilations begun and not ended, when there was none
+        self._since = self._processor = 0.0
+
+    def look(self) -> tuple[int, float, str]:
+        """How many steps it has run, for how many seconds nothing has moved, and what it is at work
+        on meanwhile: ``"compiling"``, ``"computing"`` on the host, or ``""``."""
+        counts = tuple(_counter(name) for name in (_SYNCS, _COMPILING, _COMPILED, _PROGRAMS))
+        now, processor = time.monotonic(), time.process_time()
+        if counts != self._counts:
+            self._counts, self._since, self._processor = counts, now, processor
+        # Programs that are compiled in other ways have no beginning, one that fails has no end.
+        compiling = counts[1] - counts[2]
+        self._least = min(self._least, compiling)
+        idle = now - self._since
+        work = ""
+        if compiling > self._least:
+            work = "compiling"
+        elif processor - self._processor > _AT_WORK * idle:
+            work = "computing"
+        return counts[0], idle, work
+
+
+def _counter(name: str) -> int:
+    return torch_xla._XLAC._xla_counter_value(name) or 0
+
+
+def doing(thread: int) -> tuple[str, str, str]:
+    """What the thread with this ident is doing, its ``file:line`` in user code, and its stack, with
+    the innermost call of other threads below; at most some 7,000 characters."""
+    calls = _calls(thread)
+    if not calls:
+        return "without a thread", "an unknown place", ""
+    # Sources are read from disk by another thread than that of the rank, so they may be.
+    stack = traceback.StackSummary.extract(iter(calls), limit=_INNERMOST)
+    stack.reverse()
+    text = "".join(stack.format())[-_CHARACTERS:]
+    names = {one.ident: one.name for one in threading.enumerate()}
+    others = [
+        f"  thread {names.get(ident, 'without a name')}: {call_site.of_frame(other)}\n"
+        for ident, other in sys._current_frames().items()
+        if ident != thread and not names.get(ident, "").startswith("xla_fsdp")
+    ]
+    return _what(calls), _where(calls), text + "".join(others[:_OTHER_THREADS])
+
+
+def _calls(thread: int) -> list[tuple[FrameType, int]]:
+    """Outward, to where the rank's function is called."""
+    calls: list[tuple[FrameType, int]] = []
+    for _ in range(_ATTEMPTS):
+        calls, frame = [], sys._current_frames().get(thread)
+        while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
+            calls.append((frame, frame.f_lineno))
+            frame = frame.f_back
+        if frame is not None:  # else a call has returned while this was looking
+            break
+    return calls
+
+
+def _where(calls: list[tuple[FrameType, int]]) -> str:
+    users = (frame for frame, _ in calls if not call_site.is_library(frame.f_code.co_filename))
+    return call_site.text(next(users, calls[0][0]))
+
+
+def _what(calls: list[tuple[FrameType, int]]) -> str:
+    for number, (frame, line) in enumerate(calls):
+        file = frame.f_code.co_filename
+        if file.startswith(_DATA):
+            return "waiting for data"
+        if file.startswith(_TORCH_XLA):
+            return DEVICE
+        if os.path.basename(file) == "queue.py" or f"{os.sep}multiprocessing{os.sep}" in file:
+            return "waiting at a queue"
+        if not call_site.is_library(file):
+            reads = number == 0 and _READS_A_VALUE.search(linecache.getline(file, line))
+            return DEVICE if reads else "running"
+    return "running"

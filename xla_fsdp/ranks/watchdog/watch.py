@@ -1,0 +1,159 @@
+"""What each rank does to be watched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch_xla.runtime as xr
+
+from .. import spawned
+from ..channel import open_channel
+from ..errors import RankTimeoutError
+from . import dumps
+from .settings import Settings, say, settings
+from .waits import Progress, doing
+from .watcher import Watcher
+
+
+def watched(fn: Callable, timeout: float) -> Callable:
+    """``fn``, to be run as ranks that are watched; can be pickled if ``fn`` can.
+
+    Raises:
+        ValueError: what the environment says is wrong.
+    """
+    chosen = settings(timeout)
+    return fn if chosen is None else _Watched(fn, chosen)
+
+
+class _Watched:
+    def __init__(self, fn: Callable, chosen: Settings) -> None:
+        self.fn, self.chosen = fn, chosen
+
+    def __call__(self, rank: int, *args: Any) -> Any:
+        with _Watch(self.chosen).around():
+            return self.fn(rank, *args)
+
+
+class _Watch:
+    """One rank's part; made on its own thread."""
+
+    _store: Any  # torch's annotations lack half of its methods
+    _watcher: Watcher
+
+    def __init__(self, chosen: Settings) -> None:
+        # On v2 and v3 only this thread knows which rank of its process it is.
+        self._rank, self._size = xr.global_ordinal(), xr.world_size()
+        self._settings = chosen
+        self._thread = threading.get_ident()
+        self._process: dict[str, Any] = {}
+        self._name = f"process {os.getpid()} of {socket.gethostname()}"
+        self._progress = Progress()
+        self._beats = 0
+        self._ended = ""
+        self._over = threading.Event()
+        self._lease = ""  # what the rank on duty said last, and when this one first saw that
+        self._lease_since = time.monotonic()
+        self._answered = 0
+        self._helped: set[str] = set()
+        self._beater = threading.Thread(
+            target=self._run, name=f"xla_fsdp-watchdog-{self._rank}", daemon=True
+        )
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Within, the rank is watched. Nobody waits for it after that."""
+        self._beater.start()
+        try:
+            yield
+            self._ended = "its function returned"
+        except BaseException as error:
+            self._ended = f"raised {type(error).__name__}"
+            if isinstance(error, SystemExit):  # Preempted, too
+                self._ended = f"ended with exit code {error.code!s:.100}"
+            with contextlib.suppress(Exception):  # whatever the user's class does there
+                self._ended += f": {error!s:.300}" if isinstance(error, Exception) else ""
+            raise
+        finally:
+            self._over.set()
+            self._beater.join(1.0)  # a store that hangs must not keep the rank
+
+    def _run(self) -> None:
+        try:
+            self._process = dumps.prepare(self._thread)
+            # The store may be slow to answer: no rank waits for that.
+            channel = open_channel("watchdog", (self._rank, self._size))
+        except (RuntimeError, OSError) as error:
+            say(f"nobody watches whether rank {self._rank} hangs: {error}")
+            return
+        self._store, self._watcher = channel.store, Watcher(channel, self._settings)
+        try:
+            while not self._over.is_set():
+                self._beat()
+                self._listen()
+                self._over.wait(self._settings.beat)
+            self._beat()
+        except RuntimeError as error:
+            if not self._over.is_set():
+                self._alone(str(error))
+
+    def _beat(self) -> None:
+        self._beats += 1
+        steps, idle, work = self._progress.look()
+        sign = {"beat": self._beats, "steps": steps, "idle": idle, "work": work}
+        sign |= {"ended": self._ended, "name": self._name, "process": self._process}
+        self._store.set(f"sign/{self._rank}", json.dumps(sign))
+        if self._beats == 1:
+            self._store.append("roster", f"{self._rank} ")
+
+    def _listen(self) -> None:
+        now = time.monotonic()
+        expected, own = self._watcher.lease()
+        if not expected and now - self._lease_since > 2 * self._settings.to_answer:
+            expected = self._lease  # whoever is on duty gives no sign of life
+        said = self._store.compare_set("watcher", expected, own).decode()
+        if said != self._lease:
+            self._lease, self._lease_since = said, now
+        lease = json.loads(said)
+        self._watcher.on_duty(own if said == own else "", lease["ask"])
+        if lease["ask"] > self._answered:
+            self._answered = lease["ask"]
+            self._helped.clear()
+            self._answer(lease["ask"], self._rank, *doing(self._thread))
+        for rank, process in lease["silent"].items():
+            if rank not in self._helped and dumps.neighbours(process, self._process):
+                self._helped.add(rank)
+                if int(rank) != self._rank:
+                    self._answer(lease["ask"], int(rank), "", *dumps.stack_of(process))
+        if lease["end"]:
+            # First everybody reads it: the store may end with the first process that does.
+            time.sleep(self._settings.to_answer)
+            spawned.fail(self._rank, RankTimeoutError(lease["end"], lease["named"]))
+        if said == own:
+            self._watcher.look()
+
+    def _answer(self, ask: int, rank: int, what: str, where: str, stack: str) -> None:
+        self._store.set(f"answer/{ask}/{rank}", json.dumps([what, where, stack]))
+        self._store.append(f"answered/{ask}", f"{rank} ")
+
+    def _alone(self, why: str) -> None:
+        """Without a store there is still this rank to be told of."""
+        while not self._over.wait(self._settings.beat):
+            steps, idle, work = self._progress.look()
+            if idle > self._settings.patience(steps, bool(work)):
+                what, where, stack = doing(self._thread)
+                head = (
+                    f"rank {self._rank} has not gone on for {idle:.0f} s, and hears nothing of the "
+                    f"others: their store was lost ({why.splitlines()[0]:.200}), with the process "
+                    "that launched the ranks of the first host"
+                )
+                say(f"{head}\n  rank {self._rank}: {what}, at {where}\n{stack}")
+                if self._settings.end:
+                    spawned.fail(self._rank, RankTimeoutError(head))
+                return
