@@ -1,4 +1,4 @@
-"""The time model held against published step times: ``python -m benchmarks.published_gpt2 [2B ...]``.
+"""The time model held against GPT-2 on v4, in-tree FSDP: ``python -m benchmarks.published_gpt2``.
 
 Each run of ``gpt2.py`` is planned on its slice, and the modelled step is set beside the published
 one. Times are linear in the number of blocks, since all blocks are equal, so a deep model may be
@@ -37,7 +37,9 @@ LINEAR = (
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.published_gpt2", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.published_gpt2", description=__doc__
+    )
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(RUNS)}; all")
     parser.add_argument("--depths", type=int, nargs="+", metavar="N", help="blocks; full depth")
     parser.add_argument("--no_dropout", action="store_true", help="published for the 2B: with it")

@@ -220,6 +220,4 @@ def resnet_step(sizes: ResNet50) -> Callable[[], torch.Tensor]:
 
 def step_of(sizes: Decoder | ResNet50, replicas: int = 1) -> Callable[[], torch.Tensor]:
     """A training step for :func:`xla_fsdp.plan`."""
-    return (
-        resnet_step(sizes) if isinstance(sizes, ResNet50) else decoder_step(sizes, replicas)
-    )
+    return resnet_step(sizes) if isinstance(sizes, ResNet50) else decoder_step(sizes, replicas)

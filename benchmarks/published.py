@@ -1,0 +1,172 @@
+"""The time model held against published speeds: ``python -m benchmarks.published [NAME ...]``.
+
+Each run of ``published_runs.py`` is planned on its slice, without a TPU, and the modelled step set
+beside the published one. Plans are kept on disk and rows in ``benchmarks/results/published.json``;
+the table beside it is made of all rows that are there. A plan takes minutes the first time:
+``--list`` says which there are, ``--known`` only makes the table again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from .published_runs import NOT_PLANNED, RUNS, Run, halves
+from .published_steps import ResNet50, step_of
+
+RESULTS = Path(__file__).parent / "results" / "published.json"
+GIB = 2**30
+
+
+def planned(run: Run, save: Path | None = None) -> dict:
+    """The figures of one plan, in seconds and bytes."""
+    from xla_fsdp.compiled.host_options import host_options
+    from xla_fsdp.compiler_options import FOR_LOOPS
+    from xla_fsdp.planning.compiling.cache import PlanCache
+    from xla_fsdp.planning.compiling.compiler import compile_step
+    from xla_fsdp.planning.compiling.progress import Progress
+    from xla_fsdp.planning.make_report import make_report
+    from xla_fsdp.planning.tracing.step import trace_step
+    from xla_fsdp.tpu.topology import resolve
+
+    from .roofline import by_kind, timed
+
+    # xla_fsdp.plan's steps one by one, for the text of the compiled program.
+    where = resolve(run.slice)
+    scanned = not isinstance(run.sizes, ResNet50)
+    host = host_options(where.chip, "xla_fsdp", FOR_LOOPS if scanned else None)
+    step = trace_step(step_of(run.sizes, run.replicas), 0, where.devices, where, host.arguments)
+    compiled = compile_step(step.program, where, host, PlanCache.at(True), Progress())
+    if save is not None:
+        save.mkdir(parents=True, exist_ok=True)
+        (save / f"{run.name}.txt").write_text(compiled.scheduled)
+    report = make_report(where, compiled, step, (0,), 1, run.name, host)
+    if report.refusal:
+        return {"refusal": report.refusal.splitlines()[0][:300]}
+    operations = timed(compiled.scheduled, report.schedule, where.chip)
+    again = sum(one.seconds for one in operations if one.again in run.kept)
+    return {
+        "step": report.timing.step,
+        "compute": report.timing.compute,
+        "collective": report.timing.collective,
+        "exposed": report.timing.exposed,
+        "again": again,
+        "kinds": by_kind(operations),
+        "model_flops": report.timing.model_flops,
+        "peak": where.chip.device_flops,
+        "hbm": report.memory.required,
+        "fits": report.fits,
+        "compile_s": compiled.seconds,
+        "notes": list(report.notes),
+    }
+
+
+def ratio(run: Run, row: dict) -> float:
+    """Modelled over published, without what the run did not compute again."""
+    return (row["step"] - row["again"]) / run.seconds
+
+
+def markdown(rows: dict[str, dict]) -> str:
+    """The rows, and the spread of their errors by chip and by half."""
+    good = {name: row for name, row in rows.items() if name in RUNS and "step" in row}
+    fit, held = halves(list(good))
+    lines = [
+        "| run | half | published | step, s | modelled, s | less kept | error | MFU, % | products "
+        "| kernels | other | (at HBM's peak) | exposed | HBM, GiB |",
+        "|---|---|---|" + "---:|" * 11,
+    ]
+    for name in RUNS:
+        if name in good:
+            lines.append("| " + " | ".join(_row(RUNS[name], good[name], name in fit)) + " |")
+    lines += ["", "| | runs | mean error | worst | within 15 % |", "|---|---:|---:|---:|---:|"]
+    groups = {chip: [n for n in good if RUNS[n].chip == chip] for chip in _chips()}
+    groups |= {"corrected on": sorted(fit), "held out": sorted(held)}
+    for label, names in groups.items():
+        if names:
+            errors = [100 * (ratio(RUNS[n], good[n]) - 1) for n in names]
+            worst = max(errors, key=abs)
+            near = sum(abs(error) <= 15 for error in errors)
+            lines.append(
+                f"| {label} | {len(names)} | {statistics.mean(errors):+.0f} % | {worst:+.0f} % | "
+                f"{near} of {len(names)} |"
+            )
+    lines += ["", "Seconds of a step. An error above 0: the model takes longer than the run did."]
+    for name, row in rows.items():
+        if "step" not in row:
+            lines.append(f"\nDid not fit, so no time: {name}: {row.get('refusal', '')}")
+    return "\n".join(lines)
+
+
+def _chips() -> list[str]:
+    return list(dict.fromkeys(run.chip for run in RUNS.values()))
+
+
+def _row(run: Run, row: dict, fit: bool) -> list[str]:
+    kinds = row["kinds"]
+    step = row["step"] - row["again"]
+    return [
+        run.name,
+        "corrected on" if fit else "held out",
+        run.published,
+        f"{'at most ' if run.bound else ''}{run.seconds:.3f}",
+        f"{row['step']:.3f}",
+        f"{step:.3f}" if row["again"] else "-",
+        f"{100 * (ratio(run, row) - 1):+.0f} %",
+        f"{100 * row['model_flops'] / (step * row['peak']):.1f}",
+        f"{kinds['products']['estimated']:.3f} ({kinds['products']['floor']:.3f})",
+        f"{kinds['kernels']['estimated']:.3f}",
+        f"{kinds['other']['estimated']:.3f}",
+        f"{kinds['other']['floor']:.3f}",
+        f"{row['exposed']:.3f}",
+        f"{row['hbm'] / GIB:.1f}{'' if row['fits'] else ' (too much)'}",
+    ]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names; default: all")
+    parser.add_argument("--list", action="store_true", help="the runs, and those that are none")
+    parser.add_argument("--known", action="store_true", help="plan nothing, make the table again")
+    parser.add_argument("--missing", action="store_true", help="only runs without a row")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON; its table is beside")
+    parser.add_argument("--texts", type=Path, help="folder for the compiled programs")
+    flags = parser.parse_args(arguments)
+    asked = [n for n in RUNS if not flags.names or any(part in n for part in flags.names)]
+    if not asked:
+        parser.error(f"no run has {' or '.join(flags.names)} in its name; --list shows all")
+    if flags.list:
+        _show()
+        return
+    rows = json.loads(flags.out.read_text()) if flags.out.exists() else {}
+    for number, name in enumerate([] if flags.known else asked, 1):
+        if flags.missing and name in rows:
+            continue
+        print(f"{number} of {len(asked)}: {name}", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        rows[name] = planned(RUNS[name], flags.texts)
+        flags.out.write_text(json.dumps(rows, indent=1) + "\n")
+        step = rows[name].get("step")
+        said = f"{step:.3f} s, published {RUNS[name].seconds:.3f}" if step else "does not fit"
+        took = time.perf_counter() - began
+        print(f"  {said} ({took:.0f} s)", file=sys.stderr, flush=True)
+    table = markdown(rows)
+    flags.out.with_suffix(".md").write_text(table + "\n")
+    print(table)
+
+
+def _show() -> None:
+    for run in RUNS.values():
+        print(f"{run.name}: {run.published}, {run.source}")
+        for label, text in (("assumed", run.assumed), ("differs", run.differs)):
+            if text:
+                print(f"    {label}: {text}")
+    for name, why in NOT_PLANNED.items():
+        print(f"not planned: {name}: {why}")
+
+
+if __name__ == "__main__":
+    main()
