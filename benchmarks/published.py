@@ -17,9 +17,15 @@ from pathlib import Path
 
 from .published_runs import NOT_PLANNED, RUNS, Run, halves
 from .published_steps import ResNet50, step_of
+from .roofline import KINDS, by_kind, timed
 
 RESULTS = Path(__file__).parent / "results" / "published.json"
 GIB = 2**30
+NOTE = (
+    "Seconds of a step; in brackets the same operations at the chip's peaks, the longer of "
+    "products and bytes. An error above 0: the model takes longer than the run did. `less kept`: "
+    "without the products that the run did not compute again; errors are of that."
+)
 
 
 def planned(run: Run, save: Path | None = None) -> dict:
@@ -32,8 +38,6 @@ def planned(run: Run, save: Path | None = None) -> dict:
     from xla_fsdp.planning.make_report import make_report
     from xla_fsdp.planning.tracing.step import trace_step
     from xla_fsdp.tpu.topology import resolve
-
-    from .roofline import by_kind, timed
 
     # xla_fsdp.plan's steps one by one, for the text of the compiled program.
     where = resolve(run.slice)
@@ -76,7 +80,7 @@ def markdown(rows: dict[str, dict]) -> str:
     fit, held = halves(list(good))
     lines = [
         "| run | half | published | step, s | modelled, s | less kept | error | MFU, % | products "
-        "| kernels | other | (at HBM's peak) | exposed | HBM, GiB |",
+        "| kernels | copies | other | exposed | HBM, GiB |",
         "|---|---|---|" + "---:|" * 11,
     ]
     for name in RUNS:
@@ -94,7 +98,7 @@ def markdown(rows: dict[str, dict]) -> str:
                 f"| {label} | {len(names)} | {statistics.mean(errors):+.0f} % | {worst:+.0f} % | "
                 f"{near} of {len(names)} |"
             )
-    lines += ["", "Seconds of a step. An error above 0: the model takes longer than the run did."]
+    lines += ["", NOTE]
     for name, row in rows.items():
         if "step" not in row:
             lines.append(f"\nDid not fit, so no time: {name}: {row.get('refusal', '')}")
@@ -117,13 +121,16 @@ def _row(run: Run, row: dict, fit: bool) -> list[str]:
         f"{step:.3f}" if row["again"] else "-",
         f"{100 * (ratio(run, row) - 1):+.0f} %",
         f"{100 * row['model_flops'] / (step * row['peak']):.1f}",
-        f"{kinds['products']['estimated']:.3f} ({kinds['products']['floor']:.3f})",
-        f"{kinds['kernels']['estimated']:.3f}",
-        f"{kinds['other']['estimated']:.3f}",
-        f"{kinds['other']['floor']:.3f}",
+        *(_beside(kinds[kind]) for kind in KINDS),
         f"{row['exposed']:.3f}",
         f"{row['hbm'] / GIB:.1f}{'' if row['fits'] else ' (too much)'}",
     ]
+
+
+def _beside(times: dict[str, float]) -> str:
+    """By the compiler, and at the chip's peaks."""
+    floor = times["floor"]
+    return f"{times['estimated']:.3f}" + (f" ({floor:.3f})" if floor else "")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,17 +7,21 @@ results in HBM with the padding of their layouts; of what a fusion only slices, 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from xla_fsdp.planning.program.flops import flops_of
 from xla_fsdp.planning.program.hlo import Computation, Instruction, Module, parse_module
 from xla_fsdp.planning.program.kernels import is_kernel
 from xla_fsdp.planning.program.places import Place, line_up
-from xla_fsdp.planning.program.shapes import leaves, padded_bytes
+from xla_fsdp.planning.program.shapes import Shape, leaves, padded_bytes
 from xla_fsdp.planning.records import Op, Schedule
 from xla_fsdp.tpu.chips import Chip
 
-KINDS = ("products", "kernels", "other")
+KINDS = ("products", "kernels", "copies", "other")
+_COPIES = ("copy", "transpose", "reshape")
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_FIELD = re.compile(r"(\w+)=([-\dx_]+)")
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -54,6 +58,8 @@ def timed(text: str, schedule: Schedule, chip: Chip) -> list[Timed]:
         flops = _flops(module, place.instruction, by_scope[place.scope])
         kernel = is_kernel(place.instruction)
         kind = "kernels" if kernel else "products" if flops else "other"
+        if op.opcode in _COPIES:
+            kind = "copies"
         bytes_ = _bytes(module, place, by_scope[place.scope]) if op.cycles else 0
         found.append(
             Timed(
@@ -76,7 +82,7 @@ def _flops(module: Module, one: Instruction, named: dict[str, Instruction]) -> f
     if one.opcode == "fusion":
         return _inside(module, module.called_by(one))
     if one.opcode in ("dot", "convolution"):
-        return flops_of(Computation("", list(named.values())), one)
+        return _product(Computation("", list(named.values())), one)
     return 0.0
 
 
@@ -86,8 +92,40 @@ def _inside(module: Module, computation: Computation) -> float:
         if one.opcode == "fusion":
             total += _inside(module, module.called_by(one))
         elif one.opcode in ("dot", "convolution"):
-            total += flops_of(computation, one)
+            total += _product(computation, one)
     return total
+
+
+def _product(computation: Computation, one: Instruction) -> float:
+    """FLOPs without those of the padding, which the compiler makes much of: a convolution of 1 x 1
+    may be written as one of 56 x 56 of which one position hits."""
+    flops = flops_of(computation, one)
+    labels = _LABELS.search(one.attributes)
+    window = one.attribute("window")
+    if one.opcode == "dot" or not labels or not window:
+        return flops
+    spread = 1
+    for axis, number in enumerate(label for label in labels[1] if label.isdigit()):
+        given = {key: value.split("x")[axis] for key, value in _FIELD.findall(window)}
+        length = _length(computation, one.operands[0], labels[1], number)
+        out = _dims(one)[labels[3].index(number)]
+        size, stride = int(given["size"]), int(given.get("stride", 1))
+        step, gaps = int(given.get("rhs_dilate", 1)), int(given.get("lhs_dilate", 1))
+        low = int(given.get("pad", "0_0").split("_")[0])
+        reached = (o * stride + k * step - low for o in range(out) for k in range(size))
+        hits = sum(0 <= at <= (length - 1) * gaps and at % gaps == 0 for at in reached)
+        flops *= hits / (out * size)
+        spread *= gaps
+    return flops * spread  # flops_of has already divided by it
+
+
+def _length(computation: Computation, operand: str, labels: str, number: str) -> int:
+    return _dims(computation.by_name[operand])[labels.index(number)]
+
+
+def _dims(one: Instruction) -> tuple[int, ...]:
+    assert isinstance(one.shape, Shape), one.name
+    return one.shape.dims
 
 
 def _bytes(module: Module, place: Place, named: dict[str, Instruction]) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import published
 from benchmarks.published_runs import NOT_PLANNED, RUNS, halves
-from benchmarks.roofline import by_kind, timed
+from benchmarks.roofline import KINDS, by_kind, timed
 from xla_fsdp.planning.records import Op, Schedule
 from xla_fsdp.tpu.chips import CHIPS
 from xla_fsdp.tpu.topology import resolve
@@ -100,7 +100,7 @@ def test_every_run_has_a_slice_and_halves_alternate_by_chip():
 
 
 def test_table_of_rows(tmp_path, capsys):
-    kinds = {kind: {"estimated": 1.0, "floor": 0.5} for kind in ("products", "kernels", "other")}
+    kinds = {kind: {"estimated": 1.0, "floor": 0.5} for kind in KINDS}
     row = {"step": 4.0, "compute": 3.0, "collective": 2.0, "exposed": 1.0, "again": 0.557,
            "kinds": kinds, "model_flops": 1.4e15, "peak": 918e12, "hbm": 2**34, "fits": True,
            "compile_s": 1.0, "notes": []}  # fmt: skip
