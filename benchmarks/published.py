@@ -42,7 +42,8 @@ def planned(run: Run, save: Path | None = None) -> dict:
     # xla_fsdp.plan's steps one by one, for the text of the compiled program.
     where = resolve(run.slice)
     scanned = not isinstance(run.sizes, ResNet50)
-    host = host_options(where.chip, "xla_fsdp", FOR_LOOPS if scanned else None)
+    options = {**(FOR_LOOPS if scanned else {}), **run.options}
+    host = host_options(where.chip, "xla_fsdp", options)
     step = trace_step(step_of(run.sizes, run.replicas), 0, where.devices, where, host.arguments)
     compiled = compile_step(step.program, where, host, PlanCache.at(True), Progress())
     if save is not None:
