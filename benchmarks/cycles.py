@@ -35,8 +35,8 @@ EDGE = 8192
 # Name, dtype, the operation in StableHLO, tensors read and written.
 ELEMENTS = (
     ("a + b", "f32", "stablehlo.add", 3),
-    ("2 a", "f32", "double", 2),
-    ("a + b, bfloat16", "bf16", "stablehlo.multiply", 3),
+    ("a + a", "f32", "double", 2),
+    ("a · b, bfloat16", "bf16", "stablehlo.multiply", 3),
 )
 
 
@@ -88,29 +88,24 @@ def planned(slice: str, options: dict[str, str]) -> Report:
 
 
 def shares(report: Report, chip: Chip) -> list[str]:
-    """Of the peak, in the order of :data:`PRODUCTS` and :data:`ELEMENTS`."""
-    names = {op.name: op for op in report.schedule.ops if op.cycles}
-    seconds = sorted(
-        (b.born, names[b.name].cycles / chip.clock_hz, b.shape)
-        for b in report.schedule.buffers
-        if b.name in names and b.category == "output"
-    )
-    found = {}
-    for _, time, shape in seconds:
-        found.setdefault(shape, []).append(time)
+    """Of the peak, in the order of :data:`PRODUCTS` and :data:`ELEMENTS`; operations are told apart
+    by kind and by the shape of their results."""
+    outputs = {b.name: b.shape for b in report.schedule.buffers if b.category == "output"}
+    cycles: dict[tuple[bool, str], list[int]] = {}
+    for op in report.schedule.ops:
+        if op.cycles and op.name in outputs:
+            alone = op.opcode in ("add", "multiply")
+            cycles.setdefault((alone, outputs[op.name]), []).append(op.cycles)
     cells = []
     for m, k, n in PRODUCTS:
-        times = found.get(f"bf16[{m},{n}]", [])
-        ideal = 2 * m * k * n / chip.device_flops
-        cells.append(f"{ideal / max(times):.0%}" if times else "-")
-    for name, dtype, _, tensors in ELEMENTS:
-        times = found.get(f"{dtype}[{EDGE},{EDGE}]", [])
+        (found,) = cycles[False, f"bf16[{m},{n}]"]
+        cells.append(2 * m * k * n / chip.device_flops / (found / chip.clock_hz))
+    for _, dtype, _, tensors in ELEMENTS:
+        found = max(cycles[True, f"{dtype}[{EDGE},{EDGE}]"])
         width = 4 if dtype == "f32" else 2
-        ideal = tensors * EDGE**2 * width / chip.device_hbm_bandwidth
-        longest = name.startswith("a + b")
-        time = (max(times) if longest and dtype == "f32" else min(times)) if times else 0.0
-        cells.append(f"{ideal / time:.0%}" if time else "-")
-    return cells
+        moved = tensors * EDGE**2 * width / chip.device_hbm_bandwidth
+        cells.append(moved / (found / chip.clock_hz))
+    return [f"{cell:.0%}" for cell in cells]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
