@@ -32,6 +32,8 @@ PRODUCTS = (
     (12288, 4096, 28672),
 )
 EDGE = 8192
+# (m, k, n) of the products of ``--fused``: of MaxText's 16B and 32B, in the forward.
+FUSED = ((12288, 28672, 4096), (8192, 28672, 8192))
 # Name, dtype, the operation in StableHLO, tensors read and written.
 ELEMENTS = (
     ("a + b", "f32", "stablehlo.add", 3),
@@ -71,8 +73,37 @@ def program() -> str:
     return f"module @step {{\n  func.func @main({given}) -> ({shapes}) {{\n    {lines}\n  }}\n}}\n"
 
 
-def planned(slice: str, options: dict[str, str]) -> Report:
-    text = program().encode()
+def fused_program() -> str:
+    """Of each of :data:`FUSED`: the product, that of SiLU(g) u, which the compiler computes in it,
+    and SiLU(g) u alone."""
+    given, body, results = [], [], []
+    replicated = '{mhlo.sharding = "{replicated}"}'
+    for number, (m, k, n) in enumerate(FUSED):
+        left, right, out = (f"tensor<{a}x{b}xbf16>" for a, b in ((m, k), (k, n), (m, n)))
+        for name, shape in zip("xghijw", (left, left, left, left, left, right), strict=True):
+            given.append(f"%{name}{number}: {shape} {replicated}")
+        for of, gate, up in (("in", "g", "h"), ("alone", "i", "j")):
+            at = f"%{of}{number}"
+            body.append(f"{at}_s = stablehlo.logistic %{gate}{number} : {left}")
+            body.append(f"{at}_t = stablehlo.multiply %{gate}{number}, {at}_s : {left}")
+            body.append(f"{at} = stablehlo.multiply {at}_t, %{up}{number} : {left}")
+        for name, of in (("plain", "x"), ("fused", "in")):
+            how = f"%{of}{number}, %w{number}, contracting_dims = [1] x [0]"
+            product = f"stablehlo.dot_general {how} : ({left}, {right}) -> {out}"
+            body.append(f"%{name}{number} = {product}")
+            results.append((f"%{name}{number}", out))
+        results.append((f"%alone{number}", left))
+    names = ", ".join(name for name, _ in results)
+    shapes = ", ".join(shape for _, shape in results)
+    lines = "\n    ".join([*body, f"return {names} : {shapes}"])
+    arguments = ", ".join(given)
+    return (
+        f"module @step {{\n  func.func @main({arguments}) -> ({shapes}) {{\n    {lines}\n  }}\n}}\n"
+    )
+
+
+def planned(slice: str, options: dict[str, str], fused: bool = False) -> Report:
+    text = (fused_program() if fused else program()).encode()
     one = PartitionedProgram(
         stablehlo=text,
         fingerprint=hashlib.sha256(text).hexdigest(),
@@ -108,13 +139,39 @@ def shares(report: Report, chip: Chip) -> list[str]:
     return [f"{cell:.0%}" for cell in cells]
 
 
+def _print_fused(slices: Sequence[str], options: dict[str, str]) -> None:
+    print("| | at the peak, ms | alone | with SiLU(g) u inside | SiLU(g) u alone |")
+    print("|---|---:|---:|---:|---:|")
+    for name in slices:
+        chip = resolve(name).chip
+        report = planned(name, options, fused=True)
+        outputs = {b.name: b.shape for b in report.schedule.buffers if b.category == "output"}
+        times: dict[str, list[float]] = {}
+        for op in report.schedule.ops:
+            if op.cycles and op.name in outputs:
+                times.setdefault(outputs[op.name], []).append(1e3 * op.cycles / chip.clock_hz)
+        for m, k, n in FUSED:
+            plain, fused = sorted(times[f"bf16[{m},{n}]"])
+            (vector,) = times[f"bf16[{m},{k}]"]
+            cells = (2e3 * m * k * n / chip.device_flops, plain, fused, vector)
+            print(
+                f"| {chip.family}, {m}×{k} · {k}×{n} | "
+                + " | ".join(f"{c:.2f}" for c in cells)
+                + " |"
+            )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cycles", description=__doc__)
     parser.add_argument("slice", nargs="+", help="such as v6e-8")
+    parser.add_argument("--fused", action="store_true", help="products that compute their input")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
     flags = parser.parse_args(arguments)
     require_slices(parser, flags.slice)
     options = dict(option.split("=", 1) for option in flags.option)
+    if flags.fused:
+        _print_fused(flags.slice, options)
+        return
     columns = [f"{m}×{k} · {k}×{n}" for m, k, n in PRODUCTS] + [name for name, *_ in ELEMENTS]
     print("| | " + " | ".join(columns) + " |")
     print("|---|" + "---:|" * len(columns))

@@ -24,7 +24,8 @@ GIB = 2**30
 NOTE = (
     "Seconds of a step; in brackets the same operations at the chip's peaks, the longer of "
     "products and bytes. An error above 0: the model takes longer than the run did. `less kept`: "
-    "without the products that the run did not compute again; errors are of that."
+    "without the products that the run did not compute again; errors are of that. `if beside`: the "
+    "error if the vector unit works beside the matrix unit within an operation."
 )
 
 
@@ -54,25 +55,29 @@ def planned(run: Run, save: Path | None = None) -> dict:
         return {"refusal": report.refusal.splitlines()[0][:300]}
     operations = timed(compiled.scheduled, report.schedule, where.chip)
     again = sum(one.seconds for one in operations if one.again in run.kept)
+    plain = where.chip.matrix_cycles
     return {
         "step": report.timing.step,
         "compute": report.timing.compute,
         "collective": report.timing.collective,
         "exposed": report.timing.exposed,
         "again": again,
+        "beside": sum(one.seconds - one.beside(plain) for one in operations),
         "kinds": by_kind(operations),
         "model_flops": report.timing.model_flops,
         "peak": where.chip.device_flops,
         "hbm": report.memory.required,
         "fits": report.fits,
+        "options": dict(run.options),
         "compile_s": compiled.seconds,
         "notes": list(report.notes),
     }
 
 
-def ratio(run: Run, row: dict) -> float:
-    """Modelled over published, without what the run did not compute again."""
-    return (row["step"] - row["again"]) / run.seconds
+def ratio(run: Run, row: dict, beside: bool = False) -> float:
+    """Modelled over published, without what the run did not compute again; with ``beside`` also
+    without vector work beside products, as ``roofline.Timed.beside`` has it."""
+    return (row["step"] - row["again"] - beside * row["beside"]) / run.seconds
 
 
 def markdown(rows: dict[str, dict]) -> str:
@@ -80,26 +85,32 @@ def markdown(rows: dict[str, dict]) -> str:
     good = {name: row for name, row in rows.items() if name in RUNS and "step" in row}
     fit, held = halves(list(good))
     lines = [
-        "| run | half | published | step, s | modelled, s | less kept | error | MFU, % | products "
-        "| kernels | copies | other | exposed | HBM, GiB |",
-        "|---|---|---|" + "---:|" * 11,
+        "| run | half | published | step, s | modelled, s | less kept | error | if beside | MFU, % "
+        "| products | kernels | copies | other | exposed | HBM, GiB |",
+        "|---|---|---|" + "---:|" * 12,
     ]
     for name in RUNS:
         if name in good:
             lines.append("| " + " | ".join(_row(RUNS[name], good[name], name in fit)) + " |")
-    lines += ["", "| | runs | mean error | worst | within 15 % |", "|---|---:|---:|---:|---:|"]
+    lines += [
+        "",
+        "| | runs | mean error | worst | within 15 % | if beside: mean | worst | within |",
+    ]
+    lines.append("|---|" + "---:|" * 7)
     groups = {chip: [n for n in good if RUNS[n].chip == chip] for chip in _chips()}
     groups |= {"corrected on": sorted(fit), "held out": sorted(held)}
     for label, names in groups.items():
         if names:
-            errors = [100 * (ratio(RUNS[n], good[n]) - 1) for n in names]
-            worst = max(errors, key=abs)
-            near = sum(abs(error) <= 15 for error in errors)
-            lines.append(
-                f"| {label} | {len(names)} | {statistics.mean(errors):+.0f} % | {worst:+.0f} % | "
-                f"{near} of {len(names)} |"
-            )
+            cells = [f"{len(names)}"]
+            for beside in (False, True):
+                errors = [100 * (ratio(RUNS[n], good[n], beside) - 1) for n in names]
+                near = sum(abs(error) <= 15 for error in errors)
+                cells += [f"{statistics.mean(errors):+.0f} %", f"{max(errors, key=abs):+.0f} %"]
+                cells += [f"{near} of {len(names)}"]
+            lines.append(f"| {label} | " + " | ".join(cells) + " |")
     lines += ["", NOTE]
+    if any(row.get("options", {}) != RUNS[name].options for name, row in good.items()):
+        lines += ["", "(1) Planned without the options of the compiler that the run had."]
     for name, row in rows.items():
         if "step" not in row:
             lines.append(f"\nDid not fit, so no time: {name}: {row.get('refusal', '')}")
@@ -113,14 +124,16 @@ def _chips() -> list[str]:
 def _row(run: Run, row: dict, fit: bool) -> list[str]:
     kinds = row["kinds"]
     step = row["step"] - row["again"]
+    name = run.name if row.get("options", {}) == run.options else f"{run.name} (1)"
     return [
-        run.name,
+        name,
         "corrected on" if fit else "held out",
         run.published,
         f"{'at most ' if run.bound else ''}{run.seconds:.3f}",
         f"{row['step']:.3f}",
         f"{step:.3f}" if row["again"] else "-",
         f"{100 * (ratio(run, row) - 1):+.0f} %",
+        f"{100 * (ratio(run, row, True) - 1):+.0f} %",
         f"{100 * row['model_flops'] / (step * row['peak']):.1f}",
         *(_beside(kinds[kind]) for kind in KINDS),
         f"{row['exposed']:.3f}",

@@ -43,6 +43,18 @@ class Timed:
     def floor(self) -> float:
         return max(self.products, self.moved)
 
+    def beside(self, plain: float) -> float:
+        """Seconds if the vector unit works while the matrix unit does, in the same operation.
+
+        ``plain``: the share of the peak that the compiler gives a product alone. What it gives
+        beyond such a product is taken for the vector unit's; a TensorCore issues to both units in
+        one instruction. Never more than the compiler's own estimate.
+        """
+        if self.kind != "products":
+            return self.seconds
+        matrix = self.products / plain
+        return min(self.seconds, max(matrix, self.seconds - matrix, self.moved))
+
 
 def timed(text: str, schedule: Schedule, chip: Chip) -> list[Timed]:
     """Every operation of ``schedule``, which was read off ``text``."""

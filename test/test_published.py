@@ -1,6 +1,7 @@
 """Published runs as they are planned, and where the time of a compiled step is said to go."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -68,6 +69,12 @@ def test_time_of_operations_beside_the_peaks_of_the_chip():
     assert added.moved == pytest.approx(2 * 2 * MATRIX / 819e9), "its result stays in VMEM"
     assert cut.moved == pytest.approx(2 * 2 * MATRIX / 819e9), "not the whole stack"
     assert put.moved == pytest.approx(2 * 2 * MATRIX / 819e9), "what is there stays there"
+    # What is beyond a product alone is the vector unit's, and runs beside it.
+    half = replace(one, seconds=3 * one.products)
+    assert half.beside(1.0) == pytest.approx(2 * one.products)
+    assert replace(one, seconds=1.5 * one.products).beside(1.0) == pytest.approx(one.products)
+    assert replace(one, seconds=0.9 * one.products).beside(1.0) == 0.9 * one.products
+    assert added.beside(1.0) == added.seconds
     totals = by_kind(found)
     assert totals["products"]["estimated"] == pytest.approx(2 * 2 * 15000 / 1.5e9)
     assert totals["other"]["floor"] == pytest.approx(added.moved + cut.moved + put.moved)
@@ -102,15 +109,16 @@ def test_every_run_has_a_slice_and_halves_alternate_by_chip():
 def test_table_of_rows(tmp_path, capsys):
     kinds = {kind: {"estimated": 1.0, "floor": 0.5} for kind in KINDS}
     row = {"step": 4.0, "compute": 3.0, "collective": 2.0, "exposed": 1.0, "again": 0.557,
-           "kinds": kinds, "model_flops": 1.4e15, "peak": 918e12, "hbm": 2**34, "fits": True,
+           "beside": 0.3443, "kinds": kinds, "model_flops": 1.4e15, "peak": 918e12,
+           "hbm": 2**34, "fits": True,
            "compile_s": 1.0, "notes": []}  # fmt: skip
     out = tmp_path / "rows.json"
     out.write_text(json.dumps({"Llama 3.1 8B, v6e-8": row, "22B, v4-128": {"refusal": "no"}}))
     published.main(["--known", "--out", str(out)])
     table = capsys.readouterr().out
-    expected = "| Llama 3.1 8B, v6e-8 | corrected on | 3.443 s | 3.443 | 4.000 | 3.443 | +0 % |"
+    expected = "8B, v6e-8 (1) | corrected on | 3.443 s | 3.443 | 4.000 | 3.443 | +0 % | -10 % |"
     assert expected in table
-    assert "| v6e | 1 | +0 % | +0 % | 1 of 1 |" in table
+    assert "| v6e | 1 | +0 % | +0 % | 1 of 1 | -10 % | -10 % | 1 of 1 |" in table
     assert "Did not fit, so no time: 22B, v4-128: no" in table
     assert out.with_suffix(".md").read_text() == table
     with pytest.raises(SystemExit):
