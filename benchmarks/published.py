@@ -1,222 +1,192 @@
-"""The time model held against published step times: ``python -m benchmarks.published [2B ...]``.
+"""The time model held against published speeds: ``python -m benchmarks.published [NAME ...]``.
 
-Each run of ``gpt2.py`` is planned on its slice, and the modelled step is set beside the published
-one. Times are linear in the number of blocks, since all blocks are equal, so a deep model may be
-planned at two small depths and extrapolated (``--depths 2 4``); the table says so. Memory is not
-linear. Results are merged into ``benchmarks/results/published-gpt2.json``, and the table is made of
-all that are there.
+Each run of ``published_runs.py`` is planned on its slice, without a TPU, and the modelled step set
+beside the published one. Plans are kept on disk and rows in ``benchmarks/results/published.json``;
+the table beside it is made of all rows that are there. A plan takes minutes the first time:
+``--list`` says which there are, ``--known`` only makes the table again.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import re
-import resource
-import subprocess
+import statistics
 import sys
+import time
 from pathlib import Path
 
-from .gpt2 import DROPOUT, PEAK, RUNS, Run, step_for
-from .memory import Peak
+from .published_runs import NOT_PLANNED, RUNS, Run, halves
+from .published_steps import ResNet50, step_of
+from .roofline import KINDS, by_kind, timed
 
-RESULTS = Path(__file__).parent / "results" / "published-gpt2.json"
+RESULTS = Path(__file__).parent / "results" / "published.json"
 GIB = 2**30
-NO_DROPOUT = " without dropout"  # added to a run's name
-# Figures of a plan that grow with each block by the same amount.
-LINEAR = (
-    "step_ms",
-    "compute_ms",
-    "collective_ms",
-    "exposed_ms",
-    "model_tflop",
-    "sent_bytes",
-)
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(RUNS)}; all")
-    parser.add_argument("--depths", type=int, nargs="+", metavar="N", help="blocks; full depth")
-    parser.add_argument("--no_dropout", action="store_true", help="published for the 2B: with it")
-    parser.add_argument("--one", type=int, metavar="N", help=argparse.SUPPRESS)  # in a child
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON; its table is beside")
-    flags = parser.parse_args(arguments)
-    wrong = [name for name in flags.names if name not in RUNS]
-    if wrong:
-        parser.error(f"no such run: {', '.join(wrong)}; there are {', '.join(RUNS)}")
-    return flags
-
-
-def planned(run: Run, layers: int, dropout: float) -> dict:
-    """The figures of one plan, made in this process."""
-    import xla_fsdp
-
-    title = f"GPT-2 {run.name}, {layers} blocks"
-    step = step_for(run, layers, dropout)
-    with Peak(_children_peak, 0.3) as compiler:
-        report = xla_fsdp.plan(step, run.slice, ranks=(0,), launcher="torch_xla", title=title)
-    time, memory = report.timing, report.memory
-    figures = {
-        "layers": layers,
-        "step_ms": time.step * 1e3,
-        "compute_ms": time.compute * 1e3,
-        "collective_ms": time.collective * 1e3,
-        "exposed_ms": time.exposed * 1e3,
-        "model_tflop": time.model_flops / 1e12,
-        "required_bytes": memory.required,
-        "capacity_bytes": report.hbm_capacity,
-        "sent_bytes": report.wire_bytes,
-        "compile_s": report.compile_seconds,
-        "parent_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "versions": dict(report.versions),
-    }
-    if not report.from_cache:
-        figures["compiler_rss_bytes"] = compiler.value
-    return figures
-
-
-def _children_peak() -> int:
-    """Peak resident memory of the largest of this process's children, in bytes.
-
-    Not ``getrusage(RUSAGE_CHILDREN)``: a child starts with the peak of the parent that forked it.
-    """
-    mine, peak = f"PPid:\t{os.getpid()}\n", 0
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError):
-            text = status.read_text()
-            if mine in text and (found := re.search(r"VmHWM:\s*(\d+) kB", text)):
-                peak = max(peak, int(found[1]) * 1024)
-    return peak
-
-
-def extrapolated(plans: list[dict], layers: int) -> dict:
-    """The figures at ``layers``: as planned, or else on the line through the two deepest plans."""
-    exact = [plan for plan in plans if plan["layers"] == layers]
-    if exact:
-        return exact[0]
-    low, high = sorted(plans, key=lambda plan: plan["layers"])[-2:]
-    ratio = (layers - low["layers"]) / (high["layers"] - low["layers"])
-    line = {name: low[name] + ratio * (high[name] - low[name]) for name in LINEAR}
-    return {**high, **line}
-
-
-def collect(flags: argparse.Namespace) -> dict[str, list[dict]]:
-    """Makes the plans and returns all plans by label, with those that were in the file already."""
-    known = json.loads(flags.out.read_text()) if flags.out.exists() else {}
-    more = ["--no_dropout"] if flags.no_dropout else []
-    for name in flags.names or RUNS:
-        label = name + NO_DROPOUT if flags.no_dropout else name
-        for layers in flags.depths or [RUNS[name].layers]:
-            plans = {plan["layers"]: plan for plan in known.get(label, [])}
-            # What only the compiler's process could tell stays when the result was cached.
-            plans[layers] = {**plans.get(layers, {}), **_child(name, layers, more)}
-            known[label] = [plans[n] for n in sorted(plans)]
-            flags.out.write_text(json.dumps(known, indent=1) + "\n")
-    return known
-
-
-def _child(name: str, layers: int, more: list[str]) -> dict:
-    # A process of its own, for the peaks of its memory.
-    command = [sys.executable, "-m", "benchmarks.published", name, "--one", str(layers), *more]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(run.stdout.splitlines()[-1])
-
-
-COLUMNS = (
-    "model, slice, batch a device",
-    "blocks planned",
-    "step: published, ms",
-    "modelled, ms",
-    "error",
-    "compute, ms",
-    "collectives, ms",
-    "exposed, ms",
-    "MFU: published",
-    "modelled, as published",
-    "with attention",
-    "HBM, GiB",
-    "fits",
-    "compile, s",
-    "peak RSS, GiB: tracing",
-    "compiler",
-)
 NOTE = (
-    "An error above 0: the model takes longer than the run did. `*`: layers and width derived, not "
-    "published. MFU as published counts 6 FLOPs a parameter and token; with attention, every "
-    "product of the forward three times. HBM: of a device, of {capacity:.2f} GiB; full depth only: "
-    "the compiler keeps more alive at once where the program fits anyway. Compile time and "
-    "RSS are of the deepest plan."
+    "Seconds of a step; in brackets the same operations at the chip's peaks, the longer of "
+    "products and bytes. An error above 0: the model takes longer than the run did. `less kept`: "
+    "without the products that the run did not compute again; errors are of that. `if beside`: the "
+    "error if the vector unit works beside the matrix unit within an operation."
 )
 
 
-def markdown(known: dict[str, list[dict]]) -> str:
-    """The table and what its columns mean."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---" + "|---:" * (len(COLUMNS) - 2) + "|"]
-    capacity = 0.0
-    checks = []
-    for label in [*RUNS, *(name + NO_DROPOUT for name in RUNS)]:
-        run, plans = RUNS[label.removesuffix(NO_DROPOUT)], known.get(label, [])
-        if len(plans) > 1 or any(plan["layers"] == run.layers for plan in plans):
-            lines.append("| " + " | ".join(_row(label, run, plans)) + " |")
-            checks.append(_check(label, run, plans))
-            capacity = plans[0]["capacity_bytes"] / GIB
-    return "\n".join([*lines, "", NOTE.format(capacity=capacity), *filter(None, checks)])
+def planned(run: Run, save: Path | None = None) -> dict:
+    """The figures of one plan, in seconds and bytes."""
+    from xla_fsdp.compiled.host_options import host_options
+    from xla_fsdp.compiler_options import FOR_LOOPS
+    from xla_fsdp.planning.compiling.cache import PlanCache
+    from xla_fsdp.planning.compiling.compiler import compile_step
+    from xla_fsdp.planning.compiling.progress import Progress
+    from xla_fsdp.planning.make_report import make_report
+    from xla_fsdp.planning.tracing.step import trace_step
+    from xla_fsdp.tpu.topology import resolve
+
+    # xla_fsdp.plan's steps one by one, for the text of the compiled program.
+    where = resolve(run.slice)
+    scanned = not isinstance(run.sizes, ResNet50)
+    options = {**(FOR_LOOPS if scanned else {}), **run.options}
+    host = host_options(where.chip, "xla_fsdp", options)
+    step = trace_step(step_of(run.sizes, run.replicas), 0, where.devices, where, host.arguments)
+    compiled = compile_step(step.program, where, host, PlanCache.at(True), Progress())
+    if save is not None:
+        save.mkdir(parents=True, exist_ok=True)
+        (save / f"{run.name}.txt").write_text(compiled.scheduled)
+    report = make_report(where, compiled, step, (0,), 1, run.name, host)
+    if report.refusal:
+        return {"refusal": report.refusal.splitlines()[0][:300]}
+    operations = timed(compiled.scheduled, report.schedule, where.chip)
+    again = sum(one.seconds for one in operations if one.again in run.kept)
+    plain = where.chip.matrix_cycles
+    return {
+        "step": report.timing.step,
+        "compute": report.timing.compute,
+        "collective": report.timing.collective,
+        "exposed": report.timing.exposed,
+        "again": again,
+        "beside": sum(one.seconds - one.beside(plain) for one in operations),
+        "kinds": by_kind(operations),
+        "model_flops": report.timing.model_flops,
+        "peak": where.chip.device_flops,
+        "hbm": report.memory.required,
+        "fits": report.fits,
+        "options": dict(run.options),
+        "compile_s": compiled.seconds,
+        "notes": list(report.notes),
+    }
 
 
-def _check(label: str, run: Run, plans: list[dict]) -> str:
-    """What extrapolation would have said where the full depth is planned too."""
-    full = [plan for plan in plans if plan["layers"] == run.layers]
-    small = [plan for plan in plans if plan["layers"] < run.layers]
-    if not full or len(small) < 2:
-        return ""
-    guess = extrapolated(small, run.layers)
-    pairs = [(name, 100 * (guess[name] / full[0][name] - 1)) for name in LINEAR]
-    at = " and ".join(str(plan["layers"]) for plan in small[-2:])
-    return f"\n{label}, extrapolated from {at} blocks, against its full depth: " + ", ".join(
-        f"{name} {error:+.1f} %" for name, error in pairs
-    )
+def ratio(run: Run, row: dict, beside: bool = False) -> float:
+    """Modelled over published, without what the run did not compute again; with ``beside`` also
+    without vector work beside products, as ``roofline.Timed.beside`` has it."""
+    return (row["step"] - row["again"] - beside * row["beside"]) / run.seconds
 
 
-def _row(label: str, run: Run, plans: list[dict]) -> list[str]:
-    f = extrapolated(plans, run.layers)
-    seconds = f["step_ms"] / 1e3
-    deep = [p["layers"] for p in plans if p["layers"] <= run.layers]
-    full = run.layers in deep
-    blocks = "all" if full else f"{deep[-2]} and {deep[-1]} of {run.layers}"
-    fits = f["required_bytes"] <= f["capacity_bytes"]
-    compiler = f.get("compiler_rss_bytes")
+def markdown(rows: dict[str, dict]) -> str:
+    """The rows, and the spread of their errors by chip and by half."""
+    good = {name: row for name, row in rows.items() if name in RUNS and "step" in row}
+    fit, held = halves(list(good))
+    lines = [
+        "| run | half | published | step, s | modelled, s | less kept | error | if beside | MFU, % "
+        "| products | kernels | copies | other | exposed | HBM, GiB |",
+        "|---|---|---|" + "---:|" * 12,
+    ]
+    for name in RUNS:
+        if name in good:
+            lines.append("| " + " | ".join(_row(RUNS[name], good[name], name in fit)) + " |")
+    lines += [
+        "",
+        "| | runs | mean error | worst | within 15 % | if beside: mean | worst | within |",
+    ]
+    lines.append("|---|" + "---:|" * 7)
+    groups = {chip: [n for n in good if RUNS[n].chip == chip] for chip in _chips()}
+    groups |= {"corrected on": sorted(fit), "held out": sorted(held)}
+    for label, names in groups.items():
+        if names:
+            cells = [f"{len(names)}"]
+            for beside in (False, True):
+                errors = [100 * (ratio(RUNS[n], good[n], beside) - 1) for n in names]
+                near = sum(abs(error) <= 15 for error in errors)
+                cells += [f"{statistics.mean(errors):+.0f} %", f"{max(errors, key=abs):+.0f} %"]
+                cells += [f"{near} of {len(names)}"]
+            lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    lines += ["", NOTE]
+    if any(row.get("options", {}) != RUNS[name].options for name, row in good.items()):
+        lines += ["", "(1) Planned without the options of the compiler that the run had."]
+    for name, row in rows.items():
+        if "step" not in row:
+            lines.append(f"\nDid not fit, so no time: {name}: {row.get('refusal', '')}")
+    return "\n".join(lines)
+
+
+def _chips() -> list[str]:
+    return list(dict.fromkeys(run.chip for run in RUNS.values()))
+
+
+def _row(run: Run, row: dict, fit: bool) -> list[str]:
+    kinds = row["kinds"]
+    step = row["step"] - row["again"]
+    name = run.name if row.get("options", {}) == run.options else f"{run.name} (1)"
     return [
-        f"{label}{'*' if run.derived else ''}, {run.slice}, {run.batch}",
-        blocks,
-        f"{run.step_ms:.0f}",
-        f"{f['step_ms']:.0f}",
-        f"{100 * (f['step_ms'] / run.step_ms - 1):+.0f} %",
-        f"{f['compute_ms']:.0f}",
-        f"{f['collective_ms']:.0f}",
-        f"{f['exposed_ms']:.0f}",
-        f"{run.mfu:.1f} %",
-        f"{run.published_mfu(seconds):.1f} %",
-        f"{100 * f['model_tflop'] * 1e12 / (seconds * PEAK):.1f} %",
-        f"{f['required_bytes'] / GIB:.1f}" if full else "-",
-        ("yes" if fits else "no") if full else "-",
-        f"{f['compile_s']:.0f}",
-        f"{f['parent_rss_bytes'] / GIB:.1f}",
-        f"{compiler / GIB:.1f}" if compiler else "-",
+        name,
+        "corrected on" if fit else "held out",
+        run.published,
+        f"{'at most ' if run.bound else ''}{run.seconds:.3f}",
+        f"{row['step']:.3f}",
+        f"{step:.3f}" if row["again"] else "-",
+        f"{100 * (ratio(run, row) - 1):+.0f} %",
+        f"{100 * (ratio(run, row, True) - 1):+.0f} %",
+        f"{100 * row['model_flops'] / (step * row['peak']):.1f}",
+        *(_beside(kinds[kind]) for kind in KINDS),
+        f"{row['exposed']:.3f}",
+        f"{row['hbm'] / GIB:.1f}{'' if row['fits'] else ' (too much)'}",
     ]
 
 
-def main() -> None:
-    flags = parse()
-    if flags.one is not None:
-        dropout = 0.0 if flags.no_dropout else DROPOUT
-        print(json.dumps(planned(RUNS[flags.names[0]], flags.one, dropout)))
+def _beside(times: dict[str, float]) -> str:
+    """By the compiler, and at the chip's peaks."""
+    floor = times["floor"]
+    return f"{times['estimated']:.3f}" + (f" ({floor:.3f})" if floor else "")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names; default: all")
+    parser.add_argument("--list", action="store_true", help="the runs, and those that are none")
+    parser.add_argument("--known", action="store_true", help="plan nothing, make the table again")
+    parser.add_argument("--missing", action="store_true", help="only runs without a row")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON; its table is beside")
+    parser.add_argument("--texts", type=Path, help="folder for the compiled programs")
+    flags = parser.parse_args(arguments)
+    asked = [n for n in RUNS if not flags.names or any(part in n for part in flags.names)]
+    if not asked:
+        parser.error(f"no run has {' or '.join(flags.names)} in its name; --list shows all")
+    if flags.list:
+        _show()
         return
-    table = markdown(collect(flags))
+    rows = json.loads(flags.out.read_text()) if flags.out.exists() else {}
+    for number, name in enumerate([] if flags.known else asked, 1):
+        if flags.missing and name in rows:
+            continue
+        print(f"{number} of {len(asked)}: {name}", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        rows[name] = planned(RUNS[name], flags.texts)
+        flags.out.write_text(json.dumps(rows, indent=1) + "\n")
+        step = rows[name].get("step")
+        said = f"{step:.3f} s, published {RUNS[name].seconds:.3f}" if step else "does not fit"
+        took = time.perf_counter() - began
+        print(f"  {said} ({took:.0f} s)", file=sys.stderr, flush=True)
+    table = markdown(rows)
     flags.out.with_suffix(".md").write_text(table + "\n")
     print(table)
+
+
+def _show() -> None:
+    for run in RUNS.values():
+        print(f"{run.name}: {run.published}, {run.source}")
+        for label, text in (("assumed", run.assumed), ("differs", run.differs)):
+            if text:
+                print(f"    {label}: {text}")
+    for name, why in NOT_PLANNED.items():
+        print(f"not planned: {name}: {why}")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ class Chip:
     neighbouring chip; ``launch_latency``: seconds of a collective besides hops and bytes;
     ``dcn_latency``: seconds for the first byte to another slice.
     ``matrix_cycles``: the share of ``flops`` that libtpu's ``estimated_cycles`` at ``clock_hz``
-    give a product of bfloat16 matrices of 8192 x 8192 (docs/plan-time-model.md).
+    give a product of bfloat16 matrices of 8192 x 8192, with libtpu's default options
+    (docs/plan-time-model.md).
     ``pod``: chips along each axis of the largest pod; its length is the dimension of the torus.
     ``cube``: 0, or the edge in chips of the cubes that optical switches join (v4, v5p).
     ``largest_slice``: most chips in one slice.

@@ -1,0 +1,185 @@
+"""What libtpu's ``estimated_cycles`` amount to beside the peaks of a chip:
+``python -m benchmarks.cycles v6e-8 [--option name=value ...]``.
+
+Products of bfloat16 matrices as a share of the chip's peak, and operations on elements of 8192 x
+8192 as a share of HBM's bandwidth, each operation alone, all in one program. No TPU is needed, and
+nothing here is measured on one. ``--option``: a flag of libtpu, such as
+``xla_tpu_scoped_vmem_limit_kib=98304``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Sequence
+
+from xla_fsdp.planning.foreign import plan_partitioned
+from xla_fsdp.planning.reporting.report import Report
+from xla_fsdp.planning.tracing.traced import PartitionedProgram
+from xla_fsdp.tpu.chips import Chip
+from xla_fsdp.tpu.topology import resolve
+
+from .slices import require_slices
+
+# (m, k, n): of (m, k) and (k, n). The last three: of LLaMA 8B, and MaxText's 16B.
+PRODUCTS = (
+    (8192, 8192, 8192),
+    (4096, 4096, 4096),
+    (8192, 1024, 4096),
+    (8192, 4096, 1024),
+    (24576, 4096, 14336),
+    (24576, 14336, 4096),
+    (12288, 4096, 28672),
+)
+EDGE = 8192
+# (m, k, n) of the products of ``--fused``: of MaxText's 16B and 32B, in the forward.
+FUSED = ((12288, 28672, 4096), (8192, 28672, 8192))
+# Name, dtype, the operation in StableHLO, tensors read and written.
+ELEMENTS = (
+    ("a + b", "f32", "stablehlo.add", 3),
+    ("a + a", "f32", "double", 2),
+    ("a · b, bfloat16", "bf16", "stablehlo.multiply", 3),
+)
+
+
+def program() -> str:
+    """All of them, each of arguments of its own."""
+    arguments: list[str] = []
+    results: list[tuple[str, str]] = []
+    body: list[str] = []
+
+    def argument(shape: str) -> str:
+        arguments.append(f'%a{len(arguments)}: {shape} {{mhlo.sharding = "{{replicated}}"}}')
+        return f"%a{len(arguments) - 1}"
+
+    for m, k, n in PRODUCTS:
+        left, right, out = (f"tensor<{a}x{b}xbf16>" for a, b in ((m, k), (k, n), (m, n)))
+        names = f"{argument(left)}, {argument(right)}"
+        results.append((f"%r{len(results)}", out))
+        how = "contracting_dims = [1] x [0]"
+        line = f"{results[-1][0]} = stablehlo.dot_general {names}, {how}"
+        body.append(f"{line} : ({left}, {right}) -> {out}")
+    for _, dtype, what, _ in ELEMENTS:
+        shape = f"tensor<{EDGE}x{EDGE}x{dtype}>"
+        first = argument(shape)
+        second = first if what == "double" else argument(shape)
+        results.append((f"%r{len(results)}", shape))
+        operator = "stablehlo.add" if what == "double" else what
+        body.append(f"{results[-1][0]} = {operator} {first}, {second} : {shape}")
+    names = ", ".join(name for name, _ in results)
+    shapes = ", ".join(shape for _, shape in results)
+    given = ", ".join(arguments)
+    lines = "\n    ".join([*body, f"return {names} : {shapes}"])
+    return f"module @step {{\n  func.func @main({given}) -> ({shapes}) {{\n    {lines}\n  }}\n}}\n"
+
+
+def fused_program() -> str:
+    """Of each of :data:`FUSED`: the product, that of SiLU(g) u, which the compiler computes in it,
+    and SiLU(g) u alone."""
+    given, body, results = [], [], []
+    replicated = '{mhlo.sharding = "{replicated}"}'
+    for number, (m, k, n) in enumerate(FUSED):
+        left, right, out = (f"tensor<{a}x{b}xbf16>" for a, b in ((m, k), (k, n), (m, n)))
+        for name, shape in zip("xghijw", (left, left, left, left, left, right), strict=True):
+            given.append(f"%{name}{number}: {shape} {replicated}")
+        for of, gate, up in (("in", "g", "h"), ("alone", "i", "j")):
+            at = f"%{of}{number}"
+            body.append(f"{at}_s = stablehlo.logistic %{gate}{number} : {left}")
+            body.append(f"{at}_t = stablehlo.multiply %{gate}{number}, {at}_s : {left}")
+            body.append(f"{at} = stablehlo.multiply {at}_t, %{up}{number} : {left}")
+        for name, of in (("plain", "x"), ("fused", "in")):
+            how = f"%{of}{number}, %w{number}, contracting_dims = [1] x [0]"
+            product = f"stablehlo.dot_general {how} : ({left}, {right}) -> {out}"
+            body.append(f"%{name}{number} = {product}")
+            results.append((f"%{name}{number}", out))
+        results.append((f"%alone{number}", left))
+    names = ", ".join(name for name, _ in results)
+    shapes = ", ".join(shape for _, shape in results)
+    lines = "\n    ".join([*body, f"return {names} : {shapes}"])
+    arguments = ", ".join(given)
+    return (
+        f"module @step {{\n  func.func @main({arguments}) -> ({shapes}) {{\n    {lines}\n  }}\n}}\n"
+    )
+
+
+def planned(slice: str, options: dict[str, str], fused: bool = False) -> Report:
+    text = (fused_program() if fused else program()).encode()
+    one = PartitionedProgram(
+        stablehlo=text,
+        fingerprint=hashlib.sha256(text).hexdigest(),
+        shardy=False,
+        devices=resolve(slice).devices,
+        arguments=tuple(f"argument {n}" for n in range(text.count(b"%a"))),
+        donated={},
+        elements=1,
+        itemsize=2,
+        model_flops=1.0,
+    )
+    return plan_partitioned(one, slice, compiler_options=options)
+
+
+def shares(report: Report, chip: Chip) -> list[str]:
+    """Of the peak, in the order of :data:`PRODUCTS` and :data:`ELEMENTS`; operations are told apart
+    by kind and by the shape of their results."""
+    outputs = {b.name: b.shape for b in report.schedule.buffers if b.category == "output"}
+    cycles: dict[tuple[bool, str], list[int]] = {}
+    for op in report.schedule.ops:
+        if op.cycles and op.name in outputs:
+            alone = op.opcode in ("add", "multiply")
+            cycles.setdefault((alone, outputs[op.name]), []).append(op.cycles)
+    cells = []
+    for m, k, n in PRODUCTS:
+        (found,) = cycles[False, f"bf16[{m},{n}]"]
+        cells.append(2 * m * k * n / chip.device_flops / (found / chip.clock_hz))
+    for _, dtype, _, tensors in ELEMENTS:
+        found = max(cycles[True, f"{dtype}[{EDGE},{EDGE}]"])
+        width = 4 if dtype == "f32" else 2
+        moved = tensors * EDGE**2 * width / chip.device_hbm_bandwidth
+        cells.append(moved / (found / chip.clock_hz))
+    return [f"{cell:.0%}" for cell in cells]
+
+
+def _print_fused(slices: Sequence[str], options: dict[str, str]) -> None:
+    print("| | at the peak, ms | alone | with SiLU(g) u inside | SiLU(g) u alone |")
+    print("|---|---:|---:|---:|---:|")
+    for name in slices:
+        chip = resolve(name).chip
+        report = planned(name, options, fused=True)
+        outputs = {b.name: b.shape for b in report.schedule.buffers if b.category == "output"}
+        times: dict[str, list[float]] = {}
+        for op in report.schedule.ops:
+            if op.cycles and op.name in outputs:
+                times.setdefault(outputs[op.name], []).append(1e3 * op.cycles / chip.clock_hz)
+        for m, k, n in FUSED:
+            plain, fused = sorted(times[f"bf16[{m},{n}]"])
+            (vector,) = times[f"bf16[{m},{k}]"]
+            cells = (2e3 * m * k * n / chip.device_flops, plain, fused, vector)
+            print(
+                f"| {chip.family}, {m}×{k} · {k}×{n} | "
+                + " | ".join(f"{c:.2f}" for c in cells)
+                + " |"
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cycles", description=__doc__)
+    parser.add_argument("slice", nargs="+", help="such as v6e-8")
+    parser.add_argument("--fused", action="store_true", help="products that compute their input")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
+    flags = parser.parse_args(arguments)
+    require_slices(parser, flags.slice)
+    options = dict(option.split("=", 1) for option in flags.option)
+    if flags.fused:
+        _print_fused(flags.slice, options)
+        return
+    columns = [f"{m}×{k} · {k}×{n}" for m, k, n in PRODUCTS] + [name for name, *_ in ELEMENTS]
+    print("| | " + " | ".join(columns) + " |")
+    print("|---|" + "---:|" * len(columns))
+    for name in flags.slice:
+        chip = resolve(name).chip
+        cells = shares(planned(name, options), chip)
+        print(f"| {chip.family} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

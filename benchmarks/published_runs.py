@@ -1,0 +1,222 @@
+"""Runs on TPUs whose speed was published, as far as they can be planned.
+
+Where a source is silent, ``Run.assumed`` says what was taken; what is known to differ from the run
+is in ``Run.differs``. Runs that are not planned, and why, are in :data:`NOT_PLANNED`.
+
+The published step is what it took on hardware, with input, dispatch, stragglers and pauses between
+steps; a plan models the program alone. So a right model is a few percent short of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from .published_steps import Decoder, ResNet50
+
+# Peak bfloat16 FLOP/s of a chip that sources take for their MFU; cores of a chip on v3: 2.
+_V3_CORE, _V4, _V5E = 123e12 / 2, 275e12, 197e12
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run.
+
+    ``seconds``: of a step; ``published``: what the source states, of which ``seconds`` is made.
+    ``replicas``: groups of ranks that each hold all parameters. ``kept``: modules whose outputs
+    the run kept, where the planned step computes them again. ``bound``: ``seconds`` is the most
+    that a step took, since the source's time has more in it. ``options``: of the compiler, which
+    the source names and which make another program.
+    """
+
+    name: str
+    slice: str
+    sizes: Decoder | ResNet50
+    seconds: float
+    published: str
+    source: str
+    replicas: int = 1
+    kept: tuple[str, ...] = ()
+    assumed: str = ""
+    differs: str = ""
+    bound: bool = False
+    options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def chip(self) -> str:
+        """Family of the chip, such as v5e."""
+        name = self.slice.partition("x")[2] if self.slice[0].isdigit() else self.slice
+        return {"v5litepod": "v5e"}.get(name.split("-")[0], name.split("-")[0])
+
+
+def _of_mfu(sizes: Decoder, percent: float, peak: float) -> float:
+    """Seconds of a step of which MFU is published; all of causal attention counted."""
+    return sizes.flops() / (percent / 100 * peak)
+
+
+def _of_rate(sizes: Decoder, tflops: float) -> float:
+    """The same of TFLOP/s a device."""
+    return sizes.flops() / (tflops * 1e12)
+
+
+_LLAMA_8B = Decoder(
+    layers=32, width=4096, heads=32, groups=8, dim=128, inner=14336, vocabulary=128256,
+    length=8192, batch=3, fused=True,
+)  # fmt: skip
+_MAXTEXT_16B = Decoder(
+    layers=32, width=4096, heads=64, dim=128, inner=28672, vocabulary=32000, length=2048, batch=6
+)
+_MAXTEXT_32B = replace(_MAXTEXT_16B, width=8192, batch=4)
+_MAXTEXT_64B = replace(_MAXTEXT_32B, layers=64, batch=2)
+_MAXTEXT_22B = Decoder(
+    layers=48, width=6144, heads=24, dim=256, inner=24576, vocabulary=32000, length=2048,
+    batch=13, gated=False,
+)  # fmt: skip
+_MAXTEXT_52B = replace(_MAXTEXT_22B, layers=32, width=12288, heads=32, inner=49152, batch=7)
+_GPT_7B = Decoder(
+    layers=32, width=4096, heads=32, dim=128, inner=16384, vocabulary=50277, length=2048,
+    batch=4, gpt=True, kernel=False,
+)  # fmt: skip
+_GPT_13B = replace(_GPT_7B, layers=40, width=5120, heads=40, inner=20480)
+_GPT_20B = replace(_GPT_7B, layers=44, width=6144, heads=64, dim=96, inner=24576)
+_FUJI_7B = Decoder(
+    layers=32, width=4096, heads=32, dim=128, inner=11008, vocabulary=32768, length=2048,
+    batch=2, tied=True,
+)  # fmt: skip
+
+_QKVO = ("q", "k", "v", "out")
+_FLAX = "flax examples/imagenet README: 125,100 steps of 1,024 images in 4.4 h"
+_RECIPES = "tpu-recipes training/trillium/Llama3.1-8B-MaxText"
+# MaxText's DENSE_VMEM_LIMIT_FLAG: VMEM for one operation, instead of for prefetching the next.
+_VMEM = {"xla_tpu_scoped_vmem_limit_kib": "98304"}
+_ON_HOST = "the run kept its inputs and the outputs of q, k, v and out on the host"
+_FUSED = "logits are computed twice here"
+_PRIME = "torchprime issue 16"
+_FLASH = "the run's older attention kernel had a slow backward (torchprime PR 214); " + _FUSED
+_V4_CONFIG = "MaxText configs/v4/22b.sh, README"
+_22B = (
+    "head dimension 256 and two matrices around ReLU (which give 22 B, base.yml of 2023), "
+    "sequence 2048, attention by a kernel"
+)
+_V5E_CONFIG = "MaxText configs/v5e, README"
+_16B = "sizes by MaxText's rule for global_parameter_scale, of a base with gated MLP"
+_LEVANTER = "Levanter 1.0 release notes, config/gpt2_*.yaml"
+_GPT = "4 sequences a device (a batch of 1,024), attention written out"
+_FUJI = "AXLearn experiments/text/gpt/fuji.py"
+
+RUNS = {
+    run.name: run
+    for run in (
+        Run(
+            "ResNet-50, v3-8", "v3-8", ResNet50(128), 1024 / 8087, "8,087 images/s (derived)",
+            _FLAX, assumed="bfloat16", bound=True,
+            differs="evaluation is in the published time; sharded, where the run was not",
+        ),
+        Run(
+            "ResNet-50, v4-8", "v4-8", ResNet50(128, "float32"), 128 / 1775,
+            "1,775 images/s a chip", "torch_xla PR 6053 (and 5720, 6904: 1,447, 1,762)",
+            assumed="batch 128, float32 (the script's defaults)",
+        ),
+        Run(
+            "Llama 3.1 8B, v6e-8", "v6e-8", _LLAMA_8B, 3.443, "3.443 s", _RECIPES, kept=_QKVO,
+            differs=f"{_ON_HOST}; {_FUSED}", options=_VMEM,
+        ),
+        Run(
+            "Llama 3.1 8B, v6e-16", "v6e-16", _LLAMA_8B, 3.393, "3.393 s", _RECIPES, kept=_QKVO,
+            differs=f"{_ON_HOST}; {_FUSED}", options=_VMEM,
+        ),
+        Run(
+            "Llama 3.1 8B, v6e-32", "v6e-32", _LLAMA_8B, 3.495, "3.495 s", _RECIPES, kept=_QKVO,
+            differs=f"{_ON_HOST}; {_FUSED}", options=_VMEM,
+        ),
+        Run(
+            "Llama 3 8B, v6e-256, batch 1", "v6e-256", replace(_LLAMA_8B, batch=1), 1.625,
+            "1.625 s", _PRIME, assumed="all rematerialised", differs=_FLASH,
+        ),
+        Run(
+            "Llama 3 8B, v6e-256, batch 2", "v6e-256", replace(_LLAMA_8B, batch=2), 2.991,
+            "2.991 s", _PRIME, assumed="all rematerialised", differs=_FLASH,
+        ),
+        Run(
+            "16B, v5litepod-256", "v5litepod-256", _MAXTEXT_16B, _of_rate(_MAXTEXT_16B, 120),
+            "120 TFLOP/s, 61.1 %", _V5E_CONFIG, assumed=_16B,
+        ),
+        Run(
+            "32B, v5litepod-256", "v5litepod-256", _MAXTEXT_32B, _of_rate(_MAXTEXT_32B, 132),
+            "132 TFLOP/s, 66.9 %", _V5E_CONFIG, assumed=_16B,
+        ),
+        Run(
+            "64B, v5litepod-256", "v5litepod-256", _MAXTEXT_64B, _of_rate(_MAXTEXT_64B, 118),
+            "118 TFLOP/s, 59.9 %", _V5E_CONFIG, assumed=_16B,
+        ),
+        Run(
+            "16B, 4 x v5litepod-256", "4xv5litepod-256", _MAXTEXT_16B,
+            _of_rate(_MAXTEXT_16B, 117), "117 TFLOP/s, 59.1 %", _V5E_CONFIG, 4, assumed=_16B,
+        ),
+        Run(
+            "GPT-2 6.7B, v3-256", "v3-256", _GPT_7B, _of_mfu(_GPT_7B, 47.3, _V3_CORE), "47.3 %",
+            _LEVANTER, assumed=_GPT, differs="some keys are masked at random (fcm_prob)",
+        ),
+        Run(
+            "GPT-2 13B, v3-256", "v3-256", _GPT_13B, _of_mfu(_GPT_13B, 54.4, _V3_CORE), "54.4 %",
+            _LEVANTER, assumed=f"{_GPT}; 40 layers of width 5120, 40 heads (GPT-3's 13B)",
+        ),
+        Run(
+            "GPT-2 20B, v3-256", "v3-256", _GPT_20B, _of_mfu(_GPT_20B, 50.9, _V3_CORE), "50.9 %",
+            _LEVANTER, assumed=_GPT, differs="no biases in the run; it counts 1.06 hardware FLOPs "
+            "a model FLOP, so that it cannot have rematerialised all",
+        ),
+        Run(
+            "22B, v4-128", "v4-128", _MAXTEXT_22B, _of_rate(_MAXTEXT_22B, 156),
+            "156 TFLOP/s, 56.7 %", _V4_CONFIG, assumed=_22B,
+        ),
+        Run(
+            "22B, 4 x v4-128", "4xv4-128", _MAXTEXT_22B, _of_rate(_MAXTEXT_22B, 149),
+            "149 TFLOP/s, 54.3 %", _V4_CONFIG, 4, assumed=_22B,
+        ),
+        Run(
+            "52B, v4-384", "v4-384", _MAXTEXT_52B, _of_rate(_MAXTEXT_52B, 154),
+            "154 TFLOP/s, 56.0 %", _V4_CONFIG, assumed=_22B.replace("22 B", "52 B"),
+        ),
+        Run(
+            "Fuji 7B, 4 x v5litepod-256", "4xv5litepod-256", _FUJI_7B, 2.44, "2.44 s", _FUJI, 4,
+            ("q", "k", "v", "out", "gate", "up", "down"),
+            differs="the run (as configured today) kept all products",
+        ),
+        Run(
+            "Fuji 7B, v5p-512", "v5p-512", replace(_FUJI_7B, batch=8), 2.85, "2.85 s", _FUJI, 32,
+            _QKVO, assumed="q, k, v and out kept (AXLearn's default)",
+        ),
+        Run(
+            "Fuji 7B, v4-1024", "v4-1024", replace(_FUJI_7B, batch=4), 3.03, "3.03 s", _FUJI, 32,
+            _QKVO, assumed="q, k, v and out kept (AXLearn's default)",
+        ),
+    )
+}  # fmt: skip
+
+# What is published, and why it is no row.
+NOT_PLANNED = {
+    "GPT-2 345M to 1.4B, 65B on v3-256": "batch, and the 65B's sizes, not published",
+    "32B on v5p-128, 128B on v5litepod-256": "tensor parallel inside, which this package is not",
+    "8, 16 and 32 slices of v4-128 and v5litepod-256": "the same as 4, with more of them",
+    "Llama 3.1 8B and 70B on v6e-256 (MaxText tiers)": "batch and rematerialisation not published",
+    "Llama 3.1 8B on v6e-64": "sizes published, a step time is not",
+    "Llama 3 70B on v6e-256 (torchprime)": "how it was rematerialised is not published",
+    "Fuji 70B on 4 x v5litepod-256": "keeps activations on the host, which takes no time here",
+    "Llama 2 on v4 (PyTorch/XLA SPMD)": "batch and mesh of each figure not published",
+}
+
+
+def halves(names: list[str]) -> tuple[set[str], set[str]]:
+    """Names of the runs that the model may be corrected on, and of those held out.
+
+    The rule, chosen before anything was planned: of the runs of each chip, in the order of
+    :data:`RUNS`, the first, third, ... are for corrections and the second, fourth, ... held out.
+    """
+    fit: set[str] = set()
+    seen: dict[str, int] = {}
+    for name in RUNS:
+        chip = RUNS[name].chip
+        seen[chip] = seen.get(chip, 0) + 1
+        if seen[chip] % 2:
+            fit.add(name)
+    return fit & set(names), set(names) - fit
