@@ -23,6 +23,7 @@ import torch_xla
 
 # What a scalar can stand in for.
 _CAN_WAIT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_BYTES = (torch.int8, torch.uint8)
 
 
 class BackwardPrefetch(enum.Enum):
@@ -102,9 +103,9 @@ class Order:
 
     def turn(self, shard: torch.Tensor) -> torch.Tensor:
         """``shard``, not before the gather whose result :meth:`gathered` was told last is over."""
-        if self.last is None or shard.dtype not in _CAN_WAIT:
+        if self.last is None or shard.dtype not in _CAN_WAIT + _BYTES:
             return shard
-        return torch.where(self.last, 0.0, shard)
+        return torch.where(self.last, 0 if shard.dtype in _BYTES else 0.0, shard)
 
     def gathered(self, full: torch.Tensor) -> None:
         """What came out of the gather whose turn it was."""
