@@ -112,7 +112,7 @@ def loads_of(
             blocks = narrowed(layout, tensor.shard.dtype, dtype, narrow, small)
         if blocks is not None:
             shape, whole = (blocks.rows, blocks.columns), layout.wire_shape
-            loads[number] = Payload(number, shape, blocks.wire_dtype, blocks, len(loads), whole)
+            loads[number] = Payload(number, shape, blocks.dtype, blocks, len(loads), whole)
             shape = (blocks.count, blocks.columns)
             scale_dtype = torch.float32 if wide else blocks.scale_dtype
             loads.append(Scales(number, shape, scale_dtype, blocks))

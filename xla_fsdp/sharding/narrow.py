@@ -80,26 +80,25 @@ class Blocks:
         """Blocks of a column."""
         return math.ceil(self.rows / self.length)
 
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """In which the payload is sent: collectives know no float8."""
-        return torch.int8 if self.dtype is torch.int8 else torch.uint8
-
     def scales(self, shard: torch.Tensor) -> torch.Tensor:
         """``(count, columns)``, of a shard of any shape.
 
-        NaN where a value of the block is NaN, infinite where one is: the whole block becomes NaN
-        then, and nothing of it looks like a number.
+        NaN where a value of the block is NaN or infinite: all of the block is NaN then, and nothing
+        of it looks like a number.
         """
         value = shard.reshape(self.rows, self.columns).float()
         missing = self.count * self.length - self.rows
         if missing:
             value = torch.cat([value, value.new_zeros(missing, self.columns)])
-        largest = value.abs().view(self.count, self.length, self.columns).amax(1)
+        # XLA's maximum may leave NaN out, on a CPU it does.
+        value = value.abs()
+        value = torch.where(value < math.inf, value, math.inf)
+        largest = value.view(self.count, self.length, self.columns).amax(1)
+        largest = torch.where(largest < math.inf, largest, math.nan)
         return (largest / _LARGEST[self.dtype]).to(self.scale_dtype)
 
     def payload(self, shard: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """``(rows, columns)`` in :attr:`wire_dtype`, of a shard of any shape and its ``scales``."""
+        """``(rows, columns)`` in :attr:`dtype`, of a shard of any shape and its ``scales``."""
         scales = scales.float()
         scales = torch.where(scales == 0, 1.0, scales)  # a block of zeros
         value = shard.reshape(self.rows, self.columns).float() / self._spread(scales)
@@ -108,15 +107,13 @@ class Blocks:
         if self.dtype is torch.int8:
             return value.round().to(torch.int8)
         # By way of float16, as XLA goes on a CPU: the same bits wherever it is done.
-        return value.half().to(self.dtype).view(torch.uint8)
+        return value.half().to(self.dtype)
 
     def full(self, payload: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Of every rank's, one behind the other: ``(ranks * rows, columns)`` in the scales' dtype.
 
         Each value is rounded once, so it does not matter in which precision a chip multiplies.
         """
-        if self.dtype is not torch.int8:
-            payload = payload.view(self.dtype)
         return payload.to(scales.dtype) * self._spread(scales)
 
     def _spread(self, scales: torch.Tensor) -> torch.Tensor:
