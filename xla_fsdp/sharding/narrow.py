@@ -80,20 +80,20 @@ class Blocks:
         """Blocks of a column."""
         return math.ceil(self.rows / self.length)
 
+    @property
+    def even(self) -> bool:
+        """Whether all blocks have :attr:`length` rows."""
+        return self.rows == self.count * self.length
+
     def scales(self, shard: torch.Tensor) -> torch.Tensor:
         """``(count, columns)``, of a shard of any shape.
 
         NaN where a value of the block is NaN or infinite: all of the block is NaN then, and nothing
         of it looks like a number.
         """
-        value = shard.reshape(self.rows, self.columns).float()
-        missing = self.count * self.length - self.rows
-        if missing:
-            value = torch.cat([value, value.new_zeros(missing, self.columns)])
+        value = self._blocks(shard).abs()
         # XLA's maximum may leave NaN out, on a CPU it does.
-        value = value.abs()
-        value = torch.where(value < math.inf, value, math.inf)
-        largest = value.view(self.count, self.length, self.columns).amax(1)
+        largest = torch.where(value < math.inf, value, math.inf).amax(1)
         largest = torch.where(largest < math.inf, largest, math.nan)
         return (largest / _LARGEST[self.dtype]).to(self.scale_dtype)
 
@@ -101,29 +101,35 @@ class Blocks:
         """``(rows, columns)`` in :attr:`dtype`, of a shard of any shape and its ``scales``."""
         scales = scales.float()
         scales = torch.where(scales == 0, 1.0, scales)  # a block of zeros
-        value = shard.reshape(self.rows, self.columns).float() / self._spread(scales)
+        value = self._blocks(shard) / scales[:, None]
         # A scale of 16 bits may be rounded down.
         value = value.clamp(-_LARGEST[self.dtype], _LARGEST[self.dtype])
-        if self.dtype is torch.int8:
-            return value.round().to(torch.int8)
         # By way of float16, as XLA goes on a CPU: the same bits wherever it is done.
-        return value.half().to(self.dtype)
+        value = value.round() if self.dtype is torch.int8 else value.half()
+        payload = value.to(self.dtype).view(self.count * self.length, self.columns)
+        return payload if self.even else torch.slice_copy(payload, 0, 0, self.rows)
 
     def full(self, payload: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Of every rank's, one behind the other: ``(ranks * rows, columns)`` in the scales' dtype.
 
         Each value is rounded once, so it does not matter in which precision a chip multiplies.
         """
-        return payload.to(scales.dtype) * self._spread(scales)
+        if self.even:
+            # In blocks: were scales spread over the rows first, the compiler would write that out.
+            value = payload.view(-1, self.length, self.columns).to(scales.dtype) * scales[:, None]
+            return value.view(payload.shape)
+        each = scales[:, None].expand(-1, self.length, -1)
+        each = each.reshape(-1, self.count * self.length, self.columns)
+        each = torch.slice_copy(each, 1, 0, self.rows).reshape(payload.shape)
+        return payload.to(scales.dtype) * each
 
-    def _spread(self, scales: torch.Tensor) -> torch.Tensor:
-        """A scale for each element: ``(ranks * count, columns)`` to ``(ranks * rows, columns)``."""
-        ranks = scales.shape[0] // self.count
-        each = scales.view(-1, 1, self.columns).expand(-1, self.length, -1)
-        if self.rows == self.count * self.length:
-            return each.reshape(ranks * self.rows, self.columns)
-        each = each.reshape(ranks, self.count * self.length, self.columns)
-        return torch.slice_copy(each, 1, 0, self.rows).reshape(ranks * self.rows, self.columns)
+    def _blocks(self, shard: torch.Tensor) -> torch.Tensor:
+        """``(count, length, columns)``, float32, with zeros where the last blocks end."""
+        value = shard.reshape(self.rows, self.columns).float()
+        if not self.even:
+            missing = self.count * self.length - self.rows
+            value = torch.cat([value, value.new_zeros(missing, self.columns)])
+        return value.view(self.count, self.length, self.columns)
 
 
 def narrowed(
