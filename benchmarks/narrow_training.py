@@ -94,6 +94,8 @@ def train(rank: int, what: str, dtype: torch.dtype | None, steps: int) -> Losses
         schedule.step()
         losses.append(loss.detach())
         torch_xla.sync()
+        if rank == 0 and step % max(steps // SHOWN, 1) == 0:  # reading it waits for the step
+            print(f"step {step}: {loss.item():.4f}", file=sys.stderr, flush=True)
     model.eval()
     with torch.no_grad():
         held_out = loss_of(-1).detach()

@@ -115,7 +115,6 @@ class Blocks:
         Each value is rounded once, so it does not matter in which precision a chip multiplies.
         """
         if self.even:
-            # In blocks: were scales spread over the rows first, the compiler would write that out.
             value = payload.view(-1, self.length, self.columns).to(scales.dtype) * scales[:, None]
             return value.view(payload.shape)
         each = scales[:, None].expand(-1, self.length, -1)
