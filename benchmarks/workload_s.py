@@ -8,6 +8,7 @@ off.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,9 +30,16 @@ class Network(nn.Module):
 
 
 def step_of(
-    name: str, checkpoint: bool = False, reshard_after_forward: bool = True
+    name: str,
+    checkpoint: bool = False,
+    reshard_after_forward: bool = True,
+    blocks: int = 4,
+    **options: Any,
 ) -> Callable[[], torch.Tensor]:
-    """A function that builds workload S, wrapped by class ``name``, and trains a step."""
+    """A function that builds workload S, wrapped by class ``name``, and trains a step.
+
+    ``options``: further ones of that class.
+    """
 
     def step() -> torch.Tensor:
         fsdp, checkpoint_module = _classes(name)
@@ -41,6 +49,7 @@ def step_of(
                 module,
                 compute_dtype=torch.bfloat16,
                 reshard_after_forward=reshard_after_forward,
+                **options,
             )
 
         def wrap_block(block: nn.Module) -> nn.Module:
@@ -51,7 +60,7 @@ def step_of(
                 return wrap(checkpoint_module(block))
             return checkpoint_module(wrap(block))
 
-        model = wrap(Network(wrap_block))
+        model = wrap(Network(wrap_block, blocks))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         inputs = torch.randn(32, 256, 1024).to("xla")
         loss = model(inputs).float().square().mean()

@@ -115,6 +115,9 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             is worth it, and large gradients around rings on chips where that pays; ``"stages"``:
             the same without rings; ``"rings"``: with rings wherever chips lie in one;
             ``"at_once"``: all as the compiler does them. No effect elsewhere.
+        gather_dtype: ``torch.int8`` or ``torch.float8_e4m3fn``: matrices of more than 131,072
+            elements are gathered in 8 bits an element and a scale for each block of up to 256, and
+            computed with in ``compute_dtype``: docs/narrow-gathers.md. Default: in the latter.
         pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
             accepted and without effect. Layouts are never pinned (a pinned gather is an all-reduce
             of twice the bytes); every unit gathers and reduces its parameters together.
@@ -160,6 +163,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         ignored_parameters: Iterable[nn.Parameter] | None = None,
         ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
         collective_routes: str = "modelled",
+        gather_dtype: torch.dtype | None = None,
     ):
         _require_wrappable(module)
         _require_functions(

@@ -23,6 +23,7 @@ import torch_xla
 
 # What a scalar can stand in for.
 _CAN_WAIT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NARROW = (torch.int8, torch.float8_e4m3fn)
 
 
 class BackwardPrefetch(enum.Enum):
@@ -102,9 +103,11 @@ class Order:
 
     def turn(self, shard: torch.Tensor) -> torch.Tensor:
         """``shard``, not before the gather whose result :meth:`gathered` was told last is over."""
-        if self.last is None or shard.dtype not in _CAN_WAIT:
-            return shard
-        return torch.where(self.last, 0.0, shard)
+        if self.last is not None and shard.dtype in _CAN_WAIT:
+            return torch.where(self.last, 0.0, shard)
+        if self.last is not None and shard.dtype in _NARROW:
+            return torch.where(self.last, shard.new_zeros(()), shard)
+        return shard
 
     def gathered(self, full: torch.Tensor) -> None:
         """What came out of the gather whose turn it was."""

@@ -13,6 +13,7 @@ from ..collectives.order import BackwardPrefetch
 from ..collectives.routes import HOWS
 from .cpu_offload import CPUOffload, checked_offload
 from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, meant_by_precision
+from .narrow import checked_gather_dtype
 from .secondary import checked_reshard
 from .strategy import ShardingStrategy, checked_mesh, meant_by_strategy
 
@@ -49,6 +50,7 @@ class FSDPOptions:
     mixed_precision: MixedPrecision | None = None
     cpu_offload: CPUOffload | None = None
     collective_routes: str = "modelled"
+    gather_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -62,6 +64,7 @@ class FSDPOptions:
             if value is not None and value not in COMPUTE_DTYPES:
                 allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
                 raise ValueError(f"{name} must be one of {allowed} or None, got {value!r}")
+        checked_gather_dtype(self.gather_dtype, self.flatten_parameters)
         prefetch = self.backward_prefetch
         if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
             allowed = ", ".join(str(one) for one in BackwardPrefetch)
