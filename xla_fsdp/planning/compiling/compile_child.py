@@ -56,7 +56,11 @@ def _end_with_parent(folder: Path, parent: int) -> None:
     """Whoever asked was killed, and could not tidy up."""
     while os.getppid() == parent:
         time.sleep(0.2)
-    shutil.rmtree(folder, ignore_errors=True)
+    for _ in range(100):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
+        time.sleep(0.02)  # the compiler has just written into it
     os._exit(1)
 
 
