@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from xla_fsdp.planning.foreign import plan_partitioned
+from xla_fsdp.planning.records import Op
 from xla_fsdp.planning.reporting.report import Report
 from xla_fsdp.planning.tracing.traced import PartitionedProgram
 from xla_fsdp.tpu.chips import Chip
@@ -66,11 +67,7 @@ def program() -> str:
         results.append((f"%r{len(results)}", shape))
         operator = "stablehlo.add" if what == "double" else what
         body.append(f"{results[-1][0]} = {operator} {first}, {second} : {shape}")
-    names = ", ".join(name for name, _ in results)
-    shapes = ", ".join(shape for _, shape in results)
-    given = ", ".join(arguments)
-    lines = "\n    ".join([*body, f"return {names} : {shapes}"])
-    return f"module @step {{\n  func.func @main({given}) -> ({shapes}) {{\n    {lines}\n  }}\n}}\n"
+    return _module(arguments, body, results)
 
 
 def fused_program() -> str:
@@ -93,13 +90,16 @@ def fused_program() -> str:
             body.append(f"%{name}{number} = {product}")
             results.append((f"%{name}{number}", out))
         results.append((f"%alone{number}", left))
+    return _module(given, body, results)
+
+
+def _module(arguments: list[str], body: list[str], results: list[tuple[str, str]]) -> str:
+    """``arguments`` with their types, lines, and names and types of what is returned."""
     names = ", ".join(name for name, _ in results)
     shapes = ", ".join(shape for _, shape in results)
+    given = ", ".join(arguments)
     lines = "\n    ".join([*body, f"return {names} : {shapes}"])
-    arguments = ", ".join(given)
-    return (
-        f"module @step {{\n  func.func @main({arguments}) -> ({shapes}) {{\n    {lines}\n  }}\n}}\n"
-    )
+    return f"module @step {{\n  func.func @main({given}) -> ({shapes}) {{\n    {lines}\n  }}\n}}\n"
 
 
 def planned(slice: str, options: dict[str, str], fused: bool = False) -> Report:
@@ -118,15 +118,20 @@ def planned(slice: str, options: dict[str, str], fused: bool = False) -> Report:
     return plan_partitioned(one, slice, compiler_options=options)
 
 
+def _outputs(report: Report) -> Iterator[tuple[Op, str]]:
+    """The operations that compute what is returned, with its shape."""
+    outputs = {b.name: b.shape for b in report.schedule.buffers if b.category == "output"}
+    for op in report.schedule.ops:
+        if op.cycles and op.name in outputs:
+            yield op, outputs[op.name]
+
+
 def shares(report: Report, chip: Chip) -> list[str]:
     """Of the peak, in the order of :data:`PRODUCTS` and :data:`ELEMENTS`; operations are told apart
     by kind and by the shape of their results."""
-    outputs = {b.name: b.shape for b in report.schedule.buffers if b.category == "output"}
     cycles: dict[tuple[bool, str], list[int]] = {}
-    for op in report.schedule.ops:
-        if op.cycles and op.name in outputs:
-            alone = op.opcode in ("add", "multiply")
-            cycles.setdefault((alone, outputs[op.name]), []).append(op.cycles)
+    for op, shape in _outputs(report):
+        cycles.setdefault((op.opcode in ("add", "multiply"), shape), []).append(op.cycles)
     cells = []
     for m, k, n in PRODUCTS:
         (found,) = cycles[False, f"bf16[{m},{n}]"]
@@ -145,11 +150,9 @@ def _print_fused(slices: Sequence[str], options: dict[str, str]) -> None:
     for name in slices:
         chip = resolve(name).chip
         report = planned(name, options, fused=True)
-        outputs = {b.name: b.shape for b in report.schedule.buffers if b.category == "output"}
         times: dict[str, list[float]] = {}
-        for op in report.schedule.ops:
-            if op.cycles and op.name in outputs:
-                times.setdefault(outputs[op.name], []).append(1e3 * op.cycles / chip.clock_hz)
+        for op, shape in _outputs(report):
+            times.setdefault(shape, []).append(1e3 * op.cycles / chip.clock_hz)
         for m, k, n in FUSED:
             plain, fused = sorted(times[f"bf16[{m},{n}]"])
             (vector,) = times[f"bf16[{m},{k}]"]

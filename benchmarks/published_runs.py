@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from .published_steps import Decoder, ResNet50
+from .decoder import Decoder
+from .published_steps import ResNet50
 
 # Peak bfloat16 FLOP/s of a chip that sources take for their MFU; cores of a chip on v3: 2.
 _V3_CORE, _V4, _V5E = 123e12 / 2, 275e12, 197e12

@@ -1,0 +1,198 @@
+"""Decoders as benchmarks plan them: one scanned block, so that the compiler's time does not grow
+with depth; each block is computed again in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xla_fsdp
+from xla_fsdp import ShardingStrategy
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Sizes of a decoder. ``gpt``: layer norms, biases, learned positions, tied embeddings, and
+    two matrices around GELU; otherwise RMS norms and rotary positions, and two matrices around
+    ReLU or, ``gated``, three around SiLU.
+
+    ``groups``: heads of keys and values. ``batch``: sequences of a device. ``kernel``: attention
+    without scores in memory. ``fused``: the logits never exist whole, and are computed twice.
+    ``theta``: the base of rotary positions.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    dim: int
+    inner: int
+    vocabulary: int
+    length: int
+    batch: int
+    groups: int = 0
+    gpt: bool = False
+    gated: bool = True
+    tied: bool = False
+    kernel: bool = True
+    fused: bool = False
+    theta: float = 10000.0
+
+    @property
+    def of_block(self) -> int:
+        """Parameters of the matrices of one block."""
+        groups = self.groups or self.heads
+        attention = self.width * self.dim * (2 * self.heads + 2 * groups)
+        return attention + (3 if self.gated and not self.gpt else 2) * self.width * self.inner
+
+    @property
+    def parameters(self) -> int:
+        """Of the matrices, the embedding counted once if tied; norms and biases are not counted."""
+        tables = (1 if self.tied or self.gpt else 2) * self.vocabulary * self.width
+        return self.layers * self.of_block + tables
+
+    @property
+    def tokens(self) -> int:
+        """Of a device in a step."""
+        return self.batch * self.length
+
+    def flops(self, causal: float = 1.0) -> float:
+        """Of a step on one device, as MFU counts them: 6 for each parameter of a matrix that a
+        token is multiplied with, and attention, of which ``causal`` is counted."""
+        multiplied = self.layers * self.of_block + self.vocabulary * self.width
+        attention = 12 * self.layers * self.heads * self.dim * self.length * causal
+        return self.tokens * (6 * multiplied + attention)
+
+
+class Block(nn.Module):
+    """Shapes: b batch, s length, h heads, g groups, d head dimension."""
+
+    def __init__(self, sizes: Decoder):
+        super().__init__()
+        self.sizes = sizes
+        width, bias = sizes.width, sizes.gpt
+        keys = (sizes.groups or sizes.heads) * sizes.dim
+
+        def norm() -> nn.Module:
+            return nn.LayerNorm(width) if sizes.gpt else nn.RMSNorm(width, 1e-5)
+
+        self.norm_1, self.norm_2 = norm(), norm()
+        self.q = nn.Linear(width, sizes.heads * sizes.dim, bias=bias)
+        self.k = nn.Linear(width, keys, bias=bias)
+        self.v = nn.Linear(width, keys, bias=bias)
+        self.out = nn.Linear(sizes.heads * sizes.dim, width, bias=bias)
+        if sizes.gated and not sizes.gpt:
+            self.gate = nn.Linear(width, sizes.inner, bias=bias)
+        self.up = nn.Linear(width, sizes.inner, bias=bias)
+        self.down = nn.Linear(sizes.inner, width, bias=bias)
+
+    def forward(self, x, cos=None, sin=None):
+        x = x + self.out(self._attend(self.norm_1(x), cos, sin))
+        h = self.norm_2(x)
+        if self.sizes.gpt:
+            return x + self.down(F.gelu(self.up(h), approximate="tanh"))
+        if self.sizes.gated:
+            return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.down(F.relu(self.up(h)))
+
+    def _attend(self, x, cos, sin):
+        from xla_fsdp.layers import scaled_dot_product_attention
+
+        def heads(y):  # (b, s, h d) to (b, h, s, d)
+            return y.unflatten(-1, (-1, self.sizes.dim)).transpose(1, 2)
+
+        q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
+        if cos is not None:
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        way = "kernel" if self.sizes.kernel else "math"
+        mixed = scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True, implementation=way
+        )
+        return mixed.transpose(1, 2).flatten(2)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of (b, h, s, d); cos and sin (s, d).
+
+    The halves of d change places by a product: cut and put together they would be copies, in whose
+    layout every register is filled to a quarter.
+    """
+    half = x.shape[-1] // 2
+    one = torch.eye(half, dtype=x.dtype)
+    zero = torch.zeros_like(one)
+    turn = torch.cat([torch.cat([zero, one], 1), torch.cat([-one, zero], 1)], 0)
+    return x * cos + (x @ turn.to(x.device)) * sin
+
+
+class Model(nn.Module):
+    """Returns the mean cross entropy of the next token."""
+
+    def __init__(self, sizes: Decoder, wrapping: dict):
+        super().__init__()
+        self.sizes = sizes
+        self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
+        if sizes.gpt:
+            self.places = nn.Embedding(sizes.length, sizes.width)
+        blocks = (Block(sizes) for _ in range(sizes.layers))
+        self.blocks = xla_fsdp.scan_blocks(blocks, **wrapping)
+        self.norm = nn.LayerNorm(sizes.width) if sizes.gpt else nn.RMSNorm(sizes.width, 1e-5)
+        if not (sizes.tied or sizes.gpt):
+            self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+
+    def forward(self, tokens, labels):
+        from xla_fsdp.layers import linear_cross_entropy
+
+        x = self.embed(tokens)
+        if self.sizes.gpt:
+            x = x + self.places(torch.arange(self.sizes.length, device=tokens.device))
+            x = self.blocks(x)
+        else:
+            x = self.blocks(x, *_angles(self.sizes, tokens.device))
+        x = self.norm(x)
+        if self.sizes.fused:
+            return linear_cross_entropy(x, self._head_weight, labels)
+        return F.cross_entropy(self.logits(x).float().flatten(0, 1), labels.flatten())
+
+    def logits(self, x):
+        return F.linear(x, self._head_weight)
+
+    @property
+    def _head_weight(self) -> nn.Parameter:
+        return (self.embed if self.sizes.tied or self.sizes.gpt else self.head).weight
+
+
+def _angles(sizes: Decoder, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    frequencies = sizes.theta ** (-torch.arange(0, sizes.dim, 2) / sizes.dim)
+    turns = torch.outer(torch.arange(sizes.length), frequencies).repeat(1, 2)
+    return turns.cos().bfloat16().to(device), turns.sin().bfloat16().to(device)
+
+
+def decoder_step(
+    sizes: Decoder, replicas: int = 1, kind: type[Model] = Model
+) -> Callable[[], torch.Tensor]:
+    """A training step for :func:`xla_fsdp.plan`: AdamW, bfloat16, clipped at a norm of 1.
+    ``replicas``: groups of neighbouring ranks, each of which holds all parameters, sharded; only
+    sums of gradients cross."""
+
+    def step() -> torch.Tensor:
+        import torch_xla.runtime as xr
+
+        wrapping: dict = {"compute_dtype": torch.bfloat16}
+        if replicas > 1:
+            mesh = torch.arange(xr.world_size()).view(replicas, -1)
+            wrapping |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+        model = xla_fsdp.XlaFullyShardedDataParallel(kind(sizes, wrapping), **wrapping)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        tokens = torch.zeros(sizes.batch, sizes.length, dtype=torch.long).to("xla")
+        loss = model(tokens, tokens)
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
