@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
@@ -10,6 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from absl import flags
 from script_server import ScriptServer
 
 pytest_plugins = ["xla_fsdp.testing"]
@@ -75,7 +77,8 @@ def run_script(tmp_path, script_server):
 @pytest.fixture
 def common(monkeypatch):
     """The helpers of the examples: ``common.script`` imports that module, and ``common.digits`` one
-    that lies beside the scripts."""
+    that lies beside the scripts. Each test imports its own, as each script is a process of its own:
+    two scripts give flags the same names."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
 
     class Helpers:
@@ -83,13 +86,24 @@ def common(monkeypatch):
             beside = (ROOT / "examples" / f"{name}.py").exists()
             return import_module(name if beside else f"common.{name}")
 
-    return Helpers()
+    yield Helpers()
+    folder = str(ROOT / "examples")
+    theirs = [
+        name
+        for name, module in sys.modules.items()
+        if (getattr(module, "__file__", None) or "").startswith(folder) or name == "common"
+    ]
+    for name in theirs:
+        del sys.modules[name]
+    for name in list(flags.FLAGS):
+        if flags.FLAGS.find_module_defining_flag(name) in theirs:
+            delattr(flags.FLAGS, name)
 
 
 @pytest.fixture
 def refused(run_script, tmp_path):
     """``refused(module, (flags, words), ...)``: each ends in one line with the words, and code 2.
-    All in one process: an example takes seconds to import."""
+    All in one process: an example takes seconds to import. Returns what they print besides."""
 
     def check(module, *cases):
         done = run_script(
@@ -104,12 +118,12 @@ def refused(run_script, tmp_path):
             "    for name in flags.FLAGS:\n"
             "        flags.FLAGS[name].unparse()\n"
             "    flags.FLAGS.unparse_flags()\n"
-            "    sys.argv, said = [module, *case], io.StringIO()\n"
+            "    sys.argv, said, told = [module, *case], io.StringIO(), io.StringIO()\n"
             "    try:\n"
-            "        with contextlib.redirect_stderr(said):\n"
+            "        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(told):\n"
             "            script.run(main)\n"
             "    except SystemExit as end:\n"
-            "        found.append((end.code, said.getvalue()))\n"
+            "        found.append((end.code, said.getvalue(), told.getvalue()))\n"
             "print(json.dumps(found))\n",
             ROOT / "examples", module, json.dumps([flags for flags, _ in cases]),
             env={"XDG_CACHE_HOME": str(tmp_path / "cache")}, cwd=tmp_path,
@@ -117,8 +131,9 @@ def refused(run_script, tmp_path):
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout.splitlines()[-1])
         assert len(found) == len(cases)
-        for (flags, words), (code, said) in zip(cases, found, strict=True):
-            assert code == 2 and words in said and said.count("\n") == 1, (flags, code, said)
+        for (given, words), (code, said, _) in zip(cases, found, strict=True):
+            assert code == 2 and words in said and said.count("\n") == 1, (given, code, said)
+        return "".join(told for _, _, told in found)
 
     return check
 

@@ -223,8 +223,11 @@ def the_in_tree_class(cache):
     report = plan(_step("in-tree"), V5E, ranks=[0, 7], **kept)
     assert report.wire_bytes == 29_417_520 and round(report.wire_ratio, 2) == 2.67
     synchronous = [c for c in report.schedule.collectives if not c.asynchronous]
-    assert len(synchronous) == len(report.schedule.collectives)
-    assert report.executables == 2
+    assert len(synchronous) == len(report.schedule.collectives) == 24
+    assert report.bound_wire_bytes == 11_026_176 and report.executables == 2
+    cycles = sum(op.cycles * op.times for op in report.schedule.ops)
+    assert cycles == pytest.approx(299_585, rel=0.01)
+    assert report.memory.temporaries == pytest.approx(3_016_192, rel=0.01)
     warnings = " ".join(report.warnings)
     assert "gradients of 0" in warnings and "full all-reduce" in warnings
 

@@ -5,6 +5,7 @@ runtime's environment, and ``xla_fsdp.consolidate`` runs where there is no torch
 """
 
 import os as _os
+import sys as _sys
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from logging import LogRecord as _LogRecord
@@ -138,7 +139,8 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if home.partition(".")[0] not in ("consolidate", "extras", "tpu"):
+    needs_torch_xla = home.partition(".")[0] not in ("consolidate", "extras", "tpu")
+    if needs_torch_xla and "torch_xla" not in _sys.modules:  # else it did load
         _import_module(".extras", __name__).require_torch_xla()
     # Importing torch_xla says on every machine without an accelerator that it will use the CPU.
     root_logger = _getLogger()

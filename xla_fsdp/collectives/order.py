@@ -103,11 +103,11 @@ class Order:
 
     def turn(self, shard: torch.Tensor) -> torch.Tensor:
         """``shard``, not before the gather whose result :meth:`gathered` was told last is over."""
-        if self.last is not None and shard.dtype in _CAN_WAIT:
-            return torch.where(self.last, 0.0, shard)
-        if self.last is not None and shard.dtype in _NARROW:
-            return torch.where(self.last, shard.new_zeros(()), shard)
-        return shard
+        if self.last is None or shard.dtype not in _CAN_WAIT + _NARROW:
+            return shard
+        # Beside a number of Python's, 8 bits would become float32.
+        zero = shard.new_zeros(()) if shard.dtype in _NARROW else 0.0
+        return torch.where(self.last, zero, shard)
 
     def gathered(self, full: torch.Tensor) -> None:
         """What came out of the gather whose turn it was."""

@@ -126,6 +126,8 @@ def _note_order(module: Wrapper, keys: list[str]) -> None:
     do the optimizers beside it number them. Seen by the outermost wrapper of ours only: the keys
     that it hands on are renamed."""
     theirs = dict.fromkeys(intree_name(key) for key in keys if _INTREE_SHARD in key)
+    if not theirs:
+        return
     here = [name for name, _ in module.named_parameters() if name in theirs]
     known = set(here)
     if here == [name for name in theirs if name in known]:
