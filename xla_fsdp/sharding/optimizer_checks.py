@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from .awaited import require_filled
 from .clipping import Shared, clip_grad_norm_
 from .first_step import TOLD
+from .foreach_steps import choose_foreach
 from .gathering import GatherNode
 from .ignored import note_of
 from .sharded_tensor import home_of, require_reduced
@@ -48,6 +49,7 @@ _BY_NAME = "_xla_fsdp_by_name"
 def watch_optimizers() -> None:
     """Registers the checks, the first time it is called."""
     register_optimizer_step_pre_hook(_before_step)
+    choose_foreach()
     checked = _checked_clipping(torch.nn.utils.clip_grad_norm_)
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         vars(module)["clip_grad_norm_"] = checked
