@@ -144,12 +144,18 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
         on_hosts([f"10.0.{place}.2", f"10.0.{place}.3"], worker)
         hosts, number = channel._hosts()
         assert (hosts[0], number) == ("10.0.0.2", served)
-    with pytest.raises(
-        ValueError, match="slices=3, but MEGASCALE_NUM_SLICES says that there are 2"
-    ):
+    with pytest.raises(ValueError, match="slices=3, but MEGASCALE_NUM_SLICES=2: on a TPU"):
         ours.require_slices(3, ours.place())
-    with pytest.raises(ValueError, match="there is 1: leave slices out on a TPU"):
+    with pytest.raises(ValueError, match="slices=2, but MEGASCALE_NUM_SLICES is not set, or 1: on"):
         ours.require_slices(2, None)
+    monkeypatch.setenv("XLA_FSDP_SLICES", "2")  # as the recipes say it
+    ours.require_slices(None, ours.place())
+    with pytest.raises(ValueError, match="XLA_FSDP_SLICES=2, but MEGASCALE_NUM_SLICES is not set"):
+        ours.require_slices(None, None)
+    monkeypatch.setenv("XLA_FSDP_SLICES", "two")
+    with pytest.raises(ValueError, match="XLA_FSDP_SLICES='two' must be a number of slices"):
+        ours.require_slices(None, ours.place())
+    monkeypatch.delenv("XLA_FSDP_SLICES")
     monkeypatch.setattr(launch.tpu, "num_expected_global_devices", lambda: 8)
     launch._check_device_count(16, 2)
     with pytest.raises(ValueError, match="num_devices=8, but there are 16 devices"):
@@ -213,7 +219,7 @@ if __name__ == "__main__":
 
 
 def test_slices_are_simulated_on_cpu_ranks(run_script):
-    done = run_script(SCRIPT, env={"XLA_FSDP_CPU_SLICES": "4"})
+    done = run_script(SCRIPT, env={"XLA_FSDP_SLICES": "4"})
     assert done.returncode == 0, done.stderr
     four, two, *refused = done.stdout.splitlines()
     assert two == "[(0, 2, 2), (1, 2, 2), (0, 2, 2), (1, 2, 2)]"

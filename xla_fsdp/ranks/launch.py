@@ -68,8 +68,8 @@ def launch(
             or seconds and ``end`` (``900,end``). Compilations are given four times as long
             (docs/watching.md).
         slices: on CPU, how many TPU slices the ranks stand for, which divides their number: the
-            first ranks are the first slice. ``None`` means ``XLA_FSDP_CPU_SLICES`` if set, else 1.
-            On TPU ``None`` or the number of slices there are (docs/slices.md).
+            first ranks are the first slice. ``None`` means ``XLA_FSDP_SLICES`` if set, else 1.
+            On TPU there must be as many (docs/slices.md).
 
     Returns:
         On CPU what ``fn`` returned, by rank, with XLA tensors in (nested) lists, tuples and dicts

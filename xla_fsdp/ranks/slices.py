@@ -20,8 +20,8 @@ from ..tpu.slices import (
 )
 from .rank import current_rank
 
-#: As many slices are simulated on CPU ranks, where ``launch`` is not told.
-SIMULATED = "XLA_FSDP_CPU_SLICES"
+#: As many slices there are, where ``launch`` is not told: simulated on CPU ranks, checked on TPUs.
+EXPECTED = "XLA_FSDP_SLICES"
 
 
 def slices_of_ranks() -> Groups:
@@ -60,16 +60,9 @@ def number_of_slices(asked: int | None, ranks: int) -> int:
     Raises:
         ValueError, TypeError: they do not divide, or are no number.
     """
-    name, value = "slices", asked
-    if asked is None:
-        given = os.environ.get(SIMULATED, "").strip()
-        if not given:
-            return 1
-        if not given.isdecimal():
-            raise ValueError(f"{SIMULATED}={given!r} must be a number of slices, from 1 on")
-        name, value = SIMULATED, int(given)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"slices must be a number of slices or None, got {value!r}")
+    name, value = _expected(asked)
+    if value is None:
+        return 1
     if value < 1 or ranks % value:
         allowed = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         raise ValueError(
@@ -80,13 +73,28 @@ def number_of_slices(asked: int | None, ranks: int) -> int:
 
 
 def require_slices(asked: int | None, found: PlaceAmongSlices | None) -> None:
-    """Raises a ValueError if ``slices`` of ``launch`` is not how many TPU slices there are."""
+    """Raises a ValueError if there are not as many TPU slices as ``slices`` of ``launch``, or the
+    environment, says: alone each would save over the others."""
+    name, value = _expected(asked)
     count = found.count if found else 1
-    if asked is not None and asked != count:
+    if value is not None and value != count:
+        told = f"{COUNT}={count}" if found else f"{COUNT} is not set, or 1"
         raise ValueError(
-            f"slices={asked}, but {COUNT} says that there {'are' if count > 1 else 'is'} {count}: "
-            "leave slices out on a TPU; it simulates slices on CPU ranks"
+            f"{name}={value}, but {told}: on a TPU leave {name} out, or see to it that every host "
+            f"has {', '.join(VARIABLES)} of {value} slices"
         )
+
+
+def _expected(asked: int | None) -> tuple[str, int | None]:
+    """The number of slices that was asked for, and by what name."""
+    if asked is not None:
+        if isinstance(asked, bool) or not isinstance(asked, int):
+            raise TypeError(f"slices must be a number of slices or None, got {asked!r}")
+        return "slices", asked
+    given = os.environ.get(EXPECTED, "").strip()
+    if given and not given.isdecimal():
+        raise ValueError(f"{EXPECTED}={given!r} must be a number of slices, from 1 on")
+    return EXPECTED, int(given) if given else None
 
 
 def prepare_host(found: PlaceAmongSlices | None) -> None:
