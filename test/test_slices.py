@@ -178,11 +178,12 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
     ours.prepare_host(ours.place())
     assert os.environ.pop("MASTER_ADDR") == "10.0.0.2"
     # A runtime that knows of one slice only would train, and save, beside the others.
-    monkeypatch.setattr(xr, "world_size", lambda: 4)
+    monkeypatch.setattr(xr, "world_size", lambda: 8)
     devices = attributes_of(resolve("2xv5litepod-4"))
     monkeypatch.setattr(xr, "global_runtime_device_attributes", lambda: devices)
     ours.require_all_slices()
     monkeypatch.setattr(xr, "global_runtime_device_attributes", lambda: devices[:4])
+    monkeypatch.setattr(xr, "world_size", lambda: 4)
     with pytest.raises(
         RuntimeError, match="MEGASCALE_NUM_SLICES=2, but the XLA runtime .* 1 slice,"
     ):
@@ -250,6 +251,7 @@ def defaults(rank):
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
     from xla_fsdp import fully_shard, scan_blocks
     from xla_fsdp.integrations.sharding import meant_by_name
+    from xla_fsdp.planning.tuning.wrapping import _mesh
 
     on_two_slices()
     model = assert_trains_alike(rank, 4)
@@ -271,6 +273,8 @@ def defaults(rank):
     assert fully_shard(mlp(), mesh=range(4))._unit.world.replicas == 1
     blocks = scan_blocks([nn.Linear(4, 4) for _ in range(2)])
     assert (blocks.world_size, blocks._unit.world.replicas) == (2, 2)
+    # What tune calls sharded over all is that.
+    assert _mesh(None) == [0, 1, 2, 3] and _mesh(2) == [[0, 1], [2, 3]]
     # As configurations of Accelerate and the Trainer have it.
     assert meant_by_name("hybrid_shard") == {"sharding_strategy": S.HYBRID_SHARD}
     current_rank().slices = ((0,), (1, 2, 3))

@@ -32,9 +32,10 @@ def slices_of_ranks() -> Groups:
     context = current_rank()
     if context is not None:
         return context.slices
-    if xr.world_size() == 1:
-        return ()
-    return ranks_by_slice(xr.global_runtime_device_attributes())
+    ranks = xr.world_size()
+    found = ranks_by_slice(xr.global_runtime_device_attributes()) if ranks > 1 else ()
+    # A process that nobody launched is one rank, though it sees all devices.
+    return found if sum(map(len, found)) == ranks else ()
 
 
 def place() -> PlaceAmongSlices | None:
