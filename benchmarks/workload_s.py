@@ -34,11 +34,12 @@ def step_of(
     checkpoint: bool = False,
     reshard_after_forward: bool = True,
     blocks: int = 4,
+    prepare: Callable[[Any], object] | None = None,
     **options: Any,
 ) -> Callable[[], torch.Tensor]:
     """A function that builds workload S, wrapped by class ``name``, and trains a step.
 
-    ``options``: further ones of that class.
+    ``prepare``: called with the wrapped model. ``options``: further ones of that class.
     """
 
     def step() -> torch.Tensor:
@@ -61,6 +62,8 @@ def step_of(
             return checkpoint_module(wrap(block))
 
         model = wrap(Network(wrap_block, blocks))
+        if prepare is not None:
+            prepare(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         inputs = torch.randn(32, 256, 1024).to("xla")
         loss = model(inputs).float().square().mean()

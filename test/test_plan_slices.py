@@ -58,14 +58,12 @@ def test_time_between_slices():
         assert timing.collective == pytest.approx(seconds)
 
 
-def hybrid_step(mesh):
+def step_with(**options):
     def step():
-        from xla_fsdp import ShardingStrategy, XlaFullyShardedDataParallel
+        from xla_fsdp import XlaFullyShardedDataParallel
 
         model = XlaFullyShardedDataParallel(
-            nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512)),
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD if mesh else None,
-            device_mesh=mesh,
+            nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512)), **options
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.randn(64, 512).to("xla")).square().mean().backward()
@@ -75,19 +73,27 @@ def hybrid_step(mesh):
 
 
 def planned_on_two_slices(cache):
-    """Hybrid: gathers stay within a slice, shards of gradients are summed between the two. Sharded
-    over all: everything crosses as well."""
-    from xla_fsdp import plan
+    """Hybrid, as by default: gathers stay within a slice, shards of gradients are summed between
+    the two. Sharded over all: everything crosses as well."""
+    from xla_fsdp import ShardingStrategy, plan
 
-    for mesh in ([[0, 1, 2, 3], [4, 5, 6, 7]], None):
-        report = plan(hybrid_step(mesh), "2xv5litepod-4", cache=cache, progress=False, ranks=[0, 7])
+    schedules = []
+    for hybrid, options in (
+        (True, {}),
+        (True, {"device_mesh": [[0, 1, 2, 3], [4, 5, 6, 7]]}),
+        (True, {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}),
+        (False, {"sharding_strategy": ShardingStrategy.FULL_SHARD}),
+    ):
+        step = step_with(**options)
+        report = plan(step, "2xv5litepod-4", cache=cache, progress=False, ranks=[0, 7])
+        schedules.append(report.schedule)
         assert report.fits and report.devices == 8 and report.executables == 1
         collectives = report.schedule.collectives
         across = [c for c in collectives if c.across_slices]
         assert all(c.asynchronous and c.done > c.index for c in across)
         assert {c.groups for c in across} == {((0, 4), (1, 5), (2, 6), (3, 7))}
         sent = sum(c.wire_bytes * c.times for c in across)
-        if mesh:
+        if hybrid:
             assert {c.kind for c in across} == {"all-reduce"}
             # A shard of float32, to the other slice.
             assert sent == pytest.approx(4 * PARAMETERS / 4, rel=0.05)
@@ -99,6 +105,7 @@ def planned_on_two_slices(cache):
         assert within and all(set(sum(c.groups, ())) <= set(range(4)) for c in within)
         assert "between slices" in str(report) and "3.125 GB/s" in str(report)
         assert report.timing.collective > 2 * DCN_LATENCY
+    assert schedules[0] == schedules[1] == schedules[2] != schedules[3]
 
 
 def test_planned_on_two_slices(elsewhere, tmp_path):

@@ -14,10 +14,12 @@ import jsonschema
 import pytest
 import yaml
 
+from xla_fsdp.ranks.slices import EXPECTED
 from xla_fsdp.tpu.topology import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 POD = ROOT / "examples" / "pod"
+README = (POD / "README.md").read_text()
 JOBSET = yaml.safe_load((POD / "jobset.yaml").read_text())
 RECIPES = sorted(path for path in POD.iterdir() if path.is_file())
 
@@ -101,6 +103,20 @@ class TestJobSet:
         annotations = JOBSET["metadata"]["annotations"]
         assert "alpha.jobset.sigs.k8s.io/exclusive-topology" in annotations
 
+    def test_several_slices_are_one_line_of_it(self, validator):
+        text = (POD / "jobset.yaml").read_text()
+        (edit,) = re.findall(r"^sed '(s/replicas.*?)' examples/pod/jobset.yaml", README, re.M)
+        done = subprocess.run(["sed", edit], input=text, capture_output=True, text=True)
+        two = yaml.safe_load(done.stdout)
+        assert list(validator.iter_errors(two)) == []
+        assert two["spec"]["replicatedJobs"][0]["replicas"] == 2
+        two["spec"]["replicatedJobs"][0]["replicas"] = 1
+        assert two == JOBSET
+        # What launch holds against GKE's MEGASCALE_NUM_SLICES is the same number.
+        variables = {one["name"]: one for one in container()["env"]}
+        field = variables[EXPECTED]["valueFrom"]["fieldRef"]["fieldPath"]
+        assert field == "metadata.labels['jobset.sigs.k8s.io/replicatedjob-replicas']"
+
     def test_paths_are_on_volumes(self):
         mounts = {mount["name"]: mount["mountPath"] for mount in container()["volumeMounts"]}
         assert set(mounts) == {volume["name"] for volume in pod()["volumes"]}
@@ -151,7 +167,7 @@ def test_recipes_name_flags_of_the_main_example():
 
 
 def commands_of_the_readme():
-    blocks = re.findall(r"^```\n(.*?)^```", (POD / "README.md").read_text(), re.M | re.S)
+    blocks = re.findall(r"^```\n(.*?)^```", README, re.M | re.S)
     lines = re.sub(r"\\\n\s*", "", "\n".join(blocks)).splitlines()
     ours = re.compile(r"^(examples/pod/\w+\.sh|python examples/pod/\w+\.py)")
     return [line for line in lines if ours.match(line)]

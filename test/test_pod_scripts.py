@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,11 @@ def test_shellcheck_has_nothing_to_say():
         ("tpu_vm.sh", [*PLACE, "--nfs=/share", "setup"], "--nfs must be SERVER:/DIR"),
         ("tpu_vm.sh", [*PLACE, "--max_restarts=x", "wait"], "--max_restarts must be a number"),
         ("tpu_vm.sh", [*PLACE, "--max_restarts=1", "wait"], "needs the command after --"),
+        ("tpu_vm.sh", [*PLACE, "--slices=two", "stop"], "must be numbers from 1 on, got 'two'"),
+        ("tpu_vm.sh", [*PLACE, "--only=0", "stop"], "--only and --min_slices need --slices=2"),
+        ("tpu_vm.sh", [*PLACE, "--slices=2", "--only=0,2", "stop"], "must be numbers from 0 to 1"),
+        ("tpu_vm.sh", [*PLACE, "--slices=2", "--only=1,1", "stop"], "names a slice twice: '1,1'"),
+        ("tpu_vm.sh", [*PLACE, "--type=2xv4-8", "create"], "say --slices=2 --type=v4-8"),
         ("back_off.sh", [], "usage: back_off.sh COMMAND"),
         ("back_off.sh", ["--seconds", "x"], "must be numbers, got '10' and 'x'"),
         ("torchrun.sh", [], "no script given"),
@@ -66,6 +72,21 @@ def test_shellcheck_has_nothing_to_say():
         ("torchrun.sh", ["--slice=v4-8", "--nproc=4", "--", "x"], "--slice excludes --nnodes and"),
         ("torchrun.sh", ["--slice=v4-8", "--", "x"], "--rdzv_endpoint is required"),
         ("torchrun.sh", ["--slice", "v4-8", "--", "x"], "unknown option '--slice'"),
+        (
+            "torchrun.sh",
+            ["--slice=2xv4-8", "--", "x"],
+            "(MEGASCALE_COORDINATOR_ADDRESS is not set)",
+        ),
+        (
+            "torchrun.sh",
+            ["--slice=2xv4-8", "--slice_id=2", "--rdzv_endpoint=h", "--", "x"],
+            "--slice_id must be a number below that of slices in --slice=2x..., got '2'",
+        ),
+        (
+            "torchrun.sh",
+            ["--slice=v4-8", "--slice_id=0", "--rdzv_endpoint=h", "--", "x"],
+            "--slice_id must be a number below",
+        ),
         ("worker.sh", ["start"], "usage:"),
         ("worker.sh", ["start", "../x", "true"], "RUN must be a plain name"),
         ("worker.sh", ["log", "never-ran"], "no run 'never-ran'"),
@@ -182,8 +203,8 @@ def test_a_run_is_not_started_twice_and_can_be_stopped(slice_of_two):
     assert "running" not in slice_of_two("status").stdout
 
 
-def with_pip(folder):
-    for host in ("w0", "w1"):
+def with_pip(folder, hosts=("w0", "w1")):
+    for host in hosts:
         pip = folder / host / "xla_fsdp" / ".venv" / "bin" / "pip"
         pip.parent.mkdir(parents=True)
         pip.write_text('#!/bin/sh\necho "$@" > pip-was-called-with\n')
@@ -216,6 +237,72 @@ def test_create_and_delete(slice_of_two, tmp_path):
     assert queued <= set(calls(tmp_path)[2])
 
 
+@pytest.fixture
+def two_slices(slice_of_two, tmp_path):
+    """As ``slice_of_two``, of two slices vit-0 and vit-1 with a host each."""
+    for node, host in (("vit-0", "w0"), ("vit-1", "w1")):
+        (tmp_path / node).mkdir()
+        (tmp_path / host).rename(tmp_path / node / host)
+    yield lambda *arguments, **kwargs: slice_of_two("--slices=2", *arguments, **kwargs)
+    slice_of_two("--slices=2", "stop")
+
+
+def test_each_slice_is_told_which_it_is(two_slices, tmp_path):
+    script = 'env | grep -E "^(MEGASCALE|XLA_FSDP_SL)" | sort > told'
+
+    def told(host):
+        path = next(tmp_path.glob(f"vit-*/{host}/xla_fsdp/told"))
+        return dict(line.split("=") for line in path.read_text().split())
+
+    done = two_slices("start", "wait", "--", "bash", "-c", script)
+    assert done.returncode == 0, done.stderr
+    for number in ("0", "1"):
+        assert told(f"w{number}") == {
+            "MEGASCALE_NUM_SLICES": "2",
+            "MEGASCALE_SLICE_ID": number,
+            "MEGASCALE_COORDINATOR_ADDRESS": "ip-of-vit-0:8080",
+            "MEGASCALE_PORT": "8080",
+            "XLA_FSDP_SLICES": "2",
+        }
+    assert (
+        two_slices("--only=1", "--run=rest", "start", "wait", "--", "bash", "-c", script).returncode
+        == 0
+    )
+    assert told("w1")["MEGASCALE_NUM_SLICES"] == told("w1")["XLA_FSDP_SLICES"] == "1"
+    assert not list(tmp_path.glob("vit-0/w0/xla_fsdp_runs/rest"))
+    assert two_slices("--only=1", "status").stdout == "w1 exited 0\n"
+    two_slices("--type=v5litepod-16", "create", "delete")
+    made, _, deleted = calls(tmp_path)[-3:]
+    assert made[2:5] == ["queued-resources", "create", "vit"]
+    assert {"--node-count=2", "--node-prefix=vit"} <= set(made) and "--node-id=vit" not in made
+    assert deleted[2:5] == ["queued-resources", "delete", "vit"]
+
+
+@pytest.mark.parametrize("least", ["1", "2"])
+def test_a_lost_slice_ends_the_run_and_the_rest_goes_on(two_slices, tmp_path, least):
+    """With one slice if that is enough, else with all of them made again."""
+    with_pip(tmp_path / "vit-0", ["w0"])
+    with_pip(tmp_path / "vit-1", ["w1"])
+    script = f"""
+echo x >> starts; [ $(wc -l < starts) = 2 ] && exit 0
+[ "$MEGASCALE_NUM_SLICES" = 1 ] && exit 0
+[ "$(hostname)" = w1 ] && echo PREEMPTED > {tmp_path}/vit-1/state && exit 1
+echo $$ > pid; exec sleep 600"""
+    began = time.monotonic()
+    done = two_slices(
+        "--max_restarts=1", f"--min_slices={least}", "--type=v5litepod-16", "start", "wait", "--",
+        "bash", "-c", script, more={"BACK_OFF": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < 60  # --poll=1
+    assert "not every worker answers; stopping all workers" in done.stderr
+    assert "slice vit-1 is PREEMPTED" in done.stderr
+    assert ended((tmp_path / "vit-0/w0/xla_fsdp/pid").read_text())
+    rest = "going on with 1 of 2 slices: vit-0" in done.stderr
+    made = [call for call in calls(tmp_path) if call[3] == "create"]
+    assert (rest, len(made)) == ((True, 0) if least == "1" else (False, 1))
+
+
 def test_a_dry_run_prints_and_does_nothing(slice_of_two, tmp_path):
     actions = ["create", "setup", "check", "start", "wait", "status", "logs", "stop", "delete"]
     done = slice_of_two("--type=v3-32", "--dry_run", *actions, "--", "python", "a b.py")
@@ -241,6 +328,27 @@ def test_torchrun_knows_slices(slice, nodes, processes, plain):
     assert f"'--nnodes={nodes}' '--nproc-per-node={processes}'" in done.stdout
     assert "'--rdzv-endpoint=h0:29400'" in done.stdout
     assert ("TORCHELASTIC_RUN_ID" in done.stdout) == plain
+
+
+def test_torchrun_knows_several_slices():
+    def said(*options, **env):
+        env = {"PJRT_DEVICE": "", "PYTHONPATH": str(ROOT), **env}
+        done = run(
+            "torchrun.sh", "--slice=2xv5litepod-16", *options, "--dry_run", "--", "x.py", env=env
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    # Where GKE or the machines' metadata says the rest.
+    text = said(MEGASCALE_COORDINATOR_ADDRESS="vit-slice-0-0.vit:8080", MEGASCALE_SLICE_ID="1")
+    assert "XLA_FSDP_SLICES=2 " in text and "'--nnodes=8' '--nproc-per-node=4'" in text
+    assert "'--rdzv-endpoint=vit-slice-0-0.vit:29400'" in text
+    text = said("--slice_id=1", "--rdzv_endpoint=10.0.0.2:5555")
+    assert text.startswith(
+        "MEGASCALE_NUM_SLICES=2 MEGASCALE_SLICE_ID=1 MEGASCALE_COORDINATOR_ADDRESS=10.0.0.2:8080 "
+        "XLA_FSDP_SLICES=2 PJRT_DEVICE=TPU "
+    )
+    assert "'--rdzv-endpoint=10.0.0.2:5555'" in text
 
 
 MEETING = """

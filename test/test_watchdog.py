@@ -262,6 +262,10 @@ def test_who_is_named(odd, words):
     assert head.startswith("ranks have not gone on for 700 s (timeout=600); ") and words in head
     assert re.match(r"  ranks 0-(4|4, 6|6): waiting for the device or other ranks, at a.py:1", text)
     assert text.count("  one\n") == 1, "equal stacks are told once"
+    lost = [place(rank, silent=9.0 if rank > 3 else 0.0) for rank in range(8)]
+    two = ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert "silent: ranks 4-7, all of slice 1, no sign of" in report(lost, 1.0, 1.0, two)[0]
+    assert "silent: ranks 4-6, no sign of" in report(lost[:7], 1.0, 1.0, two)[0]
     many = [place(rank, stack=f"{rank}" * 6_000) for rank in range(100)]
     assert len(report(many, 1.0, 1.0)[1]) < 201_000
 

@@ -17,7 +17,12 @@ from .offload.attaching import attach
 from .sharding import metadata
 from .sharding.building import UnitBuilder
 from .sharding.cpu_offload import CPUOffload
-from .sharding.first_step import compare_initial_weights, require_all_sharded, require_values
+from .sharding.first_step import (
+    compare_initial_weights,
+    require_all_sharded,
+    require_values,
+    tell_of_slices,
+)
 from .sharding.gathering import computing, computing_passes
 from .sharding.ignored import mark_ignored
 from .sharding.mixed_precision import MixedPrecision
@@ -85,7 +90,8 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             ``compute_dtype``; doubles the bytes of the reduction.
         sharding_groups: global ordinals of the ranks that share one copy of the parameters, for
             every copy, e.g. ``[[0, 1], [2, 3]]``; needs ``sharding_rank`` (this rank's place in
-            its group) and ``sharding_world_size``. Default: one group of all ranks.
+            its group) and ``sharding_world_size``. Default: one group of all ranks; on several TPU
+            slices a group for each, whose copies are replicas: docs/slices.md.
         shard_param_on_dim_0: shard along dimension 0 and keep the other dimensions.
         replication_groups: ordinals that hold the same shard, e.g. ``[[0, 2], [1, 3]]``, over
             which gradients are averaged in addition (hybrid sharding). Without it, as with
@@ -254,6 +260,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         require_uncompiled(self)
         require_all_sharded(self)
         compare_initial_weights(self._unit.world, list(units_in(self)))
+        tell_of_slices(self._unit.world)
 
     def _end_backward(self) -> None:
         with torch.no_grad():

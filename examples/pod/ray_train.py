@@ -179,6 +179,10 @@ def parse(arguments: list[str]) -> tuple[Plan, argparse.Namespace]:
             slice = resolve(options.slice)
         except ValueError as error:
             parser.error(f"--slice: {error}")
+        if slice.count > 1:
+            parser.error(
+                f"--slice: one slice a run here, got {slice.name!r}; tpu_vm.sh takes several"
+            )
         name, hosts, chips = slice.name, slice.hosts, prod(slice.chips_per_host)
         if ":" in name:
             parser.error(f"--slice must be an accelerator type, such as v4-32, got {name!r}")

@@ -1,4 +1,4 @@
-"""Prints hosts of a TPU slice, chips of a host and ranks of a chip: "32 4 1" for v4-256."""
+"""Prints hosts of a TPU slice, chips of a host, ranks of a chip, slices: "32 4 1 1" for v4-256."""
 
 import sys
 from math import prod
@@ -6,10 +6,11 @@ from math import prod
 from xla_fsdp.tpu.topology import UnknownTopologyError, resolve
 
 
-def slice_hosts(name: str) -> tuple[int, int, int]:
-    """Hosts, chips of a host (fewer on a slice smaller than one), ranks of a chip."""
+def slice_hosts(name: str) -> tuple[int, int, int, int]:
+    """Hosts of all slices, chips of a host (fewer on a slice smaller than one), ranks of a chip,
+    and how many slices."""
     slice = resolve(name)
-    return slice.hosts, prod(slice.chips_per_host), slice.chip.devices
+    return slice.hosts, prod(slice.chips_per_host), slice.chip.devices, slice.count
 
 
 if __name__ == "__main__":

@@ -7,9 +7,13 @@ usage() {
   cat <<'HELP'
 torchrun.sh --slice=SLICE --rdzv_endpoint=HOST[:PORT] [OPTIONS] -- SCRIPT [FLAGS...]
 
-  --slice=SLICE             such as v4-32: sets the numbers of hosts and processes
+  --slice=SLICE             such as v4-32: sets the numbers of hosts and processes; 2xv5litepod-16:
+                            two slices that train together, with the hosts of both
+  --slice_id=N              of several slices, which one this host is on, from 0, where neither GKE nor
+                            a queued resource says so; --rdzv_endpoint is then slice 0's first host
   --rdzv_endpoint=HOST:PORT where the hosts meet: the address of any one host, the same on all.
-                            Default: the first of TPU_WORKER_HOSTNAMES, which GKE sets; port 29400
+                            Default: the first of TPU_WORKER_HOSTNAMES, which GKE sets, and of several
+                            slices the host of MEGASCALE_COORDINATOR_ADDRESS; port 29400
   --rdzv_id=ID              of the run; default xla_fsdp
   --max_restarts=N          start all hosts again if one fails, or ends with 75 because its machine
                             is taken away; default 0. SCRIPT must resume. 10, 20, 40 ... at most
@@ -28,10 +32,10 @@ fail() {
   exit 2
 }
 
-slice='' rdzv_endpoint='' rdzv_id=xla_fsdp max_restarts=0 nnodes='' nproc='' plain='' dry_run='' command=()
+slice='' slice_id='' rdzv_endpoint='' rdzv_id=xla_fsdp max_restarts=0 nnodes='' nproc='' plain='' slices=1 dry_run='' command=()
 while [[ $# -gt 0 ]]; do
   case $1 in
-    --slice=* | --rdzv_endpoint=* | --rdzv_id=* | --max_restarts=* | --nnodes=* | --nproc=*)
+    --slice=* | --slice_id=* | --rdzv_endpoint=* | --rdzv_id=* | --max_restarts=* | --nnodes=* | --nproc=*)
       [[ -n ${1#*=} ]] || fail "${1%%=*} needs a value"
       printf -v "$(sed 's/^--//; s/=.*//; q' <<<"$1")" '%s' "${1#*=}"
       ;;
@@ -49,7 +53,7 @@ python=${PYTHON:-$root/.venv/bin/python}
 if [[ -n $slice ]]; then
   [[ -z $nnodes && -z $nproc ]] || fail "--slice excludes --nnodes and --nproc"
   figures=$("$python" "$root/examples/pod/slice_hosts.py" "$slice") || exit 2
-  read -r nnodes nproc ranks_a_chip <<<"$figures"
+  read -r nnodes nproc ranks_a_chip slices <<<"$figures"
   [[ $ranks_a_chip == 1 ]] || plain=yes
 fi
 [[ -z $plain ]] || nproc=1
@@ -58,11 +62,22 @@ for pair in "nnodes $nnodes" "nproc $nproc"; do
 done
 [[ $max_restarts =~ ^[0-9]+$ ]] || fail "--max_restarts must be a number, got '$max_restarts'"
 if [[ -z $rdzv_endpoint ]]; then
-  rdzv_endpoint=${TPU_WORKER_HOSTNAMES:-}
+  meeting=TPU_WORKER_HOSTNAMES # of one slice
+  ((slices == 1)) || meeting=MEGASCALE_COORDINATOR_ADDRESS
+  rdzv_endpoint=${!meeting:-}
   rdzv_endpoint=${rdzv_endpoint%%,*}
-  [[ -n $rdzv_endpoint ]] || fail "--rdzv_endpoint is required (TPU_WORKER_HOSTNAMES is not set)"
+  ((slices == 1)) || rdzv_endpoint=${rdzv_endpoint%:*}
+  [[ -n $rdzv_endpoint ]] || fail "--rdzv_endpoint is required ($meeting is not set)"
 fi
 [[ $rdzv_endpoint == *:* ]] || rdzv_endpoint+=:29400
+if [[ -n $slice_id ]]; then
+  if ! [[ $slice_id =~ ^(0|[1-9][0-9]{0,3})$ ]] || ((slices == 1 || slice_id >= slices)); then
+    fail "--slice_id must be a number below that of slices in --slice=2x..., got '$slice_id'"
+  fi
+  export MEGASCALE_NUM_SLICES=$slices MEGASCALE_SLICE_ID=$slice_id
+  export MEGASCALE_COORDINATOR_ADDRESS=${rdzv_endpoint%:*}:8080
+fi
+((slices == 1)) || export XLA_FSDP_SLICES=$slices # and if a host knows of others, it says so
 
 line=("$python" -m torch.distributed.run --nnodes="$nnodes" --nproc-per-node="$nproc"
   --rdzv-backend=c10d --rdzv-id="$rdzv_id" --rdzv-endpoint="$rdzv_endpoint"
@@ -75,6 +90,9 @@ fi
 line+=("$python" "${command[@]}")
 export PJRT_DEVICE=${PJRT_DEVICE:-TPU}
 if [[ -n $dry_run ]]; then
+  for name in MEGASCALE_NUM_SLICES MEGASCALE_SLICE_ID MEGASCALE_COORDINATOR_ADDRESS XLA_FSDP_SLICES; do
+    [[ ${slices} == 1 || -z ${!name:-} ]] || printf '%s=%s ' "$name" "${!name}"
+  done
   echo "PJRT_DEVICE=$PJRT_DEVICE ${line[*]@Q}"
 else
   exec "${line[@]}"

@@ -25,8 +25,11 @@ Options:
   --project=ID      default: gcloud's            --type=TYPE        such as v3-128, for create
   --runtime=VERSION default: by the type         --spot             create as Spot VMs
   --queued          create as a queued resource  --run=RUN          default: train
-  --nfs=SERVER:/DIR mount on /mnt/xla_fsdp       --worker=N         for logs; default 0
+  --nfs=SERVER:/DIR mount on /mnt/xla_fsdp       --worker=N         for logs, of the first slice; default 0
   --poll=SECONDS    between looks; default 30    --dry_run          print the commands, run nothing
+  --slices=N        N slices of --type that train together, NAME-0, NAME-1 ..., as one queued resource
+  --only=0,2        all actions but create and delete: on these of them, which are slices 0 and 1 then
+  --min_slices=N    wait, with --max_restarts: goes on with what is left of them, if that is N or more
   --max_restarts=N  wait starts COMMAND again after a failure, on all workers, at most N times, and
                     10, 20, 40 ... at most 300 s later (back_off.sh); default 0. A slice that is
                     gone is made again first, if --type says which
@@ -44,11 +47,11 @@ fail() {
 }
 
 name='' zone='' project='' type='' runtime='' run=train nfs='' worker=0 poll=30 max_restarts=0
-spot='' queued='' dry_run='' actions=() command=()
+slices=1 only='' min_slices='' spot='' queued='' dry_run='' actions=() command=()
 while [[ $# -gt 0 ]]; do
   case $1 in
     --name=* | --zone=* | --project=* | --type=* | --runtime=* | --run=* | --nfs=* | --worker=* | --poll=* | \
-      --max_restarts=*)
+      --max_restarts=* | --slices=* | --only=* | --min_slices=*)
       [[ -n ${1#*=} ]] || fail "${1%%=*} needs a value"
       printf -v "$(sed 's/^--//; s/=.*//; q' <<<"$1")" '%s' "${1#*=}"
       ;;
@@ -68,6 +71,22 @@ done
 [[ $worker =~ ^[0-9]+$ ]] || fail "--worker must be a number, got '$worker'"
 [[ $poll =~ ^[0-9]+$ ]] || fail "--poll must be a number of seconds, got '$poll'"
 [[ $max_restarts =~ ^[0-9]{1,6}$ ]] || fail "--max_restarts must be a number, got '$max_restarts'"
+[[ $slices =~ ^[1-9][0-9]{0,3}$ && $min_slices =~ ^([1-9][0-9]{0,3})?$ ]] ||
+  fail "--slices and --min_slices must be numbers from 1 on, got '$slices' and '$min_slices'"
+[[ ! $type =~ ^[0-9]+x ]] || fail "--type is that of one slice, got '$type': say --slices=${type%%x*} --type=${type#*x}"
+[[ $slices -gt 1 || -z $only$min_slices ]] || fail "--only and --min_slices need --slices=2 or more"
+nodes=("$name")
+if ((slices > 1)); then
+  queued=yes # nothing else makes slices that know of each other
+  IFS=, read -ra chosen <<<"${only:-$(seq -s, 0 $((slices - 1)))}"
+  for number in "${chosen[@]}"; do
+    [[ $number =~ ^(0|[1-9][0-9]{0,3})$ && $number -lt $slices ]] ||
+      fail "--only must be numbers from 0 to $((slices - 1)), got '$only'"
+  done
+  nodes=("${chosen[@]/#/$name-}")
+  [[ -z $(printf '%s\n' "${nodes[@]}" | sort | uniq -d) ]] || fail "--only names a slice twice: '$only'"
+fi
+all=("${nodes[@]}")
 [[ -z $nfs || $nfs == ?*:/* ]] || fail "--nfs must be SERVER:/DIR, got '$nfs'"
 if [[ -z $runtime ]]; then
   # TPU software versions for PyTorch and JAX, as Cloud TPU's pages and examples use them.
@@ -103,19 +122,50 @@ call() { # runs the command; with --dry_run prints it, as a line for a shell
   echo "${line[*]}"
 }
 
-on() { # on WORKER TEXT: runs TEXT there; WORKER may be "all"
-  call gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" --worker="$1" --command="$2"
+on() { # on TEXT NODE [WORKER]: runs TEXT there, or on all workers
+  call gcloud compute tpus tpu-vm ssh "$2" "${place[@]}" --worker="${3:-all}" --command="$1"
+}
+
+each() { # each COMMAND...: COMMAND NODE on all slices at once; the exit code of one that failed
+  local node pid pids=() code=0
+  for node in "${nodes[@]}"; do
+    if [[ -n $dry_run ]]; then "$@" "$node"; else "$@" "$node" & pids+=("$!"); fi
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+  return "$code"
 }
 
 on_all() { # on_all ACTION ARGUMENT...: worker.sh on every worker
-  local text
-  printf -v text '%q ' bash examples/pod/worker.sh "$@"
-  on all "cd ~/xla_fsdp && ${text% }"
+  each worker_sh "$@"
+}
+
+worker_sh() { # worker_sh ACTION ARGUMENT... NODE
+  local text node=${*: -1}
+  printf -v text '%q ' bash examples/pod/worker.sh "${@:1:$#-1}"
+  on "cd ~/xla_fsdp && ${text% }" "$node"
+}
+
+start() { # of several slices, each is told which of how many it is, whatever its metadata says
+  coordinator=COORDINATOR
+  [[ $slices == 1 || -n $dry_run ]] || coordinator=$(gcloud compute tpus tpu-vm describe "${nodes[0]}" \
+    "${place[@]}" --format='value(networkEndpoints[0].ipAddress)')
+  each start_slice
+}
+
+start_slice() { # start_slice NODE
+  local number=0 count=${#nodes[@]} said=()
+  until [[ ${nodes[number]} == "$1" ]]; do number=$((number + 1)); done
+  ((slices == 1)) || said=(env XLA_FSDP_SLICES="$count" MEGASCALE_NUM_SLICES="$count"
+    MEGASCALE_SLICE_ID="$number" MEGASCALE_COORDINATOR_ADDRESS="$coordinator:8080" MEGASCALE_PORT=8080)
+  worker_sh start "$run" "${said[@]}" "${command[@]}" "$1"
 }
 
 create() {
+  local named=(--node-id="$name")
+  ((slices == 1)) || named=(--node-count="$slices" --node-prefix="$name")
+  [[ -z $only ]] || fail "create makes all slices of a queued resource: leave out --only"
   if [[ -n $queued ]]; then
-    call gcloud compute tpus queued-resources create "$name" --node-id="$name" "${place[@]}" \
+    call gcloud compute tpus queued-resources create "$name" "${named[@]}" "${place[@]}" \
       --accelerator-type="$type" --runtime-version="$runtime" ${spot:+--spot}
     local state=''
     until [[ $state == ACTIVE ]]; do
@@ -140,18 +190,21 @@ delete() {
 }
 
 setup() {
+  local node steps mount
   call git -C "$root" archive --format=tar.gz --output="$archive" HEAD
-  call gcloud compute tpus tpu-vm scp "$archive" "$name:xla_fsdp.tgz" "${place[@]}" --worker=all
-  local steps='set -e; mkdir -p ~/xla_fsdp; tar -xzf ~/xla_fsdp.tgz -C ~/xla_fsdp; cd ~/xla_fsdp; '
+  for node in "${nodes[@]}"; do
+    call gcloud compute tpus tpu-vm scp "$archive" "$node:xla_fsdp.tgz" "${place[@]}" --worker=all
+  done
+  steps='set -e; mkdir -p ~/xla_fsdp; tar -xzf ~/xla_fsdp.tgz -C ~/xla_fsdp; cd ~/xla_fsdp; '
   steps+='test -x .venv/bin/pip || python3 -m venv .venv || '
   steps+='{ sudo apt-get install -y -q python3-venv && python3 -m venv .venv; }; '
   steps+=".venv/bin/pip install -q -e '.[tpu,examples]' gcsfs"
-  on all "$steps"
+  each on "$steps"
   if [[ -n $nfs ]]; then
-    local mount='sudo apt-get install -y -q nfs-common && sudo mkdir -p /mnt/xla_fsdp && '
+    mount='sudo apt-get install -y -q nfs-common && sudo mkdir -p /mnt/xla_fsdp && '
     mount+='{ mountpoint -q /mnt/xla_fsdp || '
     mount+="sudo mount -t nfs -o hard $(printf %q "$nfs") /mnt/xla_fsdp; } && sudo chmod a+rwx /mnt/xla_fsdp"
-    on all "$mount"
+    each on "$mount"
   fi
 }
 
@@ -161,15 +214,34 @@ check() { # what the options and COMMAND say is held against the slice
   for word in "${command[@]}"; do
     [[ $word != --ckpt_dir=* ]] || expected+=(--ckpt_dir "${word#*=}")
   done
-  call "${PYTHON:-$root/.venv/bin/python}" -m xla_fsdp.preflight --tpu "$name" --zone "$zone" \
-    ${project:+--project "$project"} --python xla_fsdp/.venv/bin/python "${expected[@]}"
+  local node code=0
+  for node in "${nodes[@]}"; do
+    call "${PYTHON:-$root/.venv/bin/python}" -m xla_fsdp.preflight --tpu "$node" --zone "$zone" \
+      ${project:+--project "$project"} --python xla_fsdp/.venv/bin/python "${expected[@]}" || code=$?
+  done
+  return "$code"
 }
 
-ready() { # whether the slice is still there; says so if not
-  local state
-  state=$(gcloud compute tpus tpu-vm describe "$name" "${place[@]}" --format='value(state)') || state=GONE
-  [[ $state == READY ]] || echo "tpu_vm.sh: slice $name is $state" >&2
-  [[ $state == READY ]]
+ready() { # whether all slices are still there; says which are not, and leaves the others in "left"
+  local node state
+  left=()
+  for node in "${nodes[@]}"; do
+    state=$(gcloud compute tpus tpu-vm describe "$node" "${place[@]}" --format='value(state)') || state=GONE
+    if [[ $state == READY ]]; then left+=("$node"); else echo "tpu_vm.sh: slice $node is $state" >&2; fi
+  done
+  ((${#left[@]} == ${#nodes[@]}))
+}
+
+replace() { # replace CODE: goes on with the slices that are left, or makes all again
+  if [[ -n $min_slices ]] && ((${#left[@]} >= min_slices)); then
+    nodes=("${left[@]}")
+    echo "tpu_vm.sh: going on with ${#nodes[@]} of $slices slices: ${nodes[*]}" >&2
+    return
+  fi
+  [[ -n $type && -z $only ]] || return "$1" # nobody said what to make
+  delete || true
+  nodes=("${all[@]}")
+  create && setup
 }
 
 watch() { # stops all workers as soon as one has failed: the others hang in a collective
@@ -212,21 +284,16 @@ watch_and_restart() { # code 2 is wrong usage, which would be the same again
     seconds=$(bash "$root/examples/pod/back_off.sh" --seconds "$attempt")
     echo "tpu_vm.sh: run '$run' ended with $code; starting again in $seconds s, $attempt of $max_restarts" >&2
     sleep "$seconds"
-    if ! ready; then
-      [[ -n $type ]] || return "$code" # nobody said what to make
-      delete || true
-      create && setup || return
-    fi
-    on_all start "$run" "${command[@]}" || return
+    ready || replace "$code" || return
+    start || return
   done
 }
 
 for action in "${actions[@]}"; do
   case $action in
-    start) on_all start "$run" "${command[@]}" ;;
     wait) watch_and_restart ;;
     status | stop) on_all "$action" "$run" ;;
-    logs) on "$worker" "cd ~/xla_fsdp && bash examples/pod/worker.sh follow $run" ;;
+    logs) on "cd ~/xla_fsdp && bash examples/pod/worker.sh follow $run" "${nodes[0]}" "$worker" ;;
     *) "$action" ;;
   esac
 done

@@ -61,7 +61,7 @@ def fully_shard(
             as good as a call for each: every module is a unit of its own.
         mesh: the ranks, as a ``DeviceMesh``, a tensor or lists of ordinals. 1-D: these share the
             parameters. 2-D, ``(replicate, shard)``: each row does, columns average gradients.
-            Default: all ranks share.
+            Default: all ranks share; on several TPU slices those of each, docs/slices.md.
         reshard_after_forward: free the full parameters after the forward. ``None``: yes, except
             in the root (the outermost module). A number: keep a part of them for the backward,
             which is then gathered among that many ranks only.

@@ -15,6 +15,7 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ..ranks.rank import current_rank
+from ..ranks.slices import slices_of_ranks
 from ..remat import checkpoint_module
 from ..sharding.options import FSDPOptions
 from ..sharding.strategy import ShardingStrategy
@@ -156,7 +157,8 @@ def meant_by_name(strategy: str) -> dict[str, Any]:
     """The options for a sharding strategy by torch's name for it.
 
     With the hybrid ones the ranks of a host share a copy, as on GPUs, or so many neighbouring ranks
-    as the environment's ``XLA_FSDP_HYBRID_SHARD_SIZE`` says.
+    as the environment's ``XLA_FSDP_HYBRID_SHARD_SIZE`` says; on several TPU slices, where it says
+    nothing, those of a slice.
 
     Raises:
         ValueError: there is none of that name, or the ranks do not divide.
@@ -167,7 +169,7 @@ def meant_by_name(strategy: str) -> dict[str, Any]:
         allowed = ", ".join(ShardingStrategy.__members__)
         raise ValueError(f"sharding strategy must be one of {allowed}, got {strategy!r}")
     found = ShardingStrategy[name]
-    if "HYBRID" not in name:
+    if "HYBRID" not in name or (SHARD_SIZE not in os.environ and slices_of_ranks()):
         return {"sharding_strategy": found}
     size, world = _ranks_of_a_host(), xr.world_size()
     if size < 1 or world % size:

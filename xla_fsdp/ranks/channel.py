@@ -20,6 +20,7 @@ import torch_xla.runtime as xr
 from torch_xla._internal import tpu
 
 from .rank import current_rank, is_pretending
+from .slices import place
 
 # "HOST:PORT" of the store, for the processes that a launcher starts.
 _ADDRESS = "XLA_FSDP_STORE"
@@ -103,10 +104,9 @@ def _hosts() -> tuple[list[str], int]:
     except Exception:  # whatever requests or yaml raise where there is no metadata: a host alone
         return ["localhost"], 0
     # Several slices: the first host of the first one, which all have to know already.
-    coordinator = os.environ.get("MEGASCALE_COORDINATOR_ADDRESS", "").rpartition("//")[2]
-    if coordinator:
-        first = int(os.environ.get("MEGASCALE_SLICE_ID", "0")) == 0 and number == 0
-        return [coordinator.partition(":")[0], *hosts], 0 if first else 1
+    found = place()
+    if found is not None:
+        return [found.coordinator, *hosts], 0 if found.number == number == 0 else 1
     return hosts, number if len(hosts) > 1 else 0
 
 

@@ -17,6 +17,15 @@ from .cpu.host import run_ranks
 from .cpu.runtime import CpuRuntime
 from .errors import CollectiveMismatchError, Preempted, RankError, RankTimeoutError
 from .rank import current_rank
+from .slices import (
+    OnAllSlices,
+    number_of_slices,
+    place,
+    prepare_host,
+    prepare_process,
+    require_all_slices,
+    require_slices,
+)
 from .watchdog.watch import watched
 
 __all__ = ["CollectiveMismatchError", "Preempted", "RankError", "RankTimeoutError", "launch"]
@@ -31,6 +40,7 @@ def launch(
     num_devices: int | None = None,
     *,
     timeout: float = 600.0,
+    slices: int | None = None,
 ) -> list[Any] | None:
     """Runs ``fn(rank, *args)`` on every rank and waits for all of them.
 
@@ -57,6 +67,9 @@ def launch(
             and ranks are left alone, unless ``XLA_FSDP_WATCHDOG`` says otherwise: ``off``, seconds,
             or seconds and ``end`` (``900,end``). Compilations are given four times as long
             (docs/watching.md).
+        slices: on CPU, how many TPU slices the ranks stand for, which divides their number: the
+            first ranks are the first slice. ``None`` means ``XLA_FSDP_SLICES`` if set, else 1.
+            On TPU there must be as many (docs/slices.md).
 
     Returns:
         On CPU what ``fn`` returned, by rank, with XLA tensors in (nested) lists, tuples and dicts
@@ -76,8 +89,9 @@ def launch(
             another number of devices, or without the settings that CPU ranks need; or ``torchrun``
             started another number of processes than XLA has ranks; or ``fn`` is defined in a
             notebook and there is a TPU.
-        ValueError, TypeError: wrong ``num_devices``, ``timeout`` or ``XLA_FSDP_WATCHDOG``; on TPU:
-            libtpu refuses LIBTPU_INIT_ARGS.
+        ValueError, TypeError: wrong ``num_devices``, ``timeout``, ``slices`` or
+            ``XLA_FSDP_WATCHDOG``; on TPU: libtpu refuses LIBTPU_INIT_ARGS, or what the environment
+            says of several slices (``MEGASCALE_...``) does not fit together.
     """
     inside = current_rank()
     if inside is not None:
@@ -96,24 +110,30 @@ def launch(
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     if not _on_cpu() or under_torchrun:
-        _check_device_count(num_devices)
+        found = place()
+        require_slices(slices, found)
+        _check_device_count(num_devices, found.count if found else 1)
         if not under_torchrun:
             spawned.require_importable(fn)
+        prepare_host(found)
         # Read by libtpu when it starts, in this process or those that are started now.
         compiler_options.add_to_environment()
         if under_torchrun:
             _join_torchrun()
+            require_all_slices()
             watched(fn, timeout)(xr.global_ordinal(), *args)
         else:
-            spawned.run(watched(in_spawned_processes(fn), timeout), args)
+            prepared = watched(in_spawned_processes(fn), timeout)
+            spawned.run(prepared if found is None else OnAllSlices(prepared), args)
         return None
     size = _runtime.size_for(num_devices)
+    parts = number_of_slices(slices, size)
     if not _runtime.launching.acquire(blocking=False):
         raise RuntimeError(
             "another thread of this process is in launch; one launch can run at a time"
         )
     try:
-        return run_ranks(_runtime, fn, args, size, timeout)
+        return run_ranks(_runtime, fn, args, size, timeout, parts)
     finally:
         _runtime.launching.release()
 
@@ -135,6 +155,7 @@ def _join_torchrun() -> None:
     its own chip, and tells libtpu of the processes of the other hosts.
     """
     if not dist.is_initialized():
+        prepare_process(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("xla", init_method="xla://")
     started, found = int(os.environ["WORLD_SIZE"]), xr.world_size()
     if started != found:
@@ -149,14 +170,15 @@ def _join_torchrun() -> None:
         )
 
 
-def _check_device_count(num_devices: int | None) -> None:
+def _check_device_count(num_devices: int | None, slices: int) -> None:
     if num_devices is None:
         return
     if dist.is_torchelastic_launched():
         found, remedy = int(os.environ["WORLD_SIZE"]), "pass torchrun --nproc-per-node"
     elif os.environ["PJRT_DEVICE"] == "TPU":
         # Asks the machine, not the runtime, which must start in the ranks' own processes.
-        found, remedy = tpu.num_expected_global_devices(), "choose another slice"
+        found = tpu.num_expected_global_devices() * slices
+        remedy = "choose another slice"
     else:
         return
     if num_devices != found:

@@ -74,12 +74,18 @@ class RankContext:
         pending: collectives traced since the last full sync, in order.
         active: whether the launch is still on. Threads that autograd or the user keeps outlive it.
         stepping: whether the rank is in an optimizer's step.
+        slices: ordinals of the ranks of each slice that the launch simulates; ``()``: of one.
         as_on_tpu: trace what a TPU would get, see ``World.as_on_tpu`` (collectives/world.py).
             For tests, which have no TPU.
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, board: Board | None = None
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        board: Board | None = None,
+        slices: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         self.rank = rank
         self.size = size
@@ -87,6 +93,7 @@ class RankContext:
         self.pending: list[Collective] = []
         self.active = True
         self.stepping = False
+        self.slices = slices
         self.as_on_tpu = False
         self._board = board or Board(size)
         self._posts = 0

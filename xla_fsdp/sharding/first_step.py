@@ -5,10 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+import torch_xla.runtime as xr
 from torch import nn
 
 from ..collectives.world import World
 from ..ranks.rank import is_pretending
+from ..ranks.slices import slices_of_ranks
+from ..ranks.watchdog.settings import say
 from .awaited import require_come
 from .freeing import stamps
 from .ignored import note_of
@@ -50,9 +53,11 @@ def compare_initial_weights(world: World, units: Sequence[tuple[str, Unit]]) -> 
     """Warns if ranks built the model with different weights; once, before the first forward.
 
     Each rank has cut its shard out of its own, so that the whole is a mixture. What was loaded or
-    changed since is not compared. All ranks must call it; nothing is compared among groups.
+    changed since is not compared. All ranks must call it; nothing is compared among groups whose
+    copies are independent.
     """
-    if world.size == 1 or not world.is_everybody or is_pretending():
+    holders = world.size * world.replicas
+    if holders == 1 or holders != xr.world_size() or is_pretending():
         return
     own = {
         path: unit.initial_checksum
@@ -67,7 +72,26 @@ def compare_initial_weights(world: World, units: Sequence[tuple[str, Unit]]) -> 
         some = ", ".join(repr(path or "the root") for path in differing[:5])
         warnings.warn(
             f"ranks built {some} with different weights, so that the sharded model is a mixture of "
-            "them: call torch.manual_seed with the same number on every rank before building the "
-            "model, or pass sync_module_states=True, which takes those of rank 0",
+            "them, and replicas differ: call torch.manual_seed with the same number on every rank "
+            "before building the model, or pass sync_module_states=True, which takes those of rank "
+            "0",
             stacklevel=2,
+        )
+
+
+def tell_of_slices(world: World) -> None:
+    """Says how a model is sharded where there are several slices, once, by rank 0."""
+    slices = slices_of_ranks()
+    if not slices or xr.global_ordinal() != 0 or is_pretending():
+        return
+    where = f"{len(slices)} slices of {len(slices[0])} ranks"
+    if world.replicas > 1 and set(world.groups) == set(slices):
+        say(
+            f"{where}: the model is sharded within each slice and replicated over them; pass "
+            "sharding_strategy=ShardingStrategy.FULL_SHARD to shard over all ranks"
+        )
+    elif any(not any(set(group) <= set(one) for one in slices) for group in world.groups):
+        say(
+            f"{where}: the model is sharded over ranks of several slices, so every gather goes "
+            "over the data-centre network"
         )

@@ -15,7 +15,10 @@ from .cpu_offload import CPUOffload, checked_offload
 from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, meant_by_precision
 from .narrow import checked_gather_dtype
 from .secondary import checked_reshard
-from .strategy import ShardingStrategy, checked_mesh, meant_by_strategy
+from .strategy import ShardingStrategy, checked_mesh, meant_by_strategy, mesh_of_slices
+
+# Options that say which ranks share what.
+_GROUPS = ("sharding_groups", "sharding_rank", "sharding_world_size", "replication_groups")
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class FSDPOptions:
         if mesh is not None:
             mesh = checked_mesh(mesh)
             object.__setattr__(self, "device_mesh", mesh)
+        elif all(getattr(self, name) is None for name in _GROUPS):
+            mesh = mesh_of_slices(self.sharding_strategy)
         meant = meant_by_strategy(
             self.sharding_strategy, mesh, self.sharding_groups, self.replication_groups
         )

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch_xla.runtime as xr
 
+from ..ranks.slices import slices_of_ranks
+
 Groups = Sequence[Sequence[int]]
 
 
@@ -60,6 +62,28 @@ def checked_mesh(device_mesh: Any) -> list[int] | list[list[int]]:
     return mesh.tolist()
 
 
+def mesh_of_slices(strategy: ShardingStrategy | None) -> list[list[int]] | None:
+    """The 2-D mesh of a launch on several slices where the user names no ranks: a row for each
+    slice. ``None`` on one slice, and with a strategy that has no replicas.
+
+    Between slices is the data-centre network, a tenth and less of what the links within one carry:
+    gathers stay within a slice, and a step sends one shard of gradients over it.
+
+    Raises:
+        ValueError: the slices are of different sizes.
+    """
+    if strategy is not None and strategy not in _HYBRID:
+        return None
+    slices = slices_of_ranks()
+    if len({len(one) for one in slices}) > 1:
+        raise ValueError(
+            f"the ranks are on slices of {', '.join(str(len(one)) for one in slices)}: nothing can "
+            "be sharded within each and replicated over them. Take slices of equal size, or pass "
+            "sharding_strategy=ShardingStrategy.FULL_SHARD to shard over all ranks"
+        )
+    return [list(one) for one in slices] or None
+
+
 def meant_by_strategy(
     strategy: ShardingStrategy | None,
     mesh: list[int] | list[list[int]] | None,
@@ -88,7 +112,8 @@ def meant_by_strategy(
     if hybrid and mesh is None and not (sharding_groups and replication_groups):
         raise ValueError(
             f"sharding_strategy={strategy} needs to know the groups: pass device_mesh=[[0, 1], "
-            "[2, 3]], whose rows share the parameters, or sharding_groups and replication_groups; "
+            "[2, 3]], whose rows share the parameters, or sharding_groups and replication_groups "
+            "(where there are several slices, each is a group by itself); "
             f"got device_mesh=None, sharding_groups={sharding_groups} and "
             f"replication_groups={replication_groups}"
         )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...ranks.slices import slices_of_ranks
+from ...tpu.slices import Groups
 from ..meeting import Meeting
 from .holding import HostTier
 from .wire import Peer, TierServer
@@ -14,13 +17,17 @@ from .wire import Peer, TierServer
 
 @dataclass
 class Hosts:
-    """The hosts of the job, in the order of their first ranks, which lead and serve them."""
+    """The hosts of the job, in the order of their first ranks, which lead and serve them.
+
+    ``stride``: from a host to the one with its copies.
+    """
 
     number: int
     leaders: list[int]
     leads: bool
     peers: list[Peer]
     server: TierServer | None
+    stride: int = 1
 
     @classmethod
     def meet(cls, meeting: Meeting, tier: HostTier, host: str | None, address: str | None) -> Hosts:
@@ -42,11 +49,12 @@ class Hosts:
         peers = [
             Peer(tuple(addresses[rank] or ("", 0)), key, f"host of rank {rank}") for rank in leaders
         ]
-        return cls(number, leaders, leads, peers, servers[0] if servers else None)
+        stride = hosts_apart(leaders, slices_of_ranks())
+        return cls(number, leaders, leads, peers, servers[0] if servers else None, stride)
 
     def partner(self) -> Peer:
         """The host that has copies of what is here."""
-        return self.peers[(self.number + 1) % len(self.peers)]
+        return self.peers[(self.number + self.stride) % len(self.peers)]
 
     def close(self) -> None:
         for peer in self.peers:
@@ -54,6 +62,18 @@ class Hosts:
         if self.server is not None:
             self.server.close()
             self.server = None
+
+
+def hosts_apart(leaders: Sequence[int], slices: Groups) -> int:
+    """How far the host with the copies of another is, in the order of hosts: the next one, but of
+    several slices the one at the same place of the next slice, as a slice is lost as a whole.
+
+    ``leaders``: the first rank of each host. ``slices``: ordinals of the ranks of each.
+    """
+    on = [number for rank in leaders for number, one in enumerate(slices) if rank in one]
+    each = len(leaders) // max(len(slices), 1)
+    in_order = on == [number for number in range(len(slices)) for _ in range(each)]
+    return each if slices and in_order and len(on) == len(leaders) else 1
 
 
 def _this_host() -> str:

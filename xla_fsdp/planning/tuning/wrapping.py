@@ -11,6 +11,7 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from ...collectives.order import BackwardPrefetch
+from ...ranks.slices import slices_of_ranks
 from ...remat import checkpoint_module
 from ...scan.blocks import scan_blocks
 from ...wrap import size_based_auto_wrap_policy
@@ -137,10 +138,11 @@ def _options(settings: Settings, number: int) -> dict[str, Any]:
     }
 
 
-def _mesh(shared: int | None) -> list[list[int]] | None:
+def _mesh(shared: int | None) -> list[int] | list[list[int]] | None:
     ranks = xr.world_size()
     if shared is None or shared == ranks:
-        return None
+        # On several slices none would mean each by itself.
+        return list(range(ranks)) if slices_of_ranks() else None
     if ranks % shared:
         allowed = [number for number in range(1, ranks + 1) if ranks % number == 0]
         raise ValueError(

@@ -35,9 +35,10 @@ _REPORT_AFTER = 9.0
 
 
 def run_ranks(
-    runtime: CpuRuntime, fn: Callable, args: Sequence, size: int, timeout: float
+    runtime: CpuRuntime, fn: Callable, args: Sequence, size: int, timeout: float, slices: int = 1
 ) -> list[Any]:
-    """``fn(rank, *args)`` on ``size`` threads; their results by rank.
+    """``fn(rank, *args)`` on ``size`` threads, which stand for ``slices`` TPU slices; their results
+    by rank.
 
     Raises:
         RankError: a rank failed, or the ranks could not meet.
@@ -45,7 +46,7 @@ def run_ranks(
         KeyboardInterrupt: as usual; the ranks are stopped first.
     """
     runtime.start(size)
-    session = Session(size, timeout)
+    session = Session(size, timeout, slices)
     caller_device = torch_xla._XLAC._xla_get_default_device()
     caller_seed = torch_xla._XLAC._xla_get_rng_seed(caller_device)
     patches = Patches()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch_xla
 
+from ...tpu.slices import equal_parts
 from ..errors import Preempted
 from ..rank import Board, Collective, RankContext, _set_current_rank, current_rank
 from . import call_site
@@ -44,10 +45,12 @@ class Session:
         preempted: what the ranks' functions ended with, if the machine is being taken away.
     """
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, size: int, timeout: float, slices: int = 1) -> None:
         self.size = size
-        board = Board(size)
-        self.contexts = [RankContext(r, size, torch.device("xla", r), board) for r in range(size)]
+        board, parts = Board(size), equal_parts(size, slices)
+        self.contexts = [
+            RankContext(r, size, torch.device("xla", r), board, parts) for r in range(size)
+        ]
         self.barrier = Barrier(
             size, timeout, lambda rank: call_site.of_thread(self.thread_idents[rank])
         )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...tpu.slices import Groups
 from .waits import DEVICE
 
 _CHARACTERS = 200_000
@@ -79,13 +80,18 @@ def _elsewhere(running: Sequence[Place]) -> list[Place]:
     return [one for one in running if one.where != where] if 2 * count > len(running) else []
 
 
-def report(places: Sequence[Place], idle: float, timeout: float) -> tuple[str, str, list[Place]]:
+def report(
+    places: Sequence[Place], idle: float, timeout: float, slices: Groups = ()
+) -> tuple[str, str, list[Place]]:
     """One line with the ranks that keep the others waiting; all ranks' places and stacks; and the
-    ranks that are named. Equal places are told once, and so are equal stacks."""
+    ranks that are named. Equal places are told once, and so are equal stacks.
+
+    ``slices``: ordinals of the ranks of each TPU slice, if there are several.
+    """
     why, chosen = named(places)
     head = f"ranks have not gone on for {idle:.0f} s (timeout={timeout:g}); "
     if chosen:
-        head += f"{why}: {ranks(chosen)}, {chosen[0].line()}"
+        head += f"{why}: {ranks(chosen)}{_slices(chosen, slices)}, {chosen[0].line()}"
     else:
         head += "all are equally far, and none stands out"
     told: dict[str, list[Place]] = {}
@@ -102,6 +108,15 @@ def report(places: Sequence[Place], idle: float, timeout: float) -> tuple[str, s
     if len(text) > _CHARACTERS:
         text = text[:_CHARACTERS] + "\n... and more that is left out\n"
     return head, text, chosen
+
+
+def _slices(places: Sequence[Place], slices: Groups) -> str:
+    """That these are all ranks of some slices, which are lost as a whole."""
+    found = {place.rank for place in places}
+    whole = [number for number, one in enumerate(slices) if found.issuperset(one)]
+    if not whole or len(found) != sum(len(slices[number]) for number in whole):
+        return ""
+    return f", all of slice{'s' if len(whole) > 1 else ''} {', '.join(map(str, whole))}"
 
 
 def ranks(places: Sequence[Place]) -> str:

@@ -16,6 +16,7 @@ import torch_xla.runtime as xr
 from .. import spawned
 from ..channel import open_channel
 from ..errors import RankTimeoutError
+from ..slices import slices_of_ranks
 from . import dumps
 from .settings import Settings, say, settings
 from .waits import Progress, doing
@@ -50,6 +51,7 @@ class _Watch:
     def __init__(self, chosen: Settings) -> None:
         # On v2 and v3 only this thread knows which rank of its process it is.
         self._rank, self._size = xr.global_ordinal(), xr.world_size()
+        self._slices = slices_of_ranks()
         self._settings = chosen
         self._thread = threading.get_ident()
         self._process: dict[str, Any] = {}
@@ -92,7 +94,7 @@ class _Watch:
         except (RuntimeError, OSError) as error:
             say(f"nobody watches whether rank {self._rank} hangs: {error}")
             return
-        self._store, self._watcher = channel.store, Watcher(channel, self._settings)
+        self._store, self._watcher = channel.store, Watcher(channel, self._settings, self._slices)
         try:
             while not self._over.is_set():
                 self._beat()

@@ -6,6 +6,7 @@ import json
 import time
 from typing import Any
 
+from ...tpu.slices import Groups
 from ..channel import Channel
 from .report import Place, report
 from .settings import Settings, say
@@ -20,8 +21,8 @@ class Watcher:
     question (where are you?), processes that did not answer it, and why all are to end.
     """
 
-    def __init__(self, channel: Channel, chosen: Settings) -> None:
-        self._rank, self._settings = channel.rank, chosen
+    def __init__(self, channel: Channel, chosen: Settings, slices: Groups = ()) -> None:
+        self._rank, self._settings, self._slices = channel.rank, chosen, slices
         self._store: Any = channel.store  # torch's annotations lack half of its methods
         self._said = ""  # as the store has it, while on duty
         self._ask, self._number = 0, 0
@@ -108,7 +109,7 @@ class Watcher:
                 sign["ended"] or _told(what, sign["work"]), where, stack, bool(sign["ended"]),
                 sign["name"],
             ))  # fmt: skip
-        head, text, named = report(places, idle, self._settings.timeout)
+        head, text, named = report(places, idle, self._settings.timeout, self._slices)
         say(f"{head}\n{text}")
         self._asked_at, self._reported_at, self._silent = None, now, {}
         if self._settings.end:

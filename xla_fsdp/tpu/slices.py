@@ -1,0 +1,120 @@
+"""Which of several slices a process is on, and which ranks are on which.
+
+Slices that the data-centre network joins ("Multislice") know of each other by four variables, which
+libtpu reads: ``MEGASCALE_NUM_SLICES``, ``MEGASCALE_SLICE_ID`` (from 0), the address of the
+first host of the first slice, ``MEGASCALE_COORDINATOR_ADDRESS``, and ``MEGASCALE_PORT``. GKE
+and xpk set them in the pods of a JobSet; on a TPU VM that a queued resource made with others they
+are in the machine's metadata ("tpu-env"), and one in the environment counts instead.
+
+With one of them missing libtpu waits for ever for slices that do not come, or each slice trains on
+its own and writes to the same folder. So what does not fit together is an error here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+COUNT, NUMBER = "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"
+COORDINATOR, PORT = "MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_PORT"
+VARIABLES = (COUNT, NUMBER, COORDINATOR, PORT)
+
+# Of the coordinator (jax, AXLearn: "set to 8080 in multislice").
+DEFAULT_PORT = 8080
+
+# Ordinals of the ranks of each slice.
+Groups = tuple[tuple[int, ...], ...]
+
+_REMEDY = (
+    "GKE sets all of them in a JobSet with one replicated job of as many replicas as there are "
+    "slices, a queued resource with --node-count in the machines' metadata; or unset "
+    f"{', '.join(VARIABLES)} for a slice alone"
+)
+
+
+@dataclass(frozen=True)
+class PlaceAmongSlices:
+    """``count`` slices, of which this process is on number ``number``; ``coordinator``: the host
+    that all of them know, the first of slice 0; ``port``: of each host, for the other slices."""
+
+    count: int
+    number: int
+    coordinator: str
+    port: int = DEFAULT_PORT
+
+
+def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
+    """What the variables in ``said`` mean; ``None`` for a slice alone. Empty ones are not there.
+
+    Raises:
+        ValueError: they are incomplete, or have values that are not possible.
+    """
+    given = {name: said[name].strip() for name in VARIABLES if said.get(name, "").strip()}
+    count = given.get(COUNT)
+    if count is None:
+        for name in (NUMBER, COORDINATOR):
+            if name in given:
+                raise ValueError(
+                    f"{name}={given[name]!r} says that there are several slices, but {COUNT} is "
+                    f"not set: {_REMEDY}"
+                )
+        return None
+    if not re.fullmatch(r"[0-9]{1,5}", count) or int(count) < 1:
+        raise ValueError(f"{COUNT}={count!r} must be a number from 1 on: {_REMEDY}")
+    slices = int(count)
+    if slices == 1:  # whatever the others say: so one slice of several is run alone
+        return None
+    for name in (NUMBER, COORDINATOR):
+        if name not in given:
+            raise ValueError(f"{COUNT}={slices}, but {name} is not set: {_REMEDY}")
+    number = given[NUMBER]
+    if not re.fullmatch(r"[0-9]{1,5}", number) or int(number) >= slices:
+        raise ValueError(
+            f"{NUMBER}={number!r} must be a number from 0 to {slices - 1}, as {COUNT}={slices}: "
+            f"each slice has another one, and all hosts of a slice the same. {_REMEDY}"
+        )
+    if PORT in given and not _is_port(given[PORT]):
+        raise ValueError(f"{PORT}={given[PORT]!r} must be a port, a number from 1 to 65535")
+    port = int(given.get(PORT, DEFAULT_PORT))
+    return PlaceAmongSlices(slices, int(number), _host(given[COORDINATOR]), port)
+
+
+def _host(address: str) -> str:
+    plain = address.rpartition("//")[2]  # grpc's names begin with a scheme, dns:///host:port
+    host, _, port = plain.rpartition(":") if ":" in plain else (plain, "", "")
+    if not re.fullmatch(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]", host) or (port and not _is_port(port)):
+        raise ValueError(
+            f"{COORDINATOR}={address!r} must be HOST or HOST:PORT, the first host of slice 0, the "
+            f"same on all slices. {_REMEDY}"
+        )
+    return host
+
+
+def _is_port(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,5}", text) is not None and 0 < int(text) < 1 << 16
+
+
+def ranks_by_slice(attributes: Sequence[Mapping[str, object]]) -> Groups:
+    """Ordinals of the ranks of each slice, in order, or ``()`` if there are not several.
+
+    ``attributes``: of every device, in any order, as torch_xla's runtime has them
+    (``global_runtime_device_attributes``): ``{"name": "TPU:5", "slice_index": 1, ...}``.
+    """
+    found: dict[int, list[int]] = {}
+    for one in attributes:
+        ordinal = re.search(r"\d+$", str(one.get("name", "")))
+        if ordinal is None or "slice_index" not in one:
+            return ()
+        found.setdefault(int(str(one["slice_index"])), []).append(int(ordinal[0]))
+    if len(found) < 2:
+        return ()
+    return tuple(tuple(sorted(found[index])) for index in sorted(found))
+
+
+def equal_parts(ranks: int, slices: int) -> Groups:
+    """As :func:`ranks_by_slice`, of so many ranks that follow one another slice by slice."""
+    if slices < 2:
+        return ()
+    each = ranks // slices
+    return tuple(tuple(range(first, first + each)) for first in range(0, each * slices, each))
