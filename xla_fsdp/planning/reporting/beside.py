@@ -10,14 +10,15 @@ from ... import extras
 from ..compiling.cache import write_whole
 from ..recorded.trace import RecordedStep, Share
 from ..records import KINDS, PHASES
-from .amounts import figure, milliseconds, percent, short, units
+from .amounts import figure, milliseconds, percent, share, short, units
 from .findings import Findings
 from .storage import target
 from .tables import Section, aligned
 
 CPU_NOTE = (
     "Recorded on CPU ranks: what there is, in which order, and how it is divided can be compared; "
-    "milliseconds and ratios say nothing of a TPU."
+    "milliseconds and ratios say nothing of a TPU. Each parameter travels by itself there, and on "
+    "a TPU the small ones of a unit do together: compare collectives by unit."
 )
 _COLUMNS = ("modelled", "share", "measured", "share", "ratio")
 _MOST = 24  # collectives in the table
@@ -120,7 +121,7 @@ class Beside:
         return Section("A step", ("modelled", "measured", "ratio"), tuple(cells))
 
     def _by_kind(self) -> Section:
-        found = self._totals(lambda s: _kind(s), self.planned, self.recorded.shares)
+        found = self._totals(_kind, self.planned, self.recorded.shares)
         order = [f"{p or 'other'} compute" for p in PHASES]
         order += [f"{kind}, {p or 'other'}" for kind in KINDS for p in PHASES]
         named = sorted(found.items(), key=lambda one: order.index(one[0]))
@@ -130,12 +131,14 @@ class Beside:
         both = (*self.planned, *self.recorded.shares)
         unit = units(s.module for s in both)
 
-        def name(share: Share) -> str:
-            what = "compute" if share.kind == "compute" else "collectives"
-            return f"{unit[share.module] or '(no module)'}: {what}"
+        def name(one: Share) -> str:
+            what = "compute" if one.kind == "compute" else "collectives"
+            return f"{unit[one.module] or '(no module)'}: {what}"
 
         found = self._totals(name, self.planned, self.recorded.shares)
-        return Section("By unit", _COLUMNS, tuple((n, *self._cells(t)) for n, t in found.items()))
+        order = {one: place for place, one in enumerate(dict.fromkeys(map(_unit_of, found)))}
+        ranked = sorted(found.items(), key=lambda one: order[_unit_of(one[0])])
+        return Section("By unit", _COLUMNS, tuple((n, *self._cells(t)) for n, t in ranked))
 
     def _collectives(self) -> Section:
         def moved(shares: Sequence[Share]) -> list[Share]:
@@ -145,13 +148,14 @@ class Beside:
             lambda s: f"{s.kind}, {s.phase or 'other'}: {s.module or '(no module)'}",
             moved(self.planned), moved(self.recorded.shares),
         )  # fmt: skip
-        ranked = sorted(found.items(), key=lambda one: -(one[1][1] or one[1][0] or 0.0))
+        # Those that both have, then the others, by what part of their own step they take.
+        ranked = sorted(found.items(), key=lambda one: (None in one[1], -max(self._parts(one[1]))))
         rows = [(short(name, 60), *self._cells(total)) for name, total in ranked[:_MOST]]
         rest = [total for _, total in ranked[_MOST:]]
         if rest:
             sums = [sum(t[side] or 0.0 for t in rest) for side in (0, 1)]
             rows.append((f"others ({len(rest)})", *self._cells((sums[0], sums[1]))))
-        return Section("Gathers and reductions, the longest first", _COLUMNS, tuple(rows))
+        return Section("Gathers and reductions", _COLUMNS, tuple(rows))
 
     def _totals(
         self, name: Callable[[Share], str], planned: Iterable[Share], measured: Iterable[Share]
@@ -160,19 +164,20 @@ class Beside:
         sides: list[dict[str, float]] = []
         for shares in (planned, measured):
             sums: dict[str, float] = {}
-            for share in shares:
-                sums[name(share)] = sums.get(name(share), 0.0) + share.seconds
+            for one in shares:
+                sums[name(one)] = sums.get(name(one), 0.0) + one.seconds
             sides.append(sums)
         ours, theirs = sides
         return {n: (ours.get(n), theirs.get(n)) for n in dict.fromkeys([*ours, *theirs])}
 
+    def _parts(self, total: Total) -> tuple[float, float]:
+        """What part of all that is modelled, and measured, that is."""
+        sides = [sum(s.seconds for s in side) for side in (self.planned, self.recorded.shares)]
+        return share(total[0] or 0.0, sides[0]), share(total[1] or 0.0, sides[1])
+
     def _cells(self, total: Total) -> tuple[str, ...]:
-        whole = (
-            sum(s.seconds for s in self.planned),
-            sum(s.seconds for s in self.recorded.shares),
-        )
-        parts = [None if t is None or not w else t / w for t, w in zip(total, whole, strict=True)]
-        shares = ["–" if part is None else percent(part, 1) for part in parts]
+        parts = zip(total, self._parts(total), strict=True)
+        shares = ["–" if seconds is None else percent(part, 1) for seconds, part in parts]
         return _ms(total[0]), shares[0], _ms(total[1]), shares[1], _ratio(*total)
 
 
@@ -193,9 +198,13 @@ def planned_shares(report: Findings) -> list[Share]:
     return shares
 
 
-def _kind(share: Share) -> str:
-    phase = share.phase or "other"
-    return f"{phase} compute" if share.kind == "compute" else f"{share.kind}, {phase}"
+def _kind(one: Share) -> str:
+    phase = one.phase or "other"
+    return f"{phase} compute" if one.kind == "compute" else f"{one.kind}, {phase}"
+
+
+def _unit_of(row: str) -> str:
+    return row.rpartition(": ")[0]
 
 
 def _ms(seconds: float | None) -> str:
