@@ -420,6 +420,92 @@ def test_training_goes_on_from_the_other_host_bit_for_bit(run_ranks, tmp_path):
     assert all("has none, and nothing of this run" in text for text in said)
 
 
+def _damaged_wherever_it_is(rank, size, folder):
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    model = xla_fsdp.XlaFullyShardedDataParallel(torch.nn.Linear(16, 16))
+
+    def fill(value):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        torch_xla.sync()
+
+    def value():
+        found = {each for p in model.parameters() for each in p.detach().cpu().unique().tolist()}
+        (only,) = found - {0.0}  # of the padding
+        return only
+
+    def damage(step):
+        """The same byte of what rank 1 saved, its own and the copy."""
+        xm.rendezvous(f"before the damage of {step}")
+        if rank == 0:
+            pattern = f"host*/save-{step:08d}-*/rank-00001-of-*.safetensors"
+            copies = list(Path(folder).glob(pattern))
+            assert len(copies) == 2
+            for copy in copies:
+                files.flip(copy, copy.stat().st_size - 5)
+        xm.rendezvous(f"after the damage of {step}")
+
+    with xla_fsdp.TieredCheckpointer(
+        f"{folder}/durable", fast=f"{folder}/host{rank}", host=f"host{rank}", address="127.0.0.1",
+        drain_every=9, keep_fast=3,
+    ) as tiers:  # fmt: skip
+        for step in (1, 2, 3):
+            fill(float(step))
+            tiers.save(model, step=step)
+        tiers.wait()
+        told = []
+
+        def load(**options):
+            fill(9.0)
+            said = []
+            try:
+                with warnings_of_ranks(rank) as said:
+                    return tiers.load(model, **options).step, value()
+            finally:
+                told.append(said)
+
+        assert load() == (3, 3.0)
+        damage(3)
+        assert load() == (2, 2.0)
+        damage(2)
+        assert load() == (1, 1.0)
+        assert load(step=1) == (1, 1.0)
+        damage(1)
+        assert load() == (1, 1.0)  # the durable one
+        xm.rendezvous("before the durable one goes")
+        if rank == 0:
+            shutil.rmtree(f"{folder}/durable")
+        xm.rendezvous("after")
+        fill(9.0)
+        for options in ({}, {"missing_ok": True}, {"step": 2}):
+            with pytest.raises(CorruptFileError) as caught:
+                tiers.load(model, **options)
+            told.append(str(caught.value))
+        assert value() == 9.0  # nothing was changed
+        with pytest.raises(CheckpointNotFoundError):
+            tiers.load(model, step=7)
+    return told
+
+
+def test_damage_on_all_hosts_falls_back_to_what_is_older(run_ranks, tmp_path):
+    told, others = run_ranks(_damaged_wherever_it_is, 2, 2, str(tmp_path))
+    # Of each load: the saves that it passed over, and the one that it took.
+    for said, steps, goes in zip(told, ((), (3,), (3, 2), (), (3, 2, 1)), "32111", strict=False):
+        for step in steps:
+            head, end = f"step {step}: damaged wherever it is: Corr", f"; step {goes} is the newest"
+            assert sum(text.startswith(head) and end in text for text in said) == 1, (step, said)
+    everything, also, second = told[5:]
+    for mine, other in zip(told[5:], others[5:], strict=True):  # only a folder is another
+        assert mine.partition("; look at")[0] == other.partition("; look at")[0]
+    assert everything == also and "has none, and step 3: damaged" in everything
+    assert "rank-00001-of-00002.safetensors: bytes" in everything and "step 1: dam" in everything
+    assert "has none, and step 2: damaged" in second and "step 3" not in second
+
+
 def _one_rank_cannot_write(rank, size, folder):
     run = Run("root", rank, size)
     checkpointer = xla_fsdp.TieredCheckpointer(

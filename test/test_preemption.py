@@ -1,11 +1,12 @@
 """A machine that is taken away: all ranks save at one step, end with code 75, and go on from it."""
 
+import contextlib
 import os
 import random
 import signal
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from xla_fsdp.ranks.channel import Channel
 from xla_fsdp.supervision.agreement import Agreement
-from xla_fsdp.supervision.metadata_server import notices
+from xla_fsdp.supervision.metadata_server import KEYS, notice
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -222,12 +223,14 @@ class Metadata(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def metadata():
-    server = HTTPServer(("127.0.0.1", 0), Metadata)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
     server.said, server.asked = {"maintenance-event": "NONE", "preempted": "FALSE"}, []
+    server.over, server.dripping = threading.Event(), False
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     server.host = f"127.0.0.1:{server.server_port}"
     yield server
+    server.over.set()
     server.shutdown()
     server.server_close()
     thread.join()
@@ -257,6 +260,12 @@ def test_a_maintenance_event_is_a_notice(metadata, monkeypatch):
     assert set(metadata.asked) == {(f"/computeMetadata/v1/instance/{k}", "Google") for k in keys}
 
 
+def notices(host, timeout=3.0):
+    """What is announced, by key."""
+    found = {key: notice(host, key, timeout) for key in KEYS}
+    return {key: value for key, value in found.items() if value is not None}
+
+
 def test_what_a_metadata_server_may_say(metadata):
     assert notices(metadata.host) == {}
     metadata.said = {"preempted": "TRUE\n"}
@@ -268,12 +277,69 @@ def test_what_a_metadata_server_may_say(metadata):
         lambda handler: handler.answer(302, b"TRUE", **elsewhere),
         lambda handler: handler.answer(503, b"TRUE"),
         lambda handler: handler.answer(200, b"TRUE", Metadata_Flavor="Other"),
+        lambda handler: handler.answer(200, b"TRUE", Content_Length="9"),
+        lambda handler: handler.answer(200, b"TRUE", Content_Length="4096000000"),
         lambda handler: handler.wfile.write(b"\0" * 70_000),
         lambda handler: time.sleep(1.0),
     ):
         metadata.said = {"preempted": answer}
         with pytest.raises(OSError):
             notices(metadata.host, timeout=0.3)
+
+
+def drip(before, piece):
+    """An answer that goes on for ever, a piece at a time, each of them in time."""
+
+    def answer(handler):
+        handler.server.dripping = True
+        with contextlib.suppress(OSError):  # the client has had enough
+            handler.wfile.write(before)
+            while not handler.server.over.wait(0.05):
+                handler.wfile.write(piece)
+                handler.wfile.flush()
+
+    return answer
+
+
+HEAD = b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        drip(b"", b"H"),
+        drip(HEAD, b"x"),
+        drip(HEAD, b"x: y\r\n"),
+        drip(HEAD + b"\r\n", b"T"),
+        drip(HEAD + b"Content-Length: 4000\r\n\r\n", b"T"),
+        drip(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nT\r\n"),
+        drip(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        drip(HEAD + b"\r\n" + b"T" * (1 << 24), b"T"),
+    ],
+)
+def test_a_server_that_never_ends_is_given_up(metadata, answer):
+    metadata.said = {"preempted": answer}
+    began = time.monotonic()
+    with contextlib.suppress(OSError):  # of the last, which is large, the beginning is enough
+        assert notice(metadata.host, "preempted", timeout=0.3) is None
+    assert time.monotonic() - began < 5.0 and metadata.dripping
+
+
+def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatch):
+    from xla_fsdp.supervision import notices as watched
+
+    monkeypatch.setattr(watched, "_SECONDS_AFTER_NO_ANSWER", 0.01)
+    ask = watched.metadata_server.notice
+    monkeypatch.setattr(watched.metadata_server, "notice", lambda *given: ask(*given, timeout=0.1))
+    metadata.said["maintenance-event"] = drip(HEAD + b"\r\n", b"T")
+    heard, told = [], threading.Event()
+    end = watched.Notices().listen(lambda word: (heard.append(word), told.set()), (), metadata.host)
+    while sum(path.endswith("preempted") for path, _ in metadata.asked) < 2:
+        time.sleep(0.01)
+    metadata.said["preempted"] = "TRUE"
+    assert told.wait(30)
+    end()
+    assert heard[0] == "preempted TRUE"
 
 
 def test_wrong_use_is_told():

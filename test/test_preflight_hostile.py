@@ -1,6 +1,7 @@
 """python -m xla_fsdp.preflight against servers that lie, lead elsewhere, or never end."""
 
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -93,21 +94,34 @@ def test_a_description_does_not_lead_the_token_elsewhere(preflight, api, how):  
         assert "secret" not in said
 
 
+def redirect(to):
+    def answer(handler, over):
+        handler.send_response(302)
+        handler.send_header("Location", to)
+        handler.send_header("Metadata-Flavor", "Google")
+        handler.end_headers()
+
+    return answer
+
+
 def test_redirects_are_not_followed(preflight, api):  # noqa: F811
-    def redirect(to):
-        def answer(handler, over):
-            handler.send_response(302)
-            handler.send_header("Location", to)
-            handler.end_headers()
-
-        return answer
-
     with Raw(whole) as elsewhere, Raw(redirect(elsewhere.url)) as door:
         api.description = 200, discovery(api.url)
         done = preflight("--retries=0", "--api_endpoint", door.url)
         assert "302" in refusal(done)
         assert "302" in refusal(preflight("--retries=0", "--discovery_url", door.url))
         assert elsewhere.headers == [] and len(door.headers) == 2
+
+
+def test_a_metadata_server_that_leads_elsewhere_or_never_ends(preflight):  # noqa: F811
+    with Raw(whole) as elsewhere, Raw(redirect(elsewhere.url)) as door, Raw(dripping) as slow:
+        for server in (door, slow):
+            began = time.monotonic()
+            host = server.url.removeprefix("http://").rstrip("/")
+            done = preflight(where=(), env={"GCE_METADATA_HOST": host})
+            assert "give --zone and --project" in refusal(done)
+            assert server.headers and time.monotonic() - began < 15
+        assert elsewhere.headers == []
 
 
 @pytest.mark.parametrize(

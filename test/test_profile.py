@@ -4,7 +4,13 @@ import warnings
 
 import pytest
 import torch
+from reports import make
+from test_report_pictures import Page
+from test_trace_beside import table
 from torch import nn
+
+from xla_fsdp.planning.cli import main
+from xla_fsdp.planning.recorded.trace import read_trace
 
 
 class Model(nn.Module):
@@ -82,8 +88,66 @@ def test_a_trace_has_the_names_of_a_plan(run_ranks, tmp_path):
     (found,) = (tmp_path / "trace/plugins/profile").glob("*/*.xplane.pb")
     assert found == file
     trace = file.read_bytes()
-    for name in ("forward[blocks.0]", "backward[blocks.1]", "all_gather[", "reduce_scatter["):
+    for name in (
+        "forward[blocks.0]",
+        "backward[blocks.1]",
+        "optimizer[",
+        "all_gather[",
+        "reduce_scatter[",
+    ):
         assert name.encode() in trace, name
+
+
+def test_a_trace_stands_beside_a_plan(run_ranks, tmp_path, capsys):
+    (_, _, file, _, _), _ = run_ranks(train, 2, str(tmp_path / "trace"), (1, 4))
+    recorded = read_trace(tmp_path / "trace")
+    assert (recorded.source, recorded.device, recorded.steps) == (str(file), "2 CPU ranks", 3)
+    assert recorded.on_cpu and recorded.ranks == 2 and recorded.seconds < recorded.period
+    assert {"blocks.0", "blocks.1", "blocks.1.weight"} < recorded.modules
+    spans = [(slot.begin, slot.end) for slot in recorded.slots]
+    assert min(spans)[0] == 0 and 0 < max(end for _, end in spans) < 1
+    phases = {slot.phase for slot in recorded.slots if slot.lane == "compute"}
+    assert {"forward", "backward", "optimizer"} <= phases
+    gathers = [s for s in recorded.slots if s.module == "blocks.0.weight" and s.phase == "forward"]
+    assert sum(slot.lane == "collective" for slot in gathers) == 2  # of two ranks
+    took = {share.kind for share in recorded.shares if share.seconds > 0}
+    assert took == {"compute", "all-gather", "reduce-scatter"}
+
+    # A plan made by hand of three such blocks.
+    report = type(make()).from_json(make(blocks=3).to_json().replace(".mlp", ""))
+    beside = report.beside(tmp_path / "trace")
+    kinds, unit = table(beside, "By kind"), table(beside, "By unit")
+    assert {"forward compute", "backward compute", "all-gather, forward"} <= set(kinds)
+    assert kinds["forward compute"]["modelled"] == "27.000 ms"
+    assert kinds["reduce-scatter, backward"]["modelled"] == "–"
+    assert unit["blocks.1: compute"]["modelled"] == "18.000 ms"
+    assert float(unit["blocks.1: compute"]["measured"].split()[0]) > 0
+    assert unit["blocks.2: compute"]["measured"] == unit["blocks.2: compute"]["ratio"] == "–"
+    shares = [row["share"] for row in unit.values() if row["share"] != "–"]
+    assert sum(float(share.removesuffix(" %")) for share in shares) == pytest.approx(100, abs=1)
+    text = str(beside)
+    assert "say nothing of a TPU" in text and "Only in the plan: blocks.2." in text
+    assert "Only in the trace: blocks.0.bias, blocks.0.weight" in text
+
+    # The command: both timelines on one page, which needs nothing else.
+    report.save(tmp_path / "plan.json")
+    command = [str(tmp_path / "plan.json"), "--trace", str(tmp_path / "trace")]
+    assert main([*command, "--plot", str(tmp_path / "both.html")]) == 0
+    assert capsys.readouterr().out == text + "\n"
+    written = (tmp_path / "both.html").read_text(encoding="utf-8")
+    page = Page(written)
+    assert page.tags.count("svg") == 2 and not page.fetched and "url(" not in written
+    words = "".join(page.words)
+    assert "Modelled" in words and "Measured: step " in words and "blocks.1: collectives" in words
+    assert any(tip.startswith("fusion.1, blocks.0\n3.000 ms") for tip in page.tips)
+    assert any("blocks.1.weight" in tip for tip in page.tips)
+    for path, said in (("both.png", "allowed is .html"), ("no/both.html", "make the folder")):
+        assert main([*command, "--plot", str(tmp_path / path)]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+    other = type(report).from_json(report.to_json().replace("blocks.", "layers."))
+    with pytest.raises(ValueError, match="is of another model than the plan: it names blocks.0, "):
+        other.beside(file)
 
 
 def test_wrong_use_is_told(tmp_path):

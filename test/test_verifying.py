@@ -1,23 +1,33 @@
 """``xla_fsdp.verify`` and ``preflight --measure``: what is measured, judged, told and kept."""
 
+import contextlib
 import dataclasses
 import json
+from pathlib import Path
+from time import time as now
+from unittest import mock
 
 import pytest
 import torch
+import torch_xla.core.xla_model as xm
+from reports import make
 
 import xla_fsdp
+from xla_fsdp.extras import MissingExtraError
 from xla_fsdp.preflight.cli import main
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError, calibrated
 from xla_fsdp.tpu.chips import V5E
 from xla_fsdp.tpu.topology import resolve
-from xla_fsdp.verifying import verdict
+from xla_fsdp.verifying import api, stages, steps, verdict
 from xla_fsdp.verifying.collectives import axes, modelled
 from xla_fsdp.verifying.fitting import calibrate
+from xla_fsdp.verifying.nets import Size
 from xla_fsdp.verifying.parity import CASES, _compared
 from xla_fsdp.verifying.privacy import scrubbed, shown_environment
 from xla_fsdp.verifying.records import CollectiveTime, Finding, Rate, Status, StepRun, Where
 from xla_fsdp.verifying.report import Verification
+from xla_fsdp.verifying.stages import Job
+from xla_fsdp.verifying.steps import ON_TPU
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
 HOSTILE = '<script>alert("1")</script>'
@@ -220,13 +230,24 @@ if __name__ == "__main__":
 
 def test_two_cpu_ranks(run_script, tmp_path):
     flags = ["--num_devices=2", f"--report={tmp_path}/v.json", f"--calibration={tmp_path}/c.json"]
-    stages = ["--stages", "programs", "checkpoints", "collectives"]
+    stages = ["--stages", "programs", "checkpoints", "collectives", "steps"]
+    stages += ["--sizes", "2 x 64", "--topology=v5litepod-4"]
     done = run_script(SCRIPT, *flags, *stages, env={"MY_TOKEN": "do-not-tell-this"}, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "v.json").read_text())
     statuses = {found["name"]: found["status"] for found in data["findings"]}
     names = ("compiled programs", "checkpoints", "a rank that raises")
-    assert statuses == dict.fromkeys(names, "ok"), data["findings"]
+    expected = dict.fromkeys(names, "ok") | {"plan of 2 x 64": "skipped"}
+    step = statuses.pop("step 2 x 64")  # slower than in-tree it may be, for once
+    assert step in ("ok", "different") and statuses == expected, data["findings"]
+    # The step was run, and planned by the real compiler, for another kind of device.
+    ours, theirs = data["steps"]
+    assert (ours["lane"], theirs["lane"]) == ("xla_fsdp", "in-tree")
+    assert len(ours["losses"]) == 3 and ours["losses"] == pytest.approx(theirs["losses"], rel=2e-2)
+    assert 0 < ours["planned"] < 0.01 < ours["seconds"] and 0 < ours["host"] < ours["seconds"]
+    assert 1 << 20 < ours["planned_hbm"] < 1 << 28 and ours["hbm"] is None
+    assert theirs["planned"] is None and data["planned_for"] == "v5litepod-4"
+    assert "on CPU ranks, " in done.stdout and "by a plan for another device" in done.stdout
     kinds = {(time["kind"], time["bytes"]) for time in data["collectives"]}
     assert kinds == {(kind, size) for kind in KINDS for size in (1 << 13, 1 << 17)}
     assert all(time["seconds"] > 0 for time in data["collectives"])
@@ -234,6 +255,76 @@ def test_two_cpu_ranks(run_script, tmp_path):
     assert "do-not-tell-this" not in (tmp_path / "v.json").read_text()
     with pytest.raises(CalibrationError, match="says nothing of a TPU"):
         Calibration.load(tmp_path / "c.json").apply(V5E)
+
+
+SMALL = Size(blocks=1, width=16, vocabulary=11, sequence=4, batch=1)
+
+
+def _as_on_a_tpu(rank, folder):
+    """The stage as a TPU has it, on these devices: first the peaks of memory, then the steps."""
+    job = Job(("steps",), folder, folder, now() + 1e6, sizes=("small",))
+    path = Path(folder, "job")
+    with contextlib.ExitStack() as patches:
+        if rank == 0:  # of the process, whose threads ranks are
+            job.write(path)
+            for module, name, value in (
+                (stages, "_kind", lambda: "TPU v5 lite"),
+                (stages, "_slice", lambda: resolve("v5litepod-4")),
+                (steps, "ON_TPU", {"small": SMALL}),
+                (steps, "_peak", lambda: 3 << 20),
+            ):
+                patches.enter_context(mock.patch.object(module, name, value))
+        xm.rendezvous("it is as on a TPU")
+        stages.run(rank, str(path))
+        xm.rendezvous("it was")
+
+
+def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, monkeypatch):
+    run_ranks(_as_on_a_tpu, 2, str(tmp_path))
+    children = api._Children(tmp_path, now() + 100, lambda text: None)
+    where = api._where(children.notes("where"))
+    assert (where.family, where.ranks, where.topology) == ("v5e", 2, "v5litepod-4")
+    # What is planned, and where: of the slice that is here, the sizes of its kind.
+    asked = []
+
+    def planned(what, job, shown, more=None):
+        asked.append((what, job.sizes, job.topology, more))
+        report = dataclasses.replace(make(), topology=job.topology)
+        report.save(tmp_path / "plan.json")
+        stages.Notes(tmp_path, True).add("plan", name="small", path=str(tmp_path / "plan.json"))
+
+    monkeypatch.setattr(children, "_run", planned)
+    children.plan(Job(("steps",), "", "", 0.0), where, None)
+    assert asked == [("plan", tuple(ON_TPU), "v5litepod-4", {"PJRT_DEVICE": "CPU"})]
+    found = api._verification(children, where, None, ("steps",))
+    ours = next(run for run in found.steps if run.lane == "xla_fsdp")
+    assert (ours.planned, ours.hbm) == (make().timing.step, 3 << 20) and ours.seconds > 0
+    about = {each.name: each for each in found.findings}
+    assert set(about) == {"step small", "plan of small", "HBM of small"} and found.ok
+    assert " x of the plan" in about["plan of small"].found
+    assert about["HBM of small"].status is Status.DIFFERENT  # 3 MiB of more than one GiB
+    assert "HBM of small" in str(found) and "no plan is made" not in str(found)
+
+
+def test_a_step_that_cannot_be_planned_is_told_of(tmp_path, monkeypatch):
+    from xla_fsdp.planning import api as planning
+    from xla_fsdp.verifying import child
+
+    def fail(*given, **more):
+        raise MissingExtraError("plan needs jax")
+
+    monkeypatch.setattr(planning, "plan", fail)
+    child._plan(Job(("steps",), str(tmp_path), "", 0.0, sizes=("2 x 64",), topology="v5litepod-4"))
+    children = api._Children(tmp_path, 0.0, lambda text: None)
+    found = api._verification(children, api._where([]), None, ("steps",))
+    assert [(each.name, each.found) for each in found.findings] == [
+        ("plan of 2 x 64", "MissingExtraError: plan needs jax")
+    ]
+
+
+@pytest.mark.parametrize("name", ["v3-8", "v4-32", "v5litepod-64", "v5p-8", "v6e-8", "v5e:2x4"])
+def test_a_slice_that_is_here_can_be_planned_for_by_its_name(name):
+    assert resolve(resolve(name).name) == resolve(name)
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,19 @@ def require_extra(extra: str, part: str, modules: Iterable[str]) -> None:
 
     ``part``: what needs them, the subject of the message.
     """
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    missing = [name for name in modules if not _is_there(name)]
     if missing:
         raise MissingExtraError(
             f"{part} needs {', '.join(missing)}: pip install 'xla_fsdp[{extra}]' "
             f"(from a checkout: pip install -e '.[{extra}]')"
         )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # what it is in
+        return False
 
 
 def require_torch_xla() -> None:

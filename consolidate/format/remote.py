@@ -1,18 +1,29 @@
 """Object stores and everything else that fsspec opens: ``gs://``, ``s3://``, ``memory://``.
 
-An object appears whole when its writing is closed, and cannot be renamed in one step.
+An object appears whole when its writing is closed, and cannot be renamed in one step. What such a
+store answers is not believed: names are used as names in the folder that was asked for, and the
+length of what it hands over is compared with what was wanted.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, NoReturn
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 import fsspec
 from fsspec.core import has_magic
 
 from ..errors import CheckpointNotFoundError, OutputError, UnreadableFileError
+from .patience import within
+from .urls import shown
+
+T = TypeVar("T")
+
+# Clients try again by themselves, for minutes.
+_SECONDS_VARIABLE, _SECONDS = "XLA_FSDP_STORE_SECONDS", 600.0
+_SLOWEST = 1 << 20  # bytes a second, which large reads are given on top
 
 
 class RemoteStore:
@@ -35,7 +46,11 @@ class RemoteStore:
             # Listings are asked for anew each time: other ranks write, too.
             files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError, TypeError) as error:
-            raise ValueError(f"{label} {url!r} cannot be opened: {error}") from error
+            raise ValueError(f"{label} {shown(url)!r} cannot be opened: {error}") from error
+        except Exception as error:  # of the client: no credentials, no network
+            raise UnreadableFileError(
+                f"{shown(url)}: cannot be opened: {type(error).__name__}: {_reason(error)}"
+            ) from error
         return cls(files, url.partition("://")[0]), path
 
     def create(self, path: str) -> RemoteOutput:
@@ -45,36 +60,66 @@ class RemoteStore:
             return RemoteOutput(self, path, self.files.open(path, "wb"))
 
     def size(self, path: str) -> int:
-        with _reading(path, self):
+        def ask() -> int:
             self.files.invalidate_cache()
             about = self.files.info(path)
             if about["type"] != "file":
                 raise IsADirectoryError(f"is a {about['type']}, expected a file")
+            if type(about["size"]) is not int:
+                raise TypeError(f"the store says it has {about['size']!r:.40} bytes")
             return int(about["size"])
 
+        return self._asked(path, ask)
+
     def read_into(self, path: str, begin: int, out: memoryview) -> None:
-        with _reading(path, self):
-            data = self.files.cat_file(path, start=begin, end=begin + len(out)) if out else b""
-        if len(data) != len(out):
+        if not out:
+            return
+        end = begin + len(out)
+        data = self._asked(path, lambda: self._bytes(path, begin, end), len(out) / _SLOWEST)
+        if len(data) > len(out):
             raise UnreadableFileError(
-                f"{self.url(path)}: ends at byte {begin + len(data)}, expected "
-                f"{begin + len(out)} or more"
+                f"{self.url(path)}: the store sent {len(data)} bytes where {len(out)} were asked "
+                "for: it does not know how to send a part of a file"
+            )
+        if len(data) < len(out):
+            raise UnreadableFileError(
+                f"{self.url(path)}: ends at byte {begin + len(data)}, expected {end} or more"
             )
         out[:] = data
 
+    def _bytes(self, path: str, begin: int, end: int) -> bytes:
+        data = self.files.cat_file(path, start=begin, end=end)
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise TypeError(f"the store sent a {type(data).__name__}, expected bytes")
+        return bytes(data)
+
     def list(self, path: str) -> list[str]:
+        def ask() -> list[str]:
+            self.files.invalidate_cache()
+            found = self.files.ls(path, detail=False)
+            # The last part of what leads elsewhere is a name in this folder, or none of ours.
+            return [name.rstrip("/").rpartition("/")[2] for name in found]
+
         try:
-            with _reading(path, self):
-                self.files.invalidate_cache()
-                found = self.files.ls(path, detail=False)
+            return self._asked(path, ask)
         except CheckpointNotFoundError:
             return []
-        return [name.rstrip("/").rpartition("/")[2] for name in found]
 
     def is_folder(self, path: str) -> bool:
-        with _reading(path, self):
+        def ask() -> bool:
             self.files.invalidate_cache()
-            return self.files.isdir(path)
+            return bool(self.files.isdir(path))
+
+        return self._asked(path, ask)
+
+    def _asked(self, path: str, ask: Callable[[], T], more: float = 0.0) -> T:
+        """``ask()``, whose errors name the file, and which ends: a store may hang."""
+        with _reading(path, self):
+            seconds = _seconds() + more
+            try:
+                return within(seconds, ask)
+            except TimeoutError as error:
+                raise TimeoutError(f"{error} ({_SECONDS_VARIABLE} states another limit)") from error
 
     def make_folder(self, path: str) -> None:
         with _writing(path, self):
@@ -92,7 +137,8 @@ class RemoteStore:
                 return
             # `rm` would take it for a pattern, and remove what it matches.
             for found in sorted(self.files.find(path)):
-                self.files.rm_file(found)
+                if found.startswith(f"{path}/") and ".." not in found.split("/"):
+                    self.files.rm_file(found)
             with contextlib.suppress(Exception):  # most have no folders
                 self.files.rmdir(path)
 
@@ -106,7 +152,7 @@ class RemoteStore:
         return False
 
     def url(self, path: str) -> str:
-        return f"{self.protocol}://{path.lstrip('/')}"
+        return shown(f"{self.protocol}://{path.lstrip('/')}")
 
 
 class RemoteOutput:
@@ -152,5 +198,19 @@ def _reading(path: str, store: RemoteStore) -> Iterator[None]:
 
 
 def _raise(kind: type, path: str, store: RemoteStore, what: str, error: Exception) -> NoReturn:
-    reason = str(error).partition("\n")[0] or type(error).__name__
-    raise kind(f"{store.url(path)}: {what}: {reason:.200}") from error
+    raise kind(f"{store.url(path)}: {what}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return shown(str(error).partition("\n")[0] or type(error).__name__)[:200]
+
+
+def _seconds() -> float:
+    given = os.environ.get(_SECONDS_VARIABLE, "")
+    try:
+        seconds = float(given) if given else _SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{_SECONDS_VARIABLE}={given!r}: expected a positive number of seconds")
+    return seconds

@@ -9,6 +9,8 @@ from __future__ import annotations
 import posixpath
 from typing import Any, Protocol
 
+_PIECE = 4 << 20
+
 
 class Output(Protocol):
     """A file in the making. ``close`` makes it durable; without it the file may be anything."""
@@ -69,9 +71,13 @@ class Store(Protocol):
 
 
 def read(store: Store, path: str, begin: int, end: int) -> bytes:
-    """The bytes ``begin .. end`` of a file."""
-    data = bytearray(end - begin)
-    store.read_into(path, begin, memoryview(data))
+    """The bytes ``begin .. end`` of a file. Takes memory for what is there, not for what a store
+    said that there is."""
+    data = bytearray()
+    for at in range(begin, end, _PIECE):
+        piece = bytearray(min(_PIECE, end - at))
+        store.read_into(path, at, memoryview(piece))
+        data += piece
     return bytes(data)
 
 

@@ -15,8 +15,11 @@ from ..source import Origin
 
 
 def is_sharded(path: str) -> bool:
-    """Whether ``path`` is a checkpoint folder, or a folder of them, complete or not."""
-    if "://" not in path and not os.path.isdir(path):
+    """Whether ``path`` is a checkpoint folder, or a folder of them, complete or not. Nothing else
+    is read from URLs."""
+    if "://" in path:
+        return True
+    if not os.path.isdir(path):
         return False
     store, root = open_store(path)
     return folders.has_manifest(store, root) or bool(folders.places(store, root))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,33 +66,16 @@ def load_checkpoint(
         set_device_seed(seed)
         return None
 
-    return load_opened(
-        meeting, partial(open_found, found), seed, model, optimizer, scheduler,
-        strict=strict, restore_rng=restore_rng,
-    )  # fmt: skip
-
-
-def load_opened(
-    meeting: Meeting,
-    opened: Callable[[], ShardedCheckpoint],
-    seed: int,
-    model: nn.Module,
-    optimizer: Any,
-    scheduler: Any,
-    *,
-    strict: bool,
-    restore_rng: bool,
-) -> LoadedCheckpoint:
-    """Loads what ``opened`` gives on every rank; ``seed``: XLA's random state before it all began.
-
-    Arguments and errors: :func:`load_checkpoint`.
-    """
-
     def read() -> Prepared:
-        reader = Reader(opened(), meeting)
+        reader = Reader(open_found(found), meeting)
         return prepare(reader, model, optimizer, scheduler, strict, restore_rng)
 
-    prepared = meeting.each("read the checkpoint", read)
+    return take_effect(meeting, meeting.each("read the checkpoint", read), seed)
+
+
+def take_effect(meeting: Meeting, prepared: Prepared, seed: int) -> LoadedCheckpoint:
+    """Changes what is to be loaded into, on all ranks; ``seed``: XLA's random state before it all
+    began."""
     # First what may refuse for reasons of its own.
     meeting.together("load the scheduler", prepared.apply_scheduler)
     # Nobody trains on before all have loaded.

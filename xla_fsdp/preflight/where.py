@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..supervision.metadata_server import ask
 from .errors import UsageError
 
 # An address, not a name: looking up a name can take half a minute where nothing answers.
@@ -74,14 +73,6 @@ def _metadata(path: str) -> str:
     """What Google Cloud tells its machines about themselves; "" on any other."""
     host = os.environ.get("GCE_METADATA_HOST") or _METADATA_ADDRESS
     try:
-        request = urllib.request.Request(
-            f"http://{host}/computeMetadata/v1/{path}", headers={"Metadata-Flavor": "Google"}
-        )
-        # No proxy: the answer must be about this machine.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=_METADATA_SECONDS) as response:
-            if response.headers.get("Metadata-Flavor") != "Google":
-                return ""
-            return response.read(1000).decode("utf-8", "replace").strip()
-    except (OSError, ValueError, http.client.HTTPException):
+        return ask(host, path, _METADATA_SECONDS) or ""
+    except OSError:
         return ""

@@ -7,7 +7,6 @@ are C and can be set by any thread, writes into a pipe that a thread of ours rea
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import signal
@@ -134,17 +133,20 @@ class _Poller:
         self._over.set()
 
     def _run(self) -> None:
-        known: dict[str, str] | None = None
+        known: dict[str, str | None] = {}
         pause = 0.0
         while not self._over.wait(pause):
-            pause = _SECONDS_AFTER_NO_ANSWER
-            with contextlib.suppress(OSError):  # no server, or one that is busy: asked again later
-                found = metadata_server.notices(self._host)
-                pause = _SECONDS_BETWEEN_QUESTIONS
-                for key, value in found.items():
-                    if known is not None and known.get(key) != value:
-                        self._told(self._host, f"{key} {value}")
-                known = found
+            pause = _SECONDS_BETWEEN_QUESTIONS
+            # Each by itself: a key whose answer never ends must not hide what the other one says.
+            for key in metadata_server.KEYS:
+                try:
+                    value = metadata_server.notice(self._host, key)
+                except OSError:  # no server, or one that is busy: asked again later
+                    pause = _SECONDS_AFTER_NO_ANSWER
+                    continue
+                if value is not None and value != known.get(key, value):
+                    self._told(self._host, f"{key} {value}")
+                known[key] = value
 
 
 # Of the process by nature, as its signals are.

@@ -20,6 +20,10 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.profiler as xp
 import torch_xla.runtime as xr
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..planning.tracing.naming import Naming
 
@@ -37,7 +41,8 @@ class profile:
     Enter it before the first step is traced, on every rank: what is compiled from then on, up to
     the end of the recorded steps, has names. An instruction of the forward of ``blocks.3.mlp`` is
     called ``forward[blocks.3.mlp]``, a gather ``all_gather[...]`` with the parameters in it,
-    as in a plan. Programs are the same but for names, and are compiled once.
+    as in a plan, which ``report.beside(folder)`` puts beside the trace. Programs are the same but
+    for names, and are compiled once.
 
     Recording itself begins and ends with a wait for the device; the steps between are as always.
 
@@ -163,6 +168,8 @@ class _SharedNaming(Naming):
         self._users = self._inside = 0
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(self.active())
+        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
 
     def join(self) -> None:
         """This thread's modules have names from here on."""
@@ -184,7 +191,7 @@ class _SharedNaming(Naming):
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         # Autograd's threads have no say: what they compute again was named in the forward or not.
         in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward and not getattr(self._wanted, "here", False):
+        if not in_backward and not self._is_wanted():
             return
         with self._lock:
             if not self._users:
@@ -200,6 +207,19 @@ class _SharedNaming(Naming):
             done = inside and not self._users and not self._inside
         if done:
             self._remove()
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._is_wanted():
+            self.enter("optimizer")
+            self._wanted.steps = True
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if getattr(self._wanted, "steps", False):
+            self._wanted.steps = False
+            self.leave()
+
+    def _is_wanted(self) -> bool:
+        return getattr(self._wanted, "here", False)
 
     def _remove(self) -> None:
         self._hooks.close()

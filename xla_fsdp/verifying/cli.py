@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from .api import verify
 from .stages import STAGES
+from .steps import ON_CPU, ON_TPU
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
             ckpt_dir=flags.ckpt_dir,
             seconds=flags.seconds,
             stages=flags.stages,
+            sizes=flags.sizes,
             topology=flags.topology,
             say=lambda text: print(f"preflight: {text}", file=sys.stderr, flush=True),
         )
@@ -80,6 +82,15 @@ def _parser() -> argparse.ArgumentParser:
         default=STAGES,
         metavar="STAGE",
         help=f"of {', '.join(STAGES)} (default: all)",
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        choices=(*ON_TPU, *ON_CPU),
+        default=(),
+        metavar="SIZE",
+        help=f"steps of this kind of device to run and plan: {', '.join(map(repr, ON_TPU))}; on "
+        f"CPU {', '.join(map(repr, ON_CPU))} (default: all)",
     )
     parser.add_argument(
         "--topology",

@@ -5,26 +5,23 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
 
-from ...consolidate.errors import CheckpointError, CheckpointNotFoundError
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import open_store
 from ..asynchronous import RunningSave
 from ..contents import Contents, device_seed, set_device_seed, take_contents
 from ..draft import Request, agreed, place
-from ..loading import LoadedCheckpoint, find, load_opened, open_found
+from ..loading import take_effect
 from ..meeting import Meeting
+from ..reading import LoadedCheckpoint, Prepared, Reader, prepare
 from ..saving import at_rest, meeting_request
-from .choosing import Choice, choose, listed
-from .holding import Card, HostTier, Save, manifest_of, own_card
+from .holding import HostTier, Save
 from .hosts import Hosts
-from .spread import SpreadStore
+from .newest import read_newest
 from .wire import Peer
 
 
@@ -145,34 +142,26 @@ class TieredCheckpointer:
     ) -> LoadedCheckpoint | None:
         """Loads the newest step that is whole in memory or in ``path``; of equal ones that in
         memory. Arguments and errors: :func:`load_checkpoint`. Later steps that are passed over,
-        since no host has all files of them, are warned of. ``path`` of the result is
-        a name: what is in memory lies in several places."""
+        since no host has all files of them, or the same bytes are damaged on all, are warned of.
+        ``path`` of the result is a name: what is in memory lies in several places.
+
+        Raises:
+            CorruptFileError: all that is in memory is damaged, and ``path`` has nothing; also with
+                ``missing_ok``.
+        """
         with at_rest():
             self._settle()
         meeting, seed = self._meeting, device_seed()
-        found = meeting.together("list the fast tier", self._listed)
-        choice = choose([found[rank] for rank in self._hosts.leaders], step)
-        durable = meeting.first("find the checkpoint", lambda: find(self.path, True, step))
-        newest = max(choice.save.step if choice.save else -1, durable[2] if durable else -1)
-        if meeting.rank == 0:
-            _warn_of(choice, newest)
-        if newest < 0:
+
+        def read(checkpoint: ShardedCheckpoint) -> Prepared:
+            reader = Reader(checkpoint, meeting)
+            return prepare(reader, model, optimizer, scheduler, strict, restore_rng)
+
+        prepared = read_newest(self._tier, self._hosts, meeting, self.path, step, missing_ok, read)
+        if prepared is None:
             set_device_seed(seed)
-            if missing_ok:
-                return None
-            passed = (
-                "; ".join(choice.passed.values()) or f"nothing of this run in {self._tier.root}"
-            )
-            raise CheckpointNotFoundError(f"{os.fsdecode(self.path)}: has none, and {passed}")
-        if choice.save is not None and choice.save.step == newest:
-            whole = self._spread(choice, meeting)
-            opened = partial(ShardedCheckpoint, whole.folder, whole)
-        else:
-            opened = partial(open_found, durable)
-        return load_opened(
-            meeting, opened, seed, model, optimizer, scheduler,
-            strict=strict, restore_rng=restore_rng,
-        )  # fmt: skip
+            return None
+        return take_effect(meeting, prepared, seed)
 
     def wait(self) -> None:
         """Returns once all that was begun is over, in memory and in ``path``.
@@ -239,48 +228,6 @@ class TieredCheckpointer:
     def _partner(self) -> Peer | None:
         return self._hosts.partner() if self._mirror else None
 
-    def _listed(self) -> list:
-        if not self._hosts.leads:
-            return []
-        saves = (listed(self._tier.cards(save)) for save in self._tier.saves())
-        return [found for found in saves if found is not None]
-
-    def _spread(self, choice: Choice, meeting: Meeting) -> SpreadStore:
-        """The chosen save, to be read on this rank."""
-        assert choice.save is not None
-
-        def held() -> list[str]:
-            if not self._hosts.leads:
-                return []
-            cards = self._tier.cards(choice.save)  # type: ignore[arg-type]
-            own = [rank for rank, hosts in choice.holders.items() if hosts[0] == self._hosts.number]
-            return [card.bare().dump().decode() for card in cards if card.rank in own]
-
-        told = meeting.together("tell of the chosen save", held)
-        cards = {
-            card.rank: card
-            for texts in told
-            for card in (Card.load(text.encode(), "another host") for text in texts)
-        }
-
-        def copies_of(rank: int) -> list[Peer | None]:
-            hosts = sorted(choice.holders[rank], key=lambda host: host != self._hosts.number)
-            return [None if one == self._hosts.number else self._hosts.peers[one] for one in hosts]
-
-        def with_manifest() -> Card:
-            for peer in copies_of(0):
-                try:
-                    if peer is None:
-                        return own_card(self._tier, cards[0])
-                    return peer.manifest(cards[0])
-                except CheckpointError as error:
-                    failed = error
-            raise failed
-
-        # What all ranks tell each other is as long as the longest of it, for each of them.
-        cards[0] = meeting.each("read the manifest", with_manifest)
-        return SpreadStore(self._tier, cards, manifest_of(cards), copies_of)
-
 
 class _Writing:
     """A save on its way into memory, by a thread of this rank."""
@@ -316,10 +263,3 @@ class _Writing:
 def _new_id() -> str:
     """Later ones are greater: of one step the one that was saved last is wanted."""
     return f"{time.time_ns():016x}"
-
-
-def _warn_of(choice: Choice, newest: int) -> None:
-    goes = f"step {newest} is the newest that is whole" if newest >= 0 else "none is whole"
-    for step, text in choice.passed.items():
-        if step > newest:
-            warnings.warn(f"{text}; {goes}", stacklevel=3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from .holding import Card, Save
 
@@ -40,8 +41,14 @@ def listed(cards: Iterable[Card]) -> Listed | None:
     return first.save.step, first.save.save_id, first.world_size, ranks
 
 
-def choose(hosts: Sequence[Sequence[Listed]], step: int | None = None) -> Choice:
-    """The newest save that ``hosts`` have whole among them; with ``step``, of that step."""
+def choose(
+    hosts: Sequence[Sequence[Listed]],
+    step: int | None = None,
+    damaged: Mapping[Save, str] = MappingProxyType({}),
+) -> Choice:
+    """The newest save that ``hosts`` have whole among them; with ``step``, of that step.
+
+    ``damaged``: saves that are not to be chosen, with a clause why."""
     found: dict[tuple[Save, int], dict[int, list[int]]] = {}
     for host, saves in enumerate(hosts):
         for number, save_id, world, ranks in saves:
@@ -52,6 +59,9 @@ def choose(hosts: Sequence[Sequence[Listed]], step: int | None = None) -> Choice
     passed: dict[int, str] = {}
     for (save, world), holders in sorted(found.items(), reverse=True):
         missing = [rank for rank in range(world) if rank not in holders]
+        if save in damaged:
+            passed.setdefault(save.step, damaged[save])
+            continue
         if not missing:
             return Choice(save, world, holders, passed)
         shown = ", ".join(map(str, missing[:_SHOWN])) + ", ..." * (len(missing) > _SHOWN)

@@ -20,7 +20,7 @@ from .places import Line, line_up
 from .scopes import Labels
 
 # Nothing runs for these; of a loop or a call it is the instructions inside that run.
-_FREE = frozenset(
+FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all"
     " optimization-barrier opt-barrier add-dependency domain".split()
 )
@@ -121,7 +121,7 @@ def _cycles(instruction: Instruction, chip: Chip | None) -> int:
 def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iterator[Op]:
     for place in line.places:
         instruction = place.instruction
-        if place.index in taken or instruction.opcode in _FREE:
+        if place.index in taken or instruction.opcode in FREE:
             continue
         phase, module = labels.of(instruction)
         yield Op(

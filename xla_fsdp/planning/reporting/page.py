@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from .amounts import GIB, MB, figure, milliseconds, percent
@@ -87,11 +87,16 @@ def page(report: Findings) -> str:
     parts += [f'<div class="tables">{tables}</div>']
     notes = remarks(report)
     parts += ["<h2>Notes</h2>", _list(notes)] if notes else []
-    data = json.dumps(_readout(report, curve, SIDES)).replace("<", "\\u003c")
-    parts += ['<div id="tip"></div>', f'<script type="application/json" id="curve">{data}</script>']
-    title = escape(f"{report.title or 'xla_fsdp plan'}: {report.topology}")
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-    body = "\n".join(parts)
+    title = f"{report.title or 'xla_fsdp plan'}: {report.topology}"
+    return document(title, parts, _readout(report, curve, SIDES))
+
+
+def document(title: str, parts: Sequence[str], data: Mapping[str, object]) -> str:
+    """The page of some elements; ``data`` is what the pointer reads off pictures."""
+    read = json.dumps(data).replace("<", "\\u003c")
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
+    known = f'<script type="application/json" id="curve">{read}</script>'
+    body = "\n".join([*parts, '<div id="tip"></div>', known])
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n'
         f"<script>{_SCRIPT}</script></body></html>\n"

@@ -185,7 +185,7 @@ def _draw_lanes_and_curve(report: Findings, figure: FigureBase, left: float, top
     below = figure.add_axes((left, 0.1, width, 0.29), sharex=axes)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.tick_params(axis="x", labelbottom=False, length=0)
-    _draw_lanes(report, axes)
+    draw_lanes(axes, lanes(report), 1e3 * duration(report))
     below.set_xlabel("modelled time, ms")
     below.set_ylabel("HBM in use,\nGiB a device")
     clean(below)
@@ -196,8 +196,8 @@ def _draw_lanes_and_curve(report: Findings, figure: FigureBase, left: float, top
     limits(below, report, total, float(x[int(numpy.argmax(y))]))
 
 
-def _draw_lanes(report: Findings, axes: Axes) -> None:
-    found, end = lanes(report), 1e3 * duration(report)
+def draw_lanes(axes: Axes, found: dict[str, list[Span]], end: float) -> None:
+    """The lanes of a timeline that is ``end`` milliseconds long."""
     named_row(axes, found[MODULE], 3.1, end, "black")
     if not found[MODULE]:
         axes.text(0, 3.5, "  the program names no modules", va="center", color="#666666")

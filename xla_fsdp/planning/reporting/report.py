@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from ... import extras
 from ..compiling.cache import write_whole
 from . import compare, page, storage, text
 from .findings import Findings
+
+if TYPE_CHECKING:
+    from .beside import Beside
 
 
 class Report(Findings):
@@ -57,6 +61,26 @@ class Report(Findings):
             TypeError: ``other`` is no report.
         """
         return compare.compare(self, other)
+
+    def beside(self, trace: str | os.PathLike[str]) -> Beside:
+        """This plan beside a recorded trace: ``print`` it, or ``.plot("both.html")``.
+
+        ``trace``: the folder that :class:`xla_fsdp.profile` was given, of which the newest trace is
+        taken, or a file in it.
+
+        Raises:
+            FileNotFoundError: there is no trace.
+            ValueError: it is damaged, without names, or of another model; or this plan has no
+                timeline.
+            MissingExtraError: (an ImportError) protobuf or jax is not installed.
+        """
+        extras.require_extra("plan", "a recorded trace", ("google.protobuf", "jaxlib"))
+        if text.missing(self):
+            raise ValueError(f"nothing to compare a trace with. {text.missing(self)}")
+        from ..recorded.trace import read_trace  # with protobuf, which plans do without
+        from .beside import Beside
+
+        return Beside(self, read_trace(trace))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw HBM over the schedule, and the timeline of the step, with matplotlib.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy
 
-from ..records import Buffer, Schedule
+from ..records import Buffer, Schedule, Slot
 from .amounts import GIB, short, units
 from .findings import Findings
 from .spans import DETAIL, Span, blocks, by_unit, merge, numbered, thinned
@@ -110,10 +110,14 @@ def explained(report: Findings) -> str:
 
 
 def lanes(report: Findings) -> dict[str, list[Span]]:
-    """The timeline, in milliseconds: ``module`` (top-level units of the compute), ``compute`` (by
-    phase), ``synchronous`` and ``asynchronous`` collectives.
+    """The modelled timeline; see :func:`timeline`."""
+    return timeline(report.timing.slots, 1e3 * duration(report))
+
+
+def timeline(slots: Sequence[Slot], total: float) -> dict[str, list[Span]]:
+    """The timeline, in milliseconds up to ``total``: ``module`` (top-level units of the compute),
+    ``compute`` (by phase), ``synchronous`` and ``asynchronous`` collectives.
     """
-    slots, total = report.timing.slots, 1e3 * duration(report)
     unit = units(s.module for s in slots)
     found: dict[str, list[Span]] = {lane: [] for lane in LANES}
     for s in slots:

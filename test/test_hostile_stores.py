@@ -1,0 +1,349 @@
+"""Object stores that are slow, fail, cut short, lie about sizes and names, or show what was."""
+
+import threading
+import time
+
+import checkpoint_files as files
+import fsspec
+import pytest
+import torch
+import torch_xla.core.xla_model as xm
+from fsspec.implementations.memory import MemoryFileSystem
+
+import xla_fsdp
+from xla_fsdp.consolidate import CheckpointError, consolidate_checkpoint
+from xla_fsdp.consolidate.errors import (
+    CheckpointNotFoundError,
+    CorruptFileError,
+    IncompleteCheckpointError,
+    MissingRankError,
+    UnreadableFileError,
+)
+from xla_fsdp.consolidate.format.local import LocalStore
+from xla_fsdp.consolidate.format.remote import RemoteStore
+
+RANK_1 = "rank-00001-of-00003.safetensors"
+
+
+class Lying(MemoryFileSystem):
+    """Objects in memory, of which the store says and sends whatever ``lies`` does.
+
+    A lie is called with the true answer and the path.
+    """
+
+    protocol = "lying"
+    cachable = False
+    store, pseudo_dirs = {}, [""]
+    lies = {}
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return MemoryFileSystem._strip_protocol(str(path).replace("lying://", "memory://"))
+
+    def _answer(self, what, path, found):
+        lie = self.lies.get(what)
+        return found if lie is None else lie(found, path)
+
+    def info(self, path, **more):
+        return self._answer("info", path, super().info(path, **more))
+
+    def cat_file(self, path, start=None, end=None, **more):
+        return self._answer("cat_file", path, super().cat_file(path, start, end, **more))
+
+    def ls(self, path, detail=True, **more):
+        found = super().ls(path, detail=detail, **more)
+        return found if detail else self._answer("ls", path, found)
+
+    def isdir(self, path):
+        return self._answer("isdir", path, super().isdir(path))
+
+
+@pytest.fixture
+def store():
+    """Tells lies: ``store(cat_file=lambda data, path: ...)``; a checkpoint is at ``store.root``."""
+    fsspec.register_implementation("lying", Lying, clobber=True)
+    Lying.store, Lying.pseudo_dirs, Lying.lies = {}, [""], {}
+
+    def tell(**lies):
+        Lying.lies = lies
+
+    tell.root = "lying://bucket/run"
+    files.save(tell.root, 1, 1.0)
+    files.save(tell.root, 2, 2.0)
+    assert files.read_value(tell.root) == 2.0
+    yield tell
+    Lying.store, Lying.lies = {}, {}
+
+
+def of(name, lie):
+    """A lie about files of that name only."""
+    return lambda found, path: lie(found) if path.endswith(name) else found
+
+
+def raising(error):
+    def lie(found, path):
+        raise error
+
+    return lie
+
+
+def refused(store, tmp_path, kind, words, **lies):
+    """Reading and consolidating raise that error, which names the file, and leave nothing."""
+    store(**lies)
+    for number, read in enumerate((
+        lambda: files.read_value(store.root),
+        lambda: consolidate_checkpoint(store.root, tmp_path / "out.safetensors"),
+    )):  # fmt: skip
+        with pytest.raises(CheckpointError, match=words) as caught:
+            read()
+        assert type(caught.value) is kind, (number, caught.value)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert not list(tmp_path.iterdir())
+
+
+PIECES = {
+    "nothing": (lambda data: b"", UnreadableFileError, f"{RANK_1}: ends at byte 0, expected"),
+    "half": (lambda data: data[: len(data) // 2], UnreadableFileError, f"{RANK_1}: ends at byte"),
+    "all of it": (lambda data: data * 3, UnreadableFileError, f"{RANK_1}: the store sent .* where"),
+    "zeros": (lambda data: bytes(len(data)), CorruptFileError, f"{RANK_1}: bytes 0 to .* not th"),
+    "no bytes": (lambda data: None, UnreadableFileError, f"{RANK_1}: .* sent a NoneType, exp"),
+    "text": (lambda data: "x" * len(data), UnreadableFileError, f"{RANK_1}: .* sent a str, exp"),
+}
+
+
+@pytest.mark.parametrize("what", PIECES)
+def test_what_is_sent_is_not_what_was_saved(store, tmp_path, what):
+    lie, kind, words = PIECES[what]
+    refused(store, tmp_path, kind, words, cat_file=of(RANK_1, lie))
+    # Of a manifest whose end is another the save never ended.
+    wrong = IncompleteCheckpointError if what == "zeros" else UnreadableFileError
+    refused(store, tmp_path, wrong, "manifest.json", cat_file=of("manifest.json", lie))
+
+
+SIZES = [-1, 0, 7, 1 << 20, 1 << 29, 1 << 62, None, "12", 1.5, True, float("nan")]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("name", [RANK_1, "manifest.json"])
+def test_sizes_that_are_not_true(store, tmp_path, name, size):
+    import tracemalloc
+
+    store(info=of(name, lambda about: {**about, "size": size}))
+    tracemalloc.start()
+    try:
+        for read in (
+            lambda: files.read_value(store.root),
+            lambda: consolidate_checkpoint(store.root, tmp_path / "out.safetensors"),
+            lambda: consolidate_checkpoint(f"{store.root}/step-00000002", tmp_path / "out.pth"),
+        ):
+            with pytest.raises(CheckpointError, match=name):
+                read()
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda found, path: [*found, f"{path}/..", f"{path}/../..", "..", "/", ""],
+        lambda found, path: [*found, "/etc/passwd", "/etc/step-00000009", "C:\\step-00000008"],
+        lambda found, path: [*found, f"{path}/../../other/step-00000007", "step-00000006/../x"],
+        lambda found, path: [*found, f"{path}/step-99999999999999999999", f"{path}/step-1\n"],
+        lambda found, path: [*found, *found, *(f"{path}/step-{n:08d}" for n in range(50, 90))],
+    ],
+)
+def test_names_that_lead_elsewhere_or_to_nothing(store, tmp_path, lie):
+    """No path outside of the folder is ever asked for."""
+    asked = []
+
+    def seen(found, path):
+        asked.append(path)
+        return found
+
+    store(ls=lie, info=seen, cat_file=seen)
+    assert files.read_value(store.root) == 2.0
+    assert xla_fsdp.latest(store.root) == f"{store.root}/step-00000002"
+    consolidate_checkpoint(store.root, tmp_path / "out.safetensors")
+    assert asked and all(path.startswith("/bucket/run") and ".." not in path for path in asked)
+
+
+@pytest.mark.parametrize("lie", [lambda found, path: None, lambda found, path: [b"x", 3]])
+def test_listings_that_are_none(store, tmp_path, lie):
+    refused(store, tmp_path, UnreadableFileError, "lying://bucket/run: cannot be read", ls=lie)
+
+
+def test_listings_of_what_was(store, tmp_path):
+    def without(*names):
+        return lambda found, path: [one for one in found if not one.endswith(names)]
+
+    # The newest is not there yet: the one before, whole. Nothing yet: said so.
+    store(ls=without("step-00000002"))
+    assert files.read_value(store.root) == 1.0
+    missing = f"{RANK_1}: is missing; the manifest lists 3 files, 1 of which"
+    refused(store, tmp_path, MissingRankError, missing, ls=without(RANK_1))
+    refused(
+        store, tmp_path, CheckpointNotFoundError, "bucket/run", ls=without(""), isdir=lambda *_: 0
+    )
+    # What was removed is still listed.
+    store(
+        ls=lambda found, path: [*found, f"{path}/step-00000003"] if path.endswith("run") else found
+    )
+    assert files.read_value(store.root) == 2.0
+    del Lying.store[f"/bucket/run/step-00000002/{RANK_1}"]
+    gone = [f"/bucket/run/step-00000002/{RANK_1}"]
+    stale = {"ls": lambda found, path: found + gone if path.endswith("00002") else found}
+    refused(store, tmp_path, CheckpointNotFoundError, f"{RANK_1}: does not exist", **stale)
+
+
+@pytest.mark.parametrize("what", ["info", "cat_file", "ls"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(5, "Input/output error"),
+        RuntimeError("HTTP 503\nmore"),
+        KeyError("size"),
+        EOFError(),
+    ],
+    ids=repr,
+)
+def test_a_store_that_fails(store, tmp_path, what, error):
+    refused(store, tmp_path, UnreadableFileError, "cannot be read: ", **{what: raising(error)})
+
+
+def test_a_store_that_hangs_is_given_up(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FSDP_STORE_SECONDS", "0.2")
+    over = threading.Event()
+
+    def hang(found, path):
+        over.wait(60)
+        return found
+
+    words = r"cannot be read: no answer within 0.2 s \(XLA_FSDP_STORE_SECONDS"
+    began = time.monotonic()
+    for what in ("cat_file", "ls", "info"):
+        refused(store, tmp_path, UnreadableFileError, words, **{what: hang})
+    assert time.monotonic() - began < 20
+    # One that is only slow is waited for.
+    store(cat_file=lambda data, path: (time.sleep(0.05), data)[1])
+    assert files.read_value(store.root) == 2.0
+    for wrong in ("0", "-1", "nan", "inf", "soon"):
+        monkeypatch.setenv("XLA_FSDP_STORE_SECONDS", wrong)
+        refused(store, tmp_path, UnreadableFileError, "expected a positive number of seconds")
+    over.set()
+
+
+def test_messages_hold_no_secrets(store, tmp_path):
+    class Closed(MemoryFileSystem):
+        protocol = "closed"
+        cachable = False
+
+        def __init__(self, **more):
+            raise PermissionError("https://u:hunter2@host/x?sig=hunter2 says no")
+
+        @staticmethod
+        def _get_kwargs_from_urls(path):
+            return {}
+
+    fsspec.register_implementation("closed", Closed, clobber=True)
+    with pytest.raises(UnreadableFileError, match="^closed://...@host/run.* cannot be opened: P"):
+        consolidate_checkpoint("closed://u:hunter2@host/run?sig=hunter2", tmp_path / "x.pth")
+    error = OSError("GET https://u:hunter2@host/x?X-Sig=hunter2&y=1 gave 403")
+    store(cat_file=raising(error))
+    with pytest.raises(UnreadableFileError, match="https://...@host/x.... gave 403") as caught:
+        files.read_value(store.root)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_nothing_outside_is_removed(monkeypatch):
+    removed = []
+
+    class Files:
+        def invalidate_cache(self):
+            pass
+
+        def find(self, path):
+            return [f"{path}/rank", "/other/precious", f"{path}/../precious", f"{path}2/x"]
+
+        def rm_file(self, path):
+            removed.append(path)
+
+        def rmdir(self, path):
+            pass
+
+    RemoteStore(Files(), "lying").remove("/bucket/[run]")
+    assert removed == ["/bucket/[run]/rank"]
+    assert LocalStore.renames
+
+
+def test_a_load_waits_for_listings_that_are_late(store):
+    from xla_fsdp.checkpoint.loading import patiently
+    from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+
+    late = [RANK_1, RANK_1, ("rank", "manifest.json")]
+
+    def lie(found, path):
+        gone = late.pop() if late else "nothing"
+        return [one for one in found if not one.rpartition("/")[2].startswith(gone)]
+
+    store(ls=lie)
+    found = patiently(lambda: ShardedCheckpoint(f"{store.root}/step-00000002"))
+    assert not late and files.value_in(found) == 2.0
+
+
+# --- with ranks
+
+
+def _load(rank, root):
+    import os
+
+    model = xla_fsdp.XlaFullyShardedDataParallel(torch.nn.Linear(8, 8))
+    xla_fsdp.save_checkpoint(root, model, step=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    over, said = threading.Event(), []
+
+    def hang(found, path):
+        over.wait(60)
+        return found
+
+    for lies in (
+        {"cat_file": of("rank-00001-of-00002.safetensors", lambda data: data[:-1])},
+        {"cat_file": of("rank-00001-of-00002.safetensors", lambda data: hang(data, ""))},
+        {"ls": raising(OSError("no network"))},
+    ):
+        xm.rendezvous("a lie")
+        if rank == 0:
+            Lying.lies = lies
+            os.environ["XLA_FSDP_STORE_SECONDS"] = "0.5"
+        xm.rendezvous("is told")
+        began = time.monotonic()
+        with pytest.raises(CheckpointError) as caught:
+            xla_fsdp.load_checkpoint(root, model)
+        said.append((type(caught.value).__name__, str(caught.value), time.monotonic() - began))
+        assert all(bool((p.detach().cpu() == 7.0).all()) for p in model.parameters())
+    xm.rendezvous("all have tried")
+    over.set()
+    if rank == 0:
+        Lying.lies = {}
+        del os.environ["XLA_FSDP_STORE_SECONDS"]
+    xm.rendezvous("no lies")
+    assert xla_fsdp.load_checkpoint(root, model).step == 1
+    return said
+
+
+def _load_from_lies(rank):
+    if rank == 0:
+        fsspec.register_implementation("lying", Lying, clobber=True)
+        Lying.store, Lying.pseudo_dirs, Lying.lies = {}, [""], {}
+    xm.rendezvous("there is a store")
+    return _load(rank, "lying://bucket/ranks")
+
+
+def test_all_ranks_raise_and_nothing_is_changed(run_ranks):
+    said = run_ranks(_load_from_lies, 2)
+    for number, words in enumerate(("ends at byte", "no answer within", "no network")):
+        kinds = {told[number][0] for told in said}
+        assert kinds == {"UnreadableFileError", "OtherRankError"}, said
+        assert all(words in told[number][1] and told[number][2] < 20 for told in said), said

@@ -1,0 +1,214 @@
+"""A recorded trace beside a plan: matched by names, told, drawn; of another model, refused."""
+
+import dataclasses
+import random
+
+import pytest
+from reports import HOSTILE, given_up, make, refused
+from test_report_pictures import Page
+
+from xla_fsdp.planning.cli import main
+from xla_fsdp.planning.recorded import programs
+from xla_fsdp.planning.recorded.trace import read_trace
+from xla_fsdp.planning.recorded.xspace import messages
+
+
+def table(beside, title):
+    (found,) = [section for section in beside.sections() if section.title.startswith(title)]
+    return {row[0]: dict(zip(found.columns, row[1:], strict=True)) for row in found.rows}
+
+
+def refuses(report, path):
+    with pytest.raises(ValueError) as caught:
+        report.beside(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_damaged_trace_is_refused(tmp_path):
+    """Cut short anywhere, changed, or something else: an error in one line, or what is left."""
+    report, path, draw = make(), tmp_path / "host.xplane.pb", random.Random(0)
+    data = tpu_trace(hlo_proto())
+    for cut in [0, 1, 2, 9, *(draw.randrange(len(data)) for _ in range(30))]:
+        path.write_bytes(data[:cut])
+        refuses(report, path)
+    for wrong in (b"PK\x03\x04" * 99, bytes(500), b"\x0a\x05hello", data[::-1]):
+        path.write_bytes(wrong)
+        refuses(report, path)
+    for _ in range(12):
+        changed = bytearray(data)
+        for _ in range(8):
+            changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed)
+        try:
+            assert str(report.beside(path))
+        except ValueError as error:
+            assert str(path) in str(error) and "\n" not in str(error)
+
+
+def test_what_is_no_trace_is_refused(tmp_path, capsys):
+    make().save(tmp_path / "plan.json")
+    for report in (refused(), given_up()):
+        with pytest.raises(ValueError, match="nothing to compare a trace with. No"):
+            report.beside(tmp_path)
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert main([str(tmp_path / "plan.json"), "--trace", str(folder)]) == 2
+        said = capsys.readouterr().err
+        assert f"{folder}: has no trace" in said and said.count("\n") == 1
+    assert main([str(tmp_path / "nowhere.json")]) == 2
+    assert main([str(tmp_path / "plan.json")]) == 0
+    assert capsys.readouterr().out == f"{make()}\n"
+
+
+# --- a trace as a TPU writes it, made by hand: no TPU has recorded one here
+
+MS = 10**9  # picoseconds
+HLO = """HloModule step, is_scheduled=true
+
+%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %s = (s32[], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8] get-tuple-element(%s), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %inner = f32[8] negate(%x), metadata={op_name="forward[blocks.1.mlp].1/neg"}
+  ROOT %t = (s32[], f32[8]) tuple(%next, %inner)
+}
+
+%condition (c: (s32[], f32[8])) -> pred[] {
+  %c = (s32[], f32[8]) parameter(0)
+  %j = s32[] get-tuple-element(%c), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%j, %three), direction=LT
+}
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %plus = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[8]) -> f32[16] {
+  %p = f32[8] parameter(0)
+  %gather = (f32[8], f32[16]) all-gather-start(%p), channel_id=1, replica_groups={{0,1}}, dimensions={0}, use_global_device_ids=true, metadata={op_name="forward[blocks.0.mlp].1/all_gather[blocks.0.mlp.weight].2/xla__all_gather"}
+  %neg.1 = f32[8] negate(%p), metadata={op_name="forward[blocks.0.mlp].1/neg"}
+  %got = f32[16] all-gather-done(%gather)
+  %zero = s32[] constant(0)
+  %begin = (s32[], f32[8]) tuple(%zero, %neg.1)
+  %loop = (s32[], f32[8]) while(%begin), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %neg.2 = f32[16] negate(%got), metadata={op_name="backward[blocks.1.mlp].1/neg"}
+  %reduced = f32[16] all-reduce(%neg.2), channel_id=2, replica_groups={{0,1}}, use_global_device_ids=true, to_apply=%sum, metadata={op_name="backward[blocks.1.mlp].1/all_reduce[blocks.1.mlp.bias].2/xla__cross_replica_sum"}
+  ROOT %neg.3 = f32[16] negate(%reduced), metadata={op_name="optimizer[].1/neg"}
+}
+"""  # noqa: E501
+# Each with begin and length, in ms from the begin of a step; the gather is under way from 0 to 4.
+STEP = (
+    ("gather", 0.0, 0.1), ("neg.1", 0.1, 2.9), ("got", 3.0, 1.0), ("loop", 4.0, 3.0),
+    ("inner", 4.0, 0.5), ("inner", 5.0, 0.5), ("inner", 6.0, 0.5), ("neg.2", 7.0, 2.0),
+    ("reduced", 9.0, 3.0), ("neg.3", 12.0, 1.0),
+)  # fmt: skip
+
+
+def hlo_proto():
+    import jaxlib._jax
+
+    module = jaxlib._jax.hlo_module_from_text(HLO)
+    return messages()["HloProto"](hlo_module=module.as_serialized_hlo_module_proto())
+
+
+def tpu_trace(proto, begins=(5.0, 25.0, 46.0)):
+    """What chips 0 and 1 did, in terms of the profiler."""
+    kinds = messages()
+    space = kinds["XSpace"]()
+    for chip in (1, 0):
+        plane = space.planes.add(name=f"/device:TPU:{chip}".encode())
+        ids = {name: n for n, name in enumerate(dict.fromkeys(n for n, _, _ in STEP), start=1)}
+        plane.stat_metadata.add(key=7, value={"name": b"program_id"})
+        for name, number in ids.items():
+            about = {
+                "name": f"%{name} = f32[8] something(%p)".encode(),
+                "display_name": name.encode(),
+            }
+            entry = plane.event_metadata.add(key=number, value=about)
+            entry.value.stats.add(metadata_id=7, uint64_value=81)
+        other = plane.event_metadata.add(key=99, value={"name": b"%copy = f32[8] copy(%p)"})
+        other.value.stats.add(metadata_id=7, uint64_value=12)
+        modules = plane.lines.add(name=b"XLA Modules", timestamp_ns=1000)
+        ops = plane.lines.add(name=b"XLA Ops", timestamp_ns=1000)
+        ops.events.add(metadata_id=99, offset_ps=0, duration_ps=4 * MS)
+        for begin in begins:
+            modules.events.add(metadata_id=98, offset_ps=int(begin * MS), duration_ps=13 * MS)
+            for name, at, length in STEP:
+                at, length = int((begin + at + chip) * MS), int(length * MS)
+                ops.events.add(metadata_id=ids[name], offset_ps=at, duration_ps=length)
+    host = space.planes.add(name=b"/host:CPU")
+    host.event_metadata.add(key=1, value={"name": b"train"})
+    host.stat_metadata.add(key=1, value={"name": b"step_num"})
+    line = host.lines.add(name=b"python", timestamp_ns=1000)
+    for number, begin in enumerate(begins):
+        event = line.events.add(metadata_id=1, offset_ps=int(begin * MS), duration_ps=MS)
+        event.stats.add(metadata_id=1, int64_value=number)
+    known = space.planes.add(name=b"/host:metadata")
+    entry = known.event_metadata.add(key=81, value={"name": b"step(81)"})
+    entry.value.stats.add(metadata_id=1, bytes_value=proto.SerializeToString())
+    return space.SerializeToString()
+
+
+def test_a_trace_of_a_tpu(tmp_path):
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(tpu_trace(hlo_proto()))
+    recorded = read_trace(path)
+    assert (recorded.device, recorded.on_cpu, recorded.steps) == ("TPU:0", False, 3)
+    assert recorded.seconds == pytest.approx(13e-3)
+    assert recorded.period == pytest.approx(20.5e-3)  # of 20 and 21
+    found = {}
+    for share in recorded.shares:
+        key = share.kind, share.phase, share.module
+        found[key] = (
+            *found.get(key, ()),
+            (round(1e3 * share.seconds, 6), round(1e3 * share.waited, 6)),
+        )
+    assert found == {
+        ("all-gather", "forward", "blocks.0.mlp.weight"): ((4.0, 1.0),),
+        ("compute", "forward", "blocks.0.mlp"): ((2.9, 0.0),),
+        ("compute", "forward", "blocks.1.mlp"): ((1.5, 0.0),),  # in the loop, three times
+        ("compute", "backward", "blocks.1.mlp"): ((2.0, 0.0),),
+        ("all-reduce", "backward", "blocks.1.mlp.bias"): ((3.0, 3.0),),
+        ("compute", "optimizer", ""): ((1.0, 0.0),),
+    }
+    slots = [(s.label, round(1e3 * s.begin, 6), round(1e3 * s.end, 6)) for s in recorded.slots]
+    assert slots[:2] == [("gather", 0.0, 4.0), ("neg.1", 0.1, 3.0)]
+    assert [name for name, _, _ in slots].count("inner") == 3 and len(slots) == 8
+    beside = make().beside(path)
+    assert beside.verdict.startswith("A step on TPU:0 took 13.00 ms; modelled for v3-128: 38.00 ms")
+    step = table(beside, "A step")
+    assert step["collectives that compute waits for"] == {
+        "modelled": "2.000 ms", "measured": "4.000 ms", "ratio": "2.00"
+    }  # fmt: skip
+    assert table(beside, "By kind")["forward compute"]["ratio"] == "0.24"  # 4.4 of 18
+    assert "say nothing of a TPU" not in str(beside)
+
+
+def test_programs_without_names_and_steps_that_were_cut_off(tmp_path, monkeypatch):
+    path = tmp_path / "host.xplane.pb"
+    proto = hlo_proto()
+    path.write_bytes(tpu_trace(proto).replace(b"ward[", b"ward_"))
+    with pytest.raises(ValueError, match="host.xplane.pb: no program in it has names of modules"):
+        read_trace(path)
+    path.write_bytes(tpu_trace(proto, begins=()))
+    with pytest.raises(ValueError, match="no program in it has names"):
+        read_trace(path)
+    # XLA ends the process that reads what it cannot: this one goes on.
+    path.write_bytes(tpu_trace(proto))
+    monkeypatch.setattr(programs, "__package__", "os.path")
+    with pytest.raises(ValueError, match="host.xplane.pb: XLA cannot read a program"):
+        read_trace(path)
+
+
+def test_names_are_escaped_on_the_page(tmp_path):
+    path = tmp_path / "host.xplane.pb"
+    path.write_bytes(tpu_trace(hlo_proto()))
+    report = dataclasses.replace(make(), title=HOSTILE, topology=HOSTILE)
+    report.beside(path).plot(tmp_path / "both.html")
+    written = (tmp_path / "both.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in written and Page(written).tags.count("script") == 2

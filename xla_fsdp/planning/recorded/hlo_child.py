@@ -1,0 +1,16 @@
+"""``python -m xla_fsdp.planning.recorded.hlo_child``: HloModuleProto on stdin, text on stdout."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    import jaxlib._jax  # of the extra
+
+    module = jaxlib._jax.HloModule.from_serialized_hlo_module_proto(sys.stdin.buffer.read())
+    sys.stdout.write(module.to_string())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""From a recorded trace to one step in terms of a plan: slots of a timeline, and totals.
+
+On a TPU a step is what one chip did (its plane's line "XLA Ops"). On CPU ranks, which are threads
+of one process, the trace does not say whose an instruction is: totals are then the mean of all
+ranks, and the timeline has all of them. Ranks keep in step, since programs have collectives: the
+occurrences of an instruction in order of time belong to steps in order.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..records import Slot
+from .programs import Program, read_program, texts_of
+from .xspace import Event, Plane, read, trace_in
+
+_DEVICE = re.compile(r"/device:TPU:\d+")
+_HOST = "/host:CPU"
+_OPS = "XLA Ops"
+_NAME = re.compile(r"%?([\w.\-]+)")
+_STEP = "train"  # what xla_fsdp.profile calls a step
+_LOST = 1e-9  # seconds: events of no length are still seen
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one instruction takes in a step, in seconds of one rank.
+
+    ``kind``: "compute", or what was traced of a collective, such as "all-gather"; ``waited``: the
+    part of it that nothing else can be done in.
+    """
+
+    kind: str
+    phase: str
+    module: str
+    seconds: float
+    waited: float = 0.0
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step of a trace.
+
+    Attributes:
+        source: the file.
+        device: whose it is, for people.
+        on_cpu: whether it is of CPU ranks, whose times say nothing of a TPU.
+        ranks: how many of them the timeline shows.
+        steps: how many there are in the trace; ``number`` is the one that ``slots`` are of.
+        seconds: of a step from its first instruction to its last, the median of all.
+        period: from one step to the next, the median; ``None`` of one alone.
+        slots: of one step, in seconds from its begin.
+        shares: means of all steps and ranks.
+        modules: that the program names, whether or not they took time.
+    """
+
+    source: str
+    device: str
+    on_cpu: bool
+    ranks: int
+    steps: int
+    number: int
+    seconds: float
+    period: float | None
+    slots: tuple[Slot, ...]
+    shares: tuple[Share, ...]
+    modules: frozenset[str]
+
+
+def read_trace(folder: str | os.PathLike[str]) -> RecordedStep:
+    """The step in the newest trace of a folder that ``xla_fsdp.profile`` was given.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, or has no program with names of modules in it.
+    """
+    path = trace_in(folder)
+    planes = read(path)
+    try:
+        return _step(str(path), planes)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _step(source: str, planes: list[Plane]) -> RecordedStep:
+    device, events = _device(planes)
+    program, mine = _main_program(planes, events)
+    host = next((plane for plane in planes if plane.name == _HOST), None)
+    marks = {e.stats.get("step_num") for e in host.events() if e.name == _STEP} if host else set()
+    once = [len(found) for name, found in mine.items() if program.times[name] == 1]
+    executions = statistics.mode(once) if once else 1
+    steps = len(marks) or 1
+    if executions % steps:  # the first or the last was cut off, or a step runs the program often
+        steps = 1
+    on_cpu = device == _HOST
+    ranks = max(executions // steps, 1) if on_cpu else 1
+    windows = [_window(mine, number, steps) for number in range(steps)]
+    begins = [min(e.begin for _, e in window) for window in windows]
+    ends = [max(e.end for _, e in window) for window in windows]
+    lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    periods = [later - begin for begin, later in zip(begins, begins[1:], strict=False)]
+    number = sorted(range(steps), key=lengths.__getitem__)[(steps - 1) // 2]  # the median
+    return RecordedStep(
+        source=source,
+        device=f"{ranks} CPU rank{'s' if ranks > 1 else ''}" if on_cpu else device,
+        on_cpu=on_cpu,
+        ranks=ranks,
+        steps=steps,
+        number=number,
+        seconds=statistics.median(lengths),
+        period=statistics.median(periods) if periods else None,
+        slots=tuple(_slots(program, windows[number], begins[number])),
+        shares=tuple(_shares(program, mine, executions)),
+        modules=frozenset(program.modules),
+    )
+
+
+def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, Event]]]:
+    """A chip that ran something, or the host with its CPU ranks; instructions by program."""
+    for plane in sorted(planes, key=lambda plane: plane.name):
+        if _DEVICE.fullmatch(plane.name):
+            found = [
+                (_of(event), str(event.stats.get("program_id", "")), event)
+                for event in plane.events(_OPS)
+            ]
+            if found:
+                return plane.name.rpartition("device:")[2], found
+    for plane in planes:
+        if plane.name == _HOST:
+            on_cpu = [e for e in plane.events() if "hlo_op" in e.stats and "hlo_module" in e.stats]
+            found = [(str(e.stats["hlo_op"]), str(e.stats["hlo_module"]), e) for e in on_cpu]
+            if found:
+                return _HOST, found
+    raise ValueError("no device ran anything while it was recorded: record later steps")
+
+
+def _of(event: Event) -> str:
+    """The instruction's name; on a TPU an event is called by its whole text."""
+    shown = event.shown or str(event.stats.get("hlo_op", ""))
+    match = _NAME.match(shown or event.name)
+    return match[1] if match else ""
+
+
+def _main_program(
+    planes: list[Plane], events: list[tuple[str, str, Event]]
+) -> tuple[Program, dict[str, list[Event]]]:
+    """The program with names of modules in which most time was spent, and what ran of it."""
+    spent: dict[str, float] = {}
+    for _, key, event in events:
+        spent[key] = spent.get(key, 0.0) + event.end - event.begin
+    named = []
+    for name, protos in texts_of(planes).items():
+        # "jit_step(81)": the program's name and its number.
+        base, _, number = name.rpartition("(")
+        for key in (base, number.removesuffix(")")):
+            if key in spent:
+                named += [(spent[key], key, base, proto) for proto in protos]
+    for _, key, name, proto in sorted(named, key=lambda one: -one[0]):
+        if b"forward[" not in proto and b"backward[" not in proto:
+            continue
+        program = read_program(name, proto)
+        mine: dict[str, list[Event]] = {}
+        for op, of, event in events:
+            if of == key and op in program.times:
+                mine.setdefault(op, []).append(event)
+        if mine and program.modules:
+            return program, {op: sorted(some, key=lambda e: e.begin) for op, some in mine.items()}
+    raise ValueError(
+        "no program in it has names of modules: enter xla_fsdp.profile before the first step, and "
+        "start without the compilation cache (XLA_FSDP_COMPILATION_CACHE_FOLDER=none)"
+    )
+
+
+def _window(mine: dict[str, list[Event]], number: int, steps: int) -> list[tuple[str, Event]]:
+    """What ran in one of the steps."""
+    return [
+        (op, event)
+        for op, some in mine.items()
+        for event in some[number * len(some) // steps : (number + 1) * len(some) // steps]
+    ]
+
+
+def _slots(program: Program, window: Sequence[tuple[str, Event]], begin: float) -> list[Slot]:
+    """The timeline: what computes, and collectives up to where they are waited for."""
+    slots, open_ = [], dict[str, list[Slot]]()
+    for op, event in sorted(window, key=lambda one: one[1].begin):
+        start, end = event.begin - begin, max(event.end, event.begin + _LOST) - begin
+        if op in program.compute:
+            phase, module = program.compute[op]
+            slots.append(Slot("compute", start, end, 0, op, module, phase))
+        elif op in program.starts:
+            c = program.starts[op]
+            asynchronous = c.asynchronous and c.done > c.index
+            slot = Slot("collective", start, end, 0, c.name, c.module, c.phase, asynchronous)
+            if asynchronous:
+                open_.setdefault(c.name, []).append(slot)
+            else:
+                slots.append(slot)
+        elif op in program.ends:
+            c = program.ends[op]
+            for slot in open_.get(c.name, [])[:1]:
+                open_[c.name].remove(slot)
+                slots.append(
+                    Slot("collective", slot.begin, end, 0, c.name, c.module, c.phase, True)
+                )
+    return sorted(slots, key=lambda slot: slot.begin)
+
+
+def _shares(program: Program, mine: dict[str, list[Event]], executions: int) -> list[Share]:
+    """What each instruction takes, once for each collective."""
+
+    def seconds(op: str) -> float:
+        return sum(event.end - event.begin for event in mine.get(op, ())) / executions
+
+    shares = [
+        Share("compute", *program.compute[op], seconds(op), 0.0)
+        for op in mine
+        if op in program.compute
+    ]
+    waits = {c.name: op for op, c in program.ends.items()}
+    for op, c in program.starts.items():
+        if op not in mine:
+            continue
+        done = waits.get(c.name) if c.asynchronous else None
+        took, waited = seconds(op), seconds(op)
+        if done is not None and done in mine:
+            # From each start to the next done, in order: a collective is not started twice at once.
+            pairs = zip(mine[op], mine[done], strict=False)
+            took = sum(max(end.end - start.begin, 0.0) for start, end in pairs) / executions
+            waited = seconds(done)
+        shares.append(Share(c.asked or c.kind, c.phase, c.module, took, waited))
+    return shares

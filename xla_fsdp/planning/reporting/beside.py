@@ -1,0 +1,222 @@
+"""A plan beside a recorded trace of the same step: what was modelled and what was measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ... import extras
+from ..compiling.cache import write_whole
+from ..recorded.trace import RecordedStep, Share
+from ..records import KINDS, PHASES
+from .amounts import figure, milliseconds, percent, share, short, units
+from .findings import Findings
+from .storage import target
+from .tables import Section, aligned
+
+CPU_NOTE = (
+    "Recorded on CPU ranks: what there is, in which order, and how it is divided can be compared; "
+    "milliseconds and ratios say nothing of a TPU. Each parameter travels by itself there, and on "
+    "a TPU the small ones of a unit do together: compare collectives by unit."
+)
+_COLUMNS = ("modelled", "share", "measured", "share", "ratio")
+_MOST = 24  # collectives in the table
+_SHOWN = 6  # names in a sentence
+Total = tuple[float | None, float | None]  # seconds modelled and measured
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A plan and a recorded step: ``print`` it, or ``plot`` it as a page.
+
+    Parts are matched by the names that both have: units, and what a collective moves.
+
+    Raises:
+        ValueError: they have no name in common: the trace is of another model.
+    """
+
+    report: Findings
+    recorded: RecordedStep
+    planned: tuple[Share, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "planned", tuple(planned_shares(self.report)))
+        ours, theirs = {s.module for s in self.planned} - {""}, self.recorded.modules
+        if not ours & theirs:
+            raise ValueError(
+                f"{self.recorded.source}: is of another model than the plan: it names "
+                f"{_some(theirs)}, the plan {_some(ours) or 'nothing'}"
+            )
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        step, found = self.report.timing.step, self.recorded.seconds
+        return (
+            f"A step on {self.recorded.device} took {milliseconds(found)}; modelled for "
+            f"{self.report.topology}: {milliseconds(step)} ({_ratio(step, found)} ×)"
+        )
+
+    def notes(self) -> list[str]:
+        """What a reader should know of the figures."""
+        recorded = self.recorded
+        notes = [CPU_NOTE] if recorded.on_cpu else []
+        where = f"{recorded.source}: {recorded.steps} step{'s' * (recorded.steps > 1)}"
+        notes += [f"{where}; the timeline is of the median one, times in tables are means."]
+        if recorded.on_cpu and recorded.ranks > 1:
+            notes += [f"The timeline shows all {recorded.ranks} ranks of the process at once."]
+        ours, theirs = {s.module for s in self.planned} - {""}, set(recorded.modules)
+        for whose, names in (("plan", ours - theirs), ("trace", theirs - ours)):
+            if names:
+                notes += [f"Only in the {whose}: {_some(names)}."]
+        notes += [
+            "A collective is timed from its start to the instruction that waits for it, and "
+            "modelled as if nothing else used its links."
+        ]
+        return notes
+
+    def sections(self) -> list[Section]:
+        """The tables that have something to show."""
+        tables = [self._step(), self._by_kind(), self._by_unit(), self._collectives()]
+        return [table for table in tables if table.rows]
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Writes one HTML page that needs nothing else: both timelines, and the tables.
+
+        Raises:
+            ValueError: the path does not end in .html.
+            FileNotFoundError: there is no such folder.
+            MissingExtraError: (an ImportError) matplotlib is not installed.
+        """
+        place = target(path)
+        if place.suffix.lower() != ".html":
+            raise ValueError(f"cannot plot to {str(path)!r}: allowed is .html; rename the file")
+        extras.require_extra("plan", "a plot", ("matplotlib",))
+        from .beside_page import page  # with matplotlib, which printing does without
+
+        timelines = (self.report, self.recorded)
+        write_whole(place, page(*timelines, self.verdict, self.notes(), self.sections()).encode())
+
+    def __str__(self) -> str:
+        lines = [self.verdict]
+        for section in self.sections():
+            table = [(section.title, *section.columns)]
+            table += [(f"  {row[0]}", *row[1:]) for row in section.rows]
+            lines += ["", *aligned(table, [False] + [True] * len(section.columns))]
+        return "\n".join([*lines, "", *(f"* {note}" for note in self.notes())])
+
+    def _step(self) -> Section:
+        timing, recorded = self.report.timing, self.recorded
+        compute = sum(s.seconds for s in recorded.shares if s.kind == "compute")
+        others = [s for s in recorded.shares if s.kind != "compute"]
+        rows: list[tuple[str, float | None, float | None]] = [
+            ("first to last instruction", timing.step, recorded.seconds),
+            ("from one step to the next", None, recorded.period),
+            ("compute", timing.compute, compute),
+            ("collectives", timing.collective, sum(s.seconds for s in others)),
+            ("collectives that compute waits for", timing.exposed, sum(s.waited for s in others)),
+        ]
+        cells = [(name, _ms(a), _ms(b), _ratio(a, b)) for name, a, b in rows]
+        return Section("A step", ("modelled", "measured", "ratio"), tuple(cells))
+
+    def _by_kind(self) -> Section:
+        found = self._totals(_kind, self.planned, self.recorded.shares)
+        order = [f"{p or 'other'} compute" for p in PHASES]
+        order += [f"{kind}, {p or 'other'}" for kind in KINDS for p in PHASES]
+        named = sorted(found.items(), key=lambda one: order.index(one[0]))
+        return Section("By kind", _COLUMNS, tuple((name, *self._cells(t)) for name, t in named))
+
+    def _by_unit(self) -> Section:
+        both = (*self.planned, *self.recorded.shares)
+        unit = units(s.module for s in both)
+
+        def name(one: Share) -> str:
+            what = "compute" if one.kind == "compute" else "collectives"
+            return f"{unit[one.module] or '(no module)'}: {what}"
+
+        found = self._totals(name, self.planned, self.recorded.shares)
+        order = {one: place for place, one in enumerate(dict.fromkeys(map(_unit_of, found)))}
+        ranked = sorted(found.items(), key=lambda one: order[_unit_of(one[0])])
+        return Section("By unit", _COLUMNS, tuple((n, *self._cells(t)) for n, t in ranked))
+
+    def _collectives(self) -> Section:
+        def moved(shares: Sequence[Share]) -> list[Share]:
+            return [s for s in shares if s.kind != "compute"]
+
+        found = self._totals(
+            lambda s: f"{s.kind}, {s.phase or 'other'}: {s.module or '(no module)'}",
+            moved(self.planned), moved(self.recorded.shares),
+        )  # fmt: skip
+        # Those that both have, then the others, by what part of their own step they take.
+        ranked = sorted(found.items(), key=lambda one: (None in one[1], -max(self._parts(one[1]))))
+        rows = [(short(name, 60), *self._cells(total)) for name, total in ranked[:_MOST]]
+        rest = [total for _, total in ranked[_MOST:]]
+        if rest:
+            sums = [sum(t[side] or 0.0 for t in rest) for side in (0, 1)]
+            rows.append((f"others ({len(rest)})", *self._cells((sums[0], sums[1]))))
+        return Section("Gathers and reductions", _COLUMNS, tuple(rows))
+
+    def _totals(
+        self, name: Callable[[Share], str], planned: Iterable[Share], measured: Iterable[Share]
+    ) -> dict[str, Total]:
+        """Seconds by name, in the order of the plan; ``None`` for what one side does not have."""
+        sides: list[dict[str, float]] = []
+        for shares in (planned, measured):
+            sums: dict[str, float] = {}
+            for one in shares:
+                sums[name(one)] = sums.get(name(one), 0.0) + one.seconds
+            sides.append(sums)
+        ours, theirs = sides
+        return {n: (ours.get(n), theirs.get(n)) for n in dict.fromkeys([*ours, *theirs])}
+
+    def _parts(self, total: Total) -> tuple[float, float]:
+        """What part of all that is modelled, and measured, that is."""
+        sides = [sum(s.seconds for s in side) for side in (self.planned, self.recorded.shares)]
+        return share(total[0] or 0.0, sides[0]), share(total[1] or 0.0, sides[1])
+
+    def _cells(self, total: Total) -> tuple[str, ...]:
+        parts = zip(total, self._parts(total), strict=True)
+        shares = ["–" if seconds is None else percent(part, 1) for seconds, part in parts]
+        return _ms(total[0]), shares[0], _ms(total[1]), shares[1], _ratio(*total)
+
+
+def planned_shares(report: Findings) -> list[Share]:
+    """What each instruction of a plan takes in a step, by the model."""
+    once: dict[tuple[int, str], float] = {}
+    for slot in report.timing.slots:
+        once.setdefault((slot.index, slot.label), slot.end - slot.begin)
+    shares = []
+    for op in report.schedule.ops:
+        seconds = once.get((op.index, op.name), 0.0) * op.times
+        if seconds:
+            shares.append(Share("compute", op.phase, op.module, seconds))
+    for c in report.schedule.collectives:
+        seconds = once.get((c.index, c.name), 0.0) * c.times
+        waited = 0.0 if c.asynchronous else seconds
+        shares.append(Share(c.asked or c.kind, c.phase, c.module, seconds, waited))
+    return shares
+
+
+def _kind(one: Share) -> str:
+    phase = one.phase or "other"
+    return f"{phase} compute" if one.kind == "compute" else f"{one.kind}, {phase}"
+
+
+def _unit_of(row: str) -> str:
+    return row.rpartition(": ")[0]
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else milliseconds(seconds, 3)
+
+
+def _ratio(modelled: float | None, measured: float | None) -> str:
+    return figure(measured / modelled, 2) if modelled and measured is not None else "–"
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first of some names, and how many more there are."""
+    found = sorted(names)
+    shown = ", ".join(short(name, 40) for name in found[:_SHOWN])
+    return shown + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
