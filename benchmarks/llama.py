@@ -50,17 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--way", action="append", choices=WAYS, help="default: all")
     parser.add_argument("--batch", type=int, help="sequences a device")
     parser.add_argument("--layers", type=int, help="fewer blocks")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
+                        help="of the compiler, beside FOR_LOOPS")  # fmt: skip
     parser.add_argument("--save", type=Path, help="folder for the reports")
     parser.add_argument("--out", type=Path, help="file for the figures, JSON")
     flags = parser.parse_args(arguments)
     given = {"batch": flags.batch, "layers": flags.layers}
     sizes = replace(MODELS[flags.model], **{k: v for k, v in given.items() if v})
+    options = {**FOR_LOOPS, **dict(option.split("=", 1) for option in flags.option)}
     rows = {}
     print("| | step, ms (model) | MFU, % | exposed collectives, ms | HBM, GiB | fits |")
     print("|---|---:|---:|---:|---:|---|")
     for way in flags.way or WAYS:
         step = decoder_step(replace(sizes, **WAYS[way]), kind=Llama)
-        report = xla_fsdp.plan(step, flags.slice, ranks=[0], title=way, compiler_options=FOR_LOOPS)
+        report = xla_fsdp.plan(step, flags.slice, ranks=[0], title=way, compiler_options=options)
         timing = report.timing
         rows[way] = {
             "step_ms": 1e3 * timing.step, "mfu": 100 * timing.mfu,

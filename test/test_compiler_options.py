@@ -9,8 +9,17 @@ import pytest
 import torch
 from torch import nn
 
+from xla_fsdp.compiler_options import (
+    OPERATION_VMEM,
+    OPTIONS,
+    add_to_environment,
+    for_large_products,
+)
+from xla_fsdp.tpu import this_host
+from xla_fsdp.tpu.chips import CHIPS
 from xla_fsdp.tpu.libtpu_flags import Refusal, library, read, refusal, with_last, without
 
+VMEM = "xla_tpu_scoped_vmem_limit_kib"
 # For each family a slice, and what torch_xla 2.9 adds beside its four flags for all.
 V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
 FAMILIES = {
@@ -48,7 +57,6 @@ def launched(version, user):
 
     from xla_fsdp.compiled.host_options import host_options
     from xla_fsdp.ranks import launch, spawned
-    from xla_fsdp.tpu.chips import CHIPS
 
     there = {}
 
@@ -101,8 +109,6 @@ def planned(topology, user, launcher="xla_fsdp"):
 
 
 def the_same_in_a_launch_and_in_a_plan():
-    from xla_fsdp.compiler_options import OPTIONS
-
     for user in USERS:
         for topology, (version, further, megacore) in FAMILIES.items():
             with warnings.catch_warnings(record=True) as said:
@@ -179,6 +185,35 @@ def read_as_libtpu_reads():
 @pytest.mark.parametrize("check", [the_same_in_a_launch_and_in_a_plan, read_as_libtpu_reads])
 def test_options(elsewhere, check):
     elsewhere(check)
+
+
+def test_options_for_large_products_are_those_of_the_chips(tmp_path, monkeypatch):
+    from jax._src.hardware_utils import _TPU_PCI_DEVICE_IDS
+
+    for number, family in this_host.FAMILIES.items():
+        assert _TPU_PCI_DEVICE_IDS[number].name == family
+    for slot, vendor, device in (("0", "0x8086", "0x006f"), ("1", "0x1ae0", "0x0042")):
+        (tmp_path / slot).mkdir()
+        (tmp_path / slot / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / slot / "device").write_text(f"{device}\n")
+    assert this_host.family(tmp_path) is None  # neither another maker's nor a network card is a TPU
+    (tmp_path / "1" / "device").write_text("0x006f\n")
+    assert this_host.family(tmp_path) == "v6e"
+
+    assert for_large_products("v3") == for_large_products("v4") == {}
+    assert set(OPERATION_VMEM) <= set(CHIPS)
+    monkeypatch.setattr(this_host, "family", lambda: None)
+    assert for_large_products() == {}
+    monkeypatch.setattr(this_host, "family", lambda: "v6e")
+    assert for_large_products() == for_large_products("v6e") == {VMEM: "98304"}
+    # What the user has set stays, and libtpu takes it.
+    for given, kib in (("", "98304"), (f"--{VMEM}=65536", "65536")):
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
+        add_to_environment(for_large_products())
+        add_to_environment()
+        told = os.environ["LIBTPU_INIT_ARGS"]
+        assert read(told) == {**OPTIONS, VMEM: kib}
+        assert refusal(told, library()) == Refusal()
 
 
 def test_refused_by_the_installed_libtpu():

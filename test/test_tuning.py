@@ -17,6 +17,7 @@ from xla_fsdp.planning.tuning.facts import StepFacts, UnitFacts
 from xla_fsdp.planning.tuning.search import Measured, Search
 from xla_fsdp.planning.tuning.space import Space, checked_search, plainness
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError
+from xla_fsdp.tpu.compiler_options import FOR_LOOPS, for_large_products
 from xla_fsdp.tpu.topology import resolve
 
 GIB = 2**30
@@ -30,13 +31,16 @@ WIDTH, INNER, ROWS = 256, 1024, 512
 def test_settings_go_through_json_and_a_file(tmp_path):
     settings = ShardingSettings(
         batch=16, scan=True, recompute="all", offload=True, reshard_after_forward=4, shard_ranks=8,
-        backward_prefetch="post", collective_routes="at_once",
+        backward_prefetch="post", collective_routes="at_once", operation_vmem=98304,
     )  # fmt: skip
     assert ShardingSettings.from_json(settings.to_json()) == settings
     settings.save(tmp_path / "settings.json")
     assert ShardingSettings.load(tmp_path / "settings.json") == settings
     assert ShardingSettings.from_json(ShardingSettings().to_json()) == ShardingSettings()
-    assert settings.compiler_options and not ShardingSettings().compiler_options
+    vmem = ShardingSettings(operation_vmem=98304)
+    assert settings.compiler_options == {**FOR_LOOPS, **vmem.compiler_options}
+    assert vmem.compiler_options == for_large_products("v6e")
+    assert not ShardingSettings().compiler_options
 
 
 @pytest.mark.parametrize(

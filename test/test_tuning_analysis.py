@@ -146,6 +146,17 @@ def test_the_space_has_no_candidate_twice_and_none_that_is_impossible():
     assert ranks_together(V3) == (4,) and ranks_together(resolve("2xv5litepod-16")) == (4, 16)
 
 
+def test_more_vmem_for_operations_is_tried_on_the_best_where_products_gain():
+    for name, tried in (("v3-8", set()), ("v4-8", set()), ("v5p-8", {49152}), ("v6e-8", {98304})):
+        where = resolve(name)
+        estimates = Estimates({"blocks": facts()}, where)
+        space = Space.of(facts(), where, (4,), True, {})
+        for best in (PLAIN, PLAIN.changed(scan=True, recompute="all")):
+            around = space.around(best, estimates)
+            assert {one.operation_vmem for one in around} - {None} == tried, name
+            assert sum(one.operation_vmem is not None for one in around) == len(tried)
+
+
 def test_blocks_are_found():
     from torch import nn
 

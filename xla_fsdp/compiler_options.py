@@ -2,9 +2,11 @@
 
 from .tpu.compiler_options import (
     FOR_LOOPS,
+    OPERATION_VMEM,
     OPTIONS,
     RefusedOptionError,
     add_to_environment,
+    for_large_products,
     libtpu_init_args,
     main,
     require_loops_compile,
@@ -13,9 +15,11 @@ from .tpu.libtpu_flags import read as read_libtpu_init_args
 
 __all__ = [
     "FOR_LOOPS",
+    "OPERATION_VMEM",
     "OPTIONS",
     "RefusedOptionError",
     "add_to_environment",
+    "for_large_products",
     "libtpu_init_args",
     "read_libtpu_init_args",
     "require_loops_compile",

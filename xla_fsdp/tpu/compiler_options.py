@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from . import this_host
 from .libtpu_flags import ARGUMENTS, library, read, refusal, without, without_dashes, written
 
 _BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
@@ -25,6 +26,13 @@ OPTIONS: Mapping[str, str] = MappingProxyType({
     # 391, and 0.3 and 2 % fewer cycles. One slice would do the same, but on v5p it is refused.
     "xla_tpu_sliced_prefetch_max_slices": "0",
 })  # fmt: skip
+
+# KiB of VMEM that one operation may take, by family of chips; what is left is for activations that
+# stay there, and for prefetches. With them libtpu 0.0.21 tiles a product of 8192 x 8192 matrices so
+# that it reaches 98, 98 and 90 % of the peak by its own cycles; with its defaults 88, 90 and 70 %.
+# Where activations fit into VMEM a step gets longer (docs/planning.md), so each has to be tried.
+OPERATION_VMEM: Mapping[str, int] = MappingProxyType({"v5e": 49152, "v5p": 49152, "v6e": 98304})
+_VMEM = "xla_tpu_scoped_vmem_limit_kib"
 
 # For programs with collectives inside a loop, such as those of ``scan_blocks``, on v5e and v6e: the
 # compiler of libtpu 0.0.21 reads memory that is not its own there when it is asked for the first
@@ -72,6 +80,21 @@ def accepted(arguments: str) -> tuple[str, tuple[str, ...]]:
     for word in without_dashes(arguments):
         warnings.warn(f"libtpu ignores {word}: write --{word} in LIBTPU_INIT_ARGS", stacklevel=3)
     return without(arguments, refused.unknown), refused.unknown
+
+
+def operation_vmem(kib: int) -> Mapping[str, str]:
+    """The option that gives one operation up to ``kib`` KiB of VMEM."""
+    return {_VMEM: str(kib)}
+
+
+def for_large_products(family: str | None = None) -> Mapping[str, str]:
+    """For programs whose activations do not fit into VMEM anyway: :data:`OPERATION_VMEM`.
+
+    ``family``: of the chips, such as "v6e"; default: those of this host. Nothing on v2, v3 and v4,
+    and without TPU.
+    """
+    kib = OPERATION_VMEM.get(family or this_host.family() or "")
+    return operation_vmem(kib) if kib else {}
 
 
 def require_loops_compile(device_kind: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ...collectives.routes import HOWS
-from ...tpu.compiler_options import FOR_LOOPS
+from ...tpu.compiler_options import FOR_LOOPS, operation_vmem
 from ..compiling.cache import write_whole
 from .wrapping import Blocks, join_blocks, wrap_model, wrap_root
 
@@ -41,6 +41,8 @@ class ShardingSettings:
         forward_prefetch, limit_all_gathers: those of the wrapper.
         backward_prefetch: that of the wrapper: ``"pre"``, ``"post"`` or ``"none"``.
         collective_routes: that of the wrapper.
+        operation_vmem: KiB of VMEM that the compiler may give one operation; ``None``: what it
+            gives by itself.
 
     Raises:
         ValueError: a value that is not allowed, or two that exclude each other.
@@ -58,9 +60,10 @@ class ShardingSettings:
     backward_prefetch: str = "pre"
     limit_all_gathers: bool = True
     collective_routes: str = "modelled"
+    operation_vmem: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "shard_ranks"):
+        for name in ("batch", "shard_ranks", "operation_vmem"):
             _require(
                 getattr(self, name) is None or _counts(getattr(self, name), 1),
                 name, getattr(self, name), "a number from 1 on, or None",
@@ -137,7 +140,8 @@ class ShardingSettings:
     def compiler_options(self) -> Mapping[str, str]:
         """What the TPU compiler needs to be told: ``compiler_options.add_to_environment(...)``
         before ``launch``, or ``plan(compiler_options=...)``."""
-        return FOR_LOOPS if self.scan else {}
+        for_loops = FOR_LOOPS if self.scan else {}
+        return {**for_loops, **(operation_vmem(self.operation_vmem) if self.operation_vmem else {})}
 
     # As text.
 
@@ -171,6 +175,8 @@ class ShardingSettings:
             words.append("gathers not limited")
         if self.collective_routes != "modelled":
             words.append(f"routes: {self.collective_routes}")
+        if self.operation_vmem:
+            words.append(f"{self.operation_vmem / 1024:g} MiB of VMEM for an operation")
         return ", ".join(words)
 
     def to_json(self) -> str:

@@ -8,6 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from ...tpu.compiler_options import OPERATION_VMEM
 from ...tpu.topology import Slice
 from .estimate import Estimates
 from .facts import StepFacts
@@ -18,7 +19,10 @@ MAIN = (
     "batch", "units", "scan", "reshard_after_forward", "kept_blocks", "recompute", "offload",
     "shard_ranks",
 )  # fmt: skip
-FINE = ("collective_routes", "forward_prefetch", "backward_prefetch", "limit_all_gathers")
+FINE = (
+    "collective_routes", "forward_prefetch", "backward_prefetch", "limit_all_gathers",
+    "operation_vmem",
+)  # fmt: skip
 
 # More blocks than that are tried as one loop only, where they can be one: wrapped singly, 32 of the
 # 10-billion-parameter ViT take more than 15 GB of memory to compile (benchmarks/vit.py).
@@ -75,6 +79,7 @@ class Space:
         """
         blocks, together = len(facts.blocks), ranks_together(where)
         half = [blocks // 2] if blocks >= 4 else []
+        vmem = OPERATION_VMEM.get(where.chip.family)
         values: dict[str, Sequence[Any]] = {
             "batch": batches,
             "units": ("blocks", "model") if blocks else ("model",),
@@ -88,6 +93,7 @@ class Space:
             "backward_prefetch": PREFETCHES[:2],
             "limit_all_gathers": (True, False),
             "collective_routes": ("modelled", "at_once", "stages", "rings"),
+            "operation_vmem": (None, *([vmem] if vmem else [])),
         }
         return cls({**values, **search})
 
@@ -145,6 +151,8 @@ def _pointless(chosen: Mapping[str, Any]) -> bool:
 
 
 def _differs(name: str, other: ShardingSettings, estimates: Estimates) -> bool:
+    if name == "operation_vmem":
+        return True
     if other.scan or other.units == "model":
         return name == "collective_routes" and _goes_otherwise(other, estimates)
     if name == "collective_routes":
