@@ -48,6 +48,7 @@ def said(count="2", number="1", coordinator="10.0.0.2:8080", port="8080"):
         ({"MEGASCALE_PORT": "8081"}, None),
         (said("", "", "", ""), None),  # emptied is not there
         (said("1"), None),  # one of several, alone
+        (said(None, "0", None), None),  # so is that
         (said(), PlaceAmongSlices(2, 1, "10.0.0.2")),
         (
             said("16", " 0 ", "vit-slice-0-0.vit", None),
@@ -121,6 +122,8 @@ def test_the_environment_goes_before_the_metadata_of_a_tpu_vm(tpu_host, monkeypa
     metadata = {"WORKER_ID": 0, COUNT: 2, NUMBER: 1, COORDINATOR: "10.0.0.2:8080"}
     tpu_host(metadata)
     assert ours.place() == PlaceAmongSlices(2, 1, "10.0.0.2")
+    tpu_host({"WORKER_ID": 0, COUNT: None, NUMBER: None, COORDINATOR: None})  # keys without values
+    assert ours.place() is None
     tpu_host(metadata, **{COUNT: "1"})
     assert ours.place() is None
     tpu_host(metadata, **{COUNT: "3", NUMBER: "2"})

@@ -48,7 +48,8 @@ def place() -> PlaceAmongSlices | None:
         return None
     try:
         # Where there is metadata it is YAML, in which numbers are numbers.
-        metadata = {name: str(value) for name, value in dict(tpu.get_tpu_env()).items()}
+        found = dict(tpu.get_tpu_env())
+        metadata = {name: str(value) for name, value in found.items() if value is not None}
     except Exception:  # whatever requests or yaml raise where there is none
         metadata = {}
     said = {name: os.environ.get(name) or metadata.get(name, "") for name in VARIABLES}

@@ -54,7 +54,7 @@ def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
     count = given.get(COUNT)
     if count is None:
         for name in (NUMBER, COORDINATOR):
-            if name in given:
+            if given.get(name, "0") != "0":  # a slice alone is number 0
                 raise ValueError(
                     f"{name}={given[name]!r} says that there are several slices, but {COUNT} is "
                     f"not set: {_REMEDY}"
