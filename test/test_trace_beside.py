@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from contextlib import nullcontext
 
 import pytest
 from reports import HOSTILE, given_up, make, refused
@@ -116,8 +117,9 @@ def hlo_proto():
     return messages()["HloProto"](hlo_module=module.as_serialized_hlo_module_proto())
 
 
-def tpu_trace(proto, begins=(5.0, 25.0, 46.0)):
-    """What chips 0 and 1 did, in terms of the profiler."""
+def tpu_trace(proto, begins=(5.0, 25.0, 46.0), also="", names=1):
+    """What chips 0 and 1 did, in terms of the profiler. ``also``: an instruction of another program
+    of that name, of which ``names`` are there."""
     kinds = messages()
     space = kinds["XSpace"]()
     for chip in (1, 0):
@@ -130,12 +132,16 @@ def tpu_trace(proto, begins=(5.0, 25.0, 46.0)):
                 "display_name": name.encode(),
             }
             entry = plane.event_metadata.add(key=number, value=about)
-            entry.value.stats.add(metadata_id=7, uint64_value=81)
+            entry.value.stats.add(metadata_id=7, int64_value=-81)
         other = plane.event_metadata.add(key=99, value={"name": b"%copy = f32[8] copy(%p)"})
         other.value.stats.add(metadata_id=7, uint64_value=12)
         modules = plane.lines.add(name=b"XLA Modules", timestamp_ns=1000)
         ops = plane.lines.add(name=b"XLA Ops", timestamp_ns=1000)
         ops.events.add(metadata_id=99, offset_ps=0, duration_ps=4 * MS)
+        if also:
+            entry = plane.event_metadata.add(key=97, value={"display_name": also.encode()})
+            entry.value.stats.add(metadata_id=7, int64_value=-81)
+            ops.events.add(metadata_id=97, offset_ps=0, duration_ps=MS)
         for begin in begins:
             modules.events.add(metadata_id=98, offset_ps=int(begin * MS), duration_ps=13 * MS)
             for name, at, length in STEP:
@@ -149,8 +155,10 @@ def tpu_trace(proto, begins=(5.0, 25.0, 46.0)):
         event = line.events.add(metadata_id=1, offset_ps=int(begin * MS), duration_ps=MS)
         event.stats.add(metadata_id=1, int64_value=number)
     known = space.planes.add(name=b"/host:metadata")
-    entry = known.event_metadata.add(key=81, value={"name": b"step(81)"})
-    entry.value.stats.add(metadata_id=1, bytes_value=proto.SerializeToString())
+    for number in range(names):
+        called = {"name": f"step({2**64 - 81})".encode()}
+        entry = known.event_metadata.add(key=81 + number, value=called)
+        entry.value.stats.add(metadata_id=1, bytes_value=proto.SerializeToString())
     return space.SerializeToString()
 
 
@@ -198,6 +206,11 @@ def test_programs_without_names_and_steps_that_were_cut_off(tmp_path, monkeypatc
     path.write_bytes(tpu_trace(proto, begins=()))
     with pytest.raises(ValueError, match="no program in it has names"):
         read_trace(path)
+    # Another program of that name, as CPU ranks have them: if it ran, nobody knows which did what.
+    for also, told in (("", False), ("copy.7", True)):
+        path.write_bytes(tpu_trace(proto, also=also, names=2))
+        with pytest.raises(ValueError, match="cannot be told apart") if told else nullcontext():
+            assert read_trace(path).steps == 3
     # XLA ends the process that reads what it cannot: this one goes on.
     path.write_bytes(tpu_trace(proto))
     monkeypatch.setattr(programs, "__package__", "os.path")

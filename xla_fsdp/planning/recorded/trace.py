@@ -23,6 +23,7 @@ _HOST = "/host:CPU"
 _OPS = "XLA Ops"
 _NAME = re.compile(r"%?([\w.\-]+)")
 _STEP = "train"  # what xla_fsdp.profile calls a step
+_KNOWN = 0.9  # of the instructions that ran, in the program that they are taken to be of
 _LOST = 1e-9  # seconds: events of no length are still seen
 
 
@@ -124,7 +125,7 @@ def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, Event]]]:
     for plane in sorted(planes, key=lambda plane: plane.name):
         if _DEVICE.fullmatch(plane.name):
             found = [
-                (_of(event), str(event.stats.get("program_id", "")), event)
+                (_of(event), _number(str(event.stats.get("program_id", ""))), event)
                 for event in plane.events(_OPS)
             ]
             if found:
@@ -145,6 +146,11 @@ def _of(event: Event) -> str:
     return match[1] if match else ""
 
 
+def _number(text: str) -> str:
+    """Of a program: 64 bits, which one writes with a sign and another without."""
+    return str(int(text) % (1 << 64)) if re.fullmatch(r"-?\d{1,20}", text) else text
+
+
 def _main_program(
     planes: list[Plane], events: list[tuple[str, str, Event]]
 ) -> tuple[Program, dict[str, list[Event]]]:
@@ -152,27 +158,43 @@ def _main_program(
     spent: dict[str, float] = {}
     for _, key, event in events:
         spent[key] = spent.get(key, 0.0) + event.end - event.begin
-    named = []
-    for name, protos in texts_of(planes).items():
+    protos: dict[str, list[tuple[str, bytes]]] = {}
+    for name, some in texts_of(planes).items():
         # "jit_step(81)": the program's name and its number.
         base, _, number = name.rpartition("(")
-        for key in (base, number.removesuffix(")")):
-            if key in spent:
-                named += [(spent[key], key, base, proto) for proto in protos]
-    for _, key, name, proto in sorted(named, key=lambda one: -one[0]):
-        if b"forward[" not in proto and b"backward[" not in proto:
-            continue
-        program = read_program(name, proto)
-        mine: dict[str, list[Event]] = {}
-        for op, of, event in events:
-            if of == key and op in program.times:
-                mine.setdefault(op, []).append(event)
-        if mine and program.modules:
-            return program, {op: sorted(some, key=lambda e: e.begin) for op, some in mine.items()}
+        for key in {base, _number(number.removesuffix(")"))} & spent.keys():
+            protos.setdefault(key, []).extend((base, proto) for proto in some)
+    for key in sorted(protos, key=lambda key: -spent[key]):
+        ran: dict[str, list[Event]] = {}
+        for op, of, event in sorted(events, key=lambda one: one[2].begin):
+            if of == key:
+                ran.setdefault(op, []).append(event)
+        for name, proto in protos[key]:
+            if b"forward[" in proto or b"backward[" in proto:
+                program = read_program(name, proto)
+                known = {op: some for op, some in ran.items() if op in program.times}
+                if len(protos[key]) > 1:
+                    _require_alone(program, ran)
+                if program.modules and len(known) >= _KNOWN * len(ran):
+                    return program, known
     raise ValueError(
         "no program in it has names of modules: enter xla_fsdp.profile before the first step, and "
         "start without the compilation cache (XLA_FSDP_COMPILATION_CACHE_FOLDER=none)"
     )
+
+
+def _require_alone(program: Program, ran: dict[str, list[Event]]) -> None:
+    """CPU ranks' programs have no numbers, and several may have one name, of which only one ran.
+
+    Raises:
+        ValueError: others ran, too.
+    """
+    counts = {len(some) for op, some in ran.items() if program.times.get(op) == 1}
+    if not ran.keys() <= program.times.keys() or len(counts) > 1:
+        raise ValueError(
+            f"several programs in it are called {program.name}, and cannot be told apart: record "
+            "one model in a process"
+        )
 
 
 def _window(mine: dict[str, list[Event]], number: int, steps: int) -> list[tuple[str, Event]]:
