@@ -45,6 +45,7 @@ class Order:
         self._started: Sequence[torch.Tensor] = ()  # what the last unit's forward started from
         self._arrived: Sequence[torch.Tensor] = ()  # the same of the backward
         self.last: torch.Tensor | None = None  # made of the last parameter gathered
+        self._last_but_one: torch.Tensor | None = None  # and of the one before it
         # Of inputs that wait in the host's memory: what the last recomputation started from, and
         # something that says that the last forward's are there.
         self._recomputing: Sequence[torch.Tensor] = ()
@@ -101,18 +102,23 @@ class Order:
         before, self._recomputing = self._recomputing, [grad]
         return [*(before or [grad]), *self._done]
 
-    def turn(self, shard: torch.Tensor) -> torch.Tensor:
-        """``shard``, not before the gather whose result :meth:`gathered` was told last is over."""
-        if self.last is None or shard.dtype not in _CAN_WAIT + _NARROW:
+    def turn(self, shard: torch.Tensor, but_one: bool = False) -> torch.Tensor:
+        """``shard``, not before the gather whose result :meth:`gathered` was told last is over.
+
+        ``but_one``: the one before that.
+        """
+        event = self._last_but_one if but_one else self.last
+        if event is None or shard.dtype not in _CAN_WAIT + _NARROW:
             return shard
         # Beside a number of Python's, 8 bits would become float32.
         zero = shard.new_zeros(()) if shard.dtype in _NARROW else 0.0
-        return torch.where(self.last, zero, shard)
+        return torch.where(event, zero, shard)
 
     def gathered(self, full: torch.Tensor) -> None:
         """What came out of the gather whose turn it was."""
         # False whatever the value, NaN too, but only the program that runs knows. Not a barrier:
         # the TPU compiler drops those that tie one large tensor to a small one.
+        self._last_but_one = self.last
         self.last = torch.slice_copy(full.view(-1), 0, 0, 1) > math.inf
 
     def reduced(self, shards: Sequence[torch.Tensor]) -> None:
@@ -121,14 +127,15 @@ class Order:
 
     def forward_over(self) -> None:
         """The outermost forward ended, or will not end."""
-        self._started, self.last = (), None
+        self._started, self.last, self._last_but_one = (), None, None
         self._on_host = None
 
     def backward_over(self) -> None:
         """A backward ended, or will not end."""
         self._arrived, self._reduced, self._reducing, self._done = (), [], [], []
         self._recomputing = ()
-        self.last = self._on_host = None  # a recomputation may have checkpointed modules in it
+        self.last = self._last_but_one = None
+        self._on_host = None  # a recomputation may have checkpointed modules in it
 
 
 def after(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> list[torch.Tensor]:

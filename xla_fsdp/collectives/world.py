@@ -34,6 +34,9 @@ from .host_data import as_data
 from .rings import Rings
 from .routes import Routes, routes_for
 
+# Bytes of a large matrix's gradient.
+_LARGE = 1 << 25
+
 
 @dataclass(frozen=True)
 class World:
@@ -160,6 +163,14 @@ class World:
         again, with copies, and wants a number of its own for every collective.
         """
         return self.context is None or self.context.as_on_tpu
+
+    @property
+    def reduces_beside_compute(self) -> bool:
+        """Whether large gradients go around rings, see rings.py."""
+        if self.routes is None:
+            return False
+        stages = self.routes.scatter(_LARGE).stages
+        return any(self.routes.rings(groups) is not None for groups in stages)
 
     def all_gather(self, shard: torch.Tensor, label: str = "") -> torch.Tensor:
         """Concatenates every rank's ``shard`` on dimension 0: ``(d, ...)`` to ``(size*d, ...)``."""

@@ -31,6 +31,7 @@ def scan_blocks(
     *,
     ignore: Collection[str] = (),
     offload: bool = False,
+    prefetch: bool = False,
     **options: Any,
 ) -> ScannedBlocks:
     """Shards equal blocks and runs them one after the other in a loop of the compiled program.
@@ -60,22 +61,28 @@ def scan_blocks(
             block's are used for all.
         offload: on TPU, the blocks' inputs wait for the backward in the host's memory, as with
             ``checkpoint_module(block, offload=True)``.
+        prefetch: gather the next block's parameters while a block computes. The step is shorter
+            where gathers run beside compute and are a large part of it (a slice of many v5e), and
+            longer where they are not; two blocks' parameters are there in full at a time instead of
+            one, and compiling takes longer. ``plan`` both.
         options: those of :class:`XlaFullyShardedDataParallel`. Not possible are
-            ``reshard_after_forward=False`` and ``flatten_parameters=True``. Barriers and prefetch
-            have no effect: an iteration starts with its own gather. Nor has ``no_sync()``: a
-            backward always reduces, which gives the same gradients.
+            ``reshard_after_forward=False`` and ``flatten_parameters=True``. Barriers and the
+            wrapper's options for prefetch have no effect: see ``prefetch``. Nor has ``no_sync()``:
+            a backward always reduces, which gives the same gradients.
 
     Raises:
         ValueError: blocks differ (the message says in what), share parameters, are wrapped, or have
             hooks or recurrent modules in them; an option that is not possible. In the first
             forward: a block returns something else than a tensor like its input.
-        TypeError: a block is not a module; ``offload`` is no bool; an unknown option.
+        TypeError: a block is not a module; ``offload`` or ``prefetch`` is no bool; an unknown
+            option.
         RuntimeError: on v5e and v6e, where the compiler would crash: the message says what has to
             be called before ``launch``.
     """
-    if not isinstance(offload, bool):
-        raise TypeError(f"offload must be True or False, got {offload!r}")
-    return ScannedBlocks(blocks, _checked(options), ignore, offload)
+    for name, value in (("offload", offload), ("prefetch", prefetch)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+    return ScannedBlocks(blocks, _checked(options), ignore, offload, prefetch)
 
 
 class ScannedBlocks(XlaFullyShardedDataParallel):
@@ -89,6 +96,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         options: FSDPOptions,
         ignore: Collection[str],
         offload: bool,
+        prefetch: bool,
     ) -> None:
         WrapperMethods.__init__(self)
         self.fsdp_options = options
@@ -101,7 +109,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         )
         compiler_options.require_loops_compile(world.device_kind)
         builder = ScanBuilder(options, world, ignore)
-        self._unit = builder.build(blocks, offload)
+        self._unit = builder.build(blocks, offload, prefetch)
         attach(self._unit)
         self._fsdp_wrapped_module = self._unit.template
         watch_optimizers()

@@ -45,7 +45,7 @@ class ScanBuilder:
         # Objects met so far, which stay alive so that identities stay unique.
         self._seen: dict[nn.Parameter, int] = {}
 
-    def build(self, blocks: Iterable[nn.Module], offload: bool) -> ScanUnit:
+    def build(self, blocks: Iterable[nn.Module], offload: bool, prefetch: bool) -> ScanUnit:
         """Raises ValueError, TypeError as :func:`xla_fsdp.scan_blocks` says."""
         depth = 0
         for block in blocks:
@@ -53,7 +53,7 @@ class ScanBuilder:
             depth += 1
         if self._template is None:
             raise ValueError("scan_blocks needs at least one block, got none")
-        unit = ScanUnit(self.options, self.world, self._template, offload)
+        unit = ScanUnit(self.options, self.world, self._template, offload, prefetch)
         for name, stack in self._stacks.items():
             if isinstance(stack, ParameterStack):
                 self._stack_shards(stack, self._pieces.pop(name), self._template)

@@ -141,3 +141,18 @@ def _shown(value: Any) -> str:
     if isinstance(value, str) and value.startswith(("parameter of", "buffer of")):
         return value
     return repr(value)
+
+
+def require_like(y: Any, x: torch.Tensor, block: nn.Module) -> None:
+    """Raises ValueError unless ``y``, which ``block`` made of ``x``, is a tensor like ``x``."""
+    if not isinstance(y, torch.Tensor):
+        raise ValueError(
+            f"scanned blocks must return one tensor, {type(block).__name__} returned a "
+            f"{type(y).__name__}; have its forward return the tensor that the next block takes"
+        )
+    if y.shape != x.shape or y.dtype != x.dtype:
+        raise ValueError(
+            "scanned blocks must return a tensor like the one they take, since it is what the next "
+            f"one takes: {type(block).__name__} made {tuple(y.shape)}, {y.dtype} of "
+            f"{tuple(x.shape)}, {x.dtype}"
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +36,9 @@ def loop(
     *,
     seed: int | None = None,
     reverse: bool = False,
-    ahead: int = 0,
+    ahead: Collection[int] = (),
     memory: BlockMemory | None = None,
+    unroll: int = 1,
 ) -> tuple[Tensors, Tensors]:
     """Runs ``carry, results[i] = body(carry, [s[i] for s in stacked], constants)`` for every i.
 
@@ -52,10 +53,13 @@ def loop(
         seed: random numbers in iteration i start from a seed made of this one and i, whichever
             way the loop runs. Default: the device's random state, which moves on.
         reverse: from the last i to the first.
-        ahead: of the first so many ``stacked`` tensors an iteration gets the row of the iteration
+        ahead: of these ``stacked`` tensors, by number, an iteration gets the row of the iteration
             after it; the last one gets its own.
         memory: what ``body`` asks it for are further tensors that are ``stacked``; where it writes
             a row, they change in place.
+        unroll: how often an iteration of the compiled loop runs the body, for another i each time;
+            what is left of them runs behind the loop. A carry that is computed anew needs two
+            places in memory, and with one body an iteration a copy from one to the other.
 
     Returns:
         The last carry, and the results stacked, ``(depth, ...)`` each.
@@ -76,7 +80,8 @@ def loop(
     rows = [] if memory is None else memory.rows
     kept = [row.kept for row in rows]
     operands = [*carry, *stacked, *constants, *kept, *traced.body.hoisted.values()]
-    computation = _While(traced, stacked[0].shape[0], reverse, ahead).build(operands)
+    depth = stacked[0].shape[0]
+    computation = _While(traced, depth, reverse, ahead, min(unroll, depth)).build(operands)
     outputs = torch_xla._XLAC._xla_user_computation("xla::scan_blocks", operands, computation)
     first, second = len(carry), len(carry) + len(traced.results)
     written = [row.kept for row in rows if row.written]
@@ -129,15 +134,19 @@ class _While:
     Args:
         depth: iterations.
         reverse: from the last iteration's slices to the first's.
-        ahead: how many slices are those of the next iteration.
+        ahead: numbers of the slices that are those of the next iteration.
+        unroll: bodies in one iteration of the compiled loop.
     """
 
-    def __init__(self, traced: _Traced, depth: int, reverse: bool, ahead: int) -> None:
+    def __init__(
+        self, traced: _Traced, depth: int, reverse: bool, ahead: Collection[int], unroll: int
+    ) -> None:
         self.traced = traced.body
         self.depth = depth
         self.reverse = reverse
+        self.unroll = unroll
         self.carried, self.sliced = traced.carried, traced.sliced
-        self.ahead = range(self.carried, self.carried + ahead)
+        self.ahead = {self.carried + number for number in ahead}
         self.results, self.written = traced.results, traced.written
 
     def build(self, operands: Sequence[torch.Tensor]) -> object:
@@ -149,14 +158,24 @@ class _While:
             for shape, dtype in self.results
         ]
         # The state of the loop: counter, results, operands.
-        end = xb.Op.mkwhile([_integer(builder, 0), *stacks, *given], self._more, self._step)
+        state = [_integer(builder, 0), *stacks, *given]
+        end = xb.Op.mkwhile(state, self._more, self._steps)
+        state = [end.get_tuple_element(number) for number in range(len(state))]
+        for _ in range(self.depth % self.unroll):
+            state = self._step(*state)
         first = 1 + len(stacks)
         kept = [*range(first, first + self.carried), *range(1, first)]
         kept += [first + number for number in self.written]
-        return xb.Op.tuple([end.get_tuple_element(n) for n in kept]).build("scan_blocks")
+        return xb.Op.tuple([state[n] for n in kept]).build("scan_blocks")
 
     def _more(self, counter: xb.Op, *rest: xb.Op) -> xb.Op:
-        return counter < _integer(counter.builder(), self.depth)
+        return counter < _integer(counter.builder(), self.depth - self.depth % self.unroll)
+
+    def _steps(self, *state: xb.Op) -> list[xb.Op]:
+        stepped = [*state]
+        for _ in range(self.unroll):
+            stepped = self._step(*stepped)
+        return stepped
 
     def _step(self, counter: xb.Op, *rest: xb.Op) -> list[xb.Op]:
         builder = counter.builder()

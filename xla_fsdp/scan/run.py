@@ -4,6 +4,13 @@ Forward: an iteration gathers one block's parameters, computes, and keeps nothin
 Backward, in reverse: an iteration gathers again, computes the block once more, this time with a
 graph, and reduce-scatters the gradients. Everything that an iteration makes is gone when it ends,
 so there is nothing to free, and no barrier is needed to keep gathers in their place.
+
+With ``prefetch`` an iteration gathers the parameters of the next block and hands them on, so that
+they travel while this block computes. What the TPU compiler was seen to do decides on the rest
+(docs/scan.md): gathers of one block come after those of the block before, or it mixes them and most
+are waited for; and in the backward the gradient waits for them, and a block for the reductions of
+the one before, so that gathers run beside the recomputation and not where the reductions are,
+which stop everything else.
 """
 
 from __future__ import annotations
@@ -18,8 +25,10 @@ import torch_xla.core.xla_model as xm
 from torch.autograd.function import once_differentiable
 
 from ..collectives import host_memory
+from ..collectives.order import Order
 from ..sharding.block_memory import BlockMemory
 from ..tree import map_tensors, tensors_in
+from .equality import require_like
 from .loop import Tensors, loop
 from .unit import ScanUnit
 
@@ -46,6 +55,7 @@ class Run:
         # Whether what the backward needs of the inputs waits in the host's memory.
         self.offloads = unit.offload and self.keeps_inputs and host_memory.can_wait_there(x)
         self.seed = xm.get_rng_state(str(unit.world.device))
+        self.prefetch = unit.prefetch and bool(unit.parameters)
         # Numbers of the parameters of which the forward keeps pieces, see sharding/secondary.py.
         self.pieces: list[int] = []
         self.autocast = torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")
@@ -53,43 +63,64 @@ class Run:
     def forward(self, x: torch.Tensor, stacks: Sequence[torch.Tensor]) -> Tensors:
         """The result of the last block, and what the backward needs of all.
 
-        That is the last one's input, if inputs are offloaded; those of all, ``(depth, *x.shape)``;
-        and the pieces of their parameters that stay here for the backward to gather from.
+        That are the last one's parameters, if they are gathered ahead, and its input, if inputs are
+        offloaded; the inputs of all, ``(depth, *x.shape)``; and the pieces of their parameters that
+        stay here for the backward to gather from.
         """
         updated: list[int] = []  # numbers of sliced buffers
+        count, prefetch = len(stacks), self.prefetch
+
+        def gathered(shards: Tensors, x: torch.Tensor, order: Order) -> tuple[Tensors, Tensors]:
+            """One block's parameters, and the pieces of them that stay here."""
+            secondary = self.unit.secondary() if self.keeps_inputs else None
+            full = self.unit.gather_block(shards, x, order, secondary)
+            if secondary is None:
+                return full, []
+            self.pieces = list(secondary.pieces)
+            return full, list(secondary.pieces.values())
 
         def body(carry: Tensors, slices: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
-            buffers = self._buffers(slices[len(stacks) :], constants)
-            shards, secondary = slices[: len(stacks)], None
-            if self.keeps_inputs:
-                secondary = self.unit.secondary()
-            full = self.unit.gather_block(shards, carry[0], False, secondary)
-            y, after = self._compute(carry[0], full, buffers, constants)
+            x, *carry = carry
+            shards, buffers = slices[:count], self._buffers(slices[count:], constants)
+            following: Tensors = []
+            if prefetch:
+                full, pieces = carry[:count], carry[count : len(first)]
+                order = self.unit.order_after(full[self.unit.wire.last_gathered(self.unit.stored)])
+                whole, parts = gathered(shards, x, order)
+                following = [*whole, *parts]
+            else:
+                full, pieces = gathered(shards, x, Order())
+            y, after = self._compute(x, full, buffers, constants)
             updated.extend(self._updated(buffers, after))
-            kept = [carry[0]] if self.keeps_inputs else []
+            kept = [x] if self.keeps_inputs else []
             if self.offloads:
-                kept = [host_memory.to_host(carry[0])]
-            if secondary is not None:
-                kept += secondary.pieces.values()
-                self.pieces = list(secondary.pieces)
-            return [y, *carry[: len(last)]], [*kept, *(after[n] for n in updated)]
+                kept, following = [host_memory.to_host(x)], [*following, x]
+            return [y, *following], [*kept, *pieces, *(after[n] for n in updated)]
 
         sliced, shared = self.buffers
+        first: Tensors = []  # what the first block computes with
+        if prefetch:
+            whole, parts = gathered([torch.select_copy(s, 0, 0) for s in stacks], x, Order())
+            first = [*whole, *parts]
         # The backward starts with the last block, whose input need not travel: iterations hand it
-        # on, and so it is there in the end.
-        last = [x] if self.offloads else []
+        # on, and so it is there in the end. So are its parameters, if they are gathered ahead: the
+        # last iteration has no other block to gather.
         (y, *last), results = loop(
             body,
-            [x, *last],
+            [x, *first, *([x] if self.offloads else [])],
             [*stacks, *sliced],
             [*(constant.detach() for constant in self.constants), *shared],
             self.unit.world.device,
+            ahead=range(len(stacks)) if prefetch else (),
+            unroll=self.unroll,
         )
+        if prefetch:
+            del last[count : len(first)]
         number_kept = 1 + len(self.pieces) if self.keeps_inputs else 0
         kept, results = results[:number_kept], results[number_kept:]
         for number, value in zip(updated, results, strict=True):
             self.sliced[number].put(value)
-        return [y, *last, *kept]
+        return [y, *last, *kept] if self.keeps_inputs else [y]
 
     def backward(
         self,
@@ -104,7 +135,7 @@ class Run:
         ``kept``: what the forward returned besides the result. ``needed``: which constants and
         which shards need theirs.
         """
-        count, pieces = len(stacks), len(self.pieces)
+        count, pieces, prefetch = len(stacks), len(self.pieces), self.prefetch
         which = [number for number, needs in enumerate(needed[0]) if needs]
         reduced: list[int] = []
 
@@ -116,7 +147,18 @@ class Run:
             secondary = self.unit.secondary(dict(zip(self.pieces, slices, strict=False)))
             slices = slices[pieces:]
             shards, buffers = slices[:count], self._buffers(slices[count:], constants)
-            full = self.unit.gather_block(shards, carry[0], True, secondary)
+            # In the order of the forward, with whose recomputation this starts.
+            if prefetch:
+                grad, *carry = carry
+                full, carry = carry[-count:], carry[:-count]
+                order = self.unit.order_after(grad)
+                x = order.turn(x)
+                whole = self.unit.gather_block(shards, grad, order, secondary)
+                # All gathers but the last, for which the recomputation has no product left.
+                grad = order.turn(grad, but_one=True)
+                carry, following = [grad, *carry], [*whole, *following]
+            else:
+                full = self.unit.gather_block(shards, carry[0], Order(), secondary)
             # What comes out of the collectives has no graph: these are its leaves.
             x = x.detach().requires_grad_()
             full = [f.detach().requires_grad_(n) for f, n in zip(full, needed[1], strict=True)]
@@ -133,14 +175,18 @@ class Run:
             of_full = [next(found) if needs else None for needs in needed[1]]
             shares = self.unit.reduce_block(shards, of_full, memory)
             reduced.extend(shares)
-            return [_sum(torch.zeros_like(x), of_x), *sums, *following], list(shares.values())
+            of_x = _sum(torch.zeros_like(x), of_x)
+            if prefetch:
+                of_x = order.turn(self.unit.after_reductions(of_x, shares.values()))
+            return [of_x, *sums, *following], list(shares.values())
 
         # Nothing is gathered early for what comes next: it would be there during the whole loop.
         self.unit.order.backward_over()
         memory = BlockMemory(self.unit.depth)
         sliced, shared = self.buffers
         zeros = [torch.zeros_like(constants[number]) for number in which]
-        last, kept = kept[: self.offloads], kept[self.offloads :]
+        size = len(kept) - 1 - pieces
+        last, kept = kept[:size], kept[size:]
         (of_x, *of_constants), results = loop(
             body,
             [grad, *zeros, *last],
@@ -149,8 +195,9 @@ class Run:
             self.unit.world.device,
             seed=self.seed,
             reverse=True,
-            ahead=len(last),
+            ahead=[*range(not self.offloads, 1 + pieces + count)] if prefetch else range(len(last)),
             memory=memory,
+            unroll=self.unroll,
         )
         unit = self.unit
         by_constant = dict(zip(which, of_constants, strict=False))
@@ -163,6 +210,13 @@ class Run:
             [by_constant.get(number) for number in range(len(constants))],
             [by_stack.get(number) for number in range(count)],
         )
+
+    @property
+    def unroll(self) -> int:
+        """Blocks in one iteration of the compiled loop: two if parameters are gathered ahead, which
+        are in two places in turn. CPU ranks, on which a collective has a number that one program
+        may use once, copy them from one to the other."""
+        return 2 if self.prefetch and self.unit.world.context is None else 1
 
     def _buffers(self, slices: Tensors, constants: Tensors) -> Tensors:
         """One block's buffers in the unit's order."""
@@ -181,7 +235,7 @@ class Run:
             stack.enter_context(self.unit.installed(full, buffers))
             y = self.unit.template(x, *args, **kwargs)
             after = [buffer.value for buffer in self.unit.buffers]
-        _require_like(y, x, self.unit.template)
+        require_like(y, x, self.unit.template)
         return y, after
 
     def _updated(self, before: Tensors, after: Tensors) -> list[int]:
@@ -240,17 +294,3 @@ class _Slot:
 
 def _sum(total: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
     return total if part is None else total + part
-
-
-def _require_like(y: Any, x: torch.Tensor, block: torch.nn.Module) -> None:
-    if not isinstance(y, torch.Tensor):
-        raise ValueError(
-            f"scanned blocks must return one tensor, {type(block).__name__} returned a "
-            f"{type(y).__name__}; have its forward return the tensor that the next block takes"
-        )
-    if y.shape != x.shape or y.dtype != x.dtype:
-        raise ValueError(
-            "scanned blocks must return a tensor like the one they take, since it is what the next "
-            f"one takes: {type(block).__name__} made {tuple(y.shape)}, {y.dtype} of "
-            f"{tuple(x.shape)}, {x.dtype}"
-        )

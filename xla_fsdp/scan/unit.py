@@ -97,14 +97,21 @@ class ScanUnit(Unit):
 
     Attributes:
         offload: whether inputs of blocks wait for the backward in the host's memory.
+        prefetch: whether parameters are gathered while the block before computes.
     """
 
     def __init__(
-        self, options: FSDPOptions, world: World, template: nn.Module, offload: bool
+        self,
+        options: FSDPOptions,
+        world: World,
+        template: nn.Module,
+        offload: bool,
+        prefetch: bool,
     ) -> None:
         super().__init__(options, world)
         self.template = template
         self.offload = offload
+        self.prefetch = prefetch
         self.depth = 0
         # What the optimizer sees; `tensors` are what a block has of it.
         self._stacked: list[ShardedTensor] = []
@@ -175,14 +182,14 @@ class ScanUnit(Unit):
         self,
         shards: Sequence[torch.Tensor],
         x: torch.Tensor,
-        backward: bool,
+        order: Order,
         secondary: Secondary | None = None,
     ) -> list[torch.Tensor]:
         """The full parameters of one block in compute dtype, from its shards.
 
         ``x``: something that iterations hand on. Not tied to it, the cast of the shards would be
         taken out of the loop by the compiler, and done for all blocks at once: shards twice in
-        memory. ``secondary``: as of :meth:`Wire.gather`.
+        memory. ``order``: what is gathered before. ``secondary``: as of :meth:`Wire.gather`.
         """
         if secondary is not None and secondary.pieces:
             tied = after(list(secondary.pieces.values()), [x])
@@ -190,7 +197,24 @@ class ScanUnit(Unit):
             secondary = replace(secondary, pieces=pieces)
         else:
             shards = after(shards, [x])
-        return self.wire.gather(self._block(shards), Order(), (), backward, secondary)
+        return self.wire.gather(self._block(shards), order, (), False, secondary)
+
+    def order_after(self, event: torch.Tensor) -> Order:
+        """In which what is gathered comes after ``event``."""
+        order = Order()
+        if self.world.as_on_tpu and event.numel():
+            order.gathered(event)
+        return order
+
+    def after_reductions(
+        self, tensor: torch.Tensor, shares: Iterable[torch.Tensor]
+    ) -> torch.Tensor:
+        """``tensor``, not before the gradients ``shares`` are reduced, if nothing else can run
+        meanwhile anyway."""
+        if self.world.as_on_tpu and not self.world.reduces_beside_compute:
+            for share in shares:
+                tensor = self.order_after(share).turn(tensor)
+        return tensor
 
     def secondary(self, pieces: Mapping[int, torch.Tensor] | None = None) -> Secondary | None:
         """What one block's forward keeps for its backward, by default nothing yet.

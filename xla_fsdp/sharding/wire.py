@@ -143,6 +143,12 @@ class Wire:
         """Numbers of what travels by gather: see :meth:`_parts` and :func:`loads_of`."""
         return self._gathers(self._loads(tensors))
 
+    def last_gathered(self, tensors: Sequence[ShardedTensor]) -> int:
+        """The number of the tensor that a forward gathers last."""
+        loads = self._loads(tensors)
+        parts = self._gathers(loads) or [[0]]  # nothing travels: any
+        return loads[parts[-1][-1]].number
+
     def _gathers(self, loads: Sequence[Load]) -> list[list[int]]:
         sizes = [load.numel * self.world.size for load in loads]
         return self._parts(sizes, [load.dtype for load in loads])

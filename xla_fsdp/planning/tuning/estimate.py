@@ -24,7 +24,7 @@ from functools import cached_property
 from ...tpu.topology import Slice
 from .facts import StepFacts, UnitFacts
 from .settings import ShardingSettings
-from .traffic import GATHERS_BESIDE, REDUCES_BESIDE, Wire
+from .traffic import REDUCES_BESIDE, Wire
 
 # Of the executable, for every unit that is compiled by itself: 50 MiB for four blocks of workload S
 # on v3-8, 393 for 32 (docs/scan.md).
@@ -94,7 +94,7 @@ class Estimates:
 
     def _exposed(self, units: Sequence[_Unit], settings: ShardingSettings, shared: int) -> float:
         family, routes = self._where.chip.family, settings.collective_routes
-        beside = family in GATHERS_BESIDE and not settings.scan
+        beside = self.wire.gathers_beside and (settings.scan_prefetch or not settings.scan)
         ringed = routes == "rings" or (routes == "modelled" and family in REDUCES_BESIDE)
 
         def gather(unit: _Unit, ranks: int = shared) -> float:
@@ -102,13 +102,14 @@ class Estimates:
 
         exposed, before = 0.0, 0.0
         for unit in units:  # what computes while it is gathered: the unit before
-            hidden = before if beside and settings.forward_prefetch else 0.0
-            exposed += max(0.0, gather(unit) - hidden)
+            early = settings.forward_prefetch or settings.scan
+            exposed += max(0.0, gather(unit) - (before if beside and early else 0.0))
             before = unit.forward
         before = 0.0
         for unit in reversed(units):
             if not unit.kept:
-                hidden = before if beside and settings.backward_prefetch == "pre" else 0.0
+                early = settings.backward_prefetch == "pre" or settings.scan
+                hidden = before if beside and early else 0.0
                 ranks = unit.kept_among or shared
                 exposed += max(0.0, gather(unit, min(ranks, shared)) - hidden)
             before = unit.backward
@@ -181,7 +182,8 @@ def _activations(units: Sequence[_Unit]) -> float:
 
 def _full(units: Sequence[_Unit], settings: ShardingSettings) -> float:
     """Most bytes of full parameters and full gradients at a time."""
-    at_a_time = 2 if settings.forward_prefetch and not settings.scan else 1
+    early = settings.scan_prefetch if settings.scan else settings.forward_prefetch
+    at_a_time = 2 if early else 1
     passing = sorted((unit.full for unit in units if not unit.kept), reverse=True)[:at_a_time]
     kept = sum(unit.full for unit in units if unit.kept)
     kept += sum(unit.full // unit.kept_among for unit in units if unit.kept_among)
@@ -191,7 +193,7 @@ def _full(units: Sequence[_Unit], settings: ShardingSettings) -> float:
 
 
 def _code(units: Sequence[_Unit], settings: ShardingSettings) -> float:
-    return CODE_BYTES * (2 if settings.scan else len(units))
+    return CODE_BYTES * (2 + 2 * settings.scan_prefetch if settings.scan else len(units))
 
 
 class Correction:
@@ -246,4 +248,4 @@ class Correction:
 
 def _kind(settings: ShardingSettings) -> tuple[str, bool]:
     how = "host" if settings.offload else str(settings.recompute)
-    return how, settings.scan
+    return how + " ahead" * settings.scan_prefetch, settings.scan

@@ -30,6 +30,7 @@ class ShardingSettings:
             blocks by itself and the rest; ``"model"``, all at once; a number: what a size-based
             policy wraps that has at least so many parameters.
         scan: blocks in one loop of the program (:func:`xla_fsdp.scan_blocks`), each recomputed.
+        scan_prefetch: the loop gathers the next block's parameters while a block computes.
         reshard_after_forward: that of the wrapper, for all units.
         kept_blocks: the first so many blocks keep their full parameters for the backward (ZeRO-2),
             whatever ``reshard_after_forward``.
@@ -51,6 +52,7 @@ class ShardingSettings:
     batch: int | None = None
     units: str | int = "blocks"
     scan: bool = False
+    scan_prefetch: bool = False
     reshard_after_forward: bool | int = True
     kept_blocks: int = 0
     recompute: str | int = "none"
@@ -71,10 +73,9 @@ class ShardingSettings:
         units = self.units in ("blocks", "model") or _counts(self.units, 1)
         allowed = '"blocks", "model" or a number of parameters from 1 on'
         _require(units, "units", self.units, allowed)
-        for name in ("scan", "offload", "forward_prefetch", "limit_all_gathers"):
-            _require(
-                isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False"
-            )
+        for name in ("scan", "scan_prefetch", "offload", "forward_prefetch", "limit_all_gathers"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, value, "True or False")
         reshard = self.reshard_after_forward
         whole = isinstance(reshard, bool) or _counts(reshard, 2)
         _require(
@@ -103,6 +104,8 @@ class ShardingSettings:
                 exclude("scan", "reshard_after_forward", "a loop can not hand on what it gathered")
             if self.kept_blocks:
                 exclude("scan", "kept_blocks", "a loop can not hand on what it gathered")
+        if self.scan_prefetch and not self.scan:
+            exclude("scan_prefetch", "scan", "it is an option of the loop")
         if self.offload and self.recompute == "none":
             exclude("offload", "recompute", "only inputs of what is recomputed wait on the host")
         if self.units != "blocks" and self.kept_blocks:
@@ -152,7 +155,7 @@ class ShardingSettings:
         words.append(named.get(str(self.units), f"units from {self.units:,} parameters"
                                if isinstance(self.units, int) else ""))  # fmt: skip
         if self.scan:
-            words.append("scanned")
+            words.append("scanned, gathered ahead" if self.scan_prefetch else "scanned")
         elif self.recompute != "none":
             how_many = self.recompute if isinstance(self.recompute, int) else "all"
             words.append(f"{how_many} recomputed")

@@ -20,8 +20,8 @@ MAIN = (
     "shard_ranks",
 )  # fmt: skip
 FINE = (
-    "collective_routes", "forward_prefetch", "backward_prefetch", "limit_all_gathers",
-    "operation_vmem",
+    "scan_prefetch", "collective_routes", "forward_prefetch", "backward_prefetch",
+    "limit_all_gathers", "operation_vmem",
 )  # fmt: skip
 
 # More blocks than that are tried as one loop only, where they can be one: wrapped singly, 32 of the
@@ -51,7 +51,11 @@ def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tu
             )
         if not values:
             raise ValueError(f"search[{name!r}] is empty: give one value at least")
-        alone = {"recompute": "all"} if name in ("scan", "offload") else {}
+        alone: dict[str, Any] = {}
+        if name in ("scan", "scan_prefetch", "offload"):
+            alone["recompute"] = "all"
+        if name == "scan_prefetch":
+            alone["scan"] = True
         for value in values:
             ShardingSettings(**{**alone, name: value})
         checked[name] = tuple(dict.fromkeys(values))
@@ -89,6 +93,7 @@ class Space:
             "recompute": ("none", *half, "all") if blocks else ("none",),
             "offload": (False, True) if blocks else (False,),
             "shard_ranks": (None, *together),
+            "scan_prefetch": (False, True),
             "forward_prefetch": (True, False),
             "backward_prefetch": PREFETCHES[:2],
             "limit_all_gathers": (True, False),
@@ -117,7 +122,7 @@ class Space:
         """``best`` with one of the other settings changed, where that makes another program."""
         found = []
         for name in FINE:
-            for value in self.values[name]:
+            for value in self.values[name] if name != "scan_prefetch" or best.scan else ():
                 other = best.changed(**{name: value})
                 if other != best and _differs(name, other, estimates):
                     found.append(other)
@@ -153,6 +158,8 @@ def _pointless(chosen: Mapping[str, Any]) -> bool:
 def _differs(name: str, other: ShardingSettings, estimates: Estimates) -> bool:
     if name == "operation_vmem":
         return True
+    if name == "scan_prefetch":
+        return estimates.wire.gathers_beside
     if other.scan or other.units == "model":
         return name == "collective_routes" and _goes_otherwise(other, estimates)
     if name == "collective_routes":

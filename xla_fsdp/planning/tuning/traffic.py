@@ -23,6 +23,11 @@ class Wire:
         self._routes = {how: Routes(where, how) for how in ("modelled", "stages", "rings")}
         self.seconds = lru_cache(maxsize=None)(self._seconds)
 
+    @property
+    def gathers_beside(self) -> bool:
+        """Whether gathers run beside compute."""
+        return self._where.chip.family in GATHERS_BESIDE
+
     def routes_differ(self, size: int) -> dict[str, bool]:
         """By the name of a way to have collectives go, whether one of ``size`` bytes goes otherwise
         than as modelled."""

@@ -39,6 +39,8 @@ class Settings(Protocol):
     @property
     def scan(self) -> bool: ...
     @property
+    def scan_prefetch(self) -> bool: ...
+    @property
     def reshard_after_forward(self) -> bool | int: ...
     @property
     def kept_blocks(self) -> int: ...
@@ -89,8 +91,8 @@ def join_blocks(
     """See ``ShardingSettings.join``."""
     _require_undecided(options)
     if settings.scan:
-        how = {"offload": settings.offload, **_options(settings, 0), **options}
-        return scan_blocks(blocks, **how)
+        how = {**_options(settings, 0), **options, "offload": settings.offload}
+        return scan_blocks(blocks, prefetch=settings.scan_prefetch, **how)
     joined = nn.Sequential(*_each(settings, blocks, options))
     _require_so_many(settings, len(joined))
     return joined
