@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
@@ -11,7 +10,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from absl import flags
 from script_server import ScriptServer
 
 pytest_plugins = ["xla_fsdp.testing"]
@@ -77,8 +75,8 @@ def run_script(tmp_path, script_server):
 @pytest.fixture
 def common(monkeypatch):
     """The helpers of the examples: ``common.script`` imports that module, and ``common.digits`` one
-    that lies beside the scripts. Each test imports its own, as each script is a process of its own:
-    two scripts give flags the same names."""
+    that lies beside the scripts. Two scripts give flags the same names: of those that define flags
+    a process can import one, see test_example_gpt.py."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
 
     class Helpers:
@@ -86,18 +84,7 @@ def common(monkeypatch):
             beside = (ROOT / "examples" / f"{name}.py").exists()
             return import_module(name if beside else f"common.{name}")
 
-    yield Helpers()
-    folder = str(ROOT / "examples")
-    theirs = [
-        name
-        for name, module in sys.modules.items()
-        if (getattr(module, "__file__", None) or "").startswith(folder) or name == "common"
-    ]
-    for name in theirs:
-        del sys.modules[name]
-    for name in list(flags.FLAGS):
-        if flags.FLAGS.find_module_defining_flag(name) in theirs:
-            delattr(flags.FLAGS, name)
+    return Helpers()
 
 
 @pytest.fixture

@@ -163,11 +163,21 @@ class TestTokens:
         assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".tokens-*"))
 
 
-def test_the_decay_is_that_of_fairseq(common):
-    at = partial(common.updates.polynomial, warmup=5, total=25, power=1.0, end=0.1)
-    assert [at(step) for step in (0, 4, 5)] == pytest.approx([0.2, 1.0, 1.0])
-    assert [at(step) for step in (15, 25, 99)] == pytest.approx([0.55, 0.1, 0.1])
-    assert at(15, power=2.0) == pytest.approx(0.1 + 0.9 / 4)
+def test_the_decay_is_that_of_fairseq(run_script):
+    # In a process of its own: the flags that it defines are another script's as well.
+    done = run_script(
+        "import json, sys\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from updates import polynomial\n"
+        "fixed = dict(warmup=5, total=25, end=0.1)\n"
+        "at = [polynomial(step, power=1.0, **fixed) for step in (0, 4, 5, 15, 25, 99)]\n"
+        "print(json.dumps([*at, polynomial(15, power=2.0, **fixed)]))\n",
+        EXAMPLES,
+    )
+    assert done.returncode == 0, done.stderr
+    *linear, squared = json.loads(done.stdout.splitlines()[-1])
+    assert linear == pytest.approx([0.2, 1.0, 1.0, 0.55, 0.1, 0.1])
+    assert squared == pytest.approx(0.1 + 0.9 / 4)
 
 
 def lines(done):
