@@ -11,14 +11,14 @@ from torch import nn
 from xla_fsdp.compiler_options import FOR_LOOPS
 
 
-def trained(rank, scanned, offload):
+def trained(rank, scanned, offload, prefetch=False):
     """Weights after some steps, of two micro-batches each."""
     import torch_xla
 
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
     from xla_fsdp import checkpoint_module, full_state_dict
 
-    model = Model(scanned, **({"offload": offload} if scanned else {}))
+    model = Model(scanned, **({"offload": offload, "prefetch": prefetch} if scanned else {}))
     if not scanned:
         blocks = (checkpoint_module(block, offload=offload) for block in model.blocks)
         model.blocks = nn.ModuleList(map(FSDP, blocks))
@@ -45,6 +45,7 @@ def every_way(rank):
             if not on_tpu:  # the same program
                 for name, value in trained(rank, scanned, False).items():
                     torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+        assert_close(trained(rank, True, True, prefetch=True), expected)
 
 
 def test_values_are_those_without(run_ranks):
