@@ -1,5 +1,7 @@
 """Optimizers' steps over lists of shards: the values and the program of steps one by one."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch_xla
@@ -52,32 +54,27 @@ def test_the_same_bit_for_bit(run_ranks, case):
     run_ranks(_equal, 2, *CASES[case])
 
 
-def _taken(rank, monkeypatch):
+def _taken(rank):
     calls = []
-    real = torch._foreach_add_
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "_foreach_add_", lambda *a, **k: (calls.append(1), real(*a, **k))[1])
-        counts = []
+    with mock.patch.object(torch, "_foreach_add_", wraps=torch._foreach_add_) as add:
         for options in ({}, {"foreach": False}, {"lr": torch.tensor(0.1)}):
-            calls.clear()
+            add.reset_mock()
             _trained(optim.SGD, {"lr": 0.1, **options}, steps=1)
-            counts.append(bool(calls))
-    assert counts == [True, False, False]
+            calls.append(add.called)
+    assert calls == [True, False, False]
 
 
-def test_only_where_it_may(monkeypatch):
-    """Without ranks: what is replaced is the process's."""
-    _taken(0, monkeypatch)
+def test_only_where_it_may(run_ranks):
+    run_ranks(_taken, 1)
 
 
-def test_a_step_within_a_step(monkeypatch):
-    """Such as a plan's, which makes the state first, in a hook that comes before or after ours."""
+def _nested(rank):
     model = XlaFullyShardedDataParallel(nn.Linear(3, 3).to("xla"))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     seen = []
 
     def inner(optimizer, args, kwargs):
-        if len(seen) < 1:
+        if not seen:
             seen.append(optimizer.param_groups[0]["foreach"])
             optimizer.step()
             seen.append(optimizer.param_groups[0]["foreach"])
@@ -86,3 +83,8 @@ def test_a_step_within_a_step(monkeypatch):
     model(torch.ones(1, 3, device="xla")).sum().backward()
     optimizer.step()
     assert seen == [True, True] and optimizer.param_groups[0]["foreach"] is None
+
+
+def test_a_step_within_a_step(run_ranks):
+    """Such as a plan's, which makes the state first, in a hook that comes before or after ours."""
+    run_ranks(_nested, 1)
