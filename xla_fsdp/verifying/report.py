@@ -7,9 +7,8 @@ import os
 import textwrap
 from dataclasses import asdict
 
-from .. import extras
 from ..planning.compiling.cache import write_whole
-from ..planning.reporting.storage import target
+from ..planning.reporting.storage import target, target_of_page
 from ..planning.reporting.tables import aligned
 from .findings import CPU_NOTE, Measured
 from .records import Status
@@ -71,10 +70,7 @@ class Verification(Measured):
             FileNotFoundError: there is no such folder.
             MissingExtraError: (an ImportError) matplotlib is not installed.
         """
-        place = target(path)
-        if place.suffix.lower() != ".html":
-            raise ValueError(f"cannot plot to {str(path)!r}: allowed is .html; rename the file")
-        extras.require_extra("plan", "a plot", ("matplotlib",))
+        place = target_of_page(path)
         from .page import page  # with matplotlib, which printing and saving do without
 
         write_whole(place, page(self).encode())

@@ -6,13 +6,12 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ... import extras
 from ..compiling.cache import write_whole
 from ..recorded.trace import RecordedStep, Share
 from ..records import KINDS, PHASES
 from .amounts import figure, milliseconds, percent, share, short, units
 from .findings import Findings
-from .storage import target
+from .storage import target_of_page
 from .tables import Section, aligned
 
 CPU_NOTE = (
@@ -89,10 +88,7 @@ class Beside:
             FileNotFoundError: there is no such folder.
             MissingExtraError: (an ImportError) matplotlib is not installed.
         """
-        place = target(path)
-        if place.suffix.lower() != ".html":
-            raise ValueError(f"cannot plot to {str(path)!r}: allowed is .html; rename the file")
-        extras.require_extra("plan", "a plot", ("matplotlib",))
+        place = target_of_page(path)
         from .beside_page import page  # with matplotlib, which printing does without
 
         timelines = (self.report, self.recorded)

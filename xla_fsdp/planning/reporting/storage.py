@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy
 
+from ... import extras
 from .findings import Findings
 
 _Kind = TypeVar("_Kind", bound=Findings)
@@ -72,6 +73,21 @@ def target(path: str | os.PathLike[str]) -> Path:
     place = Path(path)
     if not place.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: make the folder {place.parent} first")
+    return place
+
+
+def target_of_page(path: str | os.PathLike[str]) -> Path:
+    """Where to write an HTML page with pictures.
+
+    Raises:
+        ValueError: the path does not end in .html.
+        FileNotFoundError: there is no such folder.
+        MissingExtraError: (an ImportError) matplotlib is not installed.
+    """
+    place = target(path)
+    if place.suffix.lower() != ".html":
+        raise ValueError(f"cannot plot to {str(path)!r}: allowed is .html; rename the file")
+    extras.require_extra("plan", "a plot", ("matplotlib",))
     return place
 
 
