@@ -91,8 +91,8 @@ def join_blocks(
     """See ``ShardingSettings.join``."""
     _require_undecided(options)
     if settings.scan:
-        how = {**_options(settings, 0), **options, "offload": settings.offload}
-        return scan_blocks(blocks, prefetch=settings.scan_prefetch, **how)
+        loop: dict[str, Any] = {"offload": settings.offload, "prefetch": settings.scan_prefetch}
+        return scan_blocks(blocks, **{**loop, **_options(settings, 0), **options})
     joined = nn.Sequential(*_each(settings, blocks, options))
     _require_so_many(settings, len(joined))
     return joined
