@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -16,11 +16,11 @@ from .hlo import Instruction, Module, parse_module
 from .host_transfers import host_transfers
 from .kernels import is_kernel, kernel_cycles
 from .memory import Memory
-from .places import Line, line_up
+from .places import Line, Place, line_up
 from .scopes import Labels
 
 # Nothing runs for these; of a loop or a call it is the instructions inside that run.
-FREE = frozenset(
+_FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all"
     " optimization-barrier opt-barrier add-dependency domain".split()
 )
@@ -118,11 +118,16 @@ def _cycles(instruction: Instruction, chip: Chip | None) -> int:
     return estimated_cycles(instruction)
 
 
-def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iterator[Op]:
+def computing(line: Line, taken: Collection[int]) -> Iterator[Place]:
+    """Where something is computed; ``taken``: the places of collectives."""
     for place in line.places:
+        if place.index not in taken and place.instruction.opcode not in _FREE:
+            yield place
+
+
+def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iterator[Op]:
+    for place in computing(line, taken):
         instruction = place.instruction
-        if place.index in taken or instruction.opcode in FREE:
-            continue
         phase, module = labels.of(instruction)
         yield Op(
             index=place.index,

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from ..program.collectives import find_collectives
 from ..program.hlo import parse_module
 from ..program.places import line_up
-from ..program.schedule import FREE
+from ..program.schedule import computing
 from ..program.scopes import Labels
 from ..records import Collective
 from .xspace import Plane, hlo_module
@@ -76,8 +76,7 @@ def read_program(name: str, proto: bytes) -> Program:
     names = [place.instruction.name for place in line.places]
     compute = {
         place.instruction.name: labels.of(place.instruction)
-        for place in line.places
-        if place.index not in found.places and place.instruction.opcode not in FREE
+        for place in computing(line, found.places)
     }
     times: dict[str, int] = {}
     for place in line.places:
