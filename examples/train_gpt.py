@@ -35,6 +35,7 @@ flags.DEFINE_enum("compute_dtype", None, ["float32", "bfloat16"], "default: bflo
 flags.DEFINE_bool("fp16", False, "compute in float16, with a loss that is scaled")
 DEFINE_number("fp16_init_scale", 128.0, "scale at first", "(0, inf)")
 flags.DEFINE_bool("cpu_offload", False, "shards, optimizer and its work on the host")
+flags.DEFINE_bool("stream", False, "offload, and blocks are there only while they compute")
 flags.DEFINE_bool("no_reshard_after_forward", False, "keep full parameters for the backward")
 flags.DEFINE_bool("checkpoint_activations", None, "recompute blocks; default: if scanned")
 flags.DEFINE_bool("offload_activations", False, "inputs of blocks wait on the host")
@@ -66,8 +67,16 @@ def main(options: SimpleNamespace) -> None:
 
 def set_defaults(options: SimpleNamespace) -> None:
     """Those of fairseq's run with 13 billion parameters, or of one that a CPU trains in minutes."""
-    if options.fp16 and options.compute_dtype:
-        raise Stop("--fp16 excludes --compute_dtype", code=2)
+    no_loop = ["--no_reshard_after_forward"] * options.no_reshard_after_forward
+    no_loop += ["--nocheckpoint_activations"] * (options.checkpoint_activations is False)
+    no_loop += ["--stream"] * options.stream
+    excluded = [("--fp16", "--compute_dtype")] * bool(options.fp16 and options.compute_dtype)
+    excluded += [("--scan_blocks", one) for one in no_loop if options.scan_blocks]
+    alone = no_loop[options.no_reshard_after_forward :] if options.offload_activations else []
+    excluded += [("--offload_activations", one) for one in alone]
+    excluded += [("--stream", one) for one in no_loop[:-1] if options.stream and "reshard" in one]
+    if excluded:
+        raise Stop(" excludes ".join(excluded[0]), code=2)
     fill_in(options, compute_dtype="float16" if options.fp16 else None)
     if options.arch == "tiny":
         fill_in(options, tokens_per_sample=64, positions=130, max_update=300, lr=3e-3)
@@ -78,21 +87,15 @@ def set_defaults(options: SimpleNamespace) -> None:
     if options.tokens_per_sample > options.positions:
         longer = f"--tokens_per_sample={options.tokens_per_sample} is longer than"
         raise Stop(f"{longer} the model's --positions={options.positions}", code=2)
-    # Blocks become one loop unless a flag says what a loop can not have.
-    asked = ["--no_reshard_after_forward"] * options.no_reshard_after_forward
-    asked += ["--nocheckpoint_activations"] * (options.checkpoint_activations is False)
-    fill_in(options, scan_blocks=not asked)
-    if options.scan_blocks and asked:
-        raise Stop(f"--scan_blocks excludes {asked[0]}", code=2)
-    if options.offload_activations and "--nocheckpoint_activations" in asked:
-        raise Stop("--offload_activations excludes --nocheckpoint_activations", code=2)
+    options.cpu_offload |= options.stream
+    fill_in(options, scan_blocks=not no_loop, checkpoint_activations=options.stream)
 
 
 def build(options: SimpleNamespace, network: dict) -> nn.Module:
     """The model, sharded block by block while it is built."""
     from xla_fsdp.layers import linear_cross_entropy, scaled_dot_product_attention
 
-    where = xla_fsdp.CPUOffload() if options.cpu_offload else None
+    where = xla_fsdp.CPUOffload(stream=options.stream) if options.cpu_offload else None
     how = {"compute_dtype": getattr(torch, options.compute_dtype), "cpu_offload": where}
     reshard = not options.no_reshard_after_forward
     wrap = partial(xla_fsdp.XlaFullyShardedDataParallel, reshard_after_forward=reshard, **how)
@@ -169,7 +172,6 @@ def train(
                 preempted.exit()
     if not rest:  # the run before was ended after its last update
         meters.validated(update, *validate(model, options, data, share))
-
     if prompt:
         with evaluation.evaluating(model):
             how = (options.sample_tokens, length, torch_xla.device(), options.temperature)

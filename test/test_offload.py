@@ -174,10 +174,12 @@ def test_scanned_blocks(run_ranks):
 
 
 class OffloadedRun(Run):
+    wrap = staticmethod(offloaded)
+
     def __init__(self, rank, size, seed=0):
         super().__init__("root", rank, size, seed)
         torch.manual_seed(seed)
-        self.model = offloaded("nested", Zoo())
+        self.model = self.wrap("nested", Zoo())
         self.optimizer.param_groups[0]["params"][:] = []
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer.param_groups[0]["params"] += trained
@@ -358,11 +360,11 @@ def in_pieces(rank):
     model, other = offloaded("root", mlp()), mlp()
     model._unit.gradients.host.most = 64
     for tensor in model._unit.tensors:
-        tensor.copy._uploads.most = 64
+        tensor.copy.uploads.most = 64
     size = 4 * sum(p.numel() for p in model.parameters())
     for one in (model, copy.deepcopy(model)):
         other.zero_grad()
-        uploads = one._unit.tensors[0].copy._uploads
+        uploads = one._unit.tensors[0].copy.uploads
         sent, received = uploads.sent, one._unit.gradients.host.received
         for _ in range(2):
             one(inputs(rank).to("xla")).square().sum().backward()

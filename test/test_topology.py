@@ -170,7 +170,7 @@ class TestRefusals:
             ("v4:32x32x32", "32768 chips; the largest v4 slice has 4096", None),
             ("v4:2x4x8", "all multiples of 4", None),
             ("v5e:3x5", "must be even", None),
-            ("v4:1x1x1", "smallest v4 slice", None),
+            ("v3:1x1", "smallest v3 slice", None),
             ("v3:8x0", "at least one chip", None),
             ("v4:4xfourx4", "chips along each axis", None),
             ("v4:", "chips along each axis", None),

@@ -22,7 +22,8 @@ from torch import nn
 
 from .collectives import host_memory
 from .collectives.order import after
-from .sharding.gathering import computing, computing_passes
+from .sharding.gathering import Gathers, computing, computing_passes
+from .sharding.unit import units_in
 from .tree import map_tensors, tensors_in
 
 
@@ -115,7 +116,8 @@ class _Replay:
     """One checkpointed forward, and how to run it again.
 
     Lifetime: owned by the numbers that stand in for saved tensors, which backward drops. What the
-    recomputation collected lives to the end of the backward that asked for it.
+    recomputation collected lives to the end of the backward that asked for it or, where units are
+    streamed and so programs start before, until it is asked for.
     """
 
     def __init__(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict):
@@ -134,7 +136,7 @@ class _Replay:
         self.cache_autocast = torch.is_autocast_cache_enabled()
         self.count = 0
         self.gradient: torch.Tensor | None = None
-        self.recomputed: dict[int, list[torch.Tensor]] = {}  # by graph task
+        self.recomputed: dict[int, dict[int, torch.Tensor]] = {}  # by graph task, by number
         self.needs_grad = [tensor.requires_grad for tensor in tensors]
         # By number of the tensor, the shape of those that wait in the host's memory.
         self.on_host: dict[int, torch.Size] = {}
@@ -142,6 +144,13 @@ class _Replay:
         # Of the arguments only the frame is held here: the tensors belong to `kept`.
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self.inputs = map_tensors(lambda t: _Slot(numbers[id(t)]), (args, kwargs))
+
+    @functools.cached_property
+    def in_programs(self) -> bool:
+        """Whether the step is cut into programs in here, or next to it."""
+        units: list[Gathers] = [one.unit for one in self.passes]
+        units += [unit for _, unit in units_in(self.module)]
+        return any(unit.stream is not None for unit in units)
 
     def _keep(self, tensors: list[torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
         """Keeps ``tensors``, or what is ``hosted`` in their place."""
@@ -154,6 +163,13 @@ class _Replay:
     def offload(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Has inputs wait in the host's memory, and returns them as the forward is to use them: not
         before those of the module before this one are there."""
+        if self.in_programs:
+            raise RuntimeError(
+                f"checkpoint_module({type(self.module).__name__}, offload=True) is in or around a "
+                "wrapper with CPUOffload(stream=True), which cuts the step into programs, and what "
+                "waits in the host's memory has to come back in the one that sent it: leave "
+                "offload or stream out"
+            )
         tensors = tensors_in((args, kwargs))
         hosted: dict[int, torch.Tensor] = {}
         for number, tensor in enumerate(tensors):
@@ -195,9 +211,10 @@ class _Replay:
 
     def _value(self, number: int) -> torch.Tensor:
         task = torch._C._current_graph_task_id()
-        if task not in self.recomputed:
-            self.recomputed[task] = self._recompute()
-            if task != -1:
+        if number not in self.recomputed.get(task, ()):
+            first = task not in self.recomputed
+            self.recomputed[task] = dict(enumerate(self._recompute()))
+            if first and task != -1:
                 # Autograd's thread drops the callback only some time after backward has returned.
                 known = weakref.ref(self)
 
@@ -207,6 +224,9 @@ class _Replay:
                         alive._forget(task)
 
                 torch.autograd.Variable._execution_engine.queue_callback(forget)
+        if self.in_programs:
+            # What is held when a program starts is a result of it. Nobody asks again, as a rule.
+            return self.recomputed[task].pop(number)
         return self.recomputed[task][number]
 
     def _forget(self, task: int) -> None:

@@ -14,6 +14,7 @@ from .collectives.world import World
 from .libraries import adapt
 from .names import is_wrapper, shell_of
 from .offload.attaching import attach
+from .offload.streaming import share_traffic
 from .sharding import metadata
 from .sharding.building import UnitBuilder
 from .sharding.cpu_offload import CPUOffload
@@ -219,6 +220,8 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         if unit.is_root is None:
             self._become_root()
         self._settle(recursive=False)
+        if unit.stream is not None:
+            args, kwargs = unit.stream.entering((args, kwargs))
         stays = self._keeps_parameters()
         one = unit.begin((args, kwargs), stays)
         keep = False
@@ -234,6 +237,9 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             unit.end(one, keep)
             if not computing_passes() and torch._C._current_graph_task_id() == -1:
                 unit.order.forward_over()
+        if unit.stream is not None:
+            del args, kwargs  # what is held when a program starts is a result of it
+            unit.stream.forward_over()
         return unit.watch(one, outputs) if torch.is_grad_enabled() else outputs
 
     def _keeps_parameters(self) -> bool:
@@ -256,6 +262,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             unit.wire.label = f"{path}." if path else ""
             unit.order = self._unit.order
             unit.on_backward_end = None
+        share_traffic(self._wrapped_units())
         self._unit.on_backward_end = self._end_backward
         require_uncompiled(self)
         require_all_sharded(self)
@@ -274,6 +281,9 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         for host in hosts:
             if host is not None:
                 host.arrive()
+        for unit in self._wrapped_units():
+            if unit.stream is not None:
+                unit.stream.arrive()
         if self.fsdp_options.sync_on_finalization:
             # Not torch_xla.sync(): this is autograd's thread, whose default device is another's.
             device = str(self._unit.world.device)

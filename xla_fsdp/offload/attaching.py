@@ -13,6 +13,7 @@ from ..sharding.sharded_tensor import ShardedTensor, home_of
 from ..sharding.unit import Unit
 from .copies import ShardCopy, Uploads
 from .gradients import HostGradients
+from .streaming import Stream
 
 
 def attach(unit: Unit) -> None:
@@ -23,7 +24,8 @@ def attach(unit: Unit) -> None:
         ValueError: a parameter that another wrapper has as well (tied weights) is offloaded by one
             of the two only.
     """
-    offloads = unit.options.cpu_offload is not None
+    how = unit.options.cpu_offload
+    offloads = how is not None
     for tensor in unit.stored:
         if isinstance(tensor.shard, HostShard) is not offloads:
             ours, theirs = ("is", "not") if offloads else ("not", "is")
@@ -31,10 +33,12 @@ def attach(unit: Unit) -> None:
                 f"parameter {tensor.key!r} is shared with another wrapper (tied weights), and "
                 f"{ours} offloaded here but {theirs} there: give both wrappers the same cpu_offload"
             )
-    if not offloads:
+    if how is None:
         return
     uploads = Uploads(unit.world.device)
-    unit.gradients.host = HostGradients(unit.world.device)
+    gradients = unit.gradients.host = HostGradients(unit.world.device)
+    if how.stream:
+        unit.stream = Stream(unit, gradients)
     for tensor in unit.stored:
         shard = tensor.shard
         assert isinstance(shard, HostShard)  # looked at above
@@ -71,5 +75,6 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         torch.autograd.graph.increment_version(shard)
     for shard in stepped:  # on their way while the next batch is made and the next step traced
         home = home_of(shard)
-        if home is not None and home.copy is not None:
+        # What is streamed is not there; it comes when its wrapper computes.
+        if home is not None and home.copy is not None and home.copy.held is not None:
             home.copy.send()

@@ -14,7 +14,7 @@ import torch_xla
 
 from ..collectives.host_data import as_data
 from ..ranks.rank import is_pretending
-from ..sharding.host_shard import HostShard
+from ..sharding.host_shard import HostShard, unwritten
 
 # Bytes that may be on their way to the device before somebody waits for them, unless one tensor
 # has more. Until then there is a copy of them on the host.
@@ -45,7 +45,7 @@ class Uploads:
         self._under_way += size
         self.sent += size
         if is_pretending():
-            return as_data(torch.zeros(value.shape, dtype=dtype, device="cpu"), self.device)
+            return as_data(unwritten(value.shape, dtype), self.device)
         return as_data(value.to(dtype), self.device)
 
     def _wait(self) -> None:
@@ -61,6 +61,7 @@ class ShardCopy:
 
     Args:
         dtype: in which it is gathered, asked for whenever it is sent.
+        uploads: what sends it.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class ShardCopy:
     ) -> None:
         self._shard = shard
         self._dtype = dtype
-        self._uploads = uploads
+        self.uploads = uploads
         self._value: torch.Tensor | None = None
         self._made_of: object = None
 
@@ -82,12 +83,21 @@ class ShardCopy:
         """On the device, of the shape of the shard."""
         return self.send()
 
+    @property
+    def held(self) -> torch.Tensor | None:
+        """What is on the device, whether or not the shard has changed since."""
+        return self._value
+
+    def drop(self) -> None:
+        """Lets go of what is on the device: the next use sends anew."""
+        self._value = self._made_of = None
+
     def send(self) -> torch.Tensor:
         """Starts the transfer, if the shard has changed since the last one."""
         state = self._shard.state()
         if self._value is None or state != self._made_of:
             self._value = None  # before the next one is there: one of them in device memory
-            self._value = self._uploads.send(self._shard.detach(), self._dtype())
+            self._value = self.uploads.send(self._shard.detach(), self._dtype())
             self._made_of = state
         return self._value
 

@@ -7,14 +7,14 @@ before is added up on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch_xla
 
 from ..ranks.rank import is_pretending
-from ..sharding.host_shard import HostShard
+from ..sharding.host_shard import HostShard, unwritten
 from ..sharding.shard_hooks import accumulate
 
 # Bytes that are fetched at a time, unless one tensor has more.
@@ -51,7 +51,6 @@ class HostGradients:
         """Drops what a backward that failed has left."""
         self.pending.clear()
 
-    @torch.no_grad()
     def arrive(self) -> None:
         """Runs what was traced, and gives every shard its gradient, in the shard's dtype."""
         self._told = None
@@ -59,11 +58,21 @@ class HostGradients:
             return
         # Not torch_xla.sync(): this may be autograd's thread, whose default device is another's.
         torch_xla._XLAC._xla_step_marker(str(self.device), [], wait=False)
+        self.depart(lambda give: give())
+
+    def depart(self, run: Callable[[Callable[[], None]], None]) -> None:
+        """Has ``run`` give every shard its gradient. The program that computes them has started."""
         pending, self.pending = self.pending, []
+        if not pending:
+            return
         self.received += sum(_bytes(one) for one in pending)
         if is_pretending():
             _pretend([shard for shard, _ in pending])
             return
+        run(lambda: self._give(pending))
+
+    @torch.no_grad()
+    def _give(self, pending: list[Pending]) -> None:
         for shards, values in self._fetched(pending):
             for shard, value in zip(shards, values, strict=True):
                 accumulate(shard, value.to(shard.dtype))
@@ -109,7 +118,7 @@ def _fetch(piece: list[Pending]) -> tuple[list[torch.Tensor], list[torch.Tensor]
 
 
 def _pretend(shards: list[torch.Tensor]) -> None:
-    """Gives each a gradient, whose pages nobody writes: they take up no memory."""
+    """Gives each a gradient."""
     for shard in shards:
         if shard.grad is None:
-            shard.grad = torch.zeros(shard.shape, dtype=shard.dtype, device="cpu")
+            shard.grad = unwritten(shard.shape, shard.dtype)

@@ -9,12 +9,14 @@ from typing import Any
 from ..compiled.host_options import host_options
 from ..tpu.calibration import Calibration, read
 from ..tpu.topology import Slice, resolve
-from .compiling.cache import PlanCache
+from .compiling.cache import CompiledStep, PlanCache
 from .compiling.compiler import compile_step, require_extra
 from .compiling.progress import Progress
 from .make_report import make_report
 from .reporting.report import Report
+from .streamed import report_on_parts
 from .tracing.step import TracedStep, trace_step
+from .tracing.traced import TracedProgram
 
 
 def plan(
@@ -94,9 +96,22 @@ def plan(
 
     first = trace(numbers[0])
     kept = PlanCache.at(cache)
-    compiled = compile_step(first.program, where, host, kept, shown)
-    executables = _executables(trace, first, numbers, compiled.key, kept)
-    return make_report(where, compiled, first, numbers, executables, title, host, measured)
+    programs = [part.program for part in first.parts] or [first.program]
+    results = {id(one): compile_step(one, where, host, kept, shown) for one in _unequal(programs)}
+    compiled = [results[id(one)] for one in programs]
+    executables = _executables(trace, first, numbers, compiled[0].key, kept)
+
+    def report_on(step: TracedStep, one: CompiledStep, beside: int) -> Report:
+        return make_report(where, one, step, numbers, executables, title, host, measured, beside)
+
+    if not first.parts:
+        return report_on(first, compiled[0], 0)
+    return report_on_parts(first, compiled, report_on, where.chip.device_flops)
+
+
+def _unequal(programs: Iterable[TracedProgram]) -> list[TracedProgram]:
+    """Each once; of a streamed step, equal ones are the same object."""
+    return list({id(one): one for one in programs}.values())
 
 
 def _executables(
@@ -113,9 +128,9 @@ def _executables(
     """
 
     def program_of(rank: int) -> str:
-        return trace(rank).program.fingerprint
+        return trace(rank).fingerprint
 
-    programs = [first.program.fingerprint]
+    programs = [first.fingerprint]
     if len(ranks) > 1:
         last = program_of(ranks[-1])
         known = kept.programs(key, ranks)

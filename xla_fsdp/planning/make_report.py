@@ -30,6 +30,7 @@ def make_report(
     title: str,
     host: HostOptions,
     measured: Calibration | None = None,
+    beside: int = 0,
 ) -> Report:
     """The report on ``compiled``, the program of ``step``.
 
@@ -39,10 +40,12 @@ def make_report(
         title: heads the report and its pictures.
         host: what libtpu was told.
         measured: figures for the times instead of published ones.
+        beside: bytes on the device that the program knows nothing of.
     """
     published = where.chip
     where = calibrated(where, measured)
     schedule, memory = _laid_out(compiled, step, where.chip)
+    memory = replace(memory, beside=beside)
     chip = where.chip
     timing = time_step(schedule, where, compiled.model_flops)
     notes = list(odd_groups(schedule.collectives, where))

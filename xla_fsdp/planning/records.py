@@ -114,11 +114,27 @@ class CompilerMemory:
     peak: int
     # In the host's memory, by the buffer assignment: inputs that wait for the backward.
     host_temporaries: int = 0
+    # On the device meanwhile, and nothing of the program's: other parts of a streamed step.
+    beside: int = 0
 
     @property
     def required(self) -> int:
         """What must be free before the step can be loaded and run."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+        own = self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+        return own + self.beside
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the programs that a streamed step is cut into, and all that are equal to it."""
+
+    name: str  # "backward of blocks.3"
+    times: int  # how often it runs in a step
+    required: int  # bytes of HBM while it runs
+    seconds: float  # modelled, of one execution, without transfers to and from the host
+    wire_bytes: int  # that a device sends to others in one execution
+    to_device: int  # bytes of shards that the host sends for one
+    to_host: int  # bytes of gradients that one makes for the host
 
 
 @dataclass(frozen=True)

@@ -194,11 +194,17 @@ def is_pretending() -> bool:
     return _this_thread.pretending
 
 
+def pretend(yes: bool) -> None:
+    """From here on :func:`is_pretending`, or no longer, on this thread."""
+    _this_thread.pretending = yes
+
+
 @contextlib.contextmanager
 def pretending() -> Iterator[None]:
     """Within, :func:`is_pretending`."""
-    before, _this_thread.pretending = _this_thread.pretending, True
+    before = is_pretending()
+    pretend(True)
     try:
         yield
     finally:
-        _this_thread.pretending = before
+        pretend(before)

@@ -166,6 +166,11 @@ def _checked(options: dict[str, Any]) -> FSDPOptions:
             "flatten_parameters=True is not possible in scan_blocks, and not needed: small "
             "parameters travel together anyway"
         )
+    if checked.cpu_offload is not None and checked.cpu_offload.stream:
+        raise ValueError(
+            "CPUOffload(stream=True) is not possible in scan_blocks: a loop is one program, which "
+            "has all blocks' shards on the device. Wrap the blocks one by one"
+        )
     return checked
 
 

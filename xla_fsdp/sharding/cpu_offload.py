@@ -20,6 +20,10 @@ class CPUOffload:
         parameters: the shards, in the dtype in which they are stored.
         gradients: of the shards.
         optimizer: its state, and the update.
+        stream: the copy is there only while the wrapper computes, forward and again backward. For
+            models of which not even that much fits; each wrapper's forward and backward becomes a
+            program of its own. Without effect on the outermost wrapper, whose copy stays. Not with
+            ``reshard_after_forward=False`` or a number, and not in ``scan_blocks``.
 
     Raises:
         TypeError: an attribute is no bool.
@@ -29,12 +33,15 @@ class CPUOffload:
     parameters: bool = True
     gradients: bool = True
     optimizer: bool = True
+    stream: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, bool):
                 raise TypeError(f"CPUOffload.{field.name} must be True or False, got {value!r}")
+        if self.stream and not self.parameters:
+            raise ValueError("CPUOffload(stream=True) streams what is on the host: leave it out")
         if len({self.parameters, self.gradients, self.optimizer}) > 1:
             raise ValueError(
                 f"{self} is not possible: an optimizer needs parameters, gradients and state in "
@@ -43,12 +50,15 @@ class CPUOffload:
             )
 
 
-def checked_offload(value: Any, precision: MixedPrecision | None) -> CPUOffload | None:
+def checked_offload(
+    value: Any, precision: MixedPrecision | None, reshard: bool | int
+) -> CPUOffload | None:
     """``cpu_offload`` as it counts: ``None`` where nothing is offloaded.
 
     Raises:
         TypeError: it is neither a :class:`CPUOffload` nor ``None``.
-        ValueError: ``precision`` keeps gradients narrower than shards.
+        ValueError: ``precision`` keeps gradients narrower than shards; what is to be streamed is to
+            stay on the device after a forward (``reshard``, of ``reshard_after_forward``).
     """
     if value is None:
         return None
@@ -63,5 +73,11 @@ def checked_offload(value: Any, precision: MixedPrecision | None) -> CPUOffload 
         raise ValueError(
             "MixedPrecision(keep_low_precision_grads=True) does not go with cpu_offload: the "
             "optimizer on the host has float32 gradients. Leave keep_low_precision_grads out"
+        )
+    if value.stream and reshard is not True:
+        raise ValueError(
+            "CPUOffload(stream=True) leaves nothing of a wrapper on the device after its forward, "
+            f"and reshard_after_forward={reshard} keeps parameters there, as do SHARD_GRAD_OP and "
+            "NO_SHARD of sharding_strategy: leave one of the two out"
         )
     return value

@@ -40,6 +40,10 @@ class Gathers(Protocol):
     order: Order
 
     @property
+    def stream(self) -> object | None:
+        """What cuts the step at this unit, if something does."""
+
+    @property
     def shards(self) -> Sequence[torch.Tensor]:
         """The leaves of the graph that the full parameters are computed from."""
 

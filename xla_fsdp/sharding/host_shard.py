@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -43,11 +45,24 @@ class HostShard(nn.Parameter):
 
 def on_host(value: torch.Tensor) -> torch.Tensor:
     """``value`` on the CPU, in memory of its own: what it was cut from is to be freed."""
-    if is_pretending():  # pages that nobody writes take up no memory
-        return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
+    if is_pretending():
+        return unwritten(value.shape, value.dtype)
     value = value.detach().cpu().contiguous()
     shares = value.untyped_storage().nbytes() > value.numel() * value.dtype.itemsize
     return value.clone() if shares else value
+
+
+def unwritten(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the CPU for a plan, which has no use for its values.
+
+    It takes up no memory as long as nobody writes it, as ``torch.zeros`` does: the system gives it
+    pages, of zeros, at the first write.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # of this process
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def staying(

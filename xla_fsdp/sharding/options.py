@@ -95,7 +95,9 @@ class FSDPOptions:
         meant = meant_by_precision(self.mixed_precision)
         self._settle(f"mixed_precision={self.mixed_precision}", meant)
         object.__setattr__(
-            self, "cpu_offload", checked_offload(self.cpu_offload, self.mixed_precision)
+            self,
+            "cpu_offload",
+            checked_offload(self.cpu_offload, self.mixed_precision, resharded),
         )
 
     def _settle_groups(self) -> None:

@@ -26,8 +26,32 @@ class DeviceCopy(Protocol):
     def value(self) -> torch.Tensor:
         """The shard as it is now, in this dtype."""
 
+    @property
+    def held(self) -> torch.Tensor | None:
+        """What is there, be it of an earlier value."""
+
     def send(self) -> object:
         """Makes ``value``, which takes a while, before it is asked for."""
+
+    def drop(self) -> None:
+        """Frees it, until it is asked for."""
+
+
+class Comings(Protocol):
+    """What brings a unit's shards to the device for a forward or a backward, and takes them away:
+    see ``offload/streaming.py``."""
+
+    def entering(self, inputs: Any) -> Any:
+        """``inputs`` as the forward is to have them."""
+
+    def forward_over(self) -> None:
+        """The unit has computed its outputs, and its parameters are sharded again."""
+
+    def arrive(self) -> None:
+        """The backward through the model is over."""
+
+    def forget(self) -> None:
+        """A backward failed."""
 
 
 @dataclass(eq=False)

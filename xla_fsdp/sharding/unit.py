@@ -24,7 +24,7 @@ from .ignored import note_again
 from .options import FSDPOptions
 from .secondary import Secondaries, Secondary
 from .shard_hooks import guard_hooks
-from .sharded_tensor import Place, ShardedTensor, set_home
+from .sharded_tensor import Comings, Place, ShardedTensor, set_home
 from .unreduced import UnitGradients
 from .wire import Wire
 
@@ -70,6 +70,8 @@ class Unit:
         # Only with reshard_after_forward=<int>.
         size = options.reshard_after_forward
         self.secondaries = None if isinstance(size, bool) else Secondaries(world, size)
+        # Where shards are on the device only while the unit computes.
+        self.stream: Comings | None = None
         # Where one trace serves several equal blocks: what hooks remember of them, meanwhile.
         self.memory: BlockMemory | None = None
         # Shared by the units of a model once its root is known.
@@ -277,6 +279,8 @@ class Unit:
         if not self.computing and torch._C._current_graph_task_id() == -1:
             for task in list(self._backward):
                 self._leave_backward(task)
+            if self.stream is not None:
+                self.stream.forget()
             if self.gradients.host is not None:
                 self.gradients.host.forget()
             self._restore()

@@ -64,7 +64,8 @@ def host_of(where: Slice) -> Host:
     """The host of a slice; all have the same."""
     chip, chips = where.chip, prod(where.chips_per_host)
     return Host(
-        memory=_MEMORY[chip.family][chips] * GB,
+        # A single chip of v4 or v5p is one of a machine with four: tpu/topology.py.
+        memory=_MEMORY[chip.family].get(chips, max(_MEMORY[chip.family].values())) * GB,
         devices=chips * chip.devices,
         link=PCIE / chip.devices,
         source=_SOURCES[chip.family],

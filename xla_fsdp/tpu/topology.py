@@ -167,8 +167,10 @@ class Slice:
     @property
     def chips_per_host(self) -> tuple[int, int, int]:
         """Chips of one host along x, y, z: 2x2x1, but one chip of v5e and v6e is a slice too, and
-        their slices of eight are one host (cloud.google.com/tpu/docs/v5e, /v6e)."""
-        if self.chip.sub_host and prod(self.shape) in (1, 8):
+        their slices of eight are one host (cloud.google.com/tpu/docs/v5e, /v6e). A single chip of
+        v4 or v5p is what a process has that was given no other of its host
+        (``TPU_VISIBLE_CHIPS=0 TPU_CHIPS_PER_PROCESS_BOUNDS=1,1,1``)."""
+        if prod(self.shape) == 1 or self.chip.sub_host and prod(self.shape) == 8:
             return self._xyz(1, self.shape)
         return _HOST
 
@@ -270,7 +272,7 @@ def _why_not_shape(chip: Chip, shape: tuple[int, ...]) -> str | None:
     if min(shape) < 1:
         return "every axis needs at least one chip"
     single = prod(shape) == 1
-    if single and not chip.sub_host:
+    if single and not chip.sub_host and not chip.cube:
         return f"the smallest {chip.family} slice is one host of 2x2 chips"
     if not single and (shape[0] % 2 or shape[1] % 2):
         return "a host holds 2x2 chips, so the first two axes must be even"

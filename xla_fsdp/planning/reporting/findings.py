@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..records import CompilerMemory, HostNeeds, Schedule, Timing
+from ..records import CompilerMemory, HostNeeds, Part, Schedule, Timing
 from .amounts import GIB, MIB
 
 
@@ -42,6 +42,7 @@ class Findings:
     notes: tuple[str, ...] = ()
     refusal: str = ""  # the compiler's message, if the step did not fit while it compiled
     host: HostNeeds | None = None  # where the optimizer steps there
+    parts: tuple[Part, ...] = ()  # where the step is cut into programs: `streamed.py`
 
     def __post_init__(self) -> None:
         for name in ("devices", "hbm_capacity"):
@@ -94,6 +95,8 @@ class Findings:
     @property
     def wire_bytes(self) -> int:
         """What a device sends in a step, loops counted as often as they run."""
+        if self.parts:
+            return sum(part.wire_bytes * part.times for part in self.parts)
         return sum(c.wire_bytes * c.times for c in self.schedule.collectives)
 
     @property

@@ -35,6 +35,7 @@ def sections(report: Findings) -> list[Section]:
     tables = [
         _memory(report),
         _host(report),
+        _parts(report),
         _largest(report),
         _collectives(report),
         _by_unit(report),
@@ -88,6 +89,7 @@ def _memory(report: Findings) -> Section:
             ("donated", donated and -donated, f"{by}: outputs that take arguments' buffers"),
             ("temporaries", m.temporaries, f"{by}, with fragmentation"),
             ("code", code, "the executable itself" if code is None else f"{by}: the executable"),
+            *([("beside it", m.beside, "tensors of the other parts")] if m.beside else []),
             ("required", m.required, known),
         ]
         if not report.refusal:
@@ -121,7 +123,12 @@ def _host(report: Findings) -> Section:
 
 
 def _offloaded(report: Findings, host: HostNeeds) -> list[tuple[str, str, str]]:
-    read, said = "tensors of the traced step", "on the links to the host; NOT in the modelled step"
+    read, said = "tensors of the traced step", "on the links to the host"
+    said += (
+        ", of which the modelled step has what waits"
+        if report.parts
+        else ("; NOT in the modelled step")
+    )
     rows = [
         ("shards", figure(host.shards / GB, 2, "GB"), read),
         ("gradients", figure(host.gradients / GB, 2, "GB"), read),
@@ -135,6 +142,22 @@ def _offloaded(report: Findings, host: HostNeeds) -> list[tuple[str, str, str]]:
     ]
     rows.append(("fits", "yes" if report.fits_host else "NO", "with nothing else on the host"))
     return rows
+
+
+def _parts(report: Findings) -> Section:
+    rows = [
+        (
+            short(part.name, 40),
+            str(part.times),
+            figure(part.required / GIB, 2),
+            figure(1e3 * part.seconds, 1),
+            figure(part.to_device / MB, 1),
+            figure(part.to_host / MB, 1),
+        )
+        for part in report.parts
+    ]
+    columns = ("times", "HBM, GiB", "ms (MODEL)", "MB sent for it", "MB of gradients")
+    return Section("Parts of the step", columns, tuple(rows))
 
 
 def _largest(report: Findings) -> Section:

@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 )
 
 from ...names import shell_of
+from ...ranks.autograd_thread import run_there
 from ...tree import tensors_in
 
 # On a tensor: the module that made it gives its name to what its gradient starts.
@@ -82,19 +83,7 @@ class Naming:
     def close(self) -> None:
         """Ends all names, here and on autograd's thread, which outlives the step."""
         self._close_here()
-
-        class Close(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-                return value * 1
-
-            @staticmethod
-            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-                self._close_here()
-                return grad
-
-        with torch.enable_grad():
-            Close.apply(torch.zeros((), device=torch_xla.device(), requires_grad=True)).backward()
+        run_there(torch_xla.device(), self._close_here)
 
     def forget(self) -> None:
         """Lets go of every module."""

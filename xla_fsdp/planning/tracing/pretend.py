@@ -10,6 +10,7 @@ handed to ``on_cut``, and the tensors it would have computed become placeholders
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import types
 from collections import Counter
@@ -25,10 +26,11 @@ from torch.utils._pytree import tree_map_only
 
 from ...collectives.host_data import as_data
 from ...collectives.routes import attributes_of
+from ...ranks.autograd_thread import run_there
 from ...ranks.cpu import call_site
 from ...ranks.cpu.mode import READS, reads_to_host, xla_tensors
 from ...ranks.cpu.patches import Patches
-from ...ranks.rank import pretending
+from ...ranks.rank import pretend, pretending
 from ...tpu.libtpu_flags import ARGUMENTS
 from ...tpu.topology import Slice
 from .live import assign, is_pending
@@ -79,6 +81,8 @@ class Pretence:
 
     def __enter__(self) -> Pretence:
         self._stack.enter_context(pretending())
+        run_there(torch_xla.device(), functools.partial(pretend, True))
+        self._stack.callback(run_there, torch_xla.device(), functools.partial(pretend, False))
         patches = Patches()
         self._stack.callback(patches.undo)
         if self.arguments is not None:
@@ -144,6 +148,13 @@ def settle(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
             assign(tensor, placeholder)
             if is_pending(tensor):  # a view stays a computation on what it is a view of
                 torch_xla._XLAC._replace_xla_tensor(tensor, placeholder)
+
+
+def forget_pending() -> None:
+    """Forgets how to compute what is still pending: values that only autograd holds, on their way
+    from one node to the next, which no :func:`settle` finds. They get no values, not even zeros.
+    """
+    torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
 
 
 class _NothingIsRead(TorchFunctionMode):

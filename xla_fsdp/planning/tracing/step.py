@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from .bound import ZeroBound, zero_bound
 from .host_step import needs_of, offloaded, waiting
 from .live import LiveTensors, held, is_xla
 from .naming import Naming, plain
-from .pretend import Pretence, StepTraced, settle
+from .parts import Parts, TracedPart, fingerprint, is_streamed
+from .pretend import Pretence, StepTraced, forget_pending, settle
 from .steady import SteadyOptimizers, named_state, state_tensors
 from .traced import StepBoundary, TracedProgram
 from .units import TracedUnit, traced_units
@@ -48,6 +49,7 @@ class TracedStep:
         host: what is on the host, where the optimizer steps there: then ``program`` is what sends
             it the last gradients.
         units: what is gathered together.
+        parts: all programs of the step, in their order, where units are streamed; else none.
     """
 
     program: TracedProgram
@@ -61,6 +63,12 @@ class TracedStep:
     trained: int = 0
     host: HostNeeds | None = None
     units: tuple[TracedUnit, ...] = ()
+    parts: tuple[TracedPart, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for steps that could share all executables."""
+        return fingerprint(self.parts) if self.parts else self.program.fingerprint
 
 
 def trace_step(
@@ -138,6 +146,7 @@ class _Run:
         self.steps_read: int | None = None
         self.over = False
         self.calls = 0  # of roots, and of optimizers, since the last cut
+        self.parts = Parts()
         self.sent: list[int] = []  # bytes of each gradient that `found` sends to the host
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # on the host, before
 
@@ -164,6 +173,8 @@ class _Run:
         if self.has_optimizer:
             self._stop()
         self._settle()
+        if self.parts.found:
+            forget_pending()
 
     def read(self) -> None:
         """Here a real run would execute what one value depends on; all else stays pending."""
@@ -215,12 +226,13 @@ class _Run:
             bound=self.bound,
             units=self.units,
             reads=tuple(pretence.reads),
-            programs_before=max(self.programs - 1, 0),
+            programs_before=0 if self.parts.found else max(self.programs - 1, 0),
             has_optimizer=self.has_optimizer,
             with_closure=self.optimizers.with_closure,
             sized_by_data=tuple(pretence.sized_by_data),
             untrained=tuple(owners.get(p, "a parameter") for p in self.optimizers.untrained),
-            host=needs_of(offloaded(self.naming.roots), self.sent, self.optimizers.host.state),
+            host=self._needs(),
+            parts=self.parts.noted(),
             trained=sum(
                 p.requires_grad
                 for optimizer in self.optimizers.all
@@ -228,6 +240,13 @@ class _Run:
                 for p in group["params"]
             ),
         )
+
+    def _needs(self) -> HostNeeds | None:
+        tensors, parts = offloaded(self.naming.roots), self.parts.found
+        needs = needs_of(tensors, self.sent, self.optimizers.host.state)
+        if needs is None or not parts:
+            return needs
+        return replace(needs, to_device=sum(part.to_device for part in parts))
 
     def forget(self) -> None:
         """Lets go of the model."""
@@ -249,15 +268,19 @@ class _Run:
 
     def _lower(self) -> None:
         assert self.boundary is not None, "nothing has begun"
-        program = self.boundary.lower(self.live.all(), self._names(self.boundary))
+        tensors = self.live.all()
+        program = self.boundary.lower(tensors, self._names(self.boundary))
         sent = [t.numel() * t.dtype.itemsize for t in waiting(self.naming.roots)]
-        if self.sent and not sent:  # beside the host's step: norms, parameters that are ignored
+        streamed = is_streamed(self.naming.roots)
+        if streamed and program is not None and not self.optimizers.stepped:
+            self.parts.add(program, self.boundary, tensors, self.naming.roots, sum(sent))
+        elif self.sent and not sent:  # beside the host's step: norms, parameters that are ignored
             self.has_optimizer = self.has_optimizer or bool(self.optimizers.stepped)
             return
         if program is None:
             return
         self.programs += 1
-        self.found, self.sent = program, sent
+        self.found, self.sent = program, [*self.sent, *sent] if streamed else sent
         self.has_optimizer = bool(self.optimizers.stepped) or self._updates_parameters(program)
         self.bound = zero_bound(self.naming.roots)
         self.units = traced_units(self.naming.roots)
@@ -280,8 +303,8 @@ class _Run:
         owners = self._owners()
         named = [(name, tensor) for tensor, name in owners.items()]
         for one in offloaded(self.naming.roots):
-            if one.copy is not None:
-                named.append((owners.get(one.shard, one.key), one.copy.value))
+            if one.copy is not None and one.copy.held is not None:
+                named.append((owners.get(one.shard, one.key), one.copy.held))
         for optimizer in self.optimizers.all:
             named += named_state(optimizer, owners)
         # In-place updates leave a tensor pending; its buffer is the one noted when the step began.

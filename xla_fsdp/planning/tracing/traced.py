@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -72,6 +72,7 @@ class StepBoundary:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._by_alias: dict[int, int] = {}  # alias id to the handle of the buffer
+        self._read: frozenset[int] = frozenset()  # handles of what was last lowered
         self.note([held(tensor) for tensor in tensors])
 
     def note(self, tensors: Iterable[Held]) -> None:
@@ -109,6 +110,7 @@ class StepBoundary:
         numbers = sorted(arguments)
         handles = torch_xla._XLAC._get_tensors_handle([arguments[n] for n in numbers])
         number_of = dict(zip(handles, numbers, strict=True))
+        self._read = frozenset(handles)
         donated: dict[int, int] = {}
         for position, one in enumerate(outputs):
             number = number_of.get(self._by_alias.get(one.alias_id, -1))
@@ -118,6 +120,17 @@ class StepBoundary:
         return TracedProgram(
             context.hlo(), donated, tuple(by_number.get(n, "") for n in range(len(numbers)))
         )
+
+    def bytes_beside(self, tensors: Sequence[Held]) -> int:
+        """What ``tensors``, which have buffers, take up that the program lowered last does not
+        read, without the padding of layouts."""
+        handles = torch_xla._XLAC._get_tensors_handle([one.tensor for one in tensors])
+        buffers = {
+            handle: one.tensor.numel() * one.tensor.dtype.itemsize
+            for handle, one in zip(handles, tensors, strict=True)
+            if handle not in self._read
+        }
+        return sum(buffers.values())
 
 
 def _fits(argument: torch.Tensor, output: Held) -> bool:

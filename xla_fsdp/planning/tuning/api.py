@@ -171,6 +171,11 @@ class _Asking:
         where, host = self._where, self.host(settings.compiler_options)
         with self._progress.while_doing(f"tracing {settings}"):
             traced = self.trace(settings)
+        if traced.parts:
+            raise ValueError(
+                "tune looks at steps of one program, and CPUOffload(stream=True) makes several: "
+                "tune without stream, and plan the settings with it"
+            )
         compiled = compile_step(traced.program, where, host, self._cache, self._progress)
         self.from_cache += compiled.from_cache
         return measured(make_report(where, compiled, traced, (0,), 1, "", host, self._figures))

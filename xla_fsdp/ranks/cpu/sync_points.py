@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch_xla
 
+from ..autograd_thread import run_there
 from ..rank import RankContext, current_rank
 from .mode import RankMode
 from .patches import Patches
@@ -75,16 +75,8 @@ def install(session: Session, patches: Patches) -> None:
 def adopt_autograd_thread(session: Session, context: RankContext) -> None:
     """Tells autograd's thread for the rank's device, which outlives the launch, its rank."""
 
-    class Adopt(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-            return value * 1
+    def adopt() -> None:
+        if threading.get_ident() != session.thread_idents[context.rank]:
+            session.adopt_thread(context)
 
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            if threading.get_ident() != session.thread_idents[context.rank]:
-                session.adopt_thread(context)
-            return grad
-
-    value = torch.zeros((), device=context.device, requires_grad=True)
-    Adopt.apply(value).backward()
+    run_there(context.device, adopt)

@@ -1,0 +1,352 @@
+"""``CPUOffload(stream=True)``: training is what it is without, and little is on the device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_accumulation import ALL, cases
+from test_offload import HOST, OffloadedRun, heavy_ball, plain, trained
+from test_special_uses import trace_as_on_tpu
+from torch import nn
+
+WIDTH = 8
+
+
+def streaming(**options):
+    from xla_fsdp import CPUOffload
+
+    return {"cpu_offload": CPUOffload(stream=True), **options}
+
+
+def streamed(kind, model, **options):
+    return plain(kind, model, **streaming(**options))
+
+
+def as_without(rank, on_tpu):
+    import torch_xla.runtime as xr
+
+    if on_tpu:
+        trace_as_on_tpu()
+    size = xr.world_size()
+    for options in ({}, {"compute_dtype": torch.bfloat16}):
+        expected = trained(rank, size, plain, "nested", heavy_ball, **options)
+        found = trained(rank, size, streamed, "nested", heavy_ball, **options)
+        assert found[3] == {HOST}
+        close = 2e-2 if options else 1e-5  # the compiler sees less of the step at a time
+        for one, other in zip(found[1], expected[1], strict=True):
+            torch.testing.assert_close(one, other, rtol=close, atol=close)
+        torch.testing.assert_close(found[0], expected[0], rtol=close, atol=close)
+        if found[2][-1] is not None:  # nothing is compiled after the first steps
+            assert found[2][-1] == found[2][-2]
+
+
+@pytest.mark.parametrize("ranks,on_tpu", [(1, False), (2, False), (2, True)])
+def test_trains_as_without(run_ranks, ranks, on_tpu):
+    run_ranks(as_without, ranks, on_tpu)
+
+
+def accumulated(rank):
+    cases(rank, False, [(streaming(), ALL[:3])])
+
+
+def test_accumulation_no_sync_and_clipping(run_ranks):
+    run_ranks(accumulated, 2)
+
+
+class Block(nn.Module):
+    def __init__(self, dropped: float = 0.0):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropped)
+
+    def forward(self, x):
+        return self.dropout(x + self.down(torch.tanh(self.up(x))))
+
+
+class Stack(nn.Module):
+    """A root with parameters of its own around wrapped blocks."""
+
+    def __init__(self, depth, wrap):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*(wrap(Block()) for _ in range(depth)))
+
+    def forward(self, x):
+        return self.blocks(self.first(x))
+
+
+def held(model):
+    """How many blocks have shards on the device."""
+    return sum(
+        any(tensor.copy.held is not None for tensor in block._unit.stored) for block in model.blocks
+    )
+
+
+def few_on_device(rank):
+    """However deep the model: the same programs, and the copies of one block when one starts."""
+    import torch_xla
+    import torch_xla.debug.metrics as met
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import checkpoint_module
+
+    options = streaming(compute_dtype=torch.bfloat16)
+    programs = []
+    for depth in (3, 6):
+        torch.manual_seed(0)
+        model = FSDP(Stack(depth, lambda b: FSDP(checkpoint_module(b), **options)), **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        found = []
+
+        def step(model=model, optimizer=optimizer):
+            x = torch.ones(4, WIDTH).to("xla")
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch_xla.sync()
+
+        step()
+        traffic = model.blocks[0]._unit.stream.traffic
+        assert all(block._unit.stream.traffic is traffic for block in model.blocks)
+        cut = traffic.cut
+
+        def watched(cut=cut, found=found, model=model):
+            found.append(held(model))
+            cut()
+
+        traffic.cut = watched
+        step()
+        assert found == [1] * 2 * depth and held(model) == 0
+        compiled = met.counter_value("UncachedCompile") or 0
+        step()
+        assert (met.counter_value("UncachedCompile") or 0) == compiled
+        programs.append(met.counter_value("CachedCompile") or 0)
+        with torch.no_grad():
+            model(torch.ones(4, WIDTH).to("xla"))
+        assert found[4 * depth :] == [1] * depth and held(model) == 0
+
+
+def test_little_is_on_the_device(run_ranks):
+    run_ranks(few_on_device, 2)
+
+
+def uses(rank):
+    dropout_is_replayed()
+    checkpoints_around_wrappers()
+    wrappers_in_wrappers()
+    hooks(rank)
+    refusals()
+
+
+def dropout_is_replayed():
+    """The backward of a program of its own draws the numbers that the forward drew."""
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import checkpoint_module
+
+    options = streaming()
+    blocks = [FSDP(checkpoint_module(Block(0.5)), **options) for _ in range(2)]
+    model = FSDP(nn.Sequential(*blocks), **options)
+    out = model(torch.ones(64, WIDTH).to("xla"))
+    out.sum().backward()
+    kept = (out != 0).float().cpu().sum(0)
+    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+        grad = blocks[1].module.down.bias.grad.cpu()
+    import torch_xla.core.xla_model as xm
+
+    everywhere = torch.stack(xm.mesh_reduce("kept", kept, list)).mean(0)
+    assert 0 < kept.sum() < 64 * WIDTH
+    torch.testing.assert_close(grad, 2 * everywhere)
+
+
+def checkpoints_around_wrappers():
+    """Ours and torch_xla's, around a streamed wrapper; gradients are those of plain torch."""
+    from torch_xla.utils.checkpoint import checkpoint
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import checkpoint_module
+
+    class Outside(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return checkpoint(self.layer, x)
+
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    for way in (Outside, checkpoint_module):
+        torch.manual_seed(2)
+        blocks = [Block() for _ in range(3)]
+        expected = nn.Sequential(nn.Linear(WIDTH, WIDTH), *copy.deepcopy(blocks))
+        inner = (way(FSDP(block, **streaming())) for block in blocks)
+        model = FSDP(nn.Sequential(copy.deepcopy(expected[0]), *inner), **streaming())
+        expected(x).square().mean().backward()
+        model(x.to("xla")).square().mean().backward()
+        with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+            found = [parameter.grad.cpu() for parameter in model.parameters()]
+        for one, parameter in zip(found, expected.parameters(), strict=True):
+            torch.testing.assert_close(one, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def wrappers_in_wrappers():
+    """Two streamed wrappers in one that is streamed as well, called twice, one frozen."""
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def model(wrap):
+        torch.manual_seed(1)
+        frozen = Block().requires_grad_(False)
+        inner = wrap(nn.Sequential(wrap(Block()), nn.ReLU(inplace=True), wrap(frozen)))
+        return wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner, wrap(Block())))
+
+    expected, found = model(lambda m: m), model(lambda m: FSDP(m, **streaming()))
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        expected(expected(x)).square().mean().backward()
+        found(found(x.to("xla"))).square().mean().backward()
+    with FSDP.summon_full_params(found, with_grads=True, writeback=False):
+        named = dict(found.named_parameters())
+        for name, parameter in expected.named_parameters():
+            if parameter.grad is None:
+                assert named[name].grad is None
+            else:
+                grad = named[name].grad.cpu()
+                torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def hooks(rank):
+    """What a hook on a shard raises comes out of the backward, and the next one is whole."""
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    options = streaming()
+    model = FSDP(nn.Sequential(FSDP(Block(), **options), FSDP(Block(), **options)), **options)
+    calls = []
+
+    def hook(grad):
+        calls.append(tuple(grad.shape))
+        if len(calls) == 1:
+            raise ArithmeticError("of a hook")
+
+    # Of the last block, so that gradients of others are still to come.
+    next(model.module[1].parameters()).register_hook(hook)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    with pytest.raises(ArithmeticError, match="of a hook"):
+        model(x.to("xla")).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(x.to("xla")).sum().backward()
+    assert len(calls) == 2 and all(p.grad is not None for p in model.parameters())
+
+
+def refusals():
+    from xla_fsdp import CPUOffload, ShardingStrategy, checkpoint_module, scan_blocks
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    with pytest.raises(TypeError, match="CPUOffload.stream must be True or False, got 1"):
+        CPUOffload(stream=1)
+    with pytest.raises(ValueError, match="streams what is on the host"):
+        CPUOffload(False, False, False, stream=True)
+    for options in (
+        {"reshard_after_forward": False},
+        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    ):
+        with pytest.raises(ValueError, match="reshard_after_forward=False keeps parameters there"):
+            FSDP(Block(), **streaming(**options))
+    with pytest.raises(ValueError, match="is not possible in scan_blocks"):
+        scan_blocks([Block(), Block()], **streaming())
+    block = FSDP(checkpoint_module(Block(), offload=True), **streaming())
+    model = FSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), block), **streaming())
+    with pytest.raises(RuntimeError, match="leave offload or stream out"):
+        model(torch.ones(2, WIDTH).to("xla"))
+
+
+def test_uses_and_refusals(run_ranks):
+    run_ranks(uses, 2)
+
+
+class StreamedRun(OffloadedRun):
+    wrap = staticmethod(streamed)
+
+
+def saved(rank, folder):
+    from xla_fsdp import full_state_dict
+
+    run = StreamedRun(rank, 2)
+    assert run.model.module.blocks[0]._unit.stream is not None
+    run.train(0, 2)
+    run.save(folder, 2)
+    losses = run.train(2, 4)
+    again = StreamedRun(rank, 2, seed=5)
+    again.load(folder)
+    assert again.train(2, 4) == losses
+    return losses, full_state_dict(run.model, rank0_only=False)
+
+
+def resumed(rank, folder):
+    from xla_fsdp import full_state_dict
+
+    run = OffloadedRun(rank, 1, seed=7)
+    run.load(folder)
+    return run.train(2, 4), full_state_dict(run.model, rank0_only=False)
+
+
+def test_checkpoints_go_on_without_streams_on_other_ranks(run_ranks, tmp_path):
+    losses, full = run_ranks(saved, 2, str(tmp_path))[0]
+    others, found = run_ranks(resumed, 1, str(tmp_path))[0]
+    torch.testing.assert_close(losses, others, rtol=1e-5, atol=1e-6)
+    for name, value in full.items():
+        # Adam makes full steps of gradients that are nothing but rounding.
+        torch.testing.assert_close(value, found[name], rtol=1e-2, atol=1e-3)
+
+
+def planned():
+    """The plan has all programs, each distinct one once, and counts what is beside them."""
+    from xla_fsdp import Report, checkpoint_module, plan
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    width, depth, rows, ranks = 256, 4, 512, 4
+    options = streaming(compute_dtype=torch.bfloat16)
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+        def forward(self, x):
+            return x + self.down(F.gelu(self.up(x)))
+
+    def step():
+        blocks = (FSDP(checkpoint_module(Wide()), **options) for _ in range(depth))
+        model = FSDP(nn.Sequential(nn.Linear(width, width, bias=False), *blocks), **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        for _ in range(2):
+            model(torch.zeros(rows, width).to("xla")).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = plan(step, "v5litepod-4", cache=False, progress=False)
+    root = 2 * width * width // ranks
+    parts = report.parts
+    # First and last block of either way have the root's share in their programs.
+    assert sum(part.times for part in parts) == 2 * depth + 1 and len(parts) < 2 * depth
+    assert max(part.times for part in parts) >= depth - 2
+    copies = report.host.shards // 2  # bfloat16
+    assert report.host.to_host == copies and report.host.to_device == 2 * copies - root
+    assert {part.to_device for part in parts if part.times > 1} == {(copies - root) // depth}
+    inputs = 2 * rows * width
+    # Of the blocks' kept inputs all but its own are beside the last forward's program, at least.
+    assert report.memory.beside >= (depth - 2) * inputs
+    assert report.executables == 1 and report.wire_ratio == pytest.approx(1.0, abs=0.1)
+    products = 6 * rows * (width * width + depth * 4 * width * width)
+    assert report.timing.model_flops == pytest.approx(products, rel=0.01)
+    link = (report.host.to_device + report.host.to_host) / report.host.link
+    alone = sum(part.times * part.seconds for part in parts)
+    assert alone < report.timing.step < alone + link
+    assert str(report).count("forward of") >= 2 and "Parts of the step" in str(report)
+    assert Report.from_json(report.to_json()).parts == parts
+
+
+def test_plan(elsewhere):
+    elsewhere(planned)
