@@ -215,12 +215,13 @@ def test_trains_resumes_bit_for_bit_and_agrees(text, tmp_path, script_server):
         assert torch.equal(load_file(folder / "weights/model.safetensors")[name], value), name
 
 
-def test_float16_with_the_optimizer_on_the_host(text, tmp_path, script_server):
+@pytest.mark.parametrize("how", ["--cpu_offload --no_reshard_after_forward", "--stream"])
+def test_float16_with_the_optimizer_on_the_host(text, tmp_path, script_server, how):
     done = run_example(
         script_server, tmp_path, "train_gpt.py", f"--text={text}", "--tokens_per_sample=16",
         "--batch_size=2", "--max_update=2", "--num_devices=1", "--log_interval=1", "--prompt=",
-        "--valid_samples=2", "--fp16", "--fp16_init_scale=4", "--cpu_offload",
-        "--no_reshard_after_forward", "--warmup_updates=0", timeout=300,
+        "--valid_samples=2", "--fp16", "--fp16_init_scale=4", *how.split(),
+        "--warmup_updates=0", timeout=300,
     )  # fmt: skip
     assert table(done)["agree"] == "yes"
     updates = [one for one in lines(done) if "loss" in one]
@@ -252,6 +253,9 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
         (["--fp16", "--compute_dtype=float32"], "--fp16 excludes --compute_dtype"),
         (["--scan_blocks", "--no_reshard_after_forward"], "excludes --no_reshard_after_forward"),
         (["--offload_activations", "--nocheckpoint_activations"], "excludes --nocheckpoint"),
+        (["--scan_blocks", "--stream"], "--scan_blocks excludes --stream"),
+        (["--offload_activations", "--stream"], "--offload_activations excludes --stream"),
+        (["--no_reshard_after_forward", "--stream"], "--stream excludes --no_reshard_after"),
         (["--max_steps=3"], "Unknown command line flag 'max_steps'"),
     )
 
