@@ -303,7 +303,7 @@ def test_checkpoints_go_on_without_streams_on_other_ranks(run_ranks, tmp_path):
 
 def planned():
     """The plan has all programs, each distinct one once, and counts what is beside them."""
-    from xla_fsdp import Report, checkpoint_module, plan
+    from xla_fsdp import Report, checkpoint_module, plan, tune
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     width, depth, rows, ranks = 256, 4, 512, 4
@@ -344,6 +344,8 @@ def planned():
     link = (report.host.to_device + report.host.to_host) / report.host.link
     alone = sum(part.times * part.seconds for part in parts)
     assert alone < report.timing.step < alone + link
+    with pytest.raises(ValueError, match="tune without stream"):
+        tune(lambda settings: step(), "v5litepod-4", progress=False)
     assert str(report).count("forward of") >= 2 and "Parts of the step" in str(report)
     assert Report.from_json(report.to_json()).parts == parts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -78,8 +79,9 @@ def tune(
 
     Raises:
         ValueError: ``batch``, ``search`` or ``budget`` has a value that is not allowed; the step
-            shards nothing by this package; the slice is unknown (UnknownTopologyError);
-            ``calibration`` is of other chips, or damaged (CalibrationError).
+            shards nothing by this package, or streams (``CPUOffload(stream=True)``); the slice is
+            unknown (UnknownTopologyError); ``calibration`` is of other chips, or damaged
+            (CalibrationError).
         TypeError: ``step`` is not callable.
         MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
         RuntimeError: called inside a rank of a launch.
@@ -165,17 +167,19 @@ class _Asking:
 
     def trace(self, settings: ShardingSettings) -> TracedStep:
         where, host = self._where, self.host(settings.compiler_options)
-        return trace_step(lambda: self._step(settings), 0, where.devices, where, host.arguments)
-
-    def measure(self, settings: ShardingSettings) -> Measured:
-        where, host = self._where, self.host(settings.compiler_options)
-        with self._progress.while_doing(f"tracing {settings}"):
-            traced = self.trace(settings)
+        step = functools.partial(self._step, settings)
+        traced = trace_step(step, 0, where.devices, where, host.arguments)
         if traced.parts:
             raise ValueError(
                 "tune looks at steps of one program, and CPUOffload(stream=True) makes several: "
                 "tune without stream, and plan the settings with it"
             )
+        return traced
+
+    def measure(self, settings: ShardingSettings) -> Measured:
+        where, host = self._where, self.host(settings.compiler_options)
+        with self._progress.while_doing(f"tracing {settings}"):
+            traced = self.trace(settings)
         compiled = compile_step(traced.program, where, host, self._cache, self._progress)
         self.from_cache += compiled.from_cache
         return measured(make_report(where, compiled, traced, (0,), 1, "", host, self._figures))
