@@ -63,7 +63,10 @@ class LiveTensors:
         # type() instead of isinstance(), which asks objects for their __class__: slow, and some
         # objects do things when asked.
         kinds = _tensor_types()
-        return [t for t in gc.get_objects() if type(t) in kinds and is_xla(t)]
+        found = [t for t in gc.get_objects() if type(t) in kinds and is_xla(t)]
+        for tensor in found:  # those that only autograd held; now Python does, which it must know
+            tensor._fix_weakref()
+        return found
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
