@@ -136,20 +136,24 @@ def complete(
     device: torch.device,
     temperature: float = 0.0,
     seed: int = 0,
+    sync: Callable[[], object] = lambda: None,
 ) -> list[int]:
     """``prompt`` and the ``new`` tokens, or as many as fit into ``length``, that follow it.
 
     Greedily, or at a ``temperature`` above 0 drawn with ``seed``. Each token is a forward of a
     whole row of ``length``: always the same program, which a sharded model needs, and no keys and
-    values to keep. All ranks call it with the same, and find the same.
+    values to keep. All ranks call it with the same, and find the same. ``sync``: ends a program;
+    without, collectives of all tokens before would be in each.
     """
     draw = torch.Generator().manual_seed(seed)
     row = torch.zeros(1, length, dtype=torch.long)
     row[0, : len(prompt)] = torch.tensor(prompt)
     end = min(length, len(prompt) + new)
     for place in range(len(prompt), end):
-        at = torch.tensor([place - 1]).to(device)  # a number would be another program every time
-        scores = model(row.to(device)).index_select(1, at)[0, 0].float().cpu()
+        at = torch.tensor([place - 1] * 2).to(device)  # one would be another program every time
+        scores = model(row.to(device)).index_select(1, at)[0, 0].float()
+        sync()
+        scores = scores.cpu()
         if temperature:
             chosen = torch.multinomial((scores / temperature).softmax(0), 1, generator=draw)
         else:

@@ -175,7 +175,7 @@ def train(
     if prompt:
         with evaluation.evaluating(model):
             how = (options.sample_tokens, length, torch_xla.device(), options.temperature)
-            told = gpt.complete(model, prompt, *how, options.seed)
+            told = gpt.complete(model, prompt, *how, options.seed, torch_xla.sync)
     if rank == 0:  # all ranks' parts become one model, in which plain torch must find the same loss
         found = tokens.open_folder(data)
         if prompt:
