@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import xla_fsdp
+
 from .model import Block
 
 OURS, IN_TREE = "ours", "in-tree"
@@ -67,6 +69,25 @@ def step_of(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         inputs = torch.randn(32, 256, 1024).to("xla")
         loss = model(inputs).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def scanned_step(blocks: int = 4, width: int = 1024, batch: int = 32) -> Callable[[], torch.Tensor]:
+    """The same as :func:`step_of` makes of this package's class, with blocks in one loop."""
+
+    def step() -> torch.Tensor:
+        model = Network(lambda block: block, 0, width)
+        model.blocks = xla_fsdp.scan_blocks(
+            (Block(width, 16, causal=False) for _ in range(blocks)), compute_dtype=torch.bfloat16
+        )
+        wrapped = xla_fsdp.XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+        loss = wrapped(torch.randn(batch, 256, width).to("xla")).float().square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
