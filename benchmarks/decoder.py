@@ -158,10 +158,8 @@ class Model(nn.Module):
         x = self.norm(x)
         if self.sizes.fused:
             return linear_cross_entropy(x, self._head_weight, labels)
-        return F.cross_entropy(self.logits(x).float().flatten(0, 1), labels.flatten())
-
-    def logits(self, x):
-        return F.linear(x, self._head_weight)
+        logits = F.linear(x, self._head_weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
     @property
     def _head_weight(self) -> nn.Parameter:
@@ -174,9 +172,7 @@ def _angles(sizes: Decoder, device: torch.device) -> tuple[torch.Tensor, torch.T
     return turns.cos().bfloat16().to(device), turns.sin().bfloat16().to(device)
 
 
-def decoder_step(
-    sizes: Decoder, replicas: int = 1, kind: type[Model] = Model
-) -> Callable[[], torch.Tensor]:
+def decoder_step(sizes: Decoder, replicas: int = 1) -> Callable[[], torch.Tensor]:
     """A training step for :func:`xla_fsdp.plan`: AdamW, bfloat16, clipped at a norm of 1.
     ``replicas``: groups of neighbouring ranks, each of which holds all parameters, sharded; only
     sums of gradients cross."""
@@ -188,7 +184,7 @@ def decoder_step(
         if replicas > 1:
             mesh = torch.arange(xr.world_size()).view(replicas, -1)
             wrapping |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
-        model = xla_fsdp.XlaFullyShardedDataParallel(kind(sizes, wrapping), **wrapping)
+        model = xla_fsdp.XlaFullyShardedDataParallel(Model(sizes, wrapping), **wrapping)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         tokens = torch.zeros(sizes.batch, sizes.length, dtype=torch.long).to("xla")
         loss = model(tokens, tokens)

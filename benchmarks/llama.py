@@ -19,7 +19,7 @@ from pathlib import Path
 import xla_fsdp
 from xla_fsdp.compiler_options import FOR_LOOPS
 
-from .decoder import Decoder, Model, decoder_step
+from .decoder import Decoder, decoder_step
 from .published_runs import MAXTEXT_16B
 
 RESULTS = Path(__file__).parent / "results"
@@ -38,13 +38,6 @@ WAYS = {
     "kernel": {"kernel": True, "fused": False},
     "kernel, fused cross entropy": {"kernel": True, "fused": True},
 }
-
-
-class Llama(Model):
-    """With logits by the layer, as written in most models."""
-
-    def logits(self, x):
-        return self.head(x)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
           "| fits |")  # fmt: skip
     print("|---|---:|---:|---:|---:|---:|---|")
     for way in flags.way or WAYS:
-        step = decoder_step(replace(sizes, **WAYS[way]), kind=Llama)
+        step = decoder_step(replace(sizes, **WAYS[way]))
         report = xla_fsdp.plan(step, flags.slice, ranks=[0], title=way, compiler_options=options)
         timing = report.timing
         rows[way] = {
