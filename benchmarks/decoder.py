@@ -24,7 +24,6 @@ class Decoder:
     ``groups``: heads of keys and values. ``batch``: sequences of a device. ``kernel``: attention
     without scores in memory. ``fused``: the logits never exist whole, and are computed twice.
     ``theta``: the base of rotary positions. ``keep`` and ``prefetch``: of ``scan_blocks``.
-    ``by_heads``: projections into and out of heads by :mod:`xla_fsdp.layers.heads`.
     """
 
     layers: int
@@ -44,7 +43,6 @@ class Decoder:
     theta: float = 10000.0
     keep: tuple[str, ...] = ()
     prefetch: bool = False
-    by_heads: bool = False
 
     @property
     def of_block(self) -> int:
@@ -79,33 +77,20 @@ class Block(nn.Module):
         super().__init__()
         self.sizes = sizes
         width, bias = sizes.width, sizes.gpt
+        keys = (sizes.groups or sizes.heads) * sizes.dim
 
         def norm() -> nn.Module:
             return nn.LayerNorm(width) if sizes.gpt else nn.RMSNorm(width, 1e-5)
 
         self.norm_1, self.norm_2 = norm(), norm()
-        of_queries, of_keys = sizes.heads * sizes.dim, (sizes.groups or sizes.heads) * sizes.dim
-        self.q = self._into(of_queries)
-        self.k, self.v = self._into(of_keys), self._into(of_keys)
-        if sizes.by_heads:
-            from xla_fsdp.layers import FromHeads
-
-            self.out = FromHeads(of_queries, width, sizes.heads, bias=bias)
-        else:
-            self.out = nn.Linear(of_queries, width, bias=bias)
+        self.q = nn.Linear(width, sizes.heads * sizes.dim, bias=bias)
+        self.k = nn.Linear(width, keys, bias=bias)
+        self.v = nn.Linear(width, keys, bias=bias)
+        self.out = nn.Linear(sizes.heads * sizes.dim, width, bias=bias)
         if sizes.gated and not sizes.gpt:
             self.gate = nn.Linear(width, sizes.inner, bias=bias)
         self.up = nn.Linear(width, sizes.inner, bias=bias)
         self.down = nn.Linear(sizes.inner, width, bias=bias)
-
-    def _into(self, features: int) -> nn.Module:
-        """To heads; as a linear layer makes them, (b, s, h d), or apart, (b, h, s, d)."""
-        sizes = self.sizes
-        if sizes.by_heads:
-            from xla_fsdp.layers import ToHeads
-
-            return ToHeads(sizes.width, features, features // sizes.dim, bias=sizes.gpt)
-        return nn.Linear(sizes.width, features, bias=sizes.gpt)
 
     def forward(self, x, cos=None, sin=None):
         x = x + self.out(self._attend(self.norm_1(x), cos, sin))
@@ -119,9 +104,8 @@ class Block(nn.Module):
     def _attend(self, x, cos, sin):
         from xla_fsdp.layers import scaled_dot_product_attention
 
-        def heads(y):  # to (b, h, s, d)
-            apart = self.sizes.by_heads
-            return y if apart else y.unflatten(-1, (-1, self.sizes.dim)).transpose(1, 2)
+        def heads(y):  # (b, s, h d) to (b, h, s, d)
+            return y.unflatten(-1, (-1, self.sizes.dim)).transpose(1, 2)
 
         q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
         if cos is not None:
@@ -130,7 +114,7 @@ class Block(nn.Module):
         mixed = scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=True, implementation=way
         )
-        return mixed if self.sizes.by_heads else mixed.transpose(1, 2).flatten(2)
+        return mixed.transpose(1, 2).flatten(2)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

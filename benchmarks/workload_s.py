@@ -15,16 +15,22 @@ from torch import nn
 
 import xla_fsdp
 
-from .model import Block
+from .model import Block, BlockOfParts
 
 OURS, IN_TREE = "ours", "in-tree"
 
 
 class Network(nn.Module):
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module], blocks: int = 4, width: int = 1024):
+    def __init__(
+        self,
+        wrap: Callable[[nn.Module], nn.Module],
+        blocks: int = 4,
+        width: int = 1024,
+        kind: type[Block] = Block,
+    ):
         super().__init__()
         self.first = nn.Linear(width, width)
-        self.blocks = nn.Sequential(*[wrap(Block(width, 16, causal=False)) for _ in range(blocks)])
+        self.blocks = nn.Sequential(*[wrap(kind(width, 16, causal=False)) for _ in range(blocks)])
         self.last = nn.Linear(width, width)
 
     def forward(self, x):
@@ -63,7 +69,8 @@ def step_of(
                 return wrap(checkpoint_module(block))
             return checkpoint_module(wrap(block))
 
-        model = wrap(Network(wrap_block, blocks))
+        # As JAX's row does. In-tree it would keep the whole weight for each part.
+        model = wrap(Network(wrap_block, blocks, kind=BlockOfParts if name == OURS else Block))
         if prepare is not None:
             prepare(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -83,7 +90,8 @@ def scanned_step(blocks: int = 4, width: int = 1024, batch: int = 32) -> Callabl
     def step() -> torch.Tensor:
         model = Network(lambda block: block, 0, width)
         model.blocks = xla_fsdp.scan_blocks(
-            (Block(width, 16, causal=False) for _ in range(blocks)), compute_dtype=torch.bfloat16
+            (BlockOfParts(width, 16, causal=False) for _ in range(blocks)),
+            compute_dtype=torch.bfloat16,
         )
         wrapped = xla_fsdp.XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)

@@ -2,6 +2,6 @@
 
 from .attention import scaled_dot_product_attention
 from .cross_entropy import linear_cross_entropy
-from .heads import FromHeads, ToHeads
+from .linear import contracted
 
-__all__ = ["FromHeads", "ToHeads", "linear_cross_entropy", "scaled_dot_product_attention"]
+__all__ = ["contracted", "linear_cross_entropy", "scaled_dot_product_attention"]
