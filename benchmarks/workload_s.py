@@ -43,11 +43,13 @@ def step_of(
     reshard_after_forward: bool = True,
     blocks: int = 4,
     prepare: Callable[[Any], object] | None = None,
+    parts: bool = False,
     **options: Any,
 ) -> Callable[[], torch.Tensor]:
     """A function that builds workload S, wrapped by class ``name``, and trains a step.
 
-    ``prepare``: called with the wrapped model. ``options``: further ones of that class.
+    ``prepare``: called with the wrapped model. ``parts``: queries, keys and values by parts of the
+    weight, as JAX's row makes them. ``options``: further ones of that class.
     """
 
     def step() -> torch.Tensor:
@@ -69,8 +71,7 @@ def step_of(
                 return wrap(checkpoint_module(block))
             return checkpoint_module(wrap(block))
 
-        # As JAX's row does. In-tree it would keep the whole weight for each part.
-        model = wrap(Network(wrap_block, blocks, kind=BlockOfParts if name == OURS else Block))
+        model = wrap(Network(wrap_block, blocks, kind=BlockOfParts if parts else Block))
         if prepare is not None:
             prepare(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
