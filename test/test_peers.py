@@ -114,8 +114,8 @@ def jax_sends_what_it_should(cache):
     twice = parts + 2 * blocks * 7 // 8  # the blocks' parameters are gathered again
     assert _sent(rematerialised)["all-gather"] == pytest.approx(twice, rel=0.1)
     again = plan_peer(JAX, V3, TINY, AGAIN, cache=cache, progress=False)
-    # The first layer's are not: no gradient of its input is needed.
-    assert twice * 0.98 <= _sent(again)["all-gather"] <= 2.02 * parts
+    # Not those of the first layer, of whose input no gradient is needed, and no biases.
+    assert 1.5 * parts <= _sent(again)["all-gather"] <= 2.02 * parts
 
 
 def spmd_sends_what_it_should(cache):

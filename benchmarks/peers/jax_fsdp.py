@@ -33,7 +33,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .child import Request, write_answer
@@ -42,8 +41,9 @@ from .sizes import AGAIN, HEADS, KEPT, REMATERIALISED, SCANNED
 Parameters = Mapping[str, jax.Array]  # by dotted name
 Gather = Callable[[jax.Array], jax.Array]
 AXIS = "fsdp"
-_GATHERED = "gathered"
-_ALL_BUT_GATHERED = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
+# Primitives that make a whole array of a sharded one, and parts of a whole one: what may not wait
+# for the backward. A name for the whole would not do: what bears it is kept without its name.
+_GATHERING = ("optimization_barrier", "sharding_constraint", "slice", "reshape")
 RATE, DECAY, BETA1, BETA2, EPSILON = 1e-3, 1e-2, 0.9, 0.999, 1e-8  # torch.optim.AdamW's own
 
 
@@ -68,10 +68,7 @@ def forward(parameters: Parameters, x, dtype, way: str, gather: Gather):
     """The network in ``dtype`` on x (b, s, w); parameters are cast and gathered where used."""
 
     def gathered(own: Parameters) -> Parameters:
-        return {
-            name: checkpoint_name(gather(value.astype(dtype)), _GATHERED)
-            for name, value in own.items()
-        }
+        return {name: gather(value.astype(dtype)) for name, value in own.items()}
 
     def linear(own: Parameters, x):
         own = gathered(own)
@@ -81,7 +78,7 @@ def forward(parameters: Parameters, x, dtype, way: str, gather: Gather):
         return _block(gathered(own), x)
 
     if way == AGAIN:
-        linear, block = (jax.checkpoint(f, policy=_ALL_BUT_GATHERED) for f in (linear, block))
+        linear, block = (jax.checkpoint(f, policy=_all_but_gathered) for f in (linear, block))
     elif way == REMATERIALISED:  # the gathers as well
         block = jax.checkpoint(block)
     x = linear(_under(parameters, "first."), x.astype(dtype))
@@ -94,6 +91,10 @@ def forward(parameters: Parameters, x, dtype, way: str, gather: Gather):
         x = block(own, x)
         number += 1
     return linear(_under(parameters, "last."), x)
+
+
+def _all_but_gathered(primitive, *_, **__) -> bool:
+    return primitive.name not in _GATHERING
 
 
 def _under(parameters: Parameters, prefix: str) -> dict[str, jax.Array]:
