@@ -100,7 +100,7 @@ def contracted(
 
     What ``nn.Linear`` inside a wrapper does by itself, for parts of a weight: queries, keys and
     values made one by one of a fused weight need no copy of their gradients into one tensor.
-    Workload S on v5litepod-8: 38.5 to 37.2 million cycles (docs/benchmarks.md).
+    Workload S on v5litepod-8: 38.5 to 37.3 million cycles (docs/benchmarks.md).
     """
     if not _contracts(input, weight):
         return F.linear(input, weight, bias)
