@@ -23,7 +23,7 @@ class Decoder:
 
     ``groups``: heads of keys and values. ``batch``: sequences of a device. ``kernel``: attention
     without scores in memory. ``fused``: the logits never exist whole, and are computed twice.
-    ``theta``: the base of rotary positions.
+    ``theta``: the base of rotary positions. ``keep`` and ``prefetch``: of ``scan_blocks``.
     """
 
     layers: int
@@ -41,6 +41,8 @@ class Decoder:
     kernel: bool = True
     fused: bool = False
     theta: float = 10000.0
+    keep: tuple[str, ...] = ()
+    prefetch: bool = False
 
     @property
     def of_block(self) -> int:
@@ -138,7 +140,8 @@ class Model(nn.Module):
         if sizes.gpt:
             self.places = nn.Embedding(sizes.length, sizes.width)
         blocks = (Block(sizes) for _ in range(sizes.layers))
-        self.blocks = xla_fsdp.scan_blocks(blocks, **wrapping)
+        how = {"keep": sizes.keep, "prefetch": sizes.prefetch, **wrapping}
+        self.blocks = xla_fsdp.scan_blocks(blocks, **how)
         self.norm = nn.LayerNorm(sizes.width) if sizes.gpt else nn.RMSNorm(sizes.width, 1e-5)
         if not (sizes.tied or sizes.gpt):
             self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
@@ -155,10 +158,8 @@ class Model(nn.Module):
         x = self.norm(x)
         if self.sizes.fused:
             return linear_cross_entropy(x, self._head_weight, labels)
-        return F.cross_entropy(self.logits(x).float().flatten(0, 1), labels.flatten())
-
-    def logits(self, x):
-        return F.linear(x, self._head_weight)
+        logits = F.linear(x, self._head_weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
     @property
     def _head_weight(self) -> nn.Parameter:
@@ -171,9 +172,7 @@ def _angles(sizes: Decoder, device: torch.device) -> tuple[torch.Tensor, torch.T
     return turns.cos().bfloat16().to(device), turns.sin().bfloat16().to(device)
 
 
-def decoder_step(
-    sizes: Decoder, replicas: int = 1, kind: type[Model] = Model
-) -> Callable[[], torch.Tensor]:
+def decoder_step(sizes: Decoder, replicas: int = 1) -> Callable[[], torch.Tensor]:
     """A training step for :func:`xla_fsdp.plan`: AdamW, bfloat16, clipped at a norm of 1.
     ``replicas``: groups of neighbouring ranks, each of which holds all parameters, sharded; only
     sums of gradients cross."""
@@ -185,7 +184,7 @@ def decoder_step(
         if replicas > 1:
             mesh = torch.arange(xr.world_size()).view(replicas, -1)
             wrapping |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
-        model = xla_fsdp.XlaFullyShardedDataParallel(kind(sizes, wrapping), **wrapping)
+        model = xla_fsdp.XlaFullyShardedDataParallel(Model(sizes, wrapping), **wrapping)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         tokens = torch.zeros(sizes.batch, sizes.length, dtype=torch.long).to("xla")
         loss = model(tokens, tokens)

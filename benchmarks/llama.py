@@ -3,7 +3,8 @@
 
 No TPU is needed: what is printed is the compiler's memory and the modelled step. Blocks are
 scanned, so each is recomputed in the backward. Widths are those of Llama 3.2 1B and Llama 3.1 8B
-(``config.json`` of the published weights), embeddings not tied.
+and 70B (``config.json`` of the published weights), embeddings not tied; 16B is MaxText's
+(``published_runs.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 import xla_fsdp
 from xla_fsdp.compiler_options import FOR_LOOPS
 
-from .decoder import Decoder, Model, decoder_step
+from .decoder import Decoder, decoder_step
+from .published_runs import MAXTEXT_16B
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
@@ -28,19 +30,14 @@ _SIZES = {"groups": 8, "vocabulary": 128256, "theta": 500000.0}
 MODELS = {
     "1B": Decoder(16, 2048, 32, 64, 8192, length=2048, batch=4, **_SIZES),
     "8B": Decoder(32, 4096, 32, 128, 14336, length=8192, batch=2, **_SIZES),
+    "70B": Decoder(80, 8192, 64, 128, 28672, length=8192, batch=1, **_SIZES),
+    "16B": MAXTEXT_16B,
 }
 WAYS = {
     "written out": {"kernel": False, "fused": False},
     "kernel": {"kernel": True, "fused": False},
     "kernel, fused cross entropy": {"kernel": True, "fused": True},
 }
-
-
-class Llama(Model):
-    """With logits by the layer, as written in most models."""
-
-    def logits(self, x):
-        return self.head(x)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,27 +47,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--way", action="append", choices=WAYS, help="default: all")
     parser.add_argument("--batch", type=int, help="sequences a device")
     parser.add_argument("--layers", type=int, help="fewer blocks")
+    parser.add_argument("--length", type=int, help="tokens of a sequence")
+    parser.add_argument("--keep", nargs="+", metavar="NAME", help="what is not computed again: "
+                        "attention, q, k, v, out, gate, up, down")  # fmt: skip
+    parser.add_argument("--prefetch", action="store_true", help="gather the next block meanwhile")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
                         help="of the compiler, beside FOR_LOOPS")  # fmt: skip
     parser.add_argument("--save", type=Path, help="folder for the reports")
     parser.add_argument("--out", type=Path, help="file for the figures, JSON")
     flags = parser.parse_args(arguments)
-    given = {"batch": flags.batch, "layers": flags.layers}
+    given = {"batch": flags.batch, "layers": flags.layers, "length": flags.length}
+    given |= {"keep": tuple(flags.keep or ()), "prefetch": flags.prefetch}
     sizes = replace(MODELS[flags.model], **{k: v for k, v in given.items() if v})
     options = {**FOR_LOOPS, **dict(option.split("=", 1) for option in flags.option)}
     rows = {}
-    print("| | step, ms (model) | MFU, % | exposed collectives, ms | HBM, GiB | fits |")
-    print("|---|---:|---:|---:|---:|---|")
+    print("| | step, ms (model) | MFU, % | exposed collectives, ms | HBM, GiB | tokens/s a device "
+          "| fits |")  # fmt: skip
+    print("|---|---:|---:|---:|---:|---:|---|")
     for way in flags.way or WAYS:
-        step = decoder_step(replace(sizes, **WAYS[way]), kind=Llama)
+        step = decoder_step(replace(sizes, **WAYS[way]))
         report = xla_fsdp.plan(step, flags.slice, ranks=[0], title=way, compiler_options=options)
         timing = report.timing
         rows[way] = {
             "step_ms": 1e3 * timing.step, "mfu": 100 * timing.mfu,
             "exposed_ms": 1e3 * timing.exposed,
-            "hbm_gib": report.memory.required / GIB, "fits": report.fits,
+            "hbm_gib": report.memory.required / GIB,
+            "tokens_s": sizes.tokens / timing.step if timing.step else 0.0, "fits": report.fits,
         }  # fmt: skip
-        figures = " | ".join(f"{value:,.1f}" for value in list(rows[way].values())[:4])
+        figures = " | ".join(f"{value:,.1f}" for value in list(rows[way].values())[:5])
         print(f"| {way} | {figures} | {'yes' if report.fits else 'no'} |", flush=True)
         if flags.save:
             flags.save.mkdir(parents=True, exist_ok=True)

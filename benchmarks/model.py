@@ -25,8 +25,7 @@ class Block(nn.Module):
     def forward(self, x):
         # Shapes: b batch, s sequence, w width, h heads, d = w / h.
         b, s, w = x.shape
-        qkv = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, w // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (b, h, s, d)
+        q, k, v = self.project(self.norm1(x))  # each (b, h, s, d)
         scores = q @ k.transpose(-2, -1) * (w // self.heads) ** -0.5  # (b, h, s, s)
         if self.causal:
             future = torch.ones(s, s, device=x.device).triu(1).bool()
@@ -34,6 +33,25 @@ class Block(nn.Module):
         mixed = scores.softmax(-1) @ v
         x = x + self.out(mixed.transpose(1, 2).reshape(b, s, w))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    def project(self, x):
+        b, s, w = x.shape
+        return (
+            self.qkv(x).view(b, s, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        )
+
+
+class BlockOfParts(Block):
+    """The same, by three products with parts of the weight instead of three parts of a product,
+    whose gradients would be copied into one tensor."""
+
+    def project(self, x):
+        from xla_fsdp.layers import contracted
+
+        b, s, w = x.shape
+        parts = zip(self.qkv.weight.split(w), self.qkv.bias.split(w), strict=True)
+        apart = (contracted(x, *part).view(b, s, self.heads, -1) for part in parts)
+        return [part.transpose(1, 2) for part in apart]
 
 
 class LanguageModel(nn.Module):

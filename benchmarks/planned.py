@@ -1,10 +1,10 @@
 """Side by side with others' FSDP on the TPU compiler: ``python -m benchmarks.planned``.
 
 Plans workload S for several slices, as four ways to shard it: this wrapper, torch_xla's own class,
-torch_xla's SPMD variant ("FSDPv2") and plain JAX; then with every block rematerialised, on 3-D
-tori, and with parameters kept for the backward (ZeRO-2). No TPU is needed. A compilation takes half
-a minute to three minutes on two cores; results are cached. Tables and pictures go to
-``benchmarks/results``.
+torch_xla's SPMD variant ("FSDPv2") and plain JAX, which keeps what it gathered or gathers twice, as
+jit compiles it or with MaxText's options; then with every block rematerialised, in one loop, and
+with parameters kept for the backward (ZeRO-2). No TPU is needed. A compilation takes half a minute
+to three minutes on two cores; results are cached. Tables and pictures go to ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -18,39 +18,43 @@ from pathlib import Path
 
 import xla_fsdp
 from xla_fsdp import Report
+from xla_fsdp.compiler_options import FOR_LOOPS
+from xla_fsdp.tpu.topology import resolve
 
-from .peers import JAX, SPMD, plan_peer
+from .peers import JAX, SPMD, maxtext_options, plan_peer
+from .peers.sizes import AGAIN, KEPT, REMATERIALISED, SCANNED
 from .slices import require_slices
-from .workload_s import IN_TREE, OURS, step_of
+from .workload_s import IN_TREE, OURS, scanned_step, step_of
 
 RESULTS = Path(__file__).parent / "results"
-SLICES = ("v3-8", "v3-128", "v5litepod-8", "v5litepod-64", "v6e-8")
+SLICES = (
+    "v3-8", "v3-128", "v4-128", "v5litepod-8", "v5litepod-64", "v5litepod-256", "v5p-128", "v6e-8",
+)  # fmt: skip
+TUNED = "JAX, MaxText's options"
+PARTS = "ours, by parts"  # queries, keys and values, as in JAX's row
 
 
 @dataclass(frozen=True)
 class Table:
-    """What is compared, where, and how it is trained."""
+    """What is compared, where, and what waits for the backward (``peers/sizes.py``)."""
 
     slices: tuple[str, ...]
     names: tuple[str, ...]
-    checkpoint: bool = False
-    reshard_after_forward: bool = True
+    way: str = AGAIN
 
 
 PLAIN = "plain"
 TABLES = {
-    PLAIN: Table(SLICES, (OURS, IN_TREE, SPMD, JAX)),
-    # The SPMD variant has no rematerialisation of its own.
-    "rematerialised": Table(SLICES, (OURS, IN_TREE, JAX), checkpoint=True),
-    "3-D tori": Table(("v4-128", "v5p-128"), (OURS, IN_TREE)),
-    "ZeRO-2": Table(("v5litepod-8", "v6e-8"), (OURS, IN_TREE), reshard_after_forward=False),
+    PLAIN: Table(SLICES, (OURS, PARTS, IN_TREE, SPMD, JAX)),
+    "rematerialised": Table(SLICES, (OURS, IN_TREE, JAX), REMATERIALISED),
+    "one loop": Table(SLICES, (OURS, JAX, TUNED), SCANNED),
+    "ZeRO-2": Table(SLICES, (OURS, PARTS, IN_TREE, JAX, TUNED), KEPT),
 }
 MB, MIB = 1e6, 2**20
 NOTE = (
     "sent: bytes a device sends in a step; bound: two all-gathers and one reduce-scatter of every "
-    "parameter in bfloat16 (plain JAX keeps what it gathered for the backward, at the cost of "
-    "memory, so a gather less); asynchronous, fused (inside a computation): of the bytes; "
-    "synchronous: all that are not asynchronous; milliseconds: of the time model in "
+    "parameter in bfloat16 (ZeRO-2: one gather less); asynchronous, fused (inside a computation): "
+    "of the bytes; synchronous: all that are not asynchronous; milliseconds: of the time model in "
     "docs/plan-time-model.md."
 )
 
@@ -95,14 +99,22 @@ def plan_one(name: str, where: str, table: Table) -> Report:
     """Workload S as ``name`` shards it, on a slice.
 
     Each is compiled with the options that its users get on a TPU host: torch_xla's for all but JAX,
-    and those of ``xla_fsdp.launch`` for ours.
+    and those of ``xla_fsdp.launch`` for ours. The SPMD variant is as it comes in any table: what it
+    keeps is for the compiler to say.
     """
-    title = f"workload S, {name}"
-    launcher = {OURS: "xla_fsdp", JAX: "other"}.get(name, "torch_xla")
-    if name in (SPMD, JAX):
-        return plan_peer(name, where, checkpoint=table.checkpoint, launcher=launcher, title=title)
-    step = step_of(name, table.checkpoint, table.reshard_after_forward)
-    return xla_fsdp.plan(step, where, launcher=launcher, title=title)
+    how: dict = {"title": f"workload S, {name}"}
+    if name == SPMD:
+        return plan_peer(SPMD, where, launcher="torch_xla", **how)
+    if name in (JAX, TUNED):
+        how["launcher"] = "other"
+        options = maxtext_options(resolve(where).chip.family) if name == TUNED else None
+        return plan_peer(JAX, where, way=table.way, compiler_options=options, **how)
+    if table.way == SCANNED:
+        return xla_fsdp.plan(scanned_step(), where, compiler_options=FOR_LOOPS, **how)
+    wrapper = IN_TREE if name == IN_TREE else OURS
+    how["launcher"] = "torch_xla" if name == IN_TREE else "xla_fsdp"
+    step = step_of(wrapper, table.way == REMATERIALISED, table.way != KEPT, parts=name == PARTS)
+    return xla_fsdp.plan(step, where, **how)
 
 
 def markdown(reports: Reports) -> str:
@@ -157,7 +169,7 @@ def plan_table(
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planned", description=__doc__)
     parser.add_argument("slices", nargs="*", help="default: those of each table")
-    every = TABLES[PLAIN].names
+    every = sorted({name for table in TABLES.values() for name in table.names})
     parser.add_argument("--only", action="append", choices=every, help="of these (repeatable)")
     parser.add_argument("--table", action="append", choices=list(TABLES), help="default: all")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for tables and pictures")

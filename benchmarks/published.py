@@ -9,10 +9,12 @@ the table beside it is made of all rows that are there. A plan takes minutes the
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from .published_runs import NOT_PLANNED, RUNS, Run, halves
@@ -154,6 +156,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--known", action="store_true", help="plan nothing, make the table again")
     parser.add_argument("--missing", action="store_true", help="only runs without a row")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON; its table is beside")
+    parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE",
+                        help="sizes of another value; printed, not kept in the table")  # fmt: skip
     parser.add_argument("--texts", type=Path, help="folder for the compiled programs")
     flags = parser.parse_args(arguments)
     asked = [n for n in RUNS if not flags.names or any(part in n for part in flags.names)]
@@ -161,6 +165,11 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"no run has {' or '.join(flags.names)} in its name; --list shows all")
     if flags.list:
         _show()
+        return
+    if flags.set:
+        for name in asked:
+            row = planned(_changed(RUNS[name], flags.set), flags.texts)
+            print(name, *flags.set, json.dumps({**row, "published": RUNS[name].seconds}, indent=1))
         return
     rows = json.loads(flags.out.read_text()) if flags.out.exists() else {}
     for number, name in enumerate([] if flags.known else asked, 1):
@@ -177,6 +186,12 @@ def main(arguments: list[str] | None = None) -> None:
     table = markdown(rows)
     flags.out.with_suffix(".md").write_text(table + "\n")
     print(table)
+
+
+def _changed(run: Run, fields: list[str]) -> Run:
+    """``run`` with other sizes, such as ``batch=12``."""
+    pairs = (field.split("=", 1) for field in fields)
+    return replace(run, sizes=replace(run.sizes, **{k: ast.literal_eval(v) for k, v in pairs}))
 
 
 def _show() -> None:

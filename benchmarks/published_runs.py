@@ -63,10 +63,10 @@ _LLAMA_8B = Decoder(
     layers=32, width=4096, heads=32, groups=8, dim=128, inner=14336, vocabulary=128256,
     length=8192, batch=3, fused=True,
 )  # fmt: skip
-_MAXTEXT_16B = Decoder(
+MAXTEXT_16B = Decoder(
     layers=32, width=4096, heads=64, dim=128, inner=28672, vocabulary=32000, length=2048, batch=6
 )
-_MAXTEXT_32B = replace(_MAXTEXT_16B, width=8192, batch=4)
+_MAXTEXT_32B = replace(MAXTEXT_16B, width=8192, batch=4)
 _MAXTEXT_64B = replace(_MAXTEXT_32B, layers=64, batch=2)
 _MAXTEXT_22B = Decoder(
     layers=48, width=6144, heads=24, dim=256, inner=24576, vocabulary=32000, length=2048,
@@ -138,7 +138,7 @@ RUNS = {
             "2.991 s", _PRIME, assumed="all rematerialised", differs=_FLASH,
         ),
         Run(
-            "16B, v5litepod-256", "v5litepod-256", _MAXTEXT_16B, _of_rate(_MAXTEXT_16B, 120),
+            "16B, v5litepod-256", "v5litepod-256", MAXTEXT_16B, _of_rate(MAXTEXT_16B, 120),
             "120 TFLOP/s, 61.1 %", _V5E_CONFIG, assumed=_16B,
         ),
         Run(
@@ -150,8 +150,8 @@ RUNS = {
             "118 TFLOP/s, 59.9 %", _V5E_CONFIG, assumed=_16B,
         ),
         Run(
-            "16B, 4 x v5litepod-256", "4xv5litepod-256", _MAXTEXT_16B,
-            _of_rate(_MAXTEXT_16B, 117), "117 TFLOP/s, 59.1 %", _V5E_CONFIG, 4, assumed=_16B,
+            "16B, 4 x v5litepod-256", "4xv5litepod-256", MAXTEXT_16B,
+            _of_rate(MAXTEXT_16B, 117), "117 TFLOP/s, 59.1 %", _V5E_CONFIG, 4, assumed=_16B,
         ),
         Run(
             "GPT-2 6.7B, v3-256", "v3-256", _GPT_7B, _of_mfu(_GPT_7B, 47.3, _V3_CORE), "47.3 %",

@@ -13,16 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from .model import Block
+import xla_fsdp
+
+from .model import Block, BlockOfParts
 
 OURS, IN_TREE = "ours", "in-tree"
 
 
 class Network(nn.Module):
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module], blocks: int = 4, width: int = 1024):
+    def __init__(
+        self,
+        wrap: Callable[[nn.Module], nn.Module],
+        blocks: int = 4,
+        width: int = 1024,
+        kind: type[Block] = Block,
+    ):
         super().__init__()
         self.first = nn.Linear(width, width)
-        self.blocks = nn.Sequential(*[wrap(Block(width, 16, causal=False)) for _ in range(blocks)])
+        self.blocks = nn.Sequential(*[wrap(kind(width, 16, causal=False)) for _ in range(blocks)])
         self.last = nn.Linear(width, width)
 
     def forward(self, x):
@@ -35,11 +43,13 @@ def step_of(
     reshard_after_forward: bool = True,
     blocks: int = 4,
     prepare: Callable[[Any], object] | None = None,
+    parts: bool = False,
     **options: Any,
 ) -> Callable[[], torch.Tensor]:
     """A function that builds workload S, wrapped by class ``name``, and trains a step.
 
-    ``prepare``: called with the wrapped model. ``options``: further ones of that class.
+    ``prepare``: called with the wrapped model. ``parts``: queries, keys and values by parts of the
+    weight, as JAX's row makes them. ``options``: further ones of that class.
     """
 
     def step() -> torch.Tensor:
@@ -61,12 +71,32 @@ def step_of(
                 return wrap(checkpoint_module(block))
             return checkpoint_module(wrap(block))
 
-        model = wrap(Network(wrap_block, blocks))
+        model = wrap(Network(wrap_block, blocks, kind=BlockOfParts if parts else Block))
         if prepare is not None:
             prepare(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         inputs = torch.randn(32, 256, 1024).to("xla")
         loss = model(inputs).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def scanned_step(blocks: int = 4, width: int = 1024, batch: int = 32) -> Callable[[], torch.Tensor]:
+    """The same as :func:`step_of` makes of this package's class, with blocks in one loop."""
+
+    def step() -> torch.Tensor:
+        model = Network(lambda block: block, 0, width)
+        model.blocks = xla_fsdp.scan_blocks(
+            (BlockOfParts(width, 16, causal=False) for _ in range(blocks)),
+            compute_dtype=torch.bfloat16,
+        )
+        wrapped = xla_fsdp.XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+        loss = wrapped(torch.randn(batch, 256, width).to("xla")).float().square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

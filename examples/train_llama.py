@@ -40,6 +40,7 @@ flags.DEFINE_integer("vocab_size", None, f"default: {llama.VOCABULARY}; tiny: th
 flags.DEFINE_integer("positions", None, "of a new model; default: tokens_per_sample", 1)
 flags.DEFINE_enum("compute_dtype", None, ["float32", "bfloat16"], "default: bfloat16 but tiny")
 flags.DEFINE_bool("offload_activations", False, "inputs of blocks wait on the host")
+flags.DEFINE_list("keep", [], "scanned: not computed again; attention, self_attn.q_proj, ...")
 flags.DEFINE_bool("scan_blocks", None, "blocks as one loop, compiled once; default: if no LoRA")
 flags.FLAGS.set_default("ckpt_dir", "runs/llama/ckpt")
 
@@ -83,7 +84,7 @@ def build(options: SimpleNamespace, config: Any, scan: bool, new: bool) -> nn.Mo
     wrap = partial(xla_fsdp.XlaFullyShardedDataParallel, **how)
     layers, offload = inner.model.layers, options.offload_activations
     if scan:
-        more = {"ignore": ["layer_idx"], "offload": offload}
+        more = {"ignore": ["layer_idx"], "offload": offload, "keep": options.keep}
         inner.model.layers = xla_fsdp.scan_blocks(layers, **how, **more)
     else:
         for number, layer in enumerate(layers):

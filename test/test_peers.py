@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from reports import make
 
-from benchmarks.peers.sizes import Sizes
+from benchmarks.peers.sizes import AGAIN, REMATERIALISED, SCANNED, WAYS, Sizes
 
 # More activations than parameters, so that gathering parameters is what costs least.
 TINY = Sizes(blocks=1, width=256, batch=16, sequence=64)
@@ -42,16 +42,21 @@ def trains_as_torch_does():
     parameters = {name: jnp.asarray(value.T) for name, value in weights.items()}
     zeros = {name: jnp.zeros_like(value) for name, value in parameters.items()}
     state = {"step": jnp.int32(0), "exp_avg": zeros, "exp_avg_sq": zeros}
-    for checkpoint in (False, True):
-        new, after, jax_loss = jax_fsdp.train_step(
-            parameters, state, jnp.asarray(x.numpy()), jnp.float32, checkpoint
-        )
+    for way in WAYS:
+        given = (parameters, state)
+        if way == SCANNED:
+            given = jax.tree.map(jnp.asarray, (_stacked(parameters), _stacked_state(state)))
+        new, after, jax_loss = jax_fsdp.train_step(*given, jnp.asarray(x.numpy()), jnp.float32, way)
+        if way == SCANNED:
+            new, moments = _taken_apart(new), _taken_apart(after["exp_avg"])
+        else:
+            moments = after["exp_avg"]
         assert float(jax_loss) == pytest.approx(loss.item(), rel=1e-6)
         assert int(after["step"]) == 1
         for name, parameter in model.named_parameters():
             # A first step of Adam is the sign of the gradient, times the rate, almost.
             moment = optimizer.state[parameter]["exp_avg"].numpy()
-            numpy.testing.assert_allclose(after["exp_avg"][name].T, moment, rtol=1e-4, atol=1e-8)
+            numpy.testing.assert_allclose(moments[name].T, moment, rtol=1e-4, atol=1e-8)
             clear = abs(moment) > 1e-6
             expected = parameter.detach().numpy()
             numpy.testing.assert_allclose(
@@ -60,6 +65,33 @@ def trains_as_torch_does():
             assert clear.mean() > 0.9 or name.endswith("qkv.bias")
     half = jax_fsdp.train_step(parameters, state, jnp.asarray(x.numpy()))[2]
     assert float(half) == pytest.approx(loss.item(), rel=0.02)
+
+
+def _stacked(parameters):
+    """Blocks' parameters as one array, as the scanned step has them."""
+    import jax.numpy as jnp
+
+    found = {name: value for name, value in parameters.items() if "blocks" not in name}
+    for name in [name for name in parameters if name.startswith("blocks.0.")]:
+        rows = [parameters[name.replace(".0.", f".{number}.", 1)] for number in range(2)]
+        found[name.replace(".0.", ".", 1)] = jnp.stack(rows)
+    return found
+
+
+def _stacked_state(state):
+    moments = {name: _stacked(state[name]) for name in ("exp_avg", "exp_avg_sq")}
+    return {**state, **moments}
+
+
+def _taken_apart(stacked):
+    found = {}
+    for name, value in stacked.items():
+        if not name.startswith("blocks."):
+            found[name] = value
+            continue
+        for number, row in enumerate(value):
+            found[name.replace("blocks.", f"blocks.{number}.", 1)] = row
+    return found
 
 
 def jax_sends_what_it_should(cache):
@@ -77,10 +109,13 @@ def jax_sends_what_it_should(cache):
     assert all(c.group_size == 8 for c in plain.schedule.collectives)
     _holds_its_share(plain)
 
-    again = plan_peer(JAX, V3, TINY, checkpoint=True, cache=cache, progress=False)
+    rematerialised = plan_peer(JAX, V3, TINY, REMATERIALISED, cache=cache, progress=False)
     blocks = TINY.elements - 2 * (TINY.width**2 + TINY.width)
     twice = parts + 2 * blocks * 7 // 8  # the blocks' parameters are gathered again
-    assert _sent(again)["all-gather"] == pytest.approx(twice, rel=0.1)
+    assert _sent(rematerialised)["all-gather"] == pytest.approx(twice, rel=0.1)
+    again = plan_peer(JAX, V3, TINY, AGAIN, cache=cache, progress=False)
+    # Not those of the first layer, of whose input no gradient is needed, and no biases.
+    assert 1.5 * parts <= _sent(again)["all-gather"] <= 2.02 * parts
 
 
 def spmd_sends_what_it_should(cache):
@@ -116,17 +151,19 @@ def _holds_its_share(report):
 def wrong_requests(cache):
     from dataclasses import replace
 
-    from benchmarks.peers import SPMD, plan_peer
+    from benchmarks.peers import JAX, SPMD, plan_peer
     from benchmarks.peers.child import Request, lower
     from xla_fsdp.planning.foreign import plan_partitioned
 
     with pytest.raises(ValueError, match="there are SPMD, JAX"):
         plan_peer("DDP", V3)
     with pytest.raises(ValueError, match="not set up for rematerialisation"):
-        plan_peer(SPMD, V3, checkpoint=True)
+        plan_peer(SPMD, V3, way=REMATERIALISED)
+    with pytest.raises(ValueError, match="way must be one of kept, again"):
+        plan_peer(JAX, V3, way="remat")
     with pytest.raises(RuntimeError, match="lowering jax_fsdp ended with status 1"):
-        lower("jax_fsdp", Request(8, replace(TINY, width=24), False))
-    program = lower("jax_fsdp", Request(8, TINY, False))
+        lower("jax_fsdp", Request(8, replace(TINY, width=24)))
+    program = lower("jax_fsdp", Request(8, TINY))
     with pytest.raises(ValueError, match="over 8 devices and v3-32 has 32"):
         plan_partitioned(program, "v3-32", cache=cache)
 
@@ -183,7 +220,7 @@ def test_a_mesh_that_stands_in_gives_the_program_of_the_true_one(run_script, tmp
         folder = tmp_path / str(devices)
         folder.mkdir()
         sizes = {"blocks": 1, "width": 256, "batch": 2, "sequence": 16}
-        request = {"devices": 8, "sizes": sizes, "checkpoint": False}
+        request = {"devices": 8, "sizes": sizes}
         (folder / "request.json").write_text(json.dumps(request))
         done = run_script(SAME, folder, devices)
         assert done.returncode == 0, done.stderr

@@ -5,7 +5,10 @@ Each is lowered in a process of its own (``child.py``), then planned like everyt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from .sizes import KEPT
 
 if TYPE_CHECKING:
     from xla_fsdp import Report
@@ -15,27 +18,57 @@ if TYPE_CHECKING:
 SPMD, JAX = "SPMD", "JAX"
 _MODULES = {SPMD: "spmd", JAX: "jax_fsdp"}
 
+# What MaxText sets: configs/tpu/v5e/16b.sh and its like (the first two are for slices joined by a
+# network), benchmarks/xla_flags_library.py; on v4 configs/tpu/v4/22b.sh, whose megacore_dense plans
+# have anyway.
+_GATHERS_BESIDE_COMPUTE = dict.fromkeys(
+    (
+        "xla_tpu_enable_data_parallel_all_reduce_opt",
+        "xla_tpu_data_parallel_opt_different_sized_ops",
+        "xla_tpu_enable_async_collective_fusion",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+        "xla_tpu_enable_async_collective_fusion_multiple_steps",
+        "xla_tpu_overlap_compute_collective_tc",
+        "xla_enable_async_all_gather",
+    ),
+    "true",
+)
+_MAXTEXT = {
+    "v4": {"xla_enable_async_all_gather": "true"},
+    "v5e": _GATHERS_BESIDE_COMPUTE,
+    "v5p": _GATHERS_BESIDE_COMPUTE,
+    "v6e": {**_GATHERS_BESIDE_COMPUTE, "xla_tpu_scoped_vmem_limit_kib": "98304"},
+}
+
+
+def maxtext_options(family: str) -> Mapping[str, str]:
+    """Options of the compiler that MaxText's configurations for a chip have; none before v4."""
+    return _MAXTEXT.get(family, {})
+
 
 def plan_peer(
-    name: str, where: str, sizes: Sizes | None = None, checkpoint: bool = False, **options: Any
+    name: str, where: str, sizes: Sizes | None = None, way: str = KEPT, **options: Any
 ) -> Report:
     """Workload S (or another size of it) as a peer trains it, on a slice.
 
-    ``checkpoint``: rematerialise every block. ``options`` are those of ``plan_partitioned``.
+    ``way``: what waits for the backward, see ``jax_fsdp.py``. ``options`` are those of
+    ``plan_partitioned``.
 
     Raises:
-        ValueError: no such peer, or rematerialisation with SPMD.
+        ValueError: no such peer or way, or another way than the first with SPMD.
         RuntimeError: the peer's step could not be lowered.
     """
     from xla_fsdp.planning.foreign import plan_partitioned
     from xla_fsdp.tpu.topology import resolve
 
     from .child import Request, lower
-    from .sizes import Sizes
+    from .sizes import WAYS, Sizes
 
     if name not in _MODULES:
         raise ValueError(f"no peer is called {name!r}; there are {', '.join(_MODULES)}")
-    if checkpoint and name == SPMD:
+    if way not in WAYS:
+        raise ValueError(f"way must be one of {', '.join(WAYS)}, got {way!r}")
+    if way != KEPT and name == SPMD:
         raise ValueError("the SPMD variant is not set up for rematerialisation here; use JAX")
-    request = Request(resolve(where).devices, sizes or Sizes(), checkpoint)
+    request = Request(resolve(where).devices, sizes or Sizes(), way)
     return plan_partitioned(lower(_MODULES[name], request), where, **options)

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .sizes import Sizes
+from .sizes import KEPT, Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 BFLOAT16_BYTES = 2
@@ -26,11 +26,11 @@ BFLOAT16_BYTES = 2
 
 @dataclass(frozen=True)
 class Request:
-    """What to lower; ``checkpoint``: rematerialise every block."""
+    """What to lower; ``way``: what waits for the backward, see ``jax_fsdp.py``."""
 
     devices: int
     sizes: Sizes
-    checkpoint: bool
+    way: str = KEPT
 
     @classmethod
     def read(cls, folder: Path) -> Request:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HEADS = 16
+# What a step does about gathered weights and activations until the backward: jax_fsdp.py.
+WAYS = KEPT, AGAIN, REMATERIALISED, SCANNED = "kept", "again", "rematerialised", "scanned"
 
 
 @dataclass(frozen=True)

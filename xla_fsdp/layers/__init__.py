@@ -2,5 +2,6 @@
 
 from .attention import scaled_dot_product_attention
 from .cross_entropy import linear_cross_entropy
+from .linear import contracted
 
-__all__ = ["linear_cross_entropy", "scaled_dot_product_attention"]
+__all__ = ["contracted", "linear_cross_entropy", "scaled_dot_product_attention"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ import torch_xla.runtime as xr
 from torch.autograd.function import once_differentiable
 
 from .jax_call import call
+from .keeping import ATTENTION, keeping
 from .splash import LANES, Backward, Forward, Splash, block_of
 
 Implementation = Literal["auto", "kernel", "math"]
@@ -94,9 +96,11 @@ def scaled_dot_product_attention(
     if segment_ids is not None:
         attn_mask = segment_mask(segment_ids, is_causal)
         is_causal = False
-    return _torch_attention(
+    out = _torch_attention(
         query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+    kept = keeping(ATTENTION)
+    return out if kept is None else kept.of_tensor(ATTENTION, out)
 
 
 def segment_mask(segment_ids: torch.Tensor, is_causal: bool) -> torch.Tensor:
@@ -215,7 +219,19 @@ def _kernel(
     tensors = [query, key, value]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _Attention.apply(splash, query, key, value, *segments)
+    if keeping(ATTENTION):
+        return _with_residuals(splash, [*tensors, *segments])[0]
     return call(Forward(splash, residuals=False), [*tensors, *segments], _platform(splash))[0]
+
+
+def _with_residuals(splash: Splash, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The output and the logarithms; neither is computed again by what takes them over."""
+
+    def compute() -> Sequence[torch.Tensor]:
+        return call(Forward(splash, residuals=True), tensors, _platform(splash))
+
+    kept = keeping(ATTENTION)
+    return compute() if kept is None else kept.computed(ATTENTION, compute, 2)
 
 
 class _Attention(torch.autograd.Function):
@@ -223,7 +239,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, splash: Splash, *tensors: torch.Tensor) -> torch.Tensor:
-        out, logsumexp = call(Forward(splash, residuals=True), tensors, _platform(splash))
+        out, logsumexp = _with_residuals(splash, tensors)
         ctx.splash = splash
         ctx.save_for_backward(*tensors[:3], out, logsumexp, *tensors[3:])
         return out

@@ -22,7 +22,8 @@ from ..tree import cast_floats
 from ..wrapper import XlaFullyShardedDataParallel
 from ..wrapper_methods import WrapperMethods
 from .building import ScanBuilder
-from .run import Run, Scan
+from .function import Scan
+from .run import Run
 from .unit import ScanUnit, Stack
 
 
@@ -32,6 +33,7 @@ def scan_blocks(
     ignore: Collection[str] = (),
     offload: bool = False,
     prefetch: bool = False,
+    keep: Collection[str] = (),
     **options: Any,
 ) -> ScannedBlocks:
     """Shards equal blocks and runs them one after the other in a loop of the compiled program.
@@ -65,6 +67,10 @@ def scan_blocks(
             where gathers run beside compute and are a large part of it (a slice of many v5e), and
             longer where they are not; two blocks' parameters are there in full at a time instead of
             one, and compiling takes longer. ``plan`` both.
+        keep: what the backward takes from the forward instead of computing it again: names of
+            submodules of a block that return a tensor (``"mlp.up"``), and ``"attention"`` for
+            :func:`xla_fsdp.layers.scaled_dot_product_attention`. HBM holds these of all blocks
+            until the backward, beside the blocks' inputs.
         options: those of :class:`XlaFullyShardedDataParallel`. Not possible are
             ``reshard_after_forward=False`` and ``flatten_parameters=True``. Barriers and the
             wrapper's options for prefetch have no effect: see ``prefetch``. Nor has ``no_sync()``:
@@ -73,16 +79,19 @@ def scan_blocks(
     Raises:
         ValueError: blocks differ (the message says in what), share parameters, are wrapped, or have
             hooks or recurrent modules in them; an option that is not possible. In the first
-            forward: a block returns something else than a tensor like its input.
-        TypeError: a block is not a module; ``offload`` or ``prefetch`` is no bool; an unknown
-            option.
+            forward: a block returns something else than a tensor like its input, or does not call
+            what it is to keep.
+        TypeError: a block is not a module; ``offload`` or ``prefetch`` is no bool; ``keep`` is a
+            string, or a submodule in it returns no tensor; an unknown option.
         RuntimeError: on v5e and v6e, where the compiler would crash: the message says what has to
             be called before ``launch``.
     """
     for name, value in (("offload", offload), ("prefetch", prefetch)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
-    return ScannedBlocks(blocks, _checked(options), ignore, offload, prefetch)
+    if isinstance(keep, str):
+        raise TypeError(f"keep must be names, such as ({keep!r},), got {keep!r}")
+    return ScannedBlocks(blocks, _checked(options), ignore, offload, prefetch, tuple(keep))
 
 
 class ScannedBlocks(XlaFullyShardedDataParallel):
@@ -97,6 +106,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         ignore: Collection[str],
         offload: bool,
         prefetch: bool,
+        keep: tuple[str, ...],
     ) -> None:
         WrapperMethods.__init__(self)
         self.fsdp_options = options
@@ -109,7 +119,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         )
         compiler_options.require_loops_compile(world.device_kind)
         builder = ScanBuilder(options, world, ignore)
-        self._unit = builder.build(blocks, offload, prefetch)
+        self._unit = builder.build(blocks, offload, prefetch, keep)
         attach(self._unit)
         self._fsdp_wrapped_module = self._unit.template
         watch_optimizers()

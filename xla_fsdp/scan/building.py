@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..collectives.world import World
+from ..layers.keeping import ATTENTION
 from ..names import dotted, is_wrapper
 from ..sharding.awaited import Awaited, Key, comes_later
 from ..sharding.building import keeps_buffer_dtypes, require_parameters_here
@@ -45,7 +46,9 @@ class ScanBuilder:
         # Objects met so far, which stay alive so that identities stay unique.
         self._seen: dict[nn.Parameter, int] = {}
 
-    def build(self, blocks: Iterable[nn.Module], offload: bool, prefetch: bool) -> ScanUnit:
+    def build(
+        self, blocks: Iterable[nn.Module], offload: bool, prefetch: bool, keep: tuple[str, ...] = ()
+    ) -> ScanUnit:
         """Raises ValueError, TypeError as :func:`xla_fsdp.scan_blocks` says."""
         depth = 0
         for block in blocks:
@@ -53,7 +56,13 @@ class ScanBuilder:
             depth += 1
         if self._template is None:
             raise ValueError("scan_blocks needs at least one block, got none")
-        unit = ScanUnit(self.options, self.world, self._template, offload, prefetch)
+        known = {ATTENTION, *(name for name, _ in self._template.named_modules() if name)}
+        if unknown := [name for name in keep if name not in known]:
+            raise ValueError(
+                f"keep={unknown[0]!r}: the blocks have no such submodule; there are "
+                f"{', '.join(sorted(known))}"
+            )
+        unit = ScanUnit(self.options, self.world, self._template, offload, prefetch, keep)
         for name, stack in self._stacks.items():
             if isinstance(stack, ParameterStack):
                 self._stack_shards(stack, self._pieces.pop(name), self._template)

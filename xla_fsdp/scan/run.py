@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from torch.autograd.function import once_differentiable
 
 from ..collectives import host_memory
 from ..collectives.order import Order
+from ..layers.keeping import Keeping
 from ..sharding.block_memory import BlockMemory
 from ..tree import map_tensors, tensors_in
 from .equality import require_like
@@ -58,14 +57,15 @@ class Run:
         self.prefetch = unit.prefetch and bool(unit.parameters)
         # Numbers of the parameters of which the forward keeps pieces, see sharding/secondary.py.
         self.pieces: list[int] = []
+        self.recorded = 0  # how many values of a block the forward keeps besides its input
         self.autocast = torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")
 
     def forward(self, x: torch.Tensor, stacks: Sequence[torch.Tensor]) -> Tensors:
         """The result of the last block, and what the backward needs of all.
 
         That are the last one's parameters, if they are gathered ahead, and its input, if inputs are
-        offloaded; the inputs of all, ``(depth, *x.shape)``; and the pieces of their parameters that
-        stay here for the backward to gather from.
+        offloaded; the inputs of all, ``(depth, *x.shape)``; the pieces of their parameters that
+        stay here for the backward to gather from; and what they were asked to keep.
         """
         updated: list[int] = []  # numbers of sliced buffers
         count, prefetch = len(stacks), self.prefetch
@@ -90,12 +90,16 @@ class Run:
                 following = [*whole, *parts]
             else:
                 full, pieces = gathered(shards, x, Order())
-            y, after = self._compute(x, full, buffers, constants)
+            keeping = Keeping(self.unit.keep if self.keeps_inputs else ())
+            y, after = self._compute(x, full, buffers, constants, keeping)
+            keeping.require_met()
+            self.recorded = len(keeping.values)
             updated.extend(self._updated(buffers, after))
             kept = [x] if self.keeps_inputs else []
             if self.offloads:
                 kept, following = [host_memory.to_host(x)], [*following, x]
-            return [y, *following], [*kept, *pieces, *(after[n] for n in updated)]
+            values = keeping.values
+            return [y, *following], [*kept, *pieces, *values, *(after[n] for n in updated)]
 
         sliced, shared = self.buffers
         first: Tensors = []  # what the first block computes with
@@ -116,7 +120,7 @@ class Run:
         )
         if prefetch:
             del last[count : len(first)]
-        number_kept = 1 + len(self.pieces) if self.keeps_inputs else 0
+        number_kept = 1 + len(self.pieces) + self.recorded if self.keeps_inputs else 0
         kept, results = results[:number_kept], results[number_kept:]
         for number, value in zip(updated, results, strict=True):
             self.sliced[number].put(value)
@@ -145,8 +149,9 @@ class Run:
             if self.offloads:  # this block's has come while the one after it was computed
                 following, x = [host_memory.to_device(x)], carry.pop()
             secondary = self.unit.secondary(dict(zip(self.pieces, slices, strict=False)))
-            slices = slices[pieces:]
-            shards, buffers = slices[:count], self._buffers(slices[count:], constants)
+            shards, slices = slices[pieces : pieces + count], slices[pieces + count :]
+            keeping = Keeping(self.unit.keep, slices[: self.recorded])
+            buffers = self._buffers(slices[self.recorded :], constants)
             # In the order of the forward, with whose recomputation this starts.
             if prefetch:
                 grad, *carry = carry
@@ -168,7 +173,7 @@ class Run:
             ]
             leaves = [x, *(constants[n] for n in which), *(f for f in full if f.requires_grad)]
             with torch.enable_grad():
-                y, _ = self._compute(x, full, buffers, constants)
+                y, _ = self._compute(x, full, buffers, constants, keeping)
             found = iter(torch.autograd.grad(y, leaves, carry[0], allow_unused=True))
             of_x = next(found)
             sums = [_sum(total, next(found)) for total in carry[1:]]
@@ -185,12 +190,12 @@ class Run:
         memory = BlockMemory(self.unit.depth)
         sliced, shared = self.buffers
         zeros = [torch.zeros_like(constants[number]) for number in which]
-        size = len(kept) - 1 - pieces
-        last, kept = kept[:size], kept[size:]
+        size = len(kept) - 1 - pieces - self.recorded
+        last, kept, recorded = kept[:size], kept[size:][: 1 + pieces], kept[size:][1 + pieces :]
         (of_x, *of_constants), results = loop(
             body,
             [grad, *zeros, *last],
-            [*kept, *stacks, *sliced],
+            [*kept, *stacks, *recorded, *sliced],
             [*constants, *shared],
             self.unit.world.device,
             seed=self.seed,
@@ -224,7 +229,12 @@ class Run:
         return [next(shared if stack.shared else sliced) for stack in self.unit.buffers]
 
     def _compute(
-        self, x: torch.Tensor, full: Tensors, buffers: Tensors, constants: Tensors
+        self,
+        x: torch.Tensor,
+        full: Tensors,
+        buffers: Tensors,
+        constants: Tensors,
+        keeping: Keeping,
     ) -> tuple[torch.Tensor, Tensors]:
         """One block, and its buffers afterwards."""
         args, kwargs = map_tensors(lambda slot: constants[slot.number], self.inputs, leaf=_Slot)
@@ -233,6 +243,7 @@ class Run:
             # Casts must not be kept from one trace to the next.
             stack.enter_context(torch.autocast("xla", dtype, enabled, cache_enabled=False))
             stack.enter_context(self.unit.installed(full, buffers))
+            stack.enter_context(keeping.over(self.unit.template))
             y = self.unit.template(x, *args, **kwargs)
             after = [buffer.value for buffer in self.unit.buffers]
         require_like(y, x, self.unit.template)
@@ -253,36 +264,6 @@ class Run:
                 numbers.append(sliced)
             sliced += not stack.shared
         return numbers
-
-
-class Scan(torch.autograd.Function):
-    """``apply(run, x, number_of_constants, *constants, *stacked shards)``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, run: Run, x: torch.Tensor, number: int, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        y, *kept = run.forward(x, run.unit.sources)
-        if kept:
-            ctx.run, ctx.number, ctx.kept = run, number, len(kept)
-            ctx.save_for_backward(*kept, *tensors)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept, tensors = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
-        needs, number = ctx.needs_input_grad[3:], ctx.number
-        of_x, of_constants, of_stacks = ctx.run.backward(
-            grad,
-            kept,
-            ctx.run.unit.sources,
-            tensors[:number],
-            (needs[:number], needs[number:]),
-        )
-        # What autograd saved may be other objects with the same values.
-        of_stacks = ctx.run.unit.gradients.given(ctx.run.unit.shards, of_stacks)
-        return None, of_x, None, *of_constants, *of_stacks
 
 
 class _Slot:

@@ -98,6 +98,7 @@ class ScanUnit(Unit):
     Attributes:
         offload: whether inputs of blocks wait for the backward in the host's memory.
         prefetch: whether parameters are gathered while the block before computes.
+        keep: names of what the backward takes from the forward (``layers/keeping.py``).
     """
 
     def __init__(
@@ -107,11 +108,13 @@ class ScanUnit(Unit):
         template: nn.Module,
         offload: bool,
         prefetch: bool,
+        keep: tuple[str, ...] = (),
     ) -> None:
         super().__init__(options, world)
         self.template = template
         self.offload = offload
         self.prefetch = prefetch
+        self.keep = keep
         self.depth = 0
         # What the optimizer sees; `tensors` are what a block has of it.
         self._stacked: list[ShardedTensor] = []

@@ -1,0 +1,178 @@
+"""Scanned blocks whose backward takes values from the forward instead of computing them again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_scan import Model
+from torch import nn
+
+WIDTH, DEPTH, LENGTH = 128, 3, 128
+KEPT = ("attention", "inner.up", "out")
+
+
+class Block(nn.Module):
+    """Calls one module twice, changes an output that is kept in place, and drops at random."""
+
+    def __init__(self, implementation):
+        super().__init__()
+        self.implementation = implementation
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.ModuleDict({"up": nn.Linear(WIDTH, WIDTH)})
+
+    def forward(self, x):
+        from xla_fsdp.layers import scaled_dot_product_attention
+
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = scaled_dot_product_attention(
+            q, k, v, is_causal=True, implementation=self.implementation
+        )
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        up = self.inner["up"](x)
+        up.relu_()
+        return x + F.dropout(self.inner["up"](up), 0.1)
+
+
+def gradients(keep, implementation="math", **options):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    from xla_fsdp import scan_blocks
+
+    torch.manual_seed(1)
+    blocks = (Block(implementation) for _ in range(DEPTH))
+    scanned = scan_blocks(blocks, keep=keep, **options)
+    xm.set_rng_state(7)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, LENGTH, WIDTH, generator=generator).to(torch_xla.device()).requires_grad_()
+    y = scanned(x)
+    y.float().square().mean().backward()
+    with torch.no_grad():
+        again = scanned(x)
+    return [
+        one.cpu() for one in (y.detach(), again, x.grad, *(p.grad for p in scanned.parameters()))
+    ]
+
+
+def same_gradients(rank):
+    plain = gradients(())
+    assert all(one.abs().max() > 0 for one in plain[:3])
+    both = {"prefetch": True, "reshard_after_forward": 2}
+    for keep, options in ((KEPT, {}), (["out"], both), (KEPT, both)):
+        for ours, theirs in zip(gradients(keep, **options), plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_the_same_as_computed_again(run_ranks):
+    run_ranks(same_gradients, 2)
+
+
+def same_by_the_kernel(rank):
+    found = gradients(KEPT, "kernel"), gradients((), "kernel"), gradients((), "math")
+    for ours, again, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, again, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4)
+
+
+def test_the_kernel_keeps_its_logarithms(run_ranks):
+    run_ranks(same_by_the_kernel, 1)
+
+
+def is_taken(rank):
+    """The values themselves: a module whose recomputation would give others."""
+    import torch_xla
+
+    from xla_fsdp import scan_blocks
+
+    calls = []
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            calls.append(0)
+            return x * self.gain * len(calls)  # 1 in the forward, 2 in the recomputation
+
+    class Squares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Counting()
+
+        def forward(self, x):
+            return self.inner(x).square()
+
+    slopes = []
+    for keep in ((), ("inner",)):
+        calls.clear()
+        blocks = scan_blocks([Squares()], keep=keep, ignore=["calls"])
+        x = torch.full((4,), 3.0).to(torch_xla.device()).requires_grad_()
+        blocks(x).sum().backward()
+        slopes.append(x.grad.cpu()[0].item())
+        assert len(calls) == 2
+    # d/dx of (c x)^2 with c = 2 is 2 c x c; what is kept has c = 1, its graph c = 2.
+    assert slopes == [24.0, 12.0]
+
+
+def test_takes_what_the_forward_computed(run_ranks):
+    run_ranks(is_taken, 1)
+
+
+def offloaded_and_wrapped(rank):
+    """In a whole model: the root's options, constants with gradients, buffers, frozen parts."""
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel, scan_blocks
+
+    found = []
+    for keep in ((), ("up", "down", "norm")):
+        torch.manual_seed(3)
+        model = Model(lambda blocks, keep=keep: scan_blocks(blocks, keep=keep))
+        model = XlaFullyShardedDataParallel(model)
+        x = torch.ones(2, 4, 5).to(torch_xla.device())
+        model(x).square().sum().backward()
+        found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+        assert model.state_dict()["blocks.1.count"].item() == 1
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_in_a_model(run_ranks):
+    run_ranks(offloaded_and_wrapped, 2)
+
+
+def refused(rank):
+    import torch_xla
+
+    from xla_fsdp import scan_blocks
+
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, x
+
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair, self.idle = Pair(), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.pair(x)[0] + self.idle.weight.sum()
+
+    x = torch.ones(4).to(torch_xla.device()).requires_grad_()
+    with pytest.raises(TypeError, match=r"must be names, such as \('idle',\)"):
+        scan_blocks([Takes()], keep="idle")
+    with pytest.raises(ValueError, match="keep='iddle': the blocks have no such.*attention, idle"):
+        scan_blocks([Takes()], keep=["iddle"])
+    with pytest.raises(ValueError, match="keep='idle': the forward of a block does not call"):
+        scan_blocks([Takes()], keep=["idle"])(x)
+    with pytest.raises(ValueError, match="does not call scaled_dot_product_attention of xla_fsdp"):
+        scan_blocks([Takes()], keep=["attention"])(x)
+    with pytest.raises(TypeError, match="keep='pair': Pair returns tuple, where a tensor"):
+        scan_blocks([Takes()], keep=["pair"])(x)
+
+
+def test_says_what_is_wrong(run_ranks):
+    run_ranks(refused, 1)

@@ -1,0 +1,115 @@
+"""Values of a block that its recomputation takes over from the forward.
+
+What a recomputation takes over it need not compute: the operations before it are traced again, as
+gradients go through them, but nobody uses what they return, so the compiler leaves them out. In JAX
+such values have a ``checkpoint_name`` and a policy that saves it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+# The name of what ``scaled_dot_product_attention`` returns, by the kernel or not.
+ATTENTION = "attention"
+
+
+class Keeping:
+    """One pass over a block: the forward, which records values, or the recomputation, which gets
+    them in the order in which they were recorded.
+
+    Args:
+        names: submodules of the block, whose outputs are kept, and :data:`ATTENTION`.
+        recorded: the values, in a recomputation.
+    """
+
+    def __init__(self, names: Iterable[str], recorded: Sequence[torch.Tensor] | None = None):
+        self.names = frozenset(names)
+        self.values: list[torch.Tensor] = []
+        self.met: set[str] = set()
+        self._recorded = None if recorded is None else iter(recorded)
+
+    @contextlib.contextmanager
+    def over(self, block: nn.Module) -> Iterator[None]:
+        """Within, calls of ``block`` in this thread record or get."""
+        named = [name for name in self.names if name != ATTENTION]
+        handles = [
+            block.get_submodule(name).register_forward_hook(partial(self._of_module, name))
+            for name in named
+        ]
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+            for handle in handles:
+                handle.remove()
+
+    def require_met(self) -> None:
+        """What never came would be computed again without a word.
+
+        Raises:
+            ValueError: the block did not call what it is to keep.
+        """
+        for name in sorted(self.names - self.met):
+            what = "scaled_dot_product_attention of xla_fsdp.layers" if name == ATTENTION else name
+            raise ValueError(
+                f"keep={name!r}: the forward of a block does not call {what}; name what it calls"
+            )
+
+    def computed(
+        self, name: str, compute: Callable[[], Sequence[torch.Tensor]], count: int
+    ) -> list[torch.Tensor]:
+        """The ``count`` tensors of ``compute``, which a recomputation does not call. They have no
+        graph."""
+        self.met.add(name)
+        if self._recorded is not None:
+            return [next(self._recorded) for _ in range(count)]
+        made = list(compute())
+        self.values += made
+        return made
+
+    def of_tensor(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """``value``; in a recomputation with the graph of ``value`` and what was recorded."""
+        self.met.add(name)
+        if self._recorded is not None:
+            return _Recorded.apply(value, next(self._recorded))
+        self.values.append(value.clone())  # what changes ``value`` in place does not change this
+        return value
+
+    def _of_module(self, name: str, module: nn.Module, args: Any, output: Any) -> torch.Tensor:
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(
+                f"keep={name!r}: {type(module).__name__} returns {type(output).__name__}, where a "
+                "tensor is needed; name submodules that return one"
+            )
+        return self.of_tensor(name, output)
+
+
+_current: ContextVar[Keeping | None] = ContextVar("xla_fsdp_keeping", default=None)
+
+
+def keeping(name: str) -> Keeping | None:
+    """What goes on in this thread, if it keeps ``name``."""
+    current = _current.get()
+    return current if current is not None and name in current.names else None
+
+
+class _Recorded(torch.autograd.Function):
+    """``apply(computed, recorded)``: the recorded value, the gradient of the computed one."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+        return recorded.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
