@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from processes import import_for_good
 from script_server import ScriptServer
 
 pytest_plugins = ["xla_fsdp.testing"]
@@ -176,5 +177,5 @@ def forks():
 @pytest.fixture(scope="session")
 def elsewhere():
     """``elsewhere(fn, *args)`` runs a function of a test module in a process without ranks."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=import_for_good) as pool:
         yield lambda fn, *args: pool.submit(fn, *args).result()
