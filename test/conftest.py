@@ -1,5 +1,6 @@
 """Shared by all tests: ranks to run functions on, and scripts in processes of their own."""
 
+import gc
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from processes import import_for_good
 from script_server import ScriptServer
 
 pytest_plugins = ["xla_fsdp.testing"]
@@ -35,6 +37,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
 
 # Files that take minutes. They start first: no process is left alone with one at the end.
 LONG = """test_example_images test_example_mnist test_parity test_plan test_checkpoint_elastic
@@ -44,6 +47,13 @@ test_hf_models test_lightning test_consolidate_intree_writer test_pod_ray
 test_moving""".split()
 
 
+def pytest_collection_finish():
+    # All test modules are imported: what they are made of stays, and need not be looked through by
+    # every collection.
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     place = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
@@ -51,9 +61,40 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def script_server():
-    server = ScriptServer()
+    server = ScriptServer("torch_xla.core.xla_model", "torchvision")
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def plain_server():
+    """The same for scripts that are to work where there is no torch_xla."""
+    server = ScriptServer("torchvision", "safetensors.torch")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def cache_of_examples(tmp_path_factory):
+    """Where examples keep their programs, for each other."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def run_example(tmp_path, script_server, plain_server, cache_of_examples):
+    """``run_example(script, *flags, timeout=400, **environment)``: in an empty folder, the way a
+    user does, and with the programs that examples have compiled in this run."""
+
+    def run(script, *flags, timeout=400, **environment):
+        cache = {"XDG_CACHE_HOME": str(cache_of_examples)}
+        environment = {**os.environ, **cache, **environment}
+        server = plain_server if script == "evaluate.py" else script_server
+        return server.run(
+            [EXAMPLES / script, *flags], cwd=tmp_path, env=environment, timeout=timeout,
+            python=plain_server.python,
+        )  # fmt: skip
+
+    return run
 
 
 @pytest.fixture
@@ -77,11 +118,11 @@ def common(monkeypatch):
     """The helpers of the examples: ``common.script`` imports that module, and ``common.digits`` one
     that lies beside the scripts. Two scripts give flags the same names: of those that define flags
     a process can import one, see test_example_gpt.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
 
     class Helpers:
         def __getattr__(self, name):
-            beside = (ROOT / "examples" / f"{name}.py").exists()
+            beside = (EXAMPLES / f"{name}.py").exists()
             return import_module(name if beside else f"common.{name}")
 
     return Helpers()
@@ -112,7 +153,7 @@ def refused(run_script, tmp_path):
             "    except SystemExit as end:\n"
             "        found.append((end.code, said.getvalue(), told.getvalue()))\n"
             "print(json.dumps(found))\n",
-            ROOT / "examples", module, json.dumps([flags for flags, _ in cases]),
+            EXAMPLES, module, json.dumps([flags for flags, _ in cases]),
             env={"XDG_CACHE_HOME": str(tmp_path / "cache")}, cwd=tmp_path,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -136,5 +177,5 @@ def forks():
 @pytest.fixture(scope="session")
 def elsewhere():
     """``elsewhere(fn, *args)`` runs a function of a test module in a process without ranks."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=import_for_good) as pool:
         yield lambda fn, *args: pool.submit(fn, *args).result()

@@ -1,25 +1,6 @@
-"""Runs examples the way a user does, and reads the table that they end with."""
+"""Reads what examples end with: a table, and curves."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-
-
-def run_example(server, folder, script, *flags, timeout, **environment):
-    """Runs ``script`` in ``folder``, which its caches are put into as well."""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **environment}
-    command = [str(EXAMPLES / script), *flags]
-    if script != "evaluate.py":
-        return server.run(command, cwd=folder, env=environment, timeout=timeout)
-    # It is to work where there is no torch_xla, and the server's processes have imported that.
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=timeout,
-    )  # fmt: skip
 
 
 def table(done):

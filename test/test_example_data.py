@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_runs import EXAMPLES
+from conftest import EXAMPLES
 from PIL import Image
 from torchvision import transforms
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from example_runs import EXAMPLES, run_example, table
+from conftest import EXAMPLES
+from example_runs import table
 from safetensors.torch import load_file
 
 LENGTH = 16
@@ -184,8 +185,8 @@ def lines(done):
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_trains_resumes_bit_for_bit_and_agrees(text, tmp_path, script_server):
-    run = partial(run_example, script_server, tmp_path, "train_gpt.py", timeout=300)
+def test_trains_resumes_bit_for_bit_and_agrees(text, tmp_path, run_example):
+    run = partial(run_example, "train_gpt.py")
     flags = [
         f"--text={text}", "--tokens_per_sample=16", "--batch_size=2", "--update_freq=2",
         "--max_update=4", "--num_devices=2", "--log_interval=1", "--save_interval_updates=2",
@@ -216,12 +217,11 @@ def test_trains_resumes_bit_for_bit_and_agrees(text, tmp_path, script_server):
 
 
 @pytest.mark.parametrize("how", ["--cpu_offload --no_reshard_after_forward", "--stream"])
-def test_float16_with_the_optimizer_on_the_host(text, tmp_path, script_server, how):
+def test_float16_with_the_optimizer_on_the_host(text, run_example, how):
     done = run_example(
-        script_server, tmp_path, "train_gpt.py", f"--text={text}", "--tokens_per_sample=16",
+        "train_gpt.py", f"--text={text}", "--tokens_per_sample=16",
         "--batch_size=2", "--max_update=2", "--num_devices=1", "--log_interval=1", "--prompt=",
-        "--valid_samples=2", "--fp16", "--fp16_init_scale=4", *how.split(),
-        "--warmup_updates=0", timeout=300,
+        "--valid_samples=2", "--fp16", "--fp16_init_scale=4", *how.split(), "--warmup_updates=0",
     )  # fmt: skip
     assert table(done)["agree"] == "yes"
     updates = [one for one in lines(done) if "loss" in one]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from example_runs import run_example, table
+from example_runs import table
 
 from xla_fsdp.integrations import attention
 
@@ -21,13 +21,13 @@ def validations(done):
     return [one["valid_loss"] for one in found if "valid_loss" in one]
 
 
-def test_trains_then_adapts_and_agrees(tmp_path, script_server):
+def test_trains_then_adapts_and_agrees(tmp_path, run_example):
     """Scanned, consolidated and continued by LoRA; the library's own model, in plain torch, finds
     the losses of both."""
     (tmp_path / "text").mkdir()
     for number in range(40):
         (tmp_path / f"text/{number:02}.txt").write_text(f"{number} and {number + 1}. " * 3)
-    run = partial(run_example, script_server, tmp_path, "train_llama.py", timeout=400)
+    run = partial(run_example, "train_llama.py")
     first = run(*FLAGS, "--text=text", "--max_update=6", "--lr=0.01")
     rows = table(first)
     assert rows["agree"] == "yes" and rows["parameters"] == "459,648"

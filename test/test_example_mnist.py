@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from example_runs import EXAMPLES, curve, run_example, table
+from conftest import EXAMPLES
+from example_runs import curve, table
 
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 
@@ -24,14 +25,14 @@ def example(common):
 
 
 @pytest.fixture
-def train(tmp_path, script_server):
+def train(run_example):
     """``train(*flags)`` runs the script in an empty folder."""
-
-    return partial(run_example, script_server, tmp_path, SCRIPT.name, timeout=180)
+    return partial(run_example, SCRIPT.name)
 
 
 def test_trains_saves_consolidates_and_agrees(train, tmp_path):
-    done = train("--num_devices=2", "--num_epochs=2", "--logdir=curves")
+    cache = str(tmp_path / "cache")
+    done = train("--num_devices=2", "--num_epochs=2", "--logdir=curves", XDG_CACHE_HOME=cache)
     rows = table(done)
     assert rows["epochs"] == "2" and rows["ranks"] == "2" and rows["parameters"] == "21,900"
     assert float(rows["final training loss"]) < 0.5
@@ -57,7 +58,8 @@ def test_a_second_start_compiles_nothing(train, tmp_path):
     flags += ("--no_ckpt_consolidation",)
     found = []
     for start in ("first", "second"):
-        rows = table(train(*flags, f"--ckpt_prefix={start}"))
+        flag, cache = f"--ckpt_prefix={start}", str(tmp_path / "cache")
+        rows = table(train(*flags, flag, XDG_CACHE_HOME=cache))
         assert rows["checkpoint"] == f"{start}/step-00000001"
         counts = re.match(r"(\d+) compiled, (\d+) from the cache in", rows["programs"]).groups()
         kept = {path for path in tmp_path.glob("cache/xla_fsdp/compiled/*/*") if not path.suffix}

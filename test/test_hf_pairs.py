@@ -8,7 +8,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from example_runs import EXAMPLES
+from conftest import EXAMPLES
 from safetensors.torch import load_file
 
 SMALL = {"pairs": 45, "batch_size": 8, "epochs": 2, "max_length": 32, "dropout": 0.0, "seed": 3}

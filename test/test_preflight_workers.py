@@ -26,6 +26,31 @@ def key(api, tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def impatient(api, key, tmp_path_factory):
+    """Workers and the command for each of the two tests in which it waits for half a minute. They
+    wait while the other tests run."""
+    api.answers = [node()]
+    begun = []
+    for pod in ({0: "dead", 2: "nonsense", 1: "hang"}, {2: "hang second"}):
+        root = tmp_path_factory.mktemp("pod")
+        workers = Workers(root)
+        for number, how in pod.items():
+            workers.behave(number, how)
+        # A busy machine may take seconds to start the others' Pythons.
+        flags = (*workers.flags(), "--timeout=30", "--ckpt_dir=~/mount")
+        begun.append((workers, number, start(api, key, root, *flags)))
+    for workers, number, command in begun:
+        while command.poll() is None and not workers.sleeper(number):
+            time.sleep(0.05)
+    yield [(workers, command) for workers, _, command in begun]
+    for workers, number, command in begun:
+        if command.poll() is None:  # its test is not run
+            command.kill()
+            os.kill(workers.sleeper(number), signal.SIGKILL)
+            finish(command)
+
+
 @pytest.fixture
 def workers(tmp_path):
     return Workers(tmp_path)
@@ -108,34 +133,6 @@ def test_chips_and_environment_that_differ(preflight, workers):
     assert "worker 0: held by process" in checks["chips free"][1]
     assert checks["environment"][0] == "warning"
     assert "worker 1: PJRT_DEVICE=TPU LIBTPU_INIT_ARGS=--xla_x=1" in checks["environment"][1]
-
-
-def test_workers_that_do_not_answer(preflight, workers):
-    workers.behave(0, "dead")
-    workers.behave(1, "hang")
-    workers.behave(2, "nonsense")
-    # A busy machine may take seconds to start the others' Pythons.
-    done = preflight("--timeout=30", "--ckpt_dir=~/mount")
-    checks = lines(done, 1)
-    status, text = checks["workers"]
-    assert status == "FAILED"
-    assert "worker 0: the command ended with 1: ssh: connect to host" in text
-    assert "worker 1: no answer in 30 s" in text
-    assert "worker 2: it answered something else: Welcome!" in text
-    # What the fourth says is still looked at.
-    assert checks["torch"][0] == "ok"
-    assert checks["checkpoints written"] == ("ok", "~/mount: by 1 of 4 workers")
-    assert checks["checkpoints shared"][0] == "skipped"
-
-
-def test_a_mount_that_hangs(preflight, workers):
-    workers.behave(2, "hang second")
-    checks = lines(preflight("--timeout=30", "--ckpt_dir=~/mount"), 1)
-    assert checks["workers"][0] == "ok"
-    assert "worker 2: no answer in 30 s" in checks["checkpoints written"][1]
-    assert checks["checkpoints shared"][0] == "ok"
-    assert checks["probe files"][0] == "warning"
-    assert list(workers.shared.iterdir()) == []
 
 
 def test_interrupted(begin, workers):
@@ -236,3 +233,26 @@ def test_what_is_filled_in(preflight, workers, tmp_path):
         "worker 3: the command ended with 1: ERROR: pod us-central2-b lab 3 10.0.0.3 192.0.2.3 Run"
     )
     assert told in checks["workers"][1]
+
+
+def test_workers_that_do_not_answer(impatient):
+    checks = lines(finish(impatient[0][1]), 1)
+    status, text = checks["workers"]
+    assert status == "FAILED"
+    assert "worker 0: the command ended with 1: ssh: connect to host" in text
+    assert "worker 1: no answer in 30 s" in text
+    assert "worker 2: it answered something else: Welcome!" in text
+    # What the fourth says is still looked at.
+    assert checks["torch"][0] == "ok"
+    assert checks["checkpoints written"] == ("ok", "~/mount: by 1 of 4 workers")
+    assert checks["checkpoints shared"][0] == "skipped"
+
+
+def test_a_mount_that_hangs(impatient):
+    workers, command = impatient[1]
+    checks = lines(finish(command), 1)
+    assert checks["workers"][0] == "ok"
+    assert "worker 2: no answer in 30 s" in checks["checkpoints written"][1]
+    assert checks["checkpoints shared"][0] == "ok"
+    assert checks["probe files"][0] == "warning"
+    assert list(workers.shared.iterdir()) == []
