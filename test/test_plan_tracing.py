@@ -373,6 +373,37 @@ def large_parameters_take_up_no_memory():
     assert grown < 1 << 30, grown
 
 
+def other_threads_make_tuples_meanwhile():
+    """Who looks through all objects holds those that a thread is about to make, too."""
+    import threading
+    import time
+
+    _imports()
+    from xla_fsdp.planning.tracing.live import LiveTensors
+
+    failed, over = [], threading.Event()
+
+    def work():
+        try:
+            while not over.is_set():
+                # Ten are made room for, so that the tuple is resized, some time after it began.
+                tuple(sum(range(200)) for _ in range(3000))
+        except SystemError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    live, until = LiveTensors(), time.monotonic() + 3
+    while time.monotonic() < until and not failed:
+        live.all()
+    over.set()
+    for thread in threads:
+        thread.join()
+    live.close()
+    assert not failed
+
+
 def names_reach_the_program():
     *_, trace_step = _imports()
     hlo = trace_step(_step(), 0, 8).program.hlo
@@ -399,6 +430,7 @@ CHECKS = [
     a_forward_alone_is_a_program_too,
     errors_of_the_step_come_out_and_leave_nothing_behind,
     large_parameters_take_up_no_memory,
+    other_threads_make_tuples_meanwhile,
     names_reach_the_program,
 ]
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 import torch_xla
@@ -63,10 +68,30 @@ class LiveTensors:
         # type() instead of isinstance(), which asks objects for their __class__: slow, and some
         # objects do things when asked.
         kinds = _tensor_types()
-        found = [t for t in gc.get_objects() if type(t) in kinds and is_xla(t)]
+        with _alone():
+            objects = gc.get_objects()
+            tensors = list(compress(objects, map(kinds.__contains__, map(type, objects))))
+            del objects
+        found = [tensor for tensor in tensors if is_xla(tensor)]
         for tensor in found:  # those that only autograd held; now Python does, which it must know
             tensor._fix_weakref()
         return found
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Within, for up to 0.2 s, no other thread runs Python.
+
+    Who holds every object of the process also holds tuples that another thread is about to make,
+    and Python refuses to resize a tuple that somebody else has (a SystemError in that thread).
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.2)
+    try:
+        time.sleep(0)  # who has waited for less than that may go first
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
