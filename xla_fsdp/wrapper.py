@@ -15,6 +15,7 @@ from .libraries import adapt
 from .names import is_wrapper, shell_of
 from .offload.attaching import attach
 from .offload.streaming import share_traffic
+from .ranks.autograd_thread import start_program
 from .sharding import metadata
 from .sharding.building import UnitBuilder
 from .sharding.cpu_offload import CPUOffload
@@ -285,9 +286,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             if unit.stream is not None:
                 unit.stream.arrive()
         if self.fsdp_options.sync_on_finalization:
-            # Not torch_xla.sync(): this is autograd's thread, whose default device is another's.
-            device = str(self._unit.world.device)
-            torch_xla._XLAC._xla_step_marker(device, [], wait=False)
+            start_program(self._unit.world.device)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

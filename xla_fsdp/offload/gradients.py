@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch_xla
 
+from ..ranks.autograd_thread import start_program
 from ..ranks.rank import is_pretending
 from ..sharding.host_shard import HostShard, unwritten
 from ..sharding.shard_hooks import accumulate
@@ -56,8 +57,7 @@ class HostGradients:
         self._told = None
         if not self.pending:
             return
-        # Not torch_xla.sync(): this may be autograd's thread, whose default device is another's.
-        torch_xla._XLAC._xla_step_marker(str(self.device), [], wait=False)
+        start_program(self.device)
         self.depart(lambda give: give())
 
     def depart(self, run: Callable[[Callable[[], None]], None]) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch_xla
 from torch.autograd.function import once_differentiable
 
+from ..ranks.autograd_thread import start_program
 from ..ranks.rank import is_pretending
 from ..sharding.unit import Unit
 from ..tree import map_tensors, tensors_in
@@ -35,7 +36,6 @@ class Traffic:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.cuts = 0  # programs that were started
         self._fetching: list[Future[None]] = []
         self._pool: ThreadPoolExecutor | None = None
 
@@ -45,19 +45,14 @@ class Traffic:
 
     def cut(self) -> None:
         """Runs what was traced, once what ran before is over and its memory free."""
-        self.cuts += 1
         if not is_pretending():
             xlac = torch_xla._XLAC
             xlac._xla_wait_device_ops(xlac._xla_real_devices([str(self.device)]))
-        # Not torch_xla.sync(): this may be autograd's thread, whose default device is another's.
-        torch_xla._XLAC._xla_step_marker(str(self.device), [], wait=False)
+        start_program(self.device)
 
     def fetch(self, task: Callable[[], None]) -> None:
         """Has ``task`` run behind those before it, which one thread does: two units may have
         gradients of one shard."""
-        if is_pretending():
-            task()
-            return
         while len(self._fetching) >= _FETCHING:
             self._fetching.pop(0).result()
         if self._pool is None:
