@@ -19,7 +19,6 @@ from torch import nn
 
 import xla_fsdp
 from xla_fsdp import Report
-from xla_fsdp.compiler_options import FOR_LOOPS
 
 from .model import Block
 from .slices import require_slices
@@ -108,10 +107,7 @@ def main() -> None:
             print(f"{name} on {flags.slice}", file=sys.stderr)
             traced: list[float] = []
             step = step_of(depth, scanned, flags.width, flags.batch, traced)
-            options = FOR_LOOPS if scanned else None
-            report = xla_fsdp.plan(
-                step, flags.slice, ranks=[0, 1, 7], title=name, compiler_options=options
-            )
+            report = xla_fsdp.plan(step, flags.slice, ranks=[0, 1, 7], title=name)
             columns[name] = {label: get(report) for label, get, _ in ROWS}
             columns[name]["tracing forward and backward, ms"] = 1e3 * min(traced)
     flags.out.mkdir(parents=True, exist_ok=True)

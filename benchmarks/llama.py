@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import xla_fsdp
-from xla_fsdp.compiler_options import FOR_LOOPS
 
 from .decoder import Decoder, decoder_step
 from .published_runs import MAXTEXT_16B
@@ -52,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         "attention, q, k, v, out, gate, up, down")  # fmt: skip
     parser.add_argument("--prefetch", action="store_true", help="gather the next block meanwhile")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
-                        help="of the compiler, beside FOR_LOOPS")  # fmt: skip
+                        help="of the compiler")  # fmt: skip
     parser.add_argument("--save", type=Path, help="folder for the reports")
     parser.add_argument("--out", type=Path, help="file for the figures, JSON")
     flags = parser.parse_args(arguments)
     given = {"batch": flags.batch, "layers": flags.layers, "length": flags.length}
     given |= {"keep": tuple(flags.keep or ()), "prefetch": flags.prefetch}
     sizes = replace(MODELS[flags.model], **{k: v for k, v in given.items() if v})
-    options = {**FOR_LOOPS, **dict(option.split("=", 1) for option in flags.option)}
+    options = dict(option.split("=", 1) for option in flags.option)
     rows = {}
     print("| | step, ms (model) | MFU, % | exposed collectives, ms | HBM, GiB | tokens/s a device "
           "| fits |")  # fmt: skip

@@ -20,7 +20,6 @@ from torch import nn
 import xla_fsdp
 from xla_fsdp import Report, checkpoint_module, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp.compiler_options import FOR_LOOPS
 
 from .slices import require_slices
 
@@ -79,9 +78,7 @@ def main() -> None:
             name = f"{'scanned' if scanned else 'singly'}{', offload' if offload else ''}"
             print(f"{name} on {flags.slice}", file=sys.stderr)
             one = functools.partial(step, flags.depth, scanned, offload)
-            columns[name] = xla_fsdp.plan(
-                one, flags.slice, ranks=[0], title=name, compiler_options=FOR_LOOPS
-            )
+            columns[name] = xla_fsdp.plan(one, flags.slice, ranks=[0], title=name)
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
     for label, get in ROWS:
         lines.append(f"| {label} | " + " | ".join(map(get, columns.values())) + " |")

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import xla_fsdp
 from xla_fsdp import Report
-from xla_fsdp.compiler_options import FOR_LOOPS
 from xla_fsdp.tpu.topology import resolve
 
 from .peers import JAX, SPMD, maxtext_options, plan_peer
@@ -46,7 +45,7 @@ class Table:
 PLAIN = "plain"
 TABLES = {
     PLAIN: Table(SLICES, (OURS, PARTS, IN_TREE, SPMD, JAX)),
-    "rematerialised": Table(SLICES, (OURS, IN_TREE, JAX), REMATERIALISED),
+    "rematerialised": Table(SLICES, (OURS, PARTS, IN_TREE, JAX), REMATERIALISED),
     "one loop": Table(SLICES, (OURS, JAX, TUNED), SCANNED),
     "ZeRO-2": Table(SLICES, (OURS, PARTS, IN_TREE, JAX, TUNED), KEPT),
 }
@@ -110,7 +109,7 @@ def plan_one(name: str, where: str, table: Table) -> Report:
         options = maxtext_options(resolve(where).chip.family) if name == TUNED else None
         return plan_peer(JAX, where, way=table.way, compiler_options=options, **how)
     if table.way == SCANNED:
-        return xla_fsdp.plan(scanned_step(), where, compiler_options=FOR_LOOPS, **how)
+        return xla_fsdp.plan(scanned_step(), where, **how)
     wrapper = IN_TREE if name == IN_TREE else OURS
     how["launcher"] = "torch_xla" if name == IN_TREE else "xla_fsdp"
     step = step_of(wrapper, table.way == REMATERIALISED, table.way != KEPT, parts=name == PARTS)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .published_runs import NOT_PLANNED, RUNS, Run, halves
-from .published_steps import ResNet50, step_of
+from .published_steps import step_of
 from .roofline import KINDS, by_kind, timed
 
 RESULTS = Path(__file__).parent / "results" / "published.json"
@@ -34,7 +34,6 @@ NOTE = (
 def planned(run: Run, save: Path | None = None) -> dict:
     """The figures of one plan, in seconds and bytes."""
     from xla_fsdp.compiled.host_options import host_options
-    from xla_fsdp.compiler_options import FOR_LOOPS
     from xla_fsdp.planning.compiling.cache import PlanCache
     from xla_fsdp.planning.compiling.compiler import compile_step
     from xla_fsdp.planning.compiling.progress import Progress
@@ -44,9 +43,7 @@ def planned(run: Run, save: Path | None = None) -> dict:
 
     # xla_fsdp.plan's steps one by one, for the text of the compiled program.
     where = resolve(run.slice)
-    scanned = not isinstance(run.sizes, ResNet50)
-    options = {**(FOR_LOOPS if scanned else {}), **run.options}
-    host = host_options(where.chip, "xla_fsdp", options)
+    host = host_options(where.chip, "xla_fsdp", run.options)
     step = trace_step(step_of(run.sizes, run.replicas), 0, where.devices, where, host.arguments)
     compiled = compile_step(step.program, where, host, PlanCache.at(True), Progress())
     if save is not None:

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 import xla_fsdp
-from xla_fsdp.compiler_options import FOR_LOOPS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LENGTH = 2048
@@ -51,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     found = xla_fsdp.tune(
         step, flags.slice, batch=flags.batch, budget=flags.budget, title=f"GPT {flags.arch}",
-        compiler_options=FOR_LOOPS,  # the cross entropy is a loop, whatever the blocks are
     )  # fmt: skip
     print(found)
     if flags.save:

@@ -26,7 +26,6 @@ from torch import nn
 from updates import Updates, betas, polynomial
 
 import xla_fsdp
-from xla_fsdp.tpu import compiler_options
 
 flags.DEFINE_enum("arch", "tiny", list(gpt.FAMILY), "which of the family")
 flags.DEFINE_integer("vocab_size", None, f"default: {gpt.VOCABULARY}; tiny: that of --data", 1)
@@ -54,8 +53,6 @@ def main(options: SimpleNamespace) -> None:
     prompt = tokens.encode_prompt(found, options) if found else []
     # Logits do not exist whole where they are large; the loop over their parts knows no float16.
     options.fused = options.vocab_size > 8192 and not options.fp16
-    if options.scan_blocks or options.fused:
-        compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
     size = gpt.FAMILY[options.arch]
     network = {"vocabulary": options.vocab_size, "positions": options.positions, **size._asdict()}
     count = gpt.count_parameters(options.vocab_size, options.positions, size)

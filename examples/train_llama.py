@@ -30,7 +30,6 @@ from torch import nn
 from updates import Updates, betas, polynomial
 
 import xla_fsdp
-from xla_fsdp.tpu import compiler_options
 
 flags.DEFINE_enum("size", "tiny", list(llama.SIZES), "of a new model")
 flags.DEFINE_string("folder", None, "go on from this model: config.json and safetensors files")
@@ -52,7 +51,6 @@ def main(options: SimpleNamespace) -> None:
     found = None if options.plan else tokens.prepare(options, llama.tokenizer_of(options.folder))
     config = llama.configuration(options, found)
     prompt = tokens.encode_prompt(found, options) if found else []
-    compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
     checkpoints.prepare_folder(options)
     count = sum(parameter.numel() for parameter in llama.without_values(config).parameters())
     print(title := f"LLaMA, {count:,} parameters", flush=True)

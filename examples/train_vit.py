@@ -33,7 +33,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import xla_fsdp
-from xla_fsdp.tpu import compiler_options
 
 flags.DEFINE_integer("patch_size", None, "pixels along an edge; default: 14", lower_bound=1)
 flags.DEFINE_integer("embed_dim", None, "width; default: 5120", lower_bound=1)
@@ -71,8 +70,6 @@ def main(options: SimpleNamespace) -> None:
         options.scan_blocks = False
     set_defaults(options, digits=image_batches.prepare(options))
     network, count = sizes_of(options)
-    if options.scan_blocks:
-        compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
     checkpoints.prepare_folder(options)
     print(title := f"vision transformer, {count:,} parameters", flush=True)
     how = (options, options.num_devices, title)

@@ -9,7 +9,6 @@ from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import checkpoint_module, plan, scan_blocks
-from xla_fsdp.compiler_options import FOR_LOOPS
 from xla_fsdp.layers import scaled_dot_product_attention
 from xla_fsdp.layers.attention import segment_mask
 
@@ -211,7 +210,7 @@ def planned():
         model(x).float().square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-    options = {"ranks": [0], "cache": False, "progress": False, "compiler_options": FOR_LOOPS}
+    options = {"ranks": [0], "cache": False, "progress": False}
     report = plan(step, "v5litepod-4", **options)
     kernels = [op for op in report.schedule.ops if op.name.startswith(("splash", "vmap_splash"))]
     # Forward, the same again in the backward, gradients of queries, of keys and values.

@@ -9,7 +9,6 @@ from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import plan
-from xla_fsdp.compiler_options import FOR_LOOPS
 from xla_fsdp.layers import linear_cross_entropy
 
 TOKENS, WIDTH, WORDS = 12, 16, 50
@@ -171,7 +170,7 @@ def planned():
             model(hidden, torch.zeros(1, 4096, dtype=torch.long, device="xla")).backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-        options = {"cache": False, "progress": False, "compiler_options": FOR_LOOPS}
+        options = {"cache": False, "progress": False}
         report = plan(step, "v5litepod-4", ranks=[0], **options)
         return report.memory.peak
 

@@ -8,8 +8,6 @@ from test_scan_carries import DEPTH, STEPS, Block, Model, assert_close, batch, e
 from test_special_uses import trace_as_on_tpu
 from torch import nn
 
-from xla_fsdp.compiler_options import FOR_LOOPS
-
 
 def trained(rank, scanned, offload, prefetch=False):
     """Weights after some steps, of two micro-batches each."""
@@ -134,7 +132,7 @@ def planned():
         return nn.Sequential(*(FSDP(one, compute_dtype=torch.bfloat16) for one in layers))
 
     for around, depth in ((scanned, 16), (singly, DEPTH)):
-        options = {"cache": False, "progress": False, "compiler_options": FOR_LOOPS}
+        options = {"cache": False, "progress": False}
         report = plan(_step(around), "v5litepod-8", ranks=[0], **options)
         held = report.memory.host_temporaries
         assert depth * INPUT <= held <= 1.01 * depth * INPUT, held / INPUT

@@ -430,7 +430,7 @@ def _clipped_step():
     return loss
 
 
-def planned_where_gathers_run_beside_loops(cache):
+def planned_with_and_without_gathers_beside_loops(cache):
     import os
 
     from xla_fsdp import plan
@@ -442,24 +442,20 @@ def planned_where_gathers_run_beside_loops(cache):
 
     kept = dict(os.environ)
     try:
-        # With all options that launch gives, the compiler dies of this program: as there, so here.
-        for prepare in (lambda: None, compiler_options.add_to_environment):
-            prepare()
-            with pytest.raises(RuntimeError, match="TPU v6 lite .* Before launch: .*FOR_LOOPS"):
-                planned()
-        os.environ.pop("LIBTPU_INIT_ARGS")
-        compiler_options.add_to_environment(compiler_options.FOR_LOOPS)
         report = planned()
         assert report.fits
         assert any(c.asynchronous and c.times == 4 for c in report.schedule.collectives)
-        (beside,) = compiler_options.FOR_LOOPS
-        assert report.compiler_options[beside] == "false (LIBTPU_INIT_ARGS)"
-        compiler_options.add_to_environment()  # as launch does then
+        compiler_options.add_to_environment()  # as launch does
         assert planned().from_cache
+        # With this one the compiler dies of the program.
+        beside = "--xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
+        os.environ["LIBTPU_INIT_ARGS"] = f"{beside}=true"
+        with pytest.raises(RuntimeError, match=f"TPU v6 lite .*{beside}=true; take it out"):
+            planned()
     finally:
         os.environ.clear()
         os.environ.update(kept)
 
 
-def test_compiles_where_gathers_run_beside_loops(elsewhere, tmp_path):
-    elsewhere(planned_where_gathers_run_beside_loops, str(tmp_path))
+def test_refused_where_gathers_run_beside_loops(elsewhere, tmp_path):
+    elsewhere(planned_with_and_without_gathers_beside_loops, str(tmp_path))

@@ -11,8 +11,6 @@ from test_comm_hooks import Reference, assert_close
 from test_special_uses import trace_as_on_tpu
 from torch import nn
 
-from xla_fsdp.compiler_options import FOR_LOOPS
-
 WIDTH, DEPTH, STEPS, RATE = 12, 3, 3, 0.1
 
 
@@ -316,7 +314,7 @@ def _planned_step():
 def _planned():
     from xla_fsdp import plan
 
-    options = {"cache": False, "progress": False, "compiler_options": FOR_LOOPS}
+    options = {"cache": False, "progress": False}
     report = plan(_planned_step, "v5litepod-8", ranks=[0, 7], **options)
     assert report.executables == 1
     inside = [one for one in report.schedule.collectives if one.times == BLOCKS]

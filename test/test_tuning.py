@@ -17,7 +17,7 @@ from xla_fsdp.planning.tuning.facts import StepFacts, UnitFacts
 from xla_fsdp.planning.tuning.search import Measured, Search
 from xla_fsdp.planning.tuning.space import Space, checked_search, plainness
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError
-from xla_fsdp.tpu.compiler_options import FOR_LOOPS, for_large_products
+from xla_fsdp.tpu.compiler_options import for_large_products
 from xla_fsdp.tpu.topology import resolve
 
 GIB = 2**30
@@ -38,7 +38,7 @@ def test_settings_go_through_json_and_a_file(tmp_path):
     assert ShardingSettings.load(tmp_path / "settings.json") == settings
     assert ShardingSettings.from_json(ShardingSettings().to_json()) == ShardingSettings()
     vmem = ShardingSettings(operation_vmem=98304)
-    assert settings.compiler_options == {**FOR_LOOPS, **vmem.compiler_options}
+    assert settings.compiler_options == vmem.compiler_options
     assert vmem.compiler_options == for_large_products("v6e")
     assert not ShardingSettings().compiler_options
 

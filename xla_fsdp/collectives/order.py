@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch_xla
@@ -150,3 +151,20 @@ def after(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> li
             tied + [torch.view_copy(event, event.shape) for event in events]
         )
     return tied
+
+
+def kept(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which the compiler may not compute again instead of keeping it in memory."""
+    return _Kept.apply(tensor)
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.view_copy(tensor, tensor.shape)
+        torch_xla._XLAC._xla_optimization_barrier_([copy])
+        return copy
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad

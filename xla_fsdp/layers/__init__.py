@@ -1,7 +1,8 @@
 """Modules that know of sharding, and functions that compute without what would not fit."""
 
 from .attention import scaled_dot_product_attention
+from .contraction import einsum
 from .cross_entropy import linear_cross_entropy
-from .linear import contracted
+from .softmax import softmax
 
-__all__ = ["contracted", "linear_cross_entropy", "scaled_dot_product_attention"]
+__all__ = ["einsum", "linear_cross_entropy", "scaled_dot_product_attention", "softmax"]

@@ -213,5 +213,5 @@ _STEPS: dict[str, Callable[..., Step]] = {
     "DiagonalBackward0": _diagonal,
     "ToCopyBackward0": _cast,
     "AliasBackward0": _same,
-    "_KeptBackward": _same,  # see layers/linear.py
+    "_KeptBackward": _same,  # see collectives/order.py
 }

@@ -14,12 +14,7 @@ from types import MappingProxyType
 from . import this_host
 from .libtpu_flags import ARGUMENTS, library, read, refusal, without, without_dashes, written
 
-_BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
-
 OPTIONS: Mapping[str, str] = MappingProxyType({
-    # All-gathers may run beside loops over elements, not only beside products of matrices.
-    # Workload S on v5e:2x4: 99 instead of 76 % of the bytes are sent beside compute.
-    _BESIDE_ELEMENTS: "true",
     # Operands are prefetched whole, not in up to four slices that are under way one by one: for
     # each the compiler sets aside two tables of 16 KiB that share memory with nothing.
     # Workload S on v5e:2x4: 1,025 instead of 1,045 MiB of temporaries, recomputed 367 instead of
@@ -34,11 +29,12 @@ OPTIONS: Mapping[str, str] = MappingProxyType({
 OPERATION_VMEM: Mapping[str, int] = MappingProxyType({"v5e": 49152, "v5p": 49152, "v6e": 98304})
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 
-# For programs with collectives inside a loop, such as those of ``scan_blocks``, on v5e and v6e: the
-# compiler of libtpu 0.0.21 reads memory that is not its own there when it is asked for the first
-# option, and most often crashes (docs/scan.md).
-FOR_LOOPS: Mapping[str, str] = MappingProxyType({_BESIDE_ELEMENTS: "false"})
-# v5e and v6e, as their runtimes call them.
+# Nothing, for scripts from when loops needed an option of launch undone.
+FOR_LOOPS: Mapping[str, str] = MappingProxyType({})
+# Gathers beside loops over elements. More of the bytes travel beside compute with it, and the step
+# takes longer (benchmarks/LOG.md). On v5e and v6e, for a program with collectives inside a loop,
+# the compiler of libtpu 0.0.21 then reads memory that is not its own, and most often crashes.
+_BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
 _CRASHING = ("TPU v5 lite", "TPU v6 lite")
 
 
@@ -101,15 +97,13 @@ def require_loops_compile(device_kind: str) -> None:
     """Refuses what would crash the compiler later, without a word that helps.
 
     Raises:
-        RuntimeError: this process asks for the first of :data:`OPTIONS` on v5e or v6e.
+        RuntimeError: ``LIBTPU_INIT_ARGS`` asks for gathers beside loops on v5e or v6e.
     """
     given = read(os.environ.get(ARGUMENTS, ""))
     if device_kind in _CRASHING and given.get(_BESIDE_ELEMENTS) == "true":
         raise RuntimeError(
             f"on {device_kind} the TPU compiler crashes on loops if LIBTPU_INIT_ARGS has "
-            f"--{_BESIDE_ELEMENTS}=true, which launch adds. Before launch: "
-            "from xla_fsdp.compiler_options import FOR_LOOPS, add_to_environment; "
-            f"add_to_environment(FOR_LOOPS). Or export LIBTPU_INIT_ARGS=--{_BESIDE_ELEMENTS}=false"
+            f"--{_BESIDE_ELEMENTS}=true; take it out"
         )
 
 

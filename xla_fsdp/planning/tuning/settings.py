@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ...collectives.routes import HOWS
-from ...tpu.compiler_options import FOR_LOOPS, operation_vmem
+from ...tpu.compiler_options import operation_vmem
 from ..compiling.cache import write_whole
 from .wrapping import Blocks, join_blocks, wrap_model, wrap_root
 
@@ -143,8 +143,7 @@ class ShardingSettings:
     def compiler_options(self) -> Mapping[str, str]:
         """What the TPU compiler needs to be told: ``compiler_options.add_to_environment(...)``
         before ``launch``, or ``plan(compiler_options=...)``."""
-        for_loops = FOR_LOOPS if self.scan else {}
-        return {**for_loops, **(operation_vmem(self.operation_vmem) if self.operation_vmem else {})}
+        return operation_vmem(self.operation_vmem) if self.operation_vmem else {}
 
     # As text.
 

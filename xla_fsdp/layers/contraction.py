@@ -1,0 +1,145 @@
+"""Products of tensors over any of their dimensions, as the TPU's compiler takes them.
+
+PyTorch computes ``nn.Linear`` and ``torch.einsum`` as products of matrices: what is not contracted
+is flattened, and what has to be transposed for that is copied. XLA lays tensors out freely,
+(batch, sequence, width) often with the sequence last, but a reshape forces the plain order on it:
+a copy of every activation. A contraction over the dimensions as they are leaves it its choice.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.backends
+from torch.autograd import forward_ad
+
+from ..collectives.order import after
+
+# Dimensions of both factors and of the product: a letter each.
+Equation = tuple[str, str, str]
+
+
+def einsum(equation: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``torch.einsum`` of two factors, without flattening or transposing them on a TPU.
+
+    For heads of attention made where they are needed: with ``x`` (b, s, w) and a weight (h, d, w),
+    ``einsum("bsw,hdw->bhsd", x, weight)`` are queries of all heads, which both products of
+    attention take as they are. Workload S with heads made so, beside ``nn.Linear`` and views:
+    docs/benchmarks.md.
+
+    An equation that is no contraction of this kind (a letter twice in one factor, or in one factor
+    alone and not in the product; an ellipsis; no product stated), factors of two dtypes, autocast
+    and everything off XLA are ``torch.einsum``'s.
+
+    Args:
+        equation: such as ``"bqhd,bkhd->bhqk"``.
+
+    Raises:
+        ValueError: the equation does not fit the factors, which torch_xla's does not notice.
+    """
+    letters = _letters(equation, x, y)
+    if letters is None or not contracts(x, y):
+        return torch.einsum(equation, x, y)
+    return Product.apply(x, y, letters)
+
+
+def contracts(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether ``Product`` computes what torch would."""
+    return (
+        x.is_xla  # type: ignore[attr-defined]  # not in torch's stubs
+        and y.is_xla  # type: ignore[attr-defined]
+        and x.dtype == y.dtype
+        and x.dtype.is_floating_point
+        and not torch.is_autocast_enabled("xla")
+        # torch_xla's contraction would ignore it.
+        and torch_xla.backends.get_mat_mul_precision() == "default"
+        and forward_ad._current_level < 0
+    )
+
+
+def _letters(equation: str, x: torch.Tensor, y: torch.Tensor) -> Equation | None:
+    """What ``equation`` says, if it is a contraction and fits ``x`` and ``y``."""
+    factors, arrow, output = equation.replace(" ", "").partition("->")
+    of_x, comma, of_y = factors.partition(",")
+    each = of_x, of_y, output
+    if not (arrow and comma and all(_once(letters) for letters in each)):
+        return None
+    if any(_alone(letters, each) for letters in each):
+        return None
+    shapes = tuple(x.shape), tuple(y.shape)
+    if (x.dim(), y.dim()) != (len(of_x), len(of_y)):
+        raise ValueError(f"einsum({equation!r}) of factors of {shapes[0]} and {shapes[1]}: each "
+                         "needs a letter for each of its dimensions")  # fmt: skip
+    of_second = dict(zip(of_y, y.shape, strict=True))
+    pairs = {
+        letter: {size, of_second.get(letter, size)}
+        for letter, size in zip(of_x, x.shape, strict=True)
+    }
+    for letter, sizes in pairs.items():
+        if len(sizes - {1}) > 1:
+            raise ValueError(f"einsum({equation!r}) of factors of {shapes[0]} and {shapes[1]}: "
+                             f"{letter!r} has two sizes")  # fmt: skip
+    return None if any(len(sizes) > 1 for sizes in pairs.values()) else each  # torch broadcasts
+
+
+def _once(letters: str) -> bool:
+    return len(set(letters)) == len(letters) and set(letters) <= set(string.ascii_letters)
+
+
+def _alone(letters: str, each: Equation) -> bool:
+    """Whether one of ``letters`` is in no other of ``each``."""
+    return any(sum(letter in other for other in each) < 2 for letter in letters)
+
+
+class Product(torch.autograd.Function):
+    """``apply(x, y, equation, frees)``: a contraction, differentiable any number of times.
+
+    ``frees``: the backward computes the gradient of ``x`` only once that of ``y`` is there, which
+    is the last to read ``x``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, y: torch.Tensor, equation: Equation, frees: bool = False
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.equation, ctx.frees = equation, frees
+        return _contracted(x, y, equation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, y = ctx.saved_tensors
+        of_x, of_y, of_grad = ctx.equation
+        grads: list[torch.Tensor | None] = [None, None, None, None]
+        if ctx.needs_input_grad[1]:
+            grads[1] = Product.apply(grad, x, (of_grad, of_x, of_y))
+        if ctx.needs_input_grad[0]:
+            if ctx.frees and grads[1] is not None:
+                (grad,) = after([grad], [grads[1]])
+            grads[0] = Product.apply(grad, y, (of_grad, of_y, of_x))
+        return tuple(grads)
+
+
+def _contracted(x: torch.Tensor, y: torch.Tensor, equation: Equation) -> torch.Tensor:
+    """The sum over what ``x`` and ``y`` share and the product has not. Not ``torch.einsum``, which
+    costs the host four times as much in every step."""
+    of_x, of_y, output = equation
+    batch = [letter for letter in of_x if letter in of_y and letter in output]
+    rest = [letter for letter in output if letter not in batch]
+    if rest and rest[0] not in of_x:  # what is left of the first factor comes first
+        x, of_x, y, of_y = y, of_y, x, of_x
+    shared = [letter for letter in of_x if letter in of_y and letter not in output]
+    contracting = _dims(of_x, shared), _dims(of_y, shared)
+    batched = _dims(of_x, batch), _dims(of_y, batch)
+    product = torch_xla._XLAC._xla_dot_general(x, y, (contracting, batched), None)
+    made = [*batch, *(letter for letter in of_x + of_y if letter in rest)]
+    if made == list(output):
+        return product
+    return product.permute([made.index(letter) for letter in output])
+
+
+def _dims(letters: str, some: list[str]) -> list[int]:
+    return [letters.index(letter) for letter in some]
