@@ -73,7 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "hbm_gib": report.memory.required / GIB,
             "tokens_s": sizes.tokens / timing.step if timing.step else 0.0, "fits": report.fits,
         }  # fmt: skip
-        figures = " | ".join(f"{value:,.1f}" for value in list(rows[way].values())[:5])
+        known = [report.timed] * 3 + [True, report.timed]
+        figures = " | ".join(
+            f"{value:,.1f}" if told else "unknown"
+            for value, told in zip(list(rows[way].values())[:5], known, strict=True)
+        )
         print(f"| {way} | {figures} | {'yes' if report.fits else 'no'} |", flush=True)
         if flags.save:
             flags.save.mkdir(parents=True, exist_ok=True)

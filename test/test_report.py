@@ -72,6 +72,9 @@ def test_a_program_without_names():
 def test_text_of_what_the_compiler_refused():
     report = refused(hbm_capacity=100 * GIB)
     assert not report.fits and not report.timed and report.placed
+    # Kernels say themselves what they compute: that is not the step's time.
+    kernels = dataclasses.replace(refused().timing, compute=0.003, step=0.007)
+    assert not refused(timing=kernels).timed
     report = refused()
     lines = str(report).splitlines()
     assert lines[0].startswith("DOES NOT FIT: 6.0 of 4.0 GiB a device")

@@ -90,7 +90,8 @@ class Findings:
     @property
     def timed(self) -> bool:
         """Whether the compiler estimated the compute, as it does for steps that fit."""
-        return self.timing.compute > 0
+        # What is refused has no estimates but those of Pallas kernels, which are the model's.
+        return not self.refusal and self.timing.compute > 0
 
     @property
     def wire_bytes(self) -> int:
