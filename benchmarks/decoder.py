@@ -23,7 +23,8 @@ class Decoder:
 
     ``groups``: heads of keys and values. ``batch``: sequences of a device. ``kernel``: attention
     without scores in memory. ``fused``: the logits never exist whole, and are computed twice.
-    ``theta``: the base of rotary positions. ``keep`` and ``prefetch``: of ``scan_blocks``.
+    ``theta``: the base of rotary positions. ``keep``, ``prefetch`` and ``offload``: those of
+    ``scan_blocks``.
     """
 
     layers: int
@@ -43,6 +44,7 @@ class Decoder:
     theta: float = 10000.0
     keep: tuple[str, ...] = ()
     prefetch: bool = False
+    offload: bool = False
 
     @property
     def of_block(self) -> int:
@@ -140,7 +142,8 @@ class Model(nn.Module):
         if sizes.gpt:
             self.places = nn.Embedding(sizes.length, sizes.width)
         blocks = (Block(sizes) for _ in range(sizes.layers))
-        how = {"keep": sizes.keep, "prefetch": sizes.prefetch, **wrapping}
+        how = {"keep": sizes.keep, "prefetch": sizes.prefetch, "offload": sizes.offload}
+        how |= wrapping
         self.blocks = xla_fsdp.scan_blocks(blocks, **how)
         self.norm = nn.LayerNorm(sizes.width) if sizes.gpt else nn.RMSNorm(sizes.width, 1e-5)
         if not (sizes.tied or sizes.gpt):

@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep", nargs="+", metavar="NAME", help="what is not computed again: "
                         "attention, q, k, v, out, gate, up, down")  # fmt: skip
     parser.add_argument("--prefetch", action="store_true", help="gather the next block meanwhile")
+    parser.add_argument("--offload", action="store_true", help="inputs of blocks to the host")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
                         help="of the compiler")  # fmt: skip
     parser.add_argument("--save", type=Path, help="folder for the reports")
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     given = {"batch": flags.batch, "layers": flags.layers, "length": flags.length}
     given |= {"keep": tuple(flags.keep or ()), "prefetch": flags.prefetch}
+    given |= {"offload": flags.offload}
     sizes = replace(MODELS[flags.model], **{k: v for k, v in given.items() if v})
     options = dict(option.split("=", 1) for option in flags.option)
     rows = {}
