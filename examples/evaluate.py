@@ -102,7 +102,9 @@ def validation_loss(model: nn.Module, described: Any, folder: str | None) -> dic
     with torch.no_grad():
         for numbers, labels, *packed in batches:
             # transformers sees by positions that begin again where a document does.
-            logits = model(numbers, position_ids=packed[1]).logits if packed else model(numbers)
+            how = {"position_ids": packed[1], "use_cache": False} if packed else {}
+            logits = model(numbers, **how)
+            logits = logits.logits if packed else logits
             logits = logits.float().flatten(0, 1)
             total += F.cross_entropy(logits, labels.flatten(), reduction="sum").item()
             counted += int((labels != tokens.IGNORED).sum())

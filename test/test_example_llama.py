@@ -1,11 +1,14 @@
 """The LLaMA example: packed rows, a new model, then adapters to it, and a folder of the hub."""
 
 import json
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import EXAMPLES
 from example_runs import table
 
 from xla_fsdp.integrations import attention
@@ -43,6 +46,50 @@ def test_trains_then_adapts_and_agrees(tmp_path, run_example):
     assert before == pytest.approx(validations(first)[-1], abs=2e-4) and after != before
     adapter = {path.name for path in (tmp_path / "lora/ckpt_consolidated/adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= adapter
+
+
+SECOND_OPINION = """
+import json, os, sys
+os.environ["USE_TORCH_XLA"] = "0"
+sys.path.insert(0, sys.argv[1])
+import evaluate, tokens, torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+texts = [f"{number} and then {number + 1} of them. " for number in range(100)]
+tokens.write("data", texts, tokens.byte_level(), tokens.END)
+found = tokens.open_folder("data")
+torch.manual_seed(0)
+sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+sizes |= {"intermediate_size": 64, "initializer_range": 1.0}  # attends as if it were trained
+model = LlamaForCausalLM(LlamaConfig(vocab_size=found.vocabulary, **sizes)).eval()
+whole = len(found.valid) - 1
+described = {"folder": "data", "length": whole, "count": 1, "rows": "packed"}
+said = evaluate.validation_loss(model, described, None)
+documents = [[]]
+for token in found.valid.tolist():
+    documents[-1].append(token)
+    if token == found.end:
+        documents.append([])
+documents.pop()
+total = counted = 0
+for one in documents:  # each alone
+    row = torch.tensor([one])
+    logits = model(row).logits[0]
+    labels = torch.tensor(one[1:])
+    total += F.cross_entropy(logits[:-1], labels, reduction="sum").item()
+    counted += len(labels)
+print(json.dumps([said["loss"], total / counted, len(documents), said["tokens"], counted]))
+"""
+
+
+def test_plain_torch_sees_no_other_document(tmp_path):
+    # Not by the script server, whose processes have torch_xla.
+    command = [sys.executable, "-c", SECOND_OPINION, str(EXAMPLES)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said, alone, documents, *counted = json.loads(done.stdout.splitlines()[-1])
+    assert documents > 1 and said == pytest.approx(alone, rel=1e-4), (said, alone, counted)
 
 
 def test_the_sizes(common):
