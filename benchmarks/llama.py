@@ -69,16 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         step = decoder_step(replace(sizes, **WAYS[way]))
         report = xla_fsdp.plan(step, flags.slice, ranks=[0], title=way, compiler_options=options)
         timing = report.timing
-        rows[way] = {
-            "step_ms": 1e3 * timing.step, "mfu": 100 * timing.mfu,
-            "exposed_ms": 1e3 * timing.exposed,
-            "hbm_gib": report.memory.required / GIB,
-            "tokens_s": sizes.tokens / timing.step if timing.step else 0.0, "fits": report.fits,
-        }  # fmt: skip
-        known = [report.timed] * 3 + [True, report.timed]
+        rows[way] = dict.fromkeys(("step_ms", "mfu", "exposed_ms", "hbm_gib", "tokens_s"))
+        rows[way] |= {"hbm_gib": report.memory.required / GIB, "fits": report.fits}
+        if report.timed:
+            rows[way] |= {
+                "step_ms": 1e3 * timing.step, "mfu": 100 * timing.mfu,
+                "exposed_ms": 1e3 * timing.exposed, "tokens_s": sizes.tokens / timing.step,
+            }  # fmt: skip
         figures = " | ".join(
-            f"{value:,.1f}" if told else "unknown"
-            for value, told in zip(list(rows[way].values())[:5], known, strict=True)
+            "unknown" if value is None else f"{value:,.1f}"
+            for value in list(rows[way].values())[:5]
         )
         print(f"| {way} | {figures} | {'yes' if report.fits else 'no'} |", flush=True)
         if flags.save:

@@ -101,10 +101,12 @@ def validation_loss(model: nn.Module, described: Any, folder: str | None) -> dic
     total, counted = 0.0, 0
     with torch.no_grad():
         for numbers, labels, *packed in batches:
-            # transformers sees by positions that begin again where a document does.
-            how = {"position_ids": packed[1], "use_cache": False} if packed else {}
-            logits = model(numbers, **how)
-            logits = logits.logits if packed else logits
+            if packed:
+                # transformers sees by positions that begin again where a document does, but looks
+                # at them only where it keeps no keys and values.
+                logits = model(numbers, position_ids=packed[1], use_cache=False).logits
+            else:
+                logits = model(numbers)
             logits = logits.float().flatten(0, 1)
             total += F.cross_entropy(logits, labels.flatten(), reduction="sum").item()
             counted += int((labels != tokens.IGNORED).sum())

@@ -56,7 +56,7 @@ def same(rank):
     for equation, contracted in (("ab,cd->abcd", True), ("ab,cd->ac", False), ("ab,cd", False)):
         made = einsum(equation, x.requires_grad_(), y)
         assert (type(made.grad_fn).__name__ == "ProductBackward") is contracted, equation
-    for wrong in ("ab,bc->ac", "abc,cbd->ad"):
+    for wrong in ("ab,bc->ac", "ab,bc->c", "abc,cbd->ad"):
         with pytest.raises(ValueError, match=f"einsum.*{wrong}"):
             einsum(wrong, x, y)
 

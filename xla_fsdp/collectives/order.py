@@ -153,6 +153,13 @@ def after(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> li
     return tied
 
 
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of ``tensor``, computed in no other operation than this; without a graph."""
+    copy = torch.view_copy(tensor, tensor.shape)
+    torch_xla._XLAC._xla_optimization_barrier_([copy])
+    return copy
+
+
 def kept(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, which the compiler may not compute again instead of keeping it in memory."""
     return _Kept.apply(tensor)
@@ -161,9 +168,7 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
 class _Kept(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.view_copy(tensor, tensor.shape)
-        torch_xla._XLAC._xla_optimization_barrier_([copy])
-        return copy
+        return apart(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:

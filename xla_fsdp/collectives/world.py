@@ -31,6 +31,7 @@ from .groups import (
     require_replicas,
 )
 from .host_data import as_data
+from .order import apart
 from .rings import Rings
 from .routes import Routes, routes_for
 
@@ -216,8 +217,7 @@ class World:
         named = _named("reduce_scatter", label)
         # Behind a barrier, and the view after it: or the compiler would compute the gradient in the
         # shape of its parts, in a layout that costs copies of activations.
-        parts = torch.view_copy(full, full.shape)
-        torch_xla._XLAC._xla_optimization_barrier_([parts])
+        parts = apart(full)
         halves = 2 * rings.size
         parts = parts.view(halves, full.shape[0] // halves, *full.shape[1:])
         mine = self._ring_parts(rings)

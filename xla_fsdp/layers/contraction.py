@@ -67,22 +67,17 @@ def _letters(equation: str, x: torch.Tensor, y: torch.Tensor) -> Equation | None
     each = of_x, of_y, output
     if not (arrow and comma and all(_once(letters) for letters in each)):
         return None
-    if any(_alone(letters, each) for letters in each):
-        return None
-    shapes = tuple(x.shape), tuple(y.shape)
+    what = f"einsum({equation!r}) of factors of {tuple(x.shape)} and {tuple(y.shape)}"
     if (x.dim(), y.dim()) != (len(of_x), len(of_y)):
-        raise ValueError(f"einsum({equation!r}) of factors of {shapes[0]} and {shapes[1]}: each "
-                         "needs a letter for each of its dimensions")  # fmt: skip
+        raise ValueError(f"{what}: each needs a letter for each of its dimensions")
     of_second = dict(zip(of_y, y.shape, strict=True))
-    pairs = {
-        letter: {size, of_second.get(letter, size)}
-        for letter, size in zip(of_x, x.shape, strict=True)
-    }
-    for letter, sizes in pairs.items():
-        if len(sizes - {1}) > 1:
-            raise ValueError(f"einsum({equation!r}) of factors of {shapes[0]} and {shapes[1]}: "
-                             f"{letter!r} has two sizes")  # fmt: skip
-    return None if any(len(sizes) > 1 for sizes in pairs.values()) else each  # torch broadcasts
+    broadcast = False
+    for letter, size in zip(of_x, x.shape, strict=True):
+        other = of_second.get(letter, size)
+        if size != other and 1 not in (size, other):
+            raise ValueError(f"{what}: {letter!r} has two sizes")
+        broadcast |= size != other
+    return None if broadcast or any(_alone(letters, each) for letters in each) else each
 
 
 def _once(letters: str) -> bool:

@@ -23,9 +23,9 @@ _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 def softmax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """``torch.softmax(input, dim)``, on a TPU with fewer cycles; elsewhere it is torch's.
 
-    Sums and inverses are float32 whatever ``input`` is. Differentiable any number of times. For
-    attention that is written out; where it can be a kernel, :func:`scaled_dot_product_attention`
-    needs no scores in memory at all.
+    Where rows are multiplied, sums and inverses are float32 whatever ``input`` is. Differentiable
+    any number of times. For attention that is written out; where it can be a kernel,
+    :func:`scaled_dot_product_attention` needs no scores in memory at all.
 
     Args:
         input: any shape, floating.

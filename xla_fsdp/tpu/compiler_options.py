@@ -31,9 +31,10 @@ _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 
 # Nothing, for scripts from when loops needed an option of launch undone.
 FOR_LOOPS: Mapping[str, str] = MappingProxyType({})
-# Gathers beside loops over elements. More of the bytes travel beside compute with it, and the step
-# takes longer (benchmarks/LOG.md). On v5e and v6e, for a program with collectives inside a loop,
-# the compiler of libtpu 0.0.21 then reads memory that is not its own, and most often crashes.
+# Gathers beside loops over elements. More of the bytes travel beside compute with it, and but for
+# rematerialised blocks the step is as long or longer (benchmarks/LOG.md). On v5e and v6e, for a
+# program with collectives inside a loop, the compiler of libtpu 0.0.21 then reads memory that is
+# not its own, and most often crashes.
 _BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
 _CRASHING = ("TPU v5 lite", "TPU v6 lite")
 
