@@ -4,6 +4,9 @@ PY := .venv/bin/python
 # In the order of test/conftest.py: long files first.
 RANKS := --dist loadfile --no-loadscope-reorder -n logical --maxprocesses=4
 
+# A hundred processes of the tests would compile what is here anew, a second each and more.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check lint size bench install clean
 
 # Where everything is installed, so is what the demo needs.

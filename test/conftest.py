@@ -47,11 +47,13 @@ test_hf_models test_lightning test_consolidate_intree_writer test_pod_ray
 test_moving""".split()
 
 
+# What test modules import, and what they are made of, stays: no collection need look through it.
+gc.disable()
+
+
 def pytest_collection_finish():
-    # All test modules are imported: what they are made of stays, and need not be looked through by
-    # every collection.
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

@@ -185,11 +185,13 @@ if __name__ == "__main__":
     listener.bind(sys.argv[2])  # who asks before this process is ready waits
     listener.listen()
     before = dict(os.environ)
+    # Collections, of which the end of a process is one, would look through all that is imported.
+    gc.disable()
     for module in sys.argv[3:]:
         importlib.import_module(module)
     added = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    # Collections, of which the end of a process is one, would copy all pages of what is imported.
     gc.freeze()
+    gc.enable()
     command, *rest = _serve(socket.socket(fileno=int(sys.argv[1])), listener)
     _prepare(command, *rest, added)
     if command[0] == "-m":

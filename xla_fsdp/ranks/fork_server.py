@@ -107,9 +107,11 @@ class ForkedProcess:
 
 def main() -> NoReturn:
     """Entry point of ``python -m xla_fsdp.ranks.fork_server SOCKET_FD``."""
+    gc.disable()  # what is imported stays: no collection need look through it, now or in workers
     from . import worker
 
-    gc.freeze()  # what is imported stays: collections in workers need not look through it
+    gc.freeze()
+    gc.enable()
     server = socket.socket(fileno=int(sys.argv[1]))
     while True:
         packet, descriptors, _, _ = socket.recv_fds(server, _LARGEST, 2)
