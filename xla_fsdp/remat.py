@@ -11,17 +11,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 from torch import nn
 
 from .collectives import host_memory
 from .collectives.order import after
+from .replaying import RandomState, buffers_as_they_are, random_numbers_from
 from .sharding.gathering import Gathers, computing, computing_passes
 from .sharding.unit import units_in
 from .tree import map_tensors, tensors_in
@@ -127,7 +126,7 @@ class _Replay:
         # Units whose parameters the forward uses; the recomputation needs them gathered again.
         self.passes = computing_passes()
         self.device = _device_of(tensors, module)
-        self.random = _RandomState.of(self.device)
+        self.random = RandomState.of(self.device)
         self.draws = True
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -197,7 +196,7 @@ class _Replay:
         with torch.autograd.graph.saved_tensors_hooks(self._number, self._value):
             outputs = self.forward(*args, **kwargs)
         # Recomputation only disturbs the random numbers of others if it draws any.
-        self.draws = not self.random.equals(_RandomState.of(self.device))
+        self.draws = not self.random.equals(RandomState.of(self.device))
         return outputs
 
     def note_gradient(self, gradient: torch.Tensor) -> None:
@@ -268,9 +267,9 @@ class _Replay:
                 stack.enter_context(
                     torch.autocast(kind, dtype, enabled, cache_enabled=self.cache_autocast)
                 )
-            stack.enter_context(_buffers_as_they_are(self.module))
+            stack.enter_context(buffers_as_they_are(self.module))
             if self.draws:
-                stack.enter_context(_random_numbers_from(self.random))
+                stack.enter_context(random_numbers_from(self.random))
             stack.enter_context(computing(self.passes))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(collect, refuse))
@@ -312,54 +311,3 @@ def _device_of(tensors: list[torch.Tensor], module: nn.Module) -> torch.device:
     if on_xla:
         return on_xla[0]
     return candidates[0].device if candidates else torch_xla.device()
-
-
-@dataclass(frozen=True)
-class _RandomState:
-    """The states of the generators that a module on ``device`` can draw from."""
-
-    device: torch.device
-    cpu: torch.Tensor
-    xla: int | None
-
-    @classmethod
-    def of(cls, device: torch.device) -> _RandomState:
-        xla = xm.get_rng_state(str(device)) if device.type == "xla" else None
-        return cls(device, torch.get_rng_state(), xla)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.xla is not None:
-            xm.set_rng_state(self.xla, str(self.device))
-
-    def equals(self, other: _RandomState) -> bool:
-        return self.xla == other.xla and torch.equal(self.cpu, other.cpu)
-
-
-@contextlib.contextmanager
-def _random_numbers_from(state: _RandomState) -> Iterator[None]:
-    now = _RandomState.of(state.device)
-    state.restore()
-    try:
-        yield
-    finally:
-        now.restore()
-
-
-@contextlib.contextmanager
-def _buffers_as_they_are(module: nn.Module) -> Iterator[None]:
-    """Undoes what happens to the module's buffers within, in place or by assignment."""
-    before = [
-        (owner, name, buffer, torch.clone(buffer))
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for owner, name, buffer, value in before:
-                owner._buffers[name] = buffer
-                # Not only if the version counter moved: batch norm updates without moving it.
-                buffer.copy_(value)

@@ -26,8 +26,9 @@ from itertools import product
 from math import prod
 
 from ..tpu.chips import CHIPS
-from ..tpu.links import Links, OneCollective
+from ..tpu.links import Links
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
+from ..tpu.traffic import OneCollective
 from .rings import OVERLAPPING, Rings, rings_of
 
 Groups = tuple[tuple[int, ...], ...]

@@ -10,8 +10,9 @@ import torch
 from ..collectives.groups import Groups
 from ..collectives.world import World
 from ..sharding.once import Tensors
-from ..tpu.links import OneCollective, collective_seconds
+from ..tpu.links import collective_seconds
 from ..tpu.topology import Slice
+from ..tpu.traffic import OneCollective
 from .records import CollectiveTime
 from .timing import Stopwatch
 

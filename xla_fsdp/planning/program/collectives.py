@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...tpu.links import wire_bytes
+from ...tpu.traffic import wire_bytes
 from ..records import KINDS, Collective
 from .groups import read_groups
 from .hlo import Computation, Instruction, Module

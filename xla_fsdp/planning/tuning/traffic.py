@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ...collectives.routes import Routes
-from ...tpu.links import Links, OneCollective, wire_bytes
+from ...tpu.links import Links
 from ...tpu.topology import Slice
+from ...tpu.traffic import OneCollective, wire_bytes
 
 # Families whose compiler runs all-gathers beside compute, and those on which large gradients go
 # around rings beside compute. libtpu 0.0.21: docs/benchmarks.md, "asynchronous".
