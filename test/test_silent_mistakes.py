@@ -6,7 +6,15 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from test_special_uses import WIDTH, assert_same_gradients, inputs, mlp, run, wrapped
+from test_special_uses import (
+    WIDTH,
+    assert_same_gradients,
+    gradients,
+    inputs,
+    mlp,
+    run,
+    wrapped,
+)
 from torch import nn
 
 
@@ -173,6 +181,38 @@ def complex_norms(rank):
 
 def test_norms_of_complex_gradients(run_ranks):
     run(run_ranks, complex_norms)
+
+
+def norms_of_what_is_not_finite(rank):
+    import torch_xla
+
+    for factor in (float("nan"), float("inf")):
+        for norm_type in (1.0, 2.0, float("inf")):
+            plain, model = mlp(), wrapped(mlp(), "1")
+            # The middle layers' gradients alone are not finite.
+            for one, name in ((plain, "1.0.bias"), (model, "1.0.bias")):
+                parameter = dict(one.named_parameters())[name]
+                # Not of the padding, which is zero.
+                parameter.register_hook(
+                    lambda grad, factor=factor: torch.where(grad == 0, grad, grad * factor)
+                )
+            model(here(rank)).square().mean().backward()
+            norm = model.clip_grad_norm_(0.5, norm_type)
+            plain(torch.cat([inputs(r) for r in range(2)])).square().mean().backward()
+            grads = [p.grad for p in plain.parameters()]
+            every = torch.cat([grad.reshape(-1) for grad in grads])
+            expected = torch.linalg.vector_norm(every, norm_type)
+            for grad in grads:
+                grad.mul_((0.5 / (expected + 1e-6)).clamp(max=1.0))
+            torch_xla.sync()
+            torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+            ours = gradients(model)
+            for name, parameter in plain.named_parameters():
+                torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def test_norms_of_gradients_that_are_not_finite(run_ranks):
+    run(run_ranks, norms_of_what_is_not_finite)
 
 
 class ThroughTheHost(nn.Module):

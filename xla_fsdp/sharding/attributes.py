@@ -22,8 +22,11 @@ from ..collectives.world import World
 from .gathering import expects_full_parameters
 from .sharded_tensor import Place, ShardedTensor
 
-# What is between ``module.weight`` in a function and the dict that has the parameter.
-_LOOKING_UP = frozenset(["__getattr__", "__getitem__"])
+# What is between a forward that reads ``module.weight`` and the dict that has the parameter: it may
+# do so in a comprehension, as that of ``torch.nn.utils.parametrize`` does.
+_LOOKING_UP = frozenset(
+    ["__getattr__", "__getitem__", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>"]
+)
 
 
 class Labelled(Protocol):
