@@ -43,8 +43,21 @@ def layers_called_by_themselves(rank):
         def forward(this, x):
             return nn.functional.linear(x, this.layer.weight)
 
-    with pytest.raises(RuntimeError, match="'weight', which is sharded here"):
-        Reads(wrapped(nn.Linear(WIDE, 6), shard_param_on_dim_0=True))(x)
+    class Elsewhere(Reads):  # a method, or a comprehension, that its forward calls
+        def forward(this, x):
+            return this.projected(x)
+
+        def projected(this, x):
+            (weight,) = [getattr(this.layer, name) for name in ("weight",)]
+            return nn.functional.linear(x, weight)
+
+    for kind in (Reads, Elsewhere):
+        with pytest.raises(RuntimeError, match="'weight', which is sharded here"):
+            kind(wrapped(nn.Linear(WIDE, 6), shard_param_on_dim_0=True))(x)
+    # What computes a weight of others reads these in a comprehension, outside of any forward.
+    model = wrapped(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDE, 6))))
+    with pytest.raises(RuntimeError, match="weight.original0', which is sharded here"):
+        print(model[0].weight)
 
 
 def objects_kept_from_before(rank):

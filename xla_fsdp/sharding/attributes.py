@@ -78,12 +78,18 @@ class ModuleParameters(dict[str, "nn.Parameter | None"]):
 
 
 def _read_by_forward(frame: FrameType | None) -> bool:
-    """Whether the forward of a module reads an attribute: one that no wrapper runs."""
-    while frame is not None and frame.f_code.co_name in _LOOKING_UP:
+    """Whether the forward of a module, or a method that it calls, reads an attribute: one that no
+    wrapper runs."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name not in _LOOKING_UP:
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if not isinstance(first, nn.Module):
+                return False
+            if code.co_name == "forward":
+                return True
         frame = frame.f_back
-    if frame is None or frame.f_code.co_name != "forward" or not frame.f_code.co_argcount:
-        return False
-    return isinstance(frame.f_locals.get(frame.f_code.co_varnames[0]), nn.Module)
+    return False
 
 
 def watch_place(

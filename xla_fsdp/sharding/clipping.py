@@ -16,7 +16,6 @@ from ..collectives.world import World
 from ..ranks.rank import is_pretending
 from .sharded_tensor import require_reduced
 
-
 # Of what is added up, or of which the largest counts: beside that it is noted whether there was a
 # NaN, which XLA's maximum need not hand on.
 _SHAPE: dict[bool, tuple[int, ...]] = {False: (), True: (2,)}

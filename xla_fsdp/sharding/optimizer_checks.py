@@ -12,7 +12,6 @@ import sys
 import warnings
 from types import FrameType
 
-import torch
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch.amp import GradScaler

@@ -1,5 +1,4 @@
-"""``torch.nn.utils``'s clipping by norm, which would take the norm of one rank's shards, made to ask
-all ranks.
+"""torch's clipping by norm, which would take the norm of one rank's shards, made to ask all ranks.
 
 There are several functions of that name: torch's, the one that torch_xla puts in its place when it
 is imported, and the one that is put there here. A script that says ``from torch.nn.utils import

@@ -111,7 +111,7 @@ class Session:
         wait: bool = False,
         sync_xla_data: bool = True,
     ) -> None:
-        """The pending graph of ``tensors`` alone becomes a program (a launch's results, ``xm.save``).
+        """The pending graph of ``tensors`` alone becomes a program: the results of a launch.
 
         Collectives stay pending: other tensors may need them again.
         """
@@ -150,9 +150,7 @@ class Session:
         with self._reading:
             return read()
 
-    def before_read(
-        self, context: RankContext, what: str, tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def before_read(self, context: RankContext, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """Computes ``tensors``, so that they can be read at leisure; see :meth:`fetch`."""
         if self._collectives_in(context, tensors):
             self._run_all(
