@@ -12,6 +12,7 @@ from ..collectives.world import World
 from ..names import dotted, is_wrapper
 from ..ranks.rank import is_pretending
 from .around import refer_to
+from .attributes import watch_flattened
 from .awaited import Awaited, comes_later
 from .deferred_init import is_on_meta, materialize
 from .freeing import release_original_, stamps
@@ -139,6 +140,8 @@ class UnitBuilder:
             layout = Layout.flat([p.shape for p in parameters], self.world.size)
             tensor = self._shard(list(parameters), layout, f"flat_param_{number}", wide)
             self.owner.register_parameter(tensor.key, tensor.shard)
+            wire, device = self.unit.wire, self.world.device
+            watch_flattened(self.owner, tensor.key, tensor.shard, wire, device)
             self.unit.flattened.append(tensor)
         for spot in spots:
             self._put(spot)

@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from types import FrameType
 
 import torch_xla.core.xla_model as xm
@@ -18,6 +19,7 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .awaited import require_filled
+from .elementwise import check_elementwise
 from .first_step import TOLD
 from .foreach_steps import choose_foreach
 from .ignored import note_of
@@ -26,10 +28,6 @@ from .torch_clipping import ACCELERATE_AVERAGES, ask_all_ranks
 
 # Frames between the hook and who calls the step: torch's own wrapper, and a scheduler's.
 _FRAMES = 8
-# Optimizers that compute with whole matrices or norms, by the names of their classes.
-_NOT_ELEMENTWISE = frozenset(
-    ["LBFGS", "Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "SOAP"]
-)
 # Where Accelerate's optimizer is, which averages gradients over the ranks.
 _ACCELERATE = "accelerate.optimizer"
 # On an optimizer: how many parameters it had when it was looked at.
@@ -55,6 +53,8 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         require_filled(every, f"{type(optimizer).__name__}.step() came")
         check_elementwise(optimizer)
+        for around in _optimizers_around(optimizer, sys._getframe()):
+            check_elementwise(around)
         _warn_of_empty_groups(optimizer)
         _warn_of_unreduced(optimizer)
         optimizer.__dict__[_SEEN] = number
@@ -101,36 +101,6 @@ def _require_order(optimizer: Optimizer) -> None:
                     "xla_fsdp.consolidate --optimizer, and load that with "
                     "xla_fsdp.load_full_optim_state_dict: docs/moving.md"
                 )
-
-
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Warns if the step is not made of the single elements, and knows nothing of shards.
-
-    Raises RuntimeError for LBFGS, where ranks would not even take the same way.
-    """
-    if getattr(optimizer, "knows_shards", False):  # xla_fsdp.optim, which lies above
-        return
-    known = [c.__name__ for c in type(optimizer).__mro__ if c.__name__ in _NOT_ELEMENTWISE]
-    if not known:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            home = home_of(parameter)
-            if home is not None and home.world is not None and home.world.size > 1:
-                if "LBFGS" in known:
-                    raise RuntimeError(
-                        "LBFGS decides by norms, here those of one rank's shards (such as that of "
-                        f"{home.key!r}), how often it calls the closure: ranks would wait for one "
-                        "another forever. Wrap with sharding_strategy=ShardingStrategy.NO_SHARD, "
-                        "where every rank has whole parameters, or take another optimizer"
-                    )
-                warnings.warn(
-                    f"{known[0]} computes with whole matrices or norms; on shards, such as that of "
-                    f"{home.key!r}, it computes another thing. xla_fsdp.optim has optimizers that "
-                    "ask all ranks: see docs/optimizers.md",
-                    stacklevel=2,
-                )
-                return
 
 
 def _warn_of_empty_groups(optimizer: Optimizer) -> None:
@@ -203,6 +173,16 @@ def _caller(frame: FrameType | None) -> str | None:
             told = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on")
             return None if knows or told else "Accelerate"
     return None
+
+
+def _optimizers_around(optimizer: Optimizer, frame: FrameType | None) -> Iterator[Optimizer]:
+    """Those in whose methods the step was called, as sharpness-aware ones do."""
+    for _ in range(_FRAMES):
+        frame = frame.f_back if frame is not None else None
+        if frame is not None and frame.f_code.co_argcount:
+            first = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(first, Optimizer) and first is not optimizer:
+                yield first
 
 
 _WRONG = {

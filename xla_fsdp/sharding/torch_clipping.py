@@ -20,6 +20,7 @@ import torch
 import torch_xla.runtime as xr
 from torch.nn.utils import clip_grad
 
+from .attributes import shard_of
 from .clipping import Shared, clip_grad_norm_
 from .gathering import GatherNode
 from .sharded_tensor import home_of
@@ -76,7 +77,7 @@ def _checked_clipping(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.
     def checked(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         each: list[Any] = [parameters]
         if not isinstance(parameters, torch.Tensor):
-            each = list(parameters)
+            each = [shard_of(parameter) for parameter in parameters]
         if any(isinstance(parameter.grad_fn, GatherNode) for parameter in each):
             raise RuntimeError(
                 "torch.nn.utils.clip_grad_norm_ was given full parameters, which have no gradient: "
