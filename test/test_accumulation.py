@@ -178,3 +178,55 @@ def bytes_and_memory():
 
 def test_bytes_and_memory_of_both_ways(elsewhere):
     elsewhere(bytes_and_memory)
+
+
+def some_of_the_gradients(rank):
+    """Gradients that are asked for by name, while ``no_sync`` holds others."""
+    import torch_xla.runtime as xr
+
+    def asked_for(one, ranks, device, no_sync):
+        names = dict(one.named_parameters())
+
+        def loss(number):
+            x = torch.cat([wide_inputs(r, number) for r in ranks])
+            return one(x.to(device)).square().mean()
+
+        with no_sync():
+            # Into these alone, and into nothing.
+            loss(0).backward(inputs=[names["0.weight"], names["1.0.weight"]])
+            inside = torch.autograd.grad(loss(1), [names["2.bias"], names["0.weight"]])
+        outside = torch.autograd.grad(loss(2), [names["0.weight"]])
+        # What is held stays, although this backward does not reach it.
+        loss(3).backward(inputs=[names["0.bias"]])
+        assert [name for name, p in names.items() if p.grad is not None] == [
+            "0.weight", "0.bias", "1.0.weight"
+        ]  # fmt: skip
+        kept = {name: p.grad for name, p in names.items()}
+        handed = {"2.bias": inside[0], "0.weight": inside[1]}, {"0.weight": outside[0]}
+        zeros = {name: torch.zeros_like(p) for name, p in names.items()}
+        return [
+            {name: zero if given.get(name) is None else given[name] for name, zero in zeros.items()}
+            for given in (kept, *handed)
+        ]
+
+    model = wrapped(wide(), "1")
+    ours = asked_for(model, [rank], "xla", model.no_sync)
+    theirs = asked_for(wide(), range(xr.world_size()), "cpu", contextlib.nullcontext)
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(full(model, mine), expected, rtol=1e-4, atol=1e-6)
+
+
+def wide_inputs(rank: int, number: int) -> torch.Tensor:
+    return torch.randn(2, 24, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def wide() -> nn.Sequential:
+    """Large enough for every rank to have elements of its weights."""
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Linear(24, 24), nn.Sequential(nn.Linear(24, 24), nn.Tanh()), nn.Linear(24, 3)
+    )
+
+
+def test_gradients_that_are_asked_for_by_name(run_ranks):
+    run_ranks(some_of_the_gradients, 2)

@@ -220,6 +220,28 @@ print("60 launches")
         for counts in run_ranks(train, 2):
             assert counts[1] == counts[-1] or counts[2] == counts[-1]
 
+    def test_reads_without_a_sync_do_not_add_up(self, run_ranks):
+        # Evaluation with .item() a batch. A sync, as in a rendezvous, would hide it.
+        def evaluate(rank):
+            import torch_xla.core.xla_model as xm
+
+            import xla_fsdp
+            from xla_fsdp.ranks.rank import current_rank
+
+            weight = torch.full((3,), 2.0).to("xla")
+            found, programs, pending = [], [], []
+            for batch in range(5):
+                full = xm.all_gather(weight)
+                found.append((full * torch.tensor([float(batch)]).to("xla")).sum().item())
+                programs.append(sum(xla_fsdp.compilation_counts()))
+                pending.append(len(current_rank().pending))
+            return found, programs, pending
+
+        for found, programs, pending in run_ranks(evaluate, 2):
+            assert found == [12.0 * batch for batch in range(5)]
+            assert len(set(programs[1:])) == 1, programs
+            assert pending == [0] * 5
+
     def test_tensors_that_outlive_the_launch_hold_values(self, run_script):
         result = run_script(
             """

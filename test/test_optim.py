@@ -373,17 +373,67 @@ class Lars(torch.optim.SGD):
     """Somebody else's."""
 
 
+def unit_wise(grad):
+    return torch.linalg.vector_norm(grad)
+
+
+class Scaled(torch.optim.SGD):
+    """Divides by norms, in a function beside it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad /= unit_wise(p.grad)
+        super().step(closure)
+
+
+class Signed(torch.optim.SGD):
+    """Computes with single elements, as Lion does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.sign_()
+        super().step(closure)
+
+
+class Sharp(torch.optim.Optimizer):
+    """Two steps around another optimizer's, the first as long as its norm says."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def first_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad / p.grad.norm())
+
+    def second_step(self):
+        self.base_optimizer.step()
+
+    def step(self):
+        self.first_step()
+        self.second_step()
+
+
 def warned(rank):
-    for make in (torch.optim.Adafactor, Lars, torch.optim.Muon):
+    for make in (torch.optim.Adafactor, Lars, torch.optim.Muon, Scaled, Sharp):
         model = wrapped("dim0", Matrices)
         optimizer = make(model.parameters())
         put_gradients(model, gradients(plain(Matrices), 1))
-        with every_rank_warns(rank, "matrices or norms; on shards, .*xla_fsdp.optim"):
+        said = {Scaled: "Scaled asks tensors for vector_norm, so", Sharp: "Sharp asks tensors for"}
+        if make is Sharp:
+            optimizer.step = optimizer.second_step  # as scripts call it
+        expected = said.get(make, "matrices or norms")
+        with every_rank_warns(rank, f"{expected}.* on shards, .*xla_fsdp.optim"):
             optimizer.step()
         with every_rank_warns(rank, None):
             optimizer.step()  # said once
             make_lamb(model.parameters()).step()
             torch.optim.AdamW(model.parameters()).step()
+            Signed(model.parameters()).step()
 
 
 def test_others_of_their_kind_are_warned_of(run_ranks):

@@ -6,7 +6,15 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from test_special_uses import WIDTH, assert_same_gradients, inputs, mlp, run, wrapped
+from test_special_uses import (
+    WIDTH,
+    assert_same_gradients,
+    gradients,
+    inputs,
+    mlp,
+    run,
+    wrapped,
+)
 from torch import nn
 
 
@@ -70,6 +78,8 @@ def changing_forwards(rank):
     for kind in (nn.Embedding, nn.EmbeddingBag):
         with pytest.raises(ValueError, match="Embedding.* '0' has max_norm=0.1"):
             wrapped(nn.Sequential(kind(4, 4, max_norm=0.1)))
+        with pytest.raises(ValueError, match="Embedding.* '0' has scale_grad_by_freq=True"):
+            wrapped(nn.Sequential(kind(4, 4, scale_grad_by_freq=True)))
 
 
 def test_a_forward_that_changes_its_parameters_is_refused(run_ranks):
@@ -175,6 +185,40 @@ def test_norms_of_complex_gradients(run_ranks):
     run(run_ranks, complex_norms)
 
 
+def norms_of_what_is_not_finite(rank):
+    import torch_xla
+
+    for factor in (float("nan"), float("inf")):
+        for norm_type in (1.0, 2.0, float("inf")):
+            plain, model = mlp(), wrapped(mlp(), "1")
+            # The middle layers' gradients alone are not finite.
+            for one, name in ((plain, "1.0.bias"), (model, "1.0.bias")):
+                parameter = dict(one.named_parameters())[name]
+                # Not of the padding, which is zero.
+                parameter.register_hook(
+                    lambda grad, factor=factor: torch.where(grad == 0, grad, grad * factor)
+                )
+            model(here(rank)).square().mean().backward()
+            norm = model.clip_grad_norm_(0.5, norm_type)
+            plain(torch.cat([inputs(r) for r in range(2)])).square().mean().backward()
+            grads = [p.grad for p in plain.parameters()]
+            every = torch.cat([grad.reshape(-1) for grad in grads])
+            expected = torch.linalg.vector_norm(every, norm_type)
+            for grad in grads:
+                grad.mul_((0.5 / (expected + 1e-6)).clamp(max=1.0))
+            torch_xla.sync()
+            torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+            ours = gradients(model)
+            for name, parameter in plain.named_parameters():
+                torch.testing.assert_close(
+                    ours[name], parameter.grad, rtol=1e-4, atol=1e-6, equal_nan=True
+                )
+
+
+def test_norms_of_gradients_that_are_not_finite(run_ranks):
+    run(run_ranks, norms_of_what_is_not_finite)
+
+
 class ThroughTheHost(nn.Module):
     def __init__(self):
         super().__init__()
@@ -247,12 +291,20 @@ def scaled_steps(rank):
     model(here(rank)).sum().backward()
     with pytest.raises(RuntimeError, match=r"call optimizer.step\(\)"):
         xm.optimizer_step(optimizer)
-    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_):
+    # Those that a script has which imported them before it imported torch_xla, or wrapped.
+    of_torch_xla = torch_xla._patched_functions.clip_grad_norm_
+    earlier = of_torch_xla, of_torch_xla._orig
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_, *earlier):
         assert clip(model.parameters(), 1e9) == model.clip_grad_norm_(1e9) > 0
+    for norm in (nn.utils.get_total_norm, nn.utils.clip_grad._get_total_norm):
+        with pytest.raises(RuntimeError, match="it would take the norm of this rank's"):
+            norm([p.grad for p in model.parameters()])
     plain = mlp()
     plain(inputs(rank)).sum().backward()
-    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    nn.utils.clip_grad_norm_(next(plain.parameters()), 1.0)
+    expected = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
+    for clip in (nn.utils.clip_grad_norm_, *earlier):
+        assert clip(plain.parameters(), max_norm=1e9, norm_type=2.0) == expected
+        clip(next(plain.parameters()), 1e9)
     # Each rank's own model may have torch's.
     alone = wrapped(mlp(), sharding_groups=[[0], [1]], sharding_rank=0, sharding_world_size=1)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)

@@ -1,5 +1,7 @@
 """Parameters that come into a computation by another way than their wrapper: right, or refused."""
 
+import copy
+
 import pytest
 import torch
 from rank_warnings import every_rank_warns
@@ -43,8 +45,21 @@ def layers_called_by_themselves(rank):
         def forward(this, x):
             return nn.functional.linear(x, this.layer.weight)
 
-    with pytest.raises(RuntimeError, match="'weight', which is sharded here"):
-        Reads(wrapped(nn.Linear(WIDE, 6), shard_param_on_dim_0=True))(x)
+    class Elsewhere(Reads):  # a method, or a comprehension, that its forward calls
+        def forward(this, x):
+            return this.projected(x)
+
+        def projected(this, x):
+            (weight,) = [getattr(this.layer, name) for name in ("weight",)]
+            return nn.functional.linear(x, weight)
+
+    for kind in (Reads, Elsewhere):
+        with pytest.raises(RuntimeError, match="'weight', which is sharded here"):
+            kind(wrapped(nn.Linear(WIDE, 6), shard_param_on_dim_0=True))(x)
+    # What computes a weight of others reads these in a comprehension, outside of any forward.
+    model = wrapped(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDE, 6))))
+    with pytest.raises(RuntimeError, match="weight.original.', which is sharded here"):
+        print(model[0].weight)
 
 
 def objects_kept_from_before(rank):
@@ -95,6 +110,60 @@ def things_added_to_the_wrapper(rank):
     full = whole(model, model.state_dict())
     y = nn.functional.linear(inputs(rank), full["weight"], full["bias"])
     torch.testing.assert_close(found.cpu(), (y * 2).relu(), rtol=1e-4, atol=1e-5)
+
+
+class Penalised(nn.Module):
+    """Goes through all parameters in its forward, those of wrappers inside among them."""
+
+    def __init__(self, penalty):
+        super().__init__()
+        torch.manual_seed(4)
+        self.inside = nn.Linear(WIDE, WIDE)
+        self.own = nn.Linear(WIDE, 3)
+        self.penalty = penalty
+
+    def forward(self, x):
+        return self.own(self.inside(x)).square().mean() + self.penalty(self)
+
+
+def parameters_gone_through_in_a_forward(rank):
+    """A rank would add the norm of its part."""
+    x = torch.ones(2, WIDE).to("xla")
+    penalties = (
+        lambda model: sum(p.norm() for p in model.parameters()),
+        lambda model: sum(p.square().sum() for n, p in model.named_parameters() if "inside" in n),
+        lambda model: sum(p.data.abs().sum() for p in model.inside.parameters()),
+        lambda model: sum(
+            p.norm() for m in model.modules() for p in m._parameters.values() if p is not None
+        ),
+    )
+    for penalty in penalties:
+        for options in {}, {"flatten_parameters": True}:
+            model = wrapped(Penalised(penalty), "inside", **options)
+            with pytest.raises(RuntimeError, match="needs parameter 'inside..*sharded here"):
+                model(x).backward()
+            with torch.no_grad():  # as one that averages models does, element by element
+                model(x)
+
+    def looks(model):
+        """What needs no value, or is about shards."""
+        for parameter in model.parameters():
+            assert parameter.dtype is torch.float32 and parameter.device.type == "xla"
+            assert isinstance(parameter, nn.Parameter) or parameter.grad_fn is not None
+        model.inside.requires_grad_(False)
+        (model.inside.bias if trained else next(model.inside.parameters())).requires_grad_(True)
+        torch.nn.utils.clip_grad_norm_(model.inside.parameters(), 1.0)
+        return 0.0
+
+    for trained in (True, False):
+        model = wrapped(Penalised(looks), "inside")
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        model(x)
+        weight, bias = model.module.inside.sharded_params
+        assert (weight.requires_grad, bias.requires_grad) == (not trained, trained)
+        assert weight.grad.max().item() < 1
+        copy.deepcopy(model)
 
 
 class Negative(nn.Parameter):
@@ -176,6 +245,7 @@ def padding_that_is_filled(rank):
 
 def all_of_them(rank):
     layers_called_by_themselves(rank)
+    parameters_gone_through_in_a_forward(rank)
     objects_kept_from_before(rank)
     a_layer_replaced_later(rank)
     things_added_to_the_wrapper(rank)

@@ -165,6 +165,45 @@ def hooked(model, log):
     model.embed.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
 
 
+def in_their_order(rank):
+    """Some registered before the wrapping, some after it: the first to see a value above 0 wins."""
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def register(module, number, **options):
+        def change(one):
+            return torch.where(one > 0, -number * one, one)
+
+        def every(module, given, *result):
+            return tuple(map(change, given))
+
+        module.register_forward_pre_hook(every, **options)
+        module.register_forward_hook(lambda module, given, result: change(result), **options)
+        module.register_full_backward_pre_hook(every, **options)
+        module.register_full_backward_hook(every, **options)
+
+    def build(wrap):
+        torch.manual_seed(3)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        register(model[1], 1.25)
+        model[1] = wrap(model[1])
+        register(model[1], 0.5)
+        register(model[1], 0.75, prepend=True)
+        return wrap(model)
+
+    plain, model = build(lambda module: module), build(FSDP)
+    model(inputs(rank).to("xla")).square().mean().backward()
+    plain(torch.cat([inputs(r) for r in range(xr.world_size())])).square().mean().backward()
+    torch_xla.sync()
+    assert_same_gradients(model, plain)
+
+
+def test_hooks_are_called_in_their_order(run_ranks):
+    run_ranks(in_their_order, 2)
+
+
 def hooks(rank, kind):
     import torch_xla
     import torch_xla.runtime as xr

@@ -21,12 +21,13 @@ from .sharding.options import FSDPOptions
 from .sharding.summon import full_params_of, require_no_scanned, summon_full_params
 from .sharding.unit import Unit, units_in
 from .wrapper_gradients import GradientMethods
+from .wrapper_hooks import HookMethods
 
 # What instances of nn.Module have, and wrappers besides.
 _OWN = frozenset(vars(nn.Module())) | {WRAPPED, "_unit", "_forward_methods"}
 
 
-class WrapperMethods(GradientMethods):
+class WrapperMethods(GradientMethods, HookMethods):
     """A module around ``_fsdp_wrapped_module`` whose parameters ``_unit`` shards."""
 
     _is_fsdp_wrapper = True  # see names.is_wrapper

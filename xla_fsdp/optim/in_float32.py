@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from ..sharding.elementwise import check_elementwise
 from ..sharding.freeing import Stamp, stamps
-from ..sharding.optimizer_checks import check_elementwise
 from ..sharding.sharded_tensor import home_of, set_home
 from .base import keep_dtypes
 from .saved import SavesItself, SavesMore, saver_of

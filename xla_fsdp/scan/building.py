@@ -11,13 +11,14 @@ from ..collectives.world import World
 from ..layers.keeping import ATTENTION
 from ..names import dotted, is_wrapper
 from ..sharding.awaited import Awaited, Key, comes_later
-from ..sharding.building import keeps_buffer_dtypes, require_parameters_here
+from ..sharding.building import keeps_buffer_dtypes
 from ..sharding.deferred_init import materialize
 from ..sharding.freeing import release_original_
 from ..sharding.full_precision import compute_in_full, full_precision_modules
 from ..sharding.host_shard import HostShard, on_host
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
+from ..sharding.parameter_checks import require_parameters_here
 from ..sharding.released import mark_released
 from .equality import describe, require_same
 from .unit import ParameterStack, ScanUnit, Stack

@@ -11,7 +11,7 @@ which says what is wrong when something is computed with it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -20,10 +20,14 @@ from torch import nn
 
 from ..collectives.world import World
 from .gathering import expects_full_parameters
+from .shard_hooks import REPLACED
 from .sharded_tensor import Place, ShardedTensor
 
-# What is between ``module.weight`` in a function and the dict that has the parameter.
-_LOOKING_UP = frozenset(["__getattr__", "__getitem__"])
+# What is between a forward that reads ``module.weight`` and the dict that has the parameter: it may
+# do so in a comprehension, as that of ``torch.nn.utils.parametrize`` does.
+_LOOKING_UP = frozenset(
+    ["__getattr__", "__getitem__", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>"]
+)
 
 
 class Labelled(Protocol):
@@ -49,12 +53,47 @@ class Whole(NamedTuple):
         return self.owner.label + self.own_name
 
 
-class ModuleParameters(dict[str, "nn.Parameter | None"]):
-    """``_parameters`` of a module some of whose parameters a unit shards."""
+class WatchedParameters(dict[str, "nn.Parameter | None"]):
+    """``_parameters`` of a module, some of which are shards.
+
+    Who goes through all of them in a forward (``sum(p.norm() for p in self.parameters())``) gets
+    stand-ins, as long as gradients are on: what follows is a part of the loss. Without (a moving
+    average of another model's weights) it may be one element at a time, and shards are what it is
+    about.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
         super().__init__(parameters)
         self.wholes: dict[str, Whole] = {}
+        # By name; a forward may go through them in every step.
+        self._stand_ins: dict[str, ShardedElsewhere] = {}
+
+    def items(self) -> Any:
+        if not (torch.is_grad_enabled() and expects_full_parameters()):
+            return super().items()
+        return [(name, self._seen(name, value)) for name, value in super().items()]
+
+    def values(self) -> Any:
+        return [value for _, value in self.items()]
+
+    def _seen(self, name: str, value: Any) -> Any:
+        whole = self.wholes.get(name)
+        if whole is None or value is None or value is not whole.resting:
+            return value
+        known = self._stand_ins.get(name)
+        if known is None or known.resting is not value or known.dtype is not value.dtype:
+            known = self._stand_ins[name] = ShardedElsewhere(whole)
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_stand_ins": {}}  # have no value that could be copied
+
+
+class ModuleParameters(WatchedParameters):
+    """``_parameters`` of a module some of whose parameters a unit shards."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
+        super().__init__(parameters)
         # References to the wrappers of the units that shard them, see around.py.
         self.holders: list[Any] = []
 
@@ -75,12 +114,18 @@ class ModuleParameters(dict[str, "nn.Parameter | None"]):
 
 
 def _read_by_forward(frame: FrameType | None) -> bool:
-    """Whether the forward of a module reads an attribute: one that no wrapper runs."""
-    while frame is not None and frame.f_code.co_name in _LOOKING_UP:
+    """Whether the forward of a module, or a method that it calls, reads an attribute: one that no
+    wrapper runs."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name not in _LOOKING_UP:
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if not isinstance(first, nn.Module):
+                return False
+            if code.co_name == "forward":
+                return True
         frame = frame.f_back
-    if frame is None or frame.f_code.co_name != "forward" or not frame.f_code.co_argcount:
-        return False
-    return isinstance(frame.f_locals.get(frame.f_code.co_varnames[0]), nn.Module)
+    return False
 
 
 def watch_place(
@@ -101,15 +146,35 @@ def watch_place(
     )
 
 
+def watch_flattened(
+    module: nn.Module, name: str, shard: nn.Parameter, owner: Labelled, device: torch.device
+) -> None:
+    """Has ``module``, a wrapper, which has vector ``name``, give a stand-in for it to those who go
+    through all parameters in a forward."""
+    parameters = module._parameters
+    if not isinstance(parameters, WatchedParameters):
+        parameters = module.__dict__["_parameters"] = WatchedParameters(parameters)
+    whole = Whole(shard, owner, name, tuple(shard.shape), shard.dtype, device)
+    parameters.wholes[name] = whole
+
+
+def shard_of(parameter: Any) -> Any:
+    """The shard that ``parameter`` stands for, or itself."""
+    return parameter.resting if type(parameter) is ShardedElsewhere else parameter
+
+
 class ShardedElsewhere(torch.Tensor):
     """A parameter without a value, of which this rank has only a shard.
 
+    What concerns the shard (its gradient, hooks, whether it is trained) is asked of that.
+
     Raises:
-        RuntimeError: by every operation; it names the parameter and the remedies.
+        RuntimeError: by every operation on its value; it names the parameter and the remedies.
     """
 
     _name: str
     _is_param: bool
+    resting: nn.Parameter | None
 
     @staticmethod
     def __new__(cls, whole: Whole) -> ShardedElsewhere:
@@ -123,7 +188,24 @@ class ShardedElsewhere(torch.Tensor):
         )
         stand_in._is_param = True  # isinstance(..., nn.Parameter)
         stand_in._name = whole.name
+        stand_in.resting = like
         return stand_in
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        own = args[0] if args and type(args[0]) is cls else None
+        if own is not None and func in _OF_THE_VALUE:
+            refuse(own._name, ".data")
+        with torch._C.DisableTorchFunctionSubclass():
+            if own is None or own.resting is None or func not in _OF_THE_SHARD:
+                return func(*args, **(kwargs or {}))
+            name = func.__name__
+            if name in REPLACED:  # a shard has its own
+                return getattr(own.resting, name)(*args[1:], **(kwargs or {}))
+            found = func(own.resting, *args[1:], **(kwargs or {}))
+            return own if found is own.resting else found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub is not a classmethod's
@@ -136,6 +218,23 @@ class ShardedElsewhere(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedElsewhere({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _accessors(*names: str) -> Iterator[Any]:
+    for name in names:
+        attribute = getattr(torch.Tensor, name)
+        yield from (attribute.__get__, attribute.__set__, attribute.__delete__)
+
+
+_OF_THE_VALUE = frozenset(_accessors("data"))
+_OF_THE_SHARD = frozenset(
+    [
+        torch.Tensor.requires_grad_,
+        torch.Tensor.register_hook,
+        torch.Tensor.register_post_accumulate_grad_hook,
+        *_accessors("requires_grad", "grad"),
+    ]
+)
 
 
 def refuse(name: str, operation: str) -> NoReturn:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from ..collectives.world import World
 from ..names import dotted, is_wrapper
 from ..ranks.rank import is_pretending
 from .around import refer_to
-from .attributes import ModuleParameters
+from .attributes import watch_flattened
 from .awaited import Awaited, comes_later
 from .deferred_init import is_on_meta, materialize
 from .freeing import release_original_, stamps
@@ -23,7 +21,8 @@ from .host_shard import HostShard, on_host
 from .ignored import is_ignored, note_of, settle_ignored
 from .layout import Layout
 from .options import FSDPOptions
-from .released import ReleasedParameter, mark_released
+from .parameter_checks import require_parameters_here
+from .released import mark_released
 from .shard_hooks import guard_hooks
 from .sharded_tensor import Place, ShardedTensor, home_of, number_at_home, set_home
 from .unit import Unit
@@ -141,6 +140,8 @@ class UnitBuilder:
             layout = Layout.flat([p.shape for p in parameters], self.world.size)
             tensor = self._shard(list(parameters), layout, f"flat_param_{number}", wide)
             self.owner.register_parameter(tensor.key, tensor.shard)
+            wire, device = self.unit.wire, self.world.device
+            watch_flattened(self.owner, tensor.key, tensor.shard, wire, device)
             self.unit.flattened.append(tensor)
         for spot in spots:
             self._put(spot)
@@ -212,68 +213,6 @@ class UnitBuilder:
 
 def _left_alone(module: nn.Module) -> bool:
     return is_wrapper(module) or is_ignored(module)
-
-
-def require_parameters_here(path: str, module: nn.Module) -> None:
-    """Raises ValueError, TypeError or RuntimeError if parameters of ``module``, called ``path``,
-    cannot be sharded, or would compute otherwise then."""
-    name = path or type(module).__name__
-    looks_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not is_ignored(module)
-    if looks_up and module.max_norm is not None:
-        raise ValueError(
-            f"{type(module).__name__} {name!r} has max_norm={module.max_norm}, with which a "
-            "forward changes the rows that it looks up, on each rank others: set max_norm to None, "
-            "and compute with shortened rows instead (e = embedding(i); e * (max_norm / "
-            "e.norm(dim=-1, keepdim=True)).clamp(max=1))"
-        )
-    if isinstance(module._parameters, ModuleParameters) and module._parameters.flattened:
-        raise RuntimeError(
-            f"the parameters of module {name!r} are flattened into another wrapper's, which is not "
-            "part of the module to wrap: put that wrapper in its place (wrapper, not "
-            "wrapper.module), or wrap it without flatten_parameters"
-        )
-    for key, parameter in module._parameters.items():
-        if isinstance(parameter, ReleasedParameter) and home_of(parameter) is None:
-            raise RuntimeError(
-                f"parameter {dotted(path, key)!r} of {type(module).__name__} is tied to one that "
-                "another wrapper has, and was moved since (model.to(device)), so that nobody knows "
-                "to which: move the model before wrapping the first of its modules"
-            )
-        if parameter is not None and home_of(parameter) is None and note_of(parameter) is None:
-            _require_plain(dotted(path, key), parameter)
-        if isinstance(parameter, UninitializedParameter):
-            raise RuntimeError(
-                f"parameter {dotted(path, key)!r} of {type(module).__name__} is lazy and has no "
-                "shape yet: run the module once on an input before wrapping it, or give it its "
-                "sizes"
-            )
-
-
-def _require_plain(name: str, parameter: nn.Parameter) -> None:
-    """Raises TypeError or RuntimeError if something hangs on ``parameter`` that a shard cannot
-    have, and warns of a gradient."""
-    kind = type(parameter)
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or (
-        kind.__torch_function__ is not nn.Parameter.__torch_function__
-        and not isinstance(parameter, (ReleasedParameter, UninitializedParameter))
-    ):
-        raise TypeError(
-            f"parameter {name!r} is a {kind.__name__}, which has operators of its own; gathered it "
-            "would be a plain tensor without them. Use an nn.Parameter, or leave it whole with "
-            "ignored_parameters"
-        )
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        raise RuntimeError(
-            f"parameter {name!r} has a hook from before the wrapping, which nobody would call: "
-            f"register it after wrapping, on model.get_parameter({name!r}); there it is given "
-            "this rank's shard of the mean gradient"
-        )
-    if parameter.grad is not None:
-        warnings.warn(
-            f"parameter {name!r} has a gradient from before the wrapping, which is dropped: wrap "
-            "first, or call zero_grad() before wrapping",
-            stacklevel=2,
-        )
 
 
 def keeps_buffer_dtypes(module: nn.Module) -> bool:

@@ -16,6 +16,10 @@ from ..collectives.world import World
 from ..ranks.rank import is_pretending
 from .sharded_tensor import require_reduced
 
+# Of what is added up, or of which the largest counts: beside that it is noted whether there was a
+# NaN, which XLA's maximum need not hand on.
+_SHAPE: dict[bool, tuple[int, ...]] = {False: (), True: (2,)}
+
 
 class Shares(Protocol):
     """What is asked of a unit."""
@@ -90,13 +94,13 @@ def clip_grad_norm_(
 
     everyone = World.to_reduce_over(None, device)
     is_max = math.isinf(norm_type)
-    zero = torch.zeros((), device=device)
+    zero = torch.zeros(_SHAPE[is_max], device=device)
     total = zero
     for world, grads in by_world.items():
         part = _local_power([g for g in grads if g.device == device], norm_type, zero)
         if on_host := [g for g in grads if g.device != device]:
             on_host = [] if is_pretending() else on_host  # of what no program sees
-            power = _local_power(on_host, norm_type, torch.zeros((), device="cpu"))
+            power = _local_power(on_host, norm_type, torch.zeros_like(zero, device="cpu"))
             theirs = as_data(power, device)
             part = torch.maximum(part, theirs) if is_max else part + theirs
         if world is None:
@@ -107,10 +111,14 @@ def clip_grad_norm_(
         reduce = world.all_reduce_max if is_max else world.all_reduce_sum
         part = reduce(part, "gradient norm")
         total = torch.maximum(total, part) if is_max else total + part
-    if not is_max:
+    if is_max:
+        total = torch.where(total[1] > 0, torch.full_like(total[0], math.nan), total[0])
+    else:
         total = total.sqrt() if norm_type == 2 else total ** (1 / norm_type)
 
-    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    ratio = max_norm / (total + 1e-6)
+    # No clamp, which for torch_xla is a maximum as well, and makes a number of NaN on a CPU.
+    coefficient = torch.where(ratio > 1, torch.ones_like(ratio), ratio)
     told: torch.Tensor | None = None  # to the host, if somebody there asks
     for _, grad in clipped:
         factor = coefficient
@@ -124,7 +132,7 @@ def clip_grad_norm_(
 
 
 def _local_power(grads: list[torch.Tensor], norm_type: float, zero: torch.Tensor) -> torch.Tensor:
-    """Sum of |g|**p over this rank's gradients, or their largest |g|; 0-d."""
+    """Sum of |g|**p over this rank's gradients, 0-d; or their largest |g|, and 1 if any is NaN."""
     parts = []
     for grad in grads:
         if grad.numel():
@@ -132,7 +140,7 @@ def _local_power(grads: list[torch.Tensor], norm_type: float, zero: torch.Tensor
                 grad = grad.abs() if norm_type != 2 else torch.cat([grad.real, grad.imag])
             grad = grad if grad.dtype is torch.float64 else grad.float()
             if math.isinf(norm_type):
-                parts.append(grad.abs().max())
+                parts.append(torch.stack([grad.abs().max(), grad.isnan().any().to(grad.dtype)]))
             elif norm_type == 2:
                 parts.append((grad * grad).sum())
             else:
@@ -140,7 +148,7 @@ def _local_power(grads: list[torch.Tensor], norm_type: float, zero: torch.Tensor
     if not parts:
         return zero
     stacked = torch.stack(parts)
-    return stacked.max() if math.isinf(norm_type) else stacked.sum()
+    return stacked.amax(0) if math.isinf(norm_type) else stacked.sum()
 
 
 def _with_groups(world: World, groups: Sequence[Sequence[int]]) -> World:

@@ -59,9 +59,10 @@ class Gathers(Protocol):
         """Every full parameter, not before ``events`` exist; from or into ``secondary``."""
 
     def reduce(
-        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
+        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
     ) -> list[torch.Tensor | None]:
-        """The gradient of every shard, from those of the full parameters."""
+        """The gradient of every shard, from those of the full parameters. ``leaves``: the nodes of
+        the graph that are given these."""
 
     def enter_backward(self, one: Pass, grad: torch.Tensor | None) -> None:
         """``one`` is asked for its parameters, by a backward that ``grad`` is the first sign of."""
@@ -232,7 +233,10 @@ class Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, None, None, *ctx.unit.reduce(grads, ctx.needs_input_grad[3:])
+        needed = ctx.needs_input_grad[3:]
+        # One for each input that is a tensor: perhaps the anchor, and the shards.
+        leaves = [leaf for leaf, _ in ctx.next_functions[-len(needed) :]]
+        return None, None, None, *ctx.unit.reduce(grads, needed, leaves)
 
 
 # The class of the nodes that Gather leaves in the graph.

@@ -1,9 +1,7 @@
 """What goes wrong with an optimizer on shards without a word, found out before its step.
 
 torch calls hooks before every optimizer's step. One of them, registered once a process, looks at
-what is wrong for good, and in every step asks each parameter whether gradients are missing. And
-``torch.nn.utils``'s clipping by norm, which would take the norm of one rank's shards, is replaced
-by one that asks all ranks.
+what is wrong for good, and in every step asks each parameter whether gradients are missing.
 """
 
 from __future__ import annotations
@@ -12,33 +10,26 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
-import torch
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from .awaited import require_filled
-from .clipping import Shared, clip_grad_norm_
+from .elementwise import check_elementwise
 from .first_step import TOLD
 from .foreach_steps import choose_foreach
-from .gathering import GatherNode
 from .ignored import note_of
 from .sharded_tensor import home_of, require_reduced
+from .torch_clipping import ACCELERATE_AVERAGES, ask_all_ranks
 
 # Frames between the hook and who calls the step: torch's own wrapper, and a scheduler's.
 _FRAMES = 8
-# Optimizers that compute with whole matrices or norms, by the names of their classes.
-_NOT_ELEMENTWISE = frozenset(
-    ["LBFGS", "Adafactor", "Muon", "LAMB", "Lamb", "LARS", "Lars", "Shampoo", "SOAP"]
-)
-# Where Accelerate's optimizer and its clipping are, which average gradients over the ranks.
+# Where Accelerate's optimizer is, which averages gradients over the ranks.
 _ACCELERATE = "accelerate.optimizer"
-_ACCELERATOR = "accelerate.accelerator"
 # On an optimizer: how many parameters it had when it was looked at.
 _SEEN = "_xla_fsdp_seen"
 # On an optimizer: its state was found by the names of the parameters.
@@ -50,11 +41,7 @@ def watch_optimizers() -> None:
     """Registers the checks, the first time it is called."""
     register_optimizer_step_pre_hook(_before_step)
     choose_foreach()
-    checked = _checked_clipping(torch.nn.utils.clip_grad_norm_)
-    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-        vars(module)["clip_grad_norm_"] = checked
-    # Clipping itself calls it by another name.
-    vars(torch.nn.utils)["get_total_norm"] = _checked_norm(torch.nn.utils.get_total_norm)
+    ask_all_ranks()
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -66,6 +53,8 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         require_filled(every, f"{type(optimizer).__name__}.step() came")
         check_elementwise(optimizer)
+        for around in _optimizers_around(optimizer, sys._getframe()):
+            check_elementwise(around)
         _warn_of_empty_groups(optimizer)
         _warn_of_unreduced(optimizer)
         optimizer.__dict__[_SEEN] = number
@@ -74,75 +63,6 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     caller = _caller(sys._getframe())
     if caller is not None and xr.world_size() > 1 and has_shards(optimizer):
         raise RuntimeError(_WRONG[caller])
-
-
-def _checked_clipping(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(clip)
-    def checked(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        each: list[Any] = [parameters]
-        if not isinstance(parameters, torch.Tensor):
-            each = list(parameters)
-        if any(isinstance(parameter.grad_fn, GatherNode) for parameter in each):
-            raise RuntimeError(
-                "torch.nn.utils.clip_grad_norm_ was given full parameters, which have no gradient: "
-                "their shards do. Call reshard() first, where unshard() was called"
-            )
-        homes = [(parameter, home_of(parameter)) for parameter in each]
-        for parameter, home in homes:
-            if home is not None and home.shard is not parameter:
-                raise RuntimeError(
-                    f"torch.nn.utils.clip_grad_norm_ was given parameters (one called {home.key!r} "
-                    "in its wrapper) as they were before wrapping, which have no gradient: take "
-                    "model.parameters() after it"
-                )
-        shared = [
-            Shared(home.world, [parameter])
-            for parameter, home in homes
-            if home is not None and home.layout.size > 1 and home.world is not None
-        ]
-        if not shared:
-            return clip(each, *args, **kwargs)
-        caller = sys._getframe().f_back
-        if caller is not None and caller.f_globals.get("__name__") == _ACCELERATOR:
-            raise RuntimeError(_WRONG["Accelerate"])
-        return _clip(shared, each, *args, **kwargs)
-
-    return checked
-
-
-def _checked_norm(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(norm)
-    def checked(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if xr.world_size() > 1 and any(tensor.device.type == "xla" for tensor in each):
-            raise RuntimeError(
-                "torch.nn.utils.get_total_norm on tensors of one of several ranks: gradients of "
-                "shards do not say that they are, and it would take the norm of this rank's. Call "
-                "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), which returns the "
-                "norm of all; float('inf') clips nothing"
-            )
-        return norm(each, *args, **kwargs)
-
-    return checked
-
-
-def _clip(
-    shared: Sequence[Shared],
-    parameters: Sequence[Any],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` where some of ``parameters`` are shards: by the norm of
-    what all ranks have of these, as ``model.clip_grad_norm_``. Every rank must call it."""
-    if error_if_nonfinite:
-        raise ValueError(
-            "torch.nn.utils.clip_grad_norm_(error_if_nonfinite=True) is not possible on shards, "
-            "whose norm is known when the program has run: leave it out, and look at the norm that "
-            "is returned"
-        )
-    return clip_grad_norm_(shared, parameters, max_norm, norm_type)
 
 
 def _require_shards(optimizer: Optimizer) -> None:
@@ -181,36 +101,6 @@ def _require_order(optimizer: Optimizer) -> None:
                     "xla_fsdp.consolidate --optimizer, and load that with "
                     "xla_fsdp.load_full_optim_state_dict: docs/moving.md"
                 )
-
-
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Warns if the step is not made of the single elements, and knows nothing of shards.
-
-    Raises RuntimeError for LBFGS, where ranks would not even take the same way.
-    """
-    if getattr(optimizer, "knows_shards", False):  # xla_fsdp.optim, which lies above
-        return
-    known = [c.__name__ for c in type(optimizer).__mro__ if c.__name__ in _NOT_ELEMENTWISE]
-    if not known:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            home = home_of(parameter)
-            if home is not None and home.world is not None and home.world.size > 1:
-                if "LBFGS" in known:
-                    raise RuntimeError(
-                        "LBFGS decides by norms, here those of one rank's shards (such as that of "
-                        f"{home.key!r}), how often it calls the closure: ranks would wait for one "
-                        "another forever. Wrap with sharding_strategy=ShardingStrategy.NO_SHARD, "
-                        "where every rank has whole parameters, or take another optimizer"
-                    )
-                warnings.warn(
-                    f"{known[0]} computes with whole matrices or norms; on shards, such as that of "
-                    f"{home.key!r}, it computes another thing. xla_fsdp.optim has optimizers that "
-                    "ask all ranks: see docs/optimizers.md",
-                    stacklevel=2,
-                )
-                return
 
 
 def _warn_of_empty_groups(optimizer: Optimizer) -> None:
@@ -285,12 +175,20 @@ def _caller(frame: FrameType | None) -> str | None:
     return None
 
 
+def _optimizers_around(optimizer: Optimizer, frame: FrameType | None) -> Iterator[Optimizer]:
+    """Those in whose methods the step was called, as sharpness-aware ones do."""
+    for _ in range(_FRAMES):
+        frame = frame.f_back if frame is not None else None
+        if frame is not None and frame.f_code.co_argcount:
+            first = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(first, Optimizer) and first is not optimizer:
+                yield first
+
+
 _WRONG = {
     "GradScaler": "torch.amp.GradScaler looks for infinities in this rank's shards only, so some "
     "ranks would step and others not: use xla_fsdp.ShardedGradScaler, which asks all ranks",
-    "Accelerate": "Accelerate averages gradients over the ranks, and those of shards are of "
-    "different parameters: import xla_fsdp.integrations.accelerate (with the Trainer "
-    "xla_fsdp.integrations.transformers) at the top of the script",
+    "Accelerate": ACCELERATE_AVERAGES,
     "xm.optimizer_step": "xm.optimizer_step averages gradients over the ranks once more, and they "
     "are of different shards: call optimizer.step(), and torch_xla.sync() after it",
 }

@@ -343,10 +343,10 @@ class Unit:
         return self.carrier.gather(self.tensors, self.order, events, backward, secondary)
 
     def reduce(
-        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
+        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
     ) -> list[torch.Tensor | None]:
         """As :meth:`UnitGradients.reduce`."""
-        shards, arrived = self.gradients.reduce(grads, needed)
+        shards, arrived = self.gradients.reduce(grads, needed, leaves)
         # At the end of the backward the order forgets.
         if self.world.as_on_tpu and torch._C._current_graph_task_id() in self._backward:
             self.order.reduced(arrived)

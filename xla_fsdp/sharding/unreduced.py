@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -44,14 +44,17 @@ class UnitGradients:
         self._unsynced: dict[int, torch.Tensor] = {}
 
     def reduce(
-        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
+        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
     ) -> tuple[list[torch.Tensor | None], Sequence[torch.Tensor]]:
         """A gradient shard for every sharded tensor, from the full gradients of its members, and
         what came out of the collectives.
 
         ``None`` where no member got a gradient or none is needed, inside ``no_sync``, and where
-        they go to the host.
+        they go to the host. ``leaves``: the nodes of the graph that shards get theirs from.
         """
+        handed_out = False
+        if not self.require_sync or self._unsynced or self.host is not None:
+            needed, handed_out = _asked_for(leaves, needed)
         reached: dict[int, Sequence[torch.Tensor | None]] = {}
         first = 0
         for number, tensor in enumerate(self._tensors):
@@ -59,6 +62,16 @@ class UnitGradients:
             first += len(tensor.layout.members)
             if needed[number] and any(grad is not None for grad in members):
                 reached[number] = members
+        if handed_out:
+            if self.host is not None:
+                raise RuntimeError(
+                    "torch.autograd.grad with respect to parameters whose shards are on the host "
+                    "(cpu_offload), where gradients arrive once the backward is over: call "
+                    "backward, and read .grad"
+                )
+            # Not the sum with what no_sync holds, which is for .grad, nor part of it.
+            shards, arrived = self._carrier.reduce(self._tensors, reached, {})
+            return [shards.get(number) for number in range(len(self._tensors))], arrived
         if not self.require_sync:
             self._hold(self._wire.joined(self._tensors, reached, {}))
             return [None] * len(self._tensors), ()
@@ -111,3 +124,17 @@ class UnitGradients:
         for number in numbers:
             del self._unsynced[number]
             self._tensors[number].unreduced -= 1
+
+
+def _asked_for(leaves: Sequence[Any], needed: Sequence[bool]) -> tuple[list[bool], bool]:
+    """For which of ``leaves`` the backward under way computes a gradient (``inputs`` may be given
+    to it), and whether it is handed out, by ``torch.autograd.grad``, instead of accumulated."""
+    accumulated, handed_out = [], []
+    for leaf, yes in zip(leaves, needed, strict=True):
+        try:
+            accumulated.append(yes and torch._C._will_engine_execute_node(leaf))
+            handed_out.append(False)
+        except RuntimeError:  # how it says so
+            accumulated.append(False)
+            handed_out.append(True)
+    return (handed_out, True) if any(handed_out) else (accumulated, False)

@@ -45,15 +45,11 @@ class RankMode(TorchFunctionMode):
 
 
 def _read(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    if mode.context.pending and reads_to_host(func, args, kwargs):
-        _fetch(mode, func, args, kwargs)
-    return func(*args, **kwargs)
-
-
-def _fetch(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> None:
-    tensors = xla_tensors((args, kwargs))
-    if tensors:
-        mode.session.before_fetch(mode.context, _name(func), tensors)
+    tensors = xla_tensors((args, kwargs)) if reads_to_host(func, args, kwargs) else []
+    if not tensors:
+        return func(*args, **kwargs)
+    what = _name(func)
+    return mode.session.fetch(mode.context, what, tensors, lambda: func(*args, **kwargs))
 
 
 def _draw(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -62,7 +58,7 @@ def _draw(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func in _LOWERED:
             return func(*args, **kwargs)  # drawn on the device, from the device's own state
         # Falls back to the CPU: must not run collectives with the generator's lock held.
-        _fetch(mode, func, args, kwargs)
+        mode.session.before_read(mode.context, _name(func), xla_tensors((args, kwargs)))
     return mode.session.generators.run(mode.context, func, args, kwargs)
 
 

@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch_xla
@@ -26,6 +26,7 @@ from . import call_site
 from .barrier import Arrival, Barrier
 from .rng import RankGenerators
 
+_T = TypeVar("_T")
 _XLAC = torch_xla._XLAC
 _COLLECTIVE_NODE = re.compile(
     r"= (\S.*?) (xla::(?:all_gather|reduce_scatter|cross_replica_sum|all_to_all|"
@@ -61,7 +62,9 @@ class Session:
         # torch_xla's own functions, kept here because the module's names are replaced meanwhile.
         self._step_marker = _XLAC._xla_step_marker
         self._sync_multi = _XLAC._xla_sync_multi
+        self._sync_live = _XLAC._xla_sync_live_tensors
         self._real_devices = _XLAC._xla_get_devices()  # "CPU:0", ...
+        self._reading = threading.RLock()
 
     def rank_of(self, device: Any = None) -> RankContext | None:
         """The rank of this thread, else the owner of ``device``; ``None`` for strangers."""
@@ -90,13 +93,12 @@ class Session:
         if not pending:
             self._step_marker(device, devices, wait=wait, reset_scope=reset_scope)
             return
-        self._together(
+        self._run_all(
             context,
             _arrival("torch_xla.sync()", "sync", pending),
             # Waiting here would keep rank 0 from letting the others dispatch.
             lambda: self._step_marker(device, devices, wait=False, reset_scope=reset_scope),
         )
-        context.forget()
         if wait:
             self._wait_for_device(context)
 
@@ -109,7 +111,7 @@ class Session:
         wait: bool = False,
         sync_xla_data: bool = True,
     ) -> None:
-        """The pending graph of ``tensors`` alone becomes a program (``.item()``, ``xm.save``).
+        """The pending graph of ``tensors`` alone becomes a program: the results of a launch.
 
         Collectives stay pending: other tensors may need them again.
         """
@@ -129,18 +131,40 @@ class Session:
         else:
             self._sync_multi(tensors, list(devices), wait=wait, sync_xla_data=sync_xla_data)
 
-    def before_fetch(
-        self, context: RankContext, what: str, tensors: Sequence[torch.Tensor]
-    ) -> None:
-        """Runs the pending graph of ``tensors`` if it has collectives in it.
+    def fetch(
+        self,
+        context: RankContext,
+        what: str,
+        tensors: Sequence[torch.Tensor],
+        read: Callable[[], _T],
+    ) -> _T:
+        """What ``read()`` finds in ``tensors``, their pending graph run before.
 
-        The values can then be read at leisure. Without collectives nothing happens, so a rank that
-        prints a finished loss alone waits for nobody.
+        If it has collectives in it, all that is pending on the device is run, as by
+        ``torch_xla.sync()``. Were the tensors alone, the collectives would stay pending, and the
+        next program would have them once more: a loop that reads without a sync would be a longer
+        program every time. Without collectives only the tensors are computed, so a rank that prints
+        a finished loss alone waits for nobody.
         """
-        if context.pending and self._collectives_in(context, tensors):
-            # Waits for the values. A read may, but two ranks that read what is still being computed
-            # crashed torch_xla now and then (about once in 2000 launches on a loaded machine).
-            self.sync_tensors(context, what, tensors, wait=True)
+        self.before_read(context, what, tensors)
+        with self._reading:
+            return read()
+
+    def before_read(self, context: RankContext, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Computes ``tensors``, so that they can be read at leisure; see :meth:`fetch`."""
+        if self._collectives_in(context, tensors):
+            self._run_all(
+                context,
+                _arrival(what, "read", context.pending),
+                lambda: self._sync_live(str(context.device), [], wait=False),
+            )
+            _XLAC._set_all_reduce_token(str(context.device), None)
+        elif tensors and any(_XLAC._check_tensor_need_materialization(list(tensors))):
+            with self._reading:  # whoever comes second finds the program of the first
+                self._sync_multi(list(tensors), [], wait=False, sync_xla_data=True)
+        # Two ranks that read what is still being computed crashed torch_xla now and then (about
+        # once in 2000 launches on a loaded machine), so values are waited for, and read in turn.
+        self._wait_for_device(context)
 
     def exchange(self, context: RankContext, what: str, key: tuple, payload: Any) -> list:
         """Every rank's ``payload``, by rank."""
@@ -164,6 +188,12 @@ class Session:
 
     def _wait_for_device(self, context: RankContext) -> None:
         _XLAC._xla_wait_device_ops(devices=[self._real_devices[context.rank]])
+
+    def _run_all(
+        self, context: RankContext, arrival: Arrival, dispatch: Callable[[], None]
+    ) -> None:
+        self._together(context, arrival, dispatch)
+        context.forget()
 
     def _together(
         self, context: RankContext, arrival: Arrival, dispatch: Callable[[], None]

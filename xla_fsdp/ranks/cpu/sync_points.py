@@ -48,9 +48,10 @@ def install(session: Session, patches: Patches) -> None:
 
     def gated_get_cpu_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         context = session.rank_of(tensors[0].device if tensors else None)
-        if context is not None:
-            session.before_fetch(context, "a copy of tensors to the host", tensors)
-        return get_cpu_tensors(tensors)
+        if context is None:
+            return get_cpu_tensors(tensors)
+        what = "a copy of tensors to the host"
+        return session.fetch(context, what, tensors, lambda: get_cpu_tensors(tensors))
 
     def start_as_same_rank(thread: threading.Thread) -> None:
         # A data loader's thread belongs to the rank that started it, as in a process of its own.
