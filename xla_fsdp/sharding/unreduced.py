@@ -52,6 +52,9 @@ class UnitGradients:
         ``None`` where no member got a gradient or none is needed, inside ``no_sync``, and where
         they go to the host.
         """
+        if self.host is not None or not self.require_sync or self._unsynced:
+            shards = [tensor.shard for tensor in self._tensors]
+            needed = [n and _asked_for(s) for n, s in zip(needed, shards, strict=True)]
         reached: dict[int, Sequence[torch.Tensor | None]] = {}
         first = 0
         for number, tensor in enumerate(self._tensors):
@@ -64,8 +67,8 @@ class UnitGradients:
             return [None] * len(self._tensors), ()
         held = {number: self._unsynced[number] for number in reached if number in self._unsynced}
         self._forget(held)
-        shards, arrived = self._carrier.reduce(self._tensors, reached, held)
-        found = [shards.get(number) for number in range(len(self._tensors))]
+        reduced, arrived = self._carrier.reduce(self._tensors, reached, held)
+        found = [reduced.get(number) for number in range(len(self._tensors))]
         return self.given([tensor.shard for tensor in self._tensors], found), arrived
 
     def given(
@@ -76,7 +79,7 @@ class UnitGradients:
         if self.host is None:
             return grads
         for shard, grad in zip(shards, grads, strict=True):
-            if grad is not None:
+            if grad is not None and _asked_for(shard):
                 self.host.take(shard, grad)
         return [None] * len(grads)
 
@@ -111,3 +114,23 @@ class UnitGradients:
         for number in numbers:
             del self._unsynced[number]
             self._tensors[number].unreduced -= 1
+
+
+def _asked_for(shard: torch.Tensor) -> bool:
+    """Whether this backward is to give ``shard`` a gradient.
+
+    ``backward(inputs=...)`` says who gets one, and ``autograd.grad`` gives none to parameters. What
+    autograd hands on it looks at itself; it knows nothing of what is summed up or sent to the host.
+
+    Raises:
+        RuntimeError: ``autograd.grad`` asks for the gradient of ``shard``.
+    """
+    node = torch.autograd.graph.get_gradient_edge(shard).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "torch.autograd.grad was asked for the gradient of a shard, which is not to be had from "
+            "it where gradients go to the host (cpu_offload) or are summed up (no_sync): call "
+            "backward(inputs=[...]), and read .grad"
+        ) from error
