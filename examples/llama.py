@@ -106,10 +106,11 @@ def make_folder(options: SimpleNamespace) -> None:
     if folder.exists():
         raise Stop(f"--make_folder={folder} is there already", code=2)
     torch.manual_seed(options.seed)
-    config = _new(options, None)
+    config, words = _new(options, None), tokens.byte_level()
     config._attn_implementation = "sdpa"
+    config.eos_token_id = words.token_to_id(tokens.END)
     LlamaForCausalLM(config).save_pretrained(folder)
-    tokens.byte_level().save(str(folder / "tokenizer.json"))
+    words.save(str(folder / "tokenizer.json"))
 
 
 def complete_folder(folder: str, config: LlamaConfig, found: tokens.Tokens) -> None:
@@ -147,26 +148,23 @@ def beginning(model: nn.Module, inner: LlamaForCausalLM, new: bool) -> Callable[
     return begin
 
 
-class Adapted(PeftModelForCausalLM):
-    """With a method of its own that the wrapper around it can have computed."""
-
-    def loss(self, *args: torch.Tensor, **kwargs: str) -> torch.Tensor:
-        return self.get_base_model().loss(*args, **kwargs)
-
-
 def with_adapters(model: nn.Module, rank: int) -> PeftModelForCausalLM:
     """LoRA on all linear layers but the last; only that is trained."""
     how = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
-    return Adapted(model, LoraConfig(**how, task_type="CAUSAL_LM"))
+    return PeftModelForCausalLM(model, LoraConfig(**how, task_type="CAUSAL_LM"))
 
 
 def generate(
     model: nn.Module, prompt: list[int], config: LlamaConfig, options: SimpleNamespace
 ) -> list[int]:
-    """The library's own search, with keys and values kept; on every rank the same."""
+    """The library's own search, with keys and values kept; on every rank the same. It ends with
+    the model's positions, beyond which nothing was trained."""
     torch.manual_seed(options.seed)
+    new = min(options.sample_tokens, config.max_position_embeddings - len(prompt))
+    ends = config.eos_token_id  # Llama 3.1 has three
     how = {"do_sample": bool(options.temperature), "temperature": options.temperature or None}
-    how |= {"max_new_tokens": options.sample_tokens, "pad_token_id": config.eos_token_id}
+    how |= {"max_new_tokens": new, "eos_token_id": ends}
+    how |= {"pad_token_id": ends[0] if isinstance(ends, list) else ends}
     row = torch.tensor([prompt])
     told = model.generate(input_ids=row, attention_mask=torch.ones_like(row), **how)
     return told[0].tolist()
@@ -175,7 +173,8 @@ def generate(
 def known_by(config: LlamaConfig, lora_rank: int) -> dict[str, object]:
     """What tells a model from others in a checkpoint."""
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
-    names += ("intermediate_size", "vocab_size", "rope_theta", "tie_word_embeddings")
+    names += ("intermediate_size", "vocab_size", "tie_word_embeddings")
+    names += ("rope_theta", "rope_scaling")
     sizes = {name: getattr(config, name) for name in names}
     return {"kind": "llama", "lora_rank": lora_rank, **sizes}
 

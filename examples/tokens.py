@@ -80,6 +80,9 @@ def prepare(options: SimpleNamespace, default: str | None = None) -> Tokens:
         given = "--text" if options.text else "--tokenizer"
         raise Stop(f"{folder} has tokens already: leave out {given}, or name another --data", 2)
     found = open_folder(folder)
+    if (words := found.tokenizer().get_vocab_size()) > found.vocabulary:
+        larger = f"{folder}/tokenizer.json knows {words} tokens, and tokens.json says"
+        raise Stop(f"{larger} {found.vocabulary}: it is not the one that made them", code=2)
     Rows(found, found.train, options.tokens_per_sample, "train.bin")
     Rows(found, found.valid, options.tokens_per_sample, "valid.bin")
     return found
@@ -154,6 +157,8 @@ def open_folder(folder: str) -> Tokens:
         dtype = np.dtype({"uint16": "<u2", "uint32": "<u4"}[said["dtype"]])
         vocabulary, end = int(said["vocabulary"]), int(said["end"])
         counts = [int(said["tokens"][name]) for name in ("train", "valid")]
+        if not 0 <= end < vocabulary:
+            raise ValueError(f"the end mark {end} is not in a vocabulary of {vocabulary}")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise Stop(f"{path} does not describe tokens: {in_a_line(error)}", code=2) from error
     mapped = []

@@ -159,7 +159,7 @@ def train(
         single = model
         if options.scan_blocks:  # a loop keeps no keys and values: the same, block by block
             single = build(options, config, scan=False, new=False)
-            xla_fsdp.load_checkpoint(options.ckpt_dir, single, restore_rng=False)
+            xla_fsdp.load_checkpoint(options.ckpt_dir, single, restore_rng=False, step=update)
         with evaluation.evaluating(single):
             told = llama.generate(single, prompt, config, options)
     # All ranks' parts become one model, in which plain torch must find the same loss.

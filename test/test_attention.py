@@ -17,6 +17,8 @@ CASES = [
     (2, 1, 256, 256, 64, torch.float32, True, False),
     (4, 2, 128, 128, 64, torch.float32, True, True),
     (1, 1, 128, 256, 128, torch.float32, False, False),
+    (2, 1, 128, 256, 64, torch.float32, True, False),
+    (1, 1, 256, 128, 64, torch.float32, True, False),
     (2, 2, 128, 128, 64, torch.bfloat16, False, True),
 ]
 # Relative to the largest value; bfloat16 is rounded in other places.

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.gpt2.configuration_gpt2 import GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
@@ -95,6 +97,50 @@ def test_what_the_kernel_cannot_say_is_computed_as_before(installed):
     x = torch.zeros(2, 2, 20, 64)
     with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
         integration._transformers_attention(module, x, x, x, mask)
+
+
+def test_what_would_be_left_out_is_refused(installed):
+    """Of what "eager" computes, "sdpa" of the library leaves out some without an error."""
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 9, "n_positions": 8}
+    tokens = torch.tensor([[1, 2, 3]])
+
+    def gpt2(**more):
+        torch.manual_seed(0)
+        config = GPT2Config(**sizes, **more, attn_implementation="xla_fsdp")
+        return GPT2LMHeadModel(config).eval()
+
+    gpt2()(tokens)
+    for model, given, named in (
+        (gpt2(), {"head_mask": torch.tensor([[1.0, 0.0]])}, "head_mask"),
+        (gpt2(), {"output_attentions": True}, "output_attentions"),
+        (gpt2(scale_attn_weights=False), {}, "scale_attn_weights=False"),
+        (gpt2(scale_attn_by_inverse_layer_idx=True), {}, "scale_attn_by_inverse_layer_idx=True"),
+    ):
+        with pytest.raises(ValueError, match=f"GPT2Attention .*{named}.*'eager'"):
+            model(tokens, **given)
+    x = torch.zeros(1, 1, 4, 8)
+    for name in ("softcap", "s_aux"):  # of Gemma 2 and gpt-oss
+        with pytest.raises(ValueError, match=f"Module asks attention for {name}, .*'eager'"):
+            integration._transformers_attention(torch.nn.Module(), x, x, x, None, **{name: 1.0})
+
+
+def broadcast(rank):
+    """What torch's function takes and the kernel does not."""
+    import torch_xla
+
+    q, one = torch.randn(2, 2, 8, 4), torch.randn(1, 1, 8, 4)
+    there = [tensor.to(torch_xla.device()) for tensor in (q, one, one)]
+    integration.install()
+    try:
+        return q, one, F.scaled_dot_product_attention(*there, is_causal=True).cpu()
+    finally:
+        integration.uninstall()
+
+
+def test_shapes_that_torch_broadcasts(run_ranks):
+    ((q, one, found),) = run_ranks(broadcast, 1)
+    expected = F.scaled_dot_product_attention(q, one, one, is_causal=True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_torch_gets_its_own_back():

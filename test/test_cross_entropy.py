@@ -152,6 +152,31 @@ def test_ranks_share_what_is_lowered(run_ranks):
     assert run_ranks(lower, 2) == [1, 1]
 
 
+def without_such_a_word(rank):
+    """A device cannot raise as torch does on a CPU."""
+    import torch_xla
+
+    found = []
+    for wrong in (WORDS, -1, 2**32 + 1):
+        hidden, weight, labels = inputs()
+        labels[1, 2] = wrong
+        options = {"reduction": "none", "chunk": 16, "label_smoothing": 0.1}
+        tensors = [t.to(torch_xla.device()) for t in (hidden, weight, labels)]
+        one = with_gradients(lambda *t, o=options: linear_cross_entropy(*t, **o), *tensors)
+        found.append([t.cpu() for t in one])
+    return found
+
+
+def test_labels_beyond_the_vocabulary_are_no_number(run_ranks):
+    (found,) = run_ranks(without_such_a_word, 1)
+    for losses, of_hidden, of_weight in found:
+        wrong = torch.zeros(3, 4, dtype=torch.bool)
+        wrong[1, 2] = True
+        assert torch.equal(losses.isnan(), wrong)
+        assert losses[0, 0] == 0  # ignored
+        assert torch.equal(of_hidden.isnan().all(-1), wrong) and of_weight.isnan().all()
+
+
 def test_refusals_and_other_devices():
     hidden, weight, labels = inputs()
     assert torch.equal(linear_cross_entropy(*inputs()), whole(hidden, weight, labels))

@@ -153,6 +153,10 @@ class TestTokens:
             rows[0]
         with pytest.raises(stop, match="too few for --tokens_per_sample=100000"):
             tokens.Rows(read, read.train, 100_000, "train.bin")
+        said = json.loads(Path(written, "tokens.json").read_text())
+        Path(written, "tokens.json").write_text(json.dumps({**said, "end": 257}))
+        with pytest.raises(stop, match="the end mark 257 is not in a vocabulary of 257"):
+            tokens.open_folder(written)
         Path(written, "tokens.json").write_text("{}")
         with pytest.raises(stop, match="tokens.json does not describe tokens: 'dtype'"):
             tokens.open_folder(written)
@@ -237,6 +241,10 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
     tokens.write(str(tmp_path / "data"), ["some text " * 500], tokens.byte_level(), tokens.END)
     shutil.copytree(tmp_path / "data", tmp_path / "cut")
     (tmp_path / "cut/valid.bin").write_bytes(b"12")
+    shutil.copytree(tmp_path / "data", tmp_path / "odd")
+    other = tokens.byte_level()
+    other.add_tokens(["some"])
+    other.save(str(tmp_path / "odd/tokenizer.json"))
     here = "--data=data"
     refused(
         "train_gpt",
@@ -245,6 +253,7 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
         ([here, "--tokens_per_sample=600", "--positions=700"], "valid.bin has 500 tokens, too few"),
         ([here, "--text=empty"], "data has tokens already: leave out --text"),
         (["--data=cut"], "cut/valid.bin has 2 bytes, not"),
+        (["--data=odd"], "odd/tokenizer.json knows 258 tokens, and tokens.json says 257"),
         (["--data=new", "--text=empty"], "no .txt file is in it"),
         (["--data=new", "--text=blank"], "there is no text to make new of"),
         (["--data=new", "--tokenizer=blank/a.txt"], "blank/a.txt is no tokenizer"),

@@ -1,6 +1,8 @@
 """The LLaMA example: packed rows, a new model, then adapters to it, and a folder of the hub."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -15,7 +17,8 @@ from xla_fsdp.integrations import attention
 
 FLAGS = (
     "--tokens_per_sample=32", "--batch_size=2", "--num_devices=2", "--log_interval=1",
-    "--valid_samples=5", "--sample_tokens=4", "--warmup_updates=1",
+    "--valid_samples=5", "--sample_tokens=60", "--prompt=The rest of this row is full",
+    "--warmup_updates=1",
 )  # fmt: skip
 
 
@@ -34,7 +37,9 @@ def test_trains_then_adapts_and_agrees(tmp_path, run_example):
     first = run(*FLAGS, "--text=text", "--max_update=6", "--lr=0.01")
     rows = table(first)
     assert rows["agree"] == "yes" and rows["parameters"] == "459,648"
-    assert "sample: 'The " in first.stdout
+    (sample,) = re.findall("sample: (['\"].*)", first.stdout)
+    sample = ast.literal_eval(sample)
+    assert sample.startswith("The rest of this row is full") and len(sample) <= 32  # positions
     folder = "runs/llama/ckpt_consolidated/weights"
     names = {path.name for path in (tmp_path / folder).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names

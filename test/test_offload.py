@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from checkpoint_runs import Run
@@ -309,6 +311,10 @@ def changed_by_hand(rank):
     before = output()
     moved()
     torch.testing.assert_close(output(), before)
+    model.bfloat16()  # rounded, and back at the address where the values were
+    model.float()
+    assert not torch.equal(output(), before)
+    torch.testing.assert_close(output(), expected(), rtol=1e-5, atol=1e-6)
     loss = model(x).square().sum()
     fused_step()
     with pytest.raises(RuntimeError, match="was changed after the forward"):
@@ -346,8 +352,46 @@ def scaled(rank):
             assert len(set(xm.mesh_reduce("scale", scaler.get_scale(), list))) == 1
 
 
+def named_ones(rank):
+    """Who is to get gradients may be said; nobody else does, on the host or inside no_sync."""
+    from xla_fsdp import CPUOffload, scan_blocks
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def blocks(**options):
+        torch.manual_seed(1)
+        return scan_blocks([torch.nn.Sequential(mlp(), torch.nn.Linear(3, 6)) for _ in range(2)],
+                           **options)  # fmt: skip
+
+    for make in (
+        lambda: offloaded("root", mlp()),
+        lambda: FSDP(mlp(), cpu_offload=CPUOffload(stream=True)),
+        lambda: FSDP(mlp()),
+        lambda: blocks(cpu_offload=CPUOffload()),
+    ):
+        model = make()
+        x = inputs(rank).to("xla").requires_grad_()
+        shards = list(model.parameters())
+        aside = contextlib.nullcontext if shards[0].device == HOST else model.no_sync
+        with aside():
+            (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
+            assert gradient.abs().sum() > 0 and x.grad is None
+            model(x).square().sum().backward(inputs=shards[1:2])
+            if shards[0].device == HOST:
+                with pytest.raises(
+                    RuntimeError, match=r"shards are on the host .* backward\(inputs="
+                ):
+                    torch.autograd.grad(model(x).square().sum(), shards[:1])
+            else:
+                (gradient,) = torch.autograd.grad(model(x).square().sum(), shards[:1])
+                assert gradient.abs().sum() > 0
+        if shards[0].device != HOST:
+            model(x).sum().mul(0).backward(inputs=shards[1:2])
+        assert [p.grad is not None for p in shards] == [n == 1 for n in range(len(shards))]
+
+
 def uses(rank):
     changed_by_hand(rank)
+    named_ones(rank)
     scaled(rank)
     in_pieces(rank)
     refused(rank)

@@ -58,7 +58,8 @@ def _attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     ours = attn_mask is None and not dropout_p and isinstance(query, torch.Tensor)
-    if ours and query.is_xla and query.dim() == 4:  # type: ignore[attr-defined]
+    # What torch broadcasts, or has its own words for, is torch's.
+    if ours and query.is_xla and attention.fits(query, key, value, enable_gqa):  # type: ignore[attr-defined]
         return attention.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -96,7 +97,11 @@ def _transformers_attention(
     dimension) to (batch, length, heads, head dimension).
 
     A mask of two dimensions is segment ids of causal attention, from :func:`_transformers_mask`.
+
+    Raises:
+        ValueError: the model asks for more than that, as ``"eager"`` has it.
     """
+    _refuse_more(module, kwargs)
     segments = None
     if attention_mask is not None and attention_mask.dim() == 2:
         if attention_mask.dtype != torch.int32:
@@ -120,6 +125,24 @@ def _transformers_attention(
         is_causal=segments is not None or (bool(causal) and query.shape[2] > 1),
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_more(module: torch.nn.Module, given: dict[str, Any]) -> None:
+    """What would be left out without a word: attention that is not only of scores and a mask."""
+    more = [name for name in ("softcap", "s_aux", "head_mask") if given.get(name) is not None]
+    more += [name for name in ("output_attentions",) if given.get(name)]
+    if getattr(module, "scale_attn_weights", True) is False:
+        more.append("scale_attn_weights=False")
+    if getattr(module, "scale_attn_by_inverse_layer_idx", False):
+        more.append("scale_attn_by_inverse_layer_idx=True")
+    if "relative_key" in str(getattr(module, "position_embedding_type", "")):
+        more.append(f"position_embedding_type={module.position_embedding_type!r}")
+    if more:
+        raise ValueError(
+            f"{type(module).__name__} asks attention for {', '.join(more)}, which "
+            f"attn_implementation={NAME!r} would leave out: use attn_implementation='eager' for "
+            "this model, or do without"
+        )
 
 
 def _transformers_mask(

@@ -124,22 +124,8 @@ def _check(
             f"dropout_p={dropout_p}: attention here is without dropout; pass 0, apply dropout to "
             "the output, or call torch.nn.functional.scaled_dot_product_attention"
         )
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if not query.dim() == key.dim() == value.dim() == 4:
-        raise ValueError(f"(batch, heads, length, head dimension) are needed, got {shapes}")
-    heads, groups = query.shape[1], key.shape[1]
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0]:
-        raise ValueError(
-            "key and value must agree in batch, heads and length, and query in batch with them: "
-            f"got {shapes}"
-        )
-    if query.shape[3] != key.shape[3]:
-        raise ValueError(f"query and key must have the same head dimension, got {shapes}")
-    if heads != groups and not (enable_gqa and groups and heads % groups == 0):
-        raise ValueError(
-            f"{heads} heads of queries, {groups} of keys: they must be equal or, with "
-            "enable_gqa=True, the heads of keys must divide those of queries"
-        )
+    if misfit := _misfit(query, key, value, enable_gqa):
+        raise ValueError(misfit)
     if attn_mask is not None and (is_causal or segment_ids is not None):
         raise ValueError(
             "attn_mask goes neither with is_causal nor with segment_ids: put everything into the "
@@ -153,10 +139,37 @@ def _check(
             )
         if query.shape[2] != key.shape[2]:
             raise ValueError(
-                f"segment_ids are those of queries and keys, which must be of one length: {shapes}"
+                "segment_ids are those of queries and keys, which must be of one length, and are "
+                f"{query.shape[2]} and {key.shape[2]}"
             )
         if segment_ids.is_floating_point():
             raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
+
+
+def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
+    """Whether these shapes are some that attention here is for; torch broadcasts others too."""
+    return not _misfit(query, key, value, enable_gqa)
+
+
+def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
+    """What is wrong with the shapes, "" if nothing is."""
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return f"(batch, heads, length, head dimension) are needed, got {shapes}"
+    heads, groups = query.shape[1], key.shape[1]
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0]:
+        return (
+            "key and value must agree in batch, heads and length, and query in batch with them: "
+            f"got {shapes}"
+        )
+    if query.shape[3] != key.shape[3]:
+        return f"query and key must have the same head dimension, got {shapes}"
+    if heads != groups and not (enable_gqa and groups and heads % groups == 0):
+        return (
+            f"{heads} heads of queries, {groups} of keys: they must be equal or, with "
+            "enable_gqa=True, the heads of keys must divide those of queries"
+        )
+    return ""
 
 
 def _why_not(
@@ -177,6 +190,8 @@ def _why_not(
             f"head dimensions are {dim} and {value.shape[3]} (of values), where the kernel takes "
             f"equal multiples of {_HEAD_DIM} up to {_LARGEST_HEAD_DIM}"
         )
+    if not query.numel() or not key.numel():
+        return "a tensor is empty"
     if not block_of(query.shape[2]) or not block_of(key.shape[2]):
         return (
             f"lengths are {query.shape[2]} and {key.shape[2]} (of keys), where the kernel takes "

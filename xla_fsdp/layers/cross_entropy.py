@@ -48,7 +48,8 @@ def linear_cross_entropy(
         hidden: (..., n), what goes into the last linear layer, on an XLA device (elsewhere the
             logits are computed whole).
         weight: (m, n), that layer's weight, of the dtype of ``hidden``.
-        labels: (...), integers from 0 to m - 1, or ``ignore_index``.
+        labels: (...), integers from 0 to m - 1, or ``ignore_index``. For others, which torch refuses
+            on a CPU, the loss and its gradients are NaN: a device cannot raise.
         chunk: c, logits of a token that exist at once.
         ignore_index: of tokens that count nothing.
         label_smoothing: share of the target that is spread over the vocabulary, 0 to 1.
@@ -83,6 +84,8 @@ def linear_cross_entropy(
     require_loops_compile(torch_xla._XLAC._xla_device_kind(str(hidden.device)))
     platform = "tpu" if xm.xla_device_hw(hidden.device) == "TPU" else "cpu"
     settings = _Settings(min(chunk, weight.shape[0]), ignore_index, label_smoothing, platform)
+    if labels.dtype is torch.int64:  # what has no room in 32 bits would become another number
+        labels = labels.clamp(-(2**31), 2**31 - 1)
     flat = labels.flatten().to(torch.int32)
     losses = _LinearCrossEntropy.apply(settings, hidden.flatten(0, -2), weight, flat)
     if reduction == "none":
@@ -148,6 +151,13 @@ class _Settings:
     label_smoothing: float
     platform: str
 
+    def counted(self, labels: Any, values: Any, vocabulary: int) -> Any:
+        """``values`` of tokens: 0 of those that count nothing, NaN where there is no such label."""
+        import jax.numpy as jnp
+
+        known = jnp.where((labels >= 0) & (labels < vocabulary), values, jnp.nan)
+        return jnp.where(labels == self.ignore_index, 0, known)
+
     def over_chunks(self, step: Any, carry: Any, vocabulary: int) -> Any:
         """``carry = step(carry, first row, rows)`` for every chunk."""
         import jax
@@ -199,7 +209,7 @@ class _Forward:
         logsumexp = largest + jnp.log(total)
         smooth = self.settings.label_smoothing
         losses = logsumexp - (1 - smooth) * of_label - smooth / vocabulary * everything
-        return jnp.where(labels == self.settings.ignore_index, 0, losses), logsumexp
+        return self.settings.counted(labels, losses, vocabulary), logsumexp
 
     def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
         return {}  # no kernel
@@ -220,7 +230,7 @@ class _Backward:
         import jax.numpy as jnp
 
         vocabulary, smooth = weight.shape[0], self.settings.label_smoothing
-        grad = jnp.where(labels == self.settings.ignore_index, 0, grad)[:, None]
+        grad = self.settings.counted(labels, grad, vocabulary)[:, None]
 
         def step(carry: Any, first: Any, rows: int) -> Any:
             of_hidden, of_weight = carry

@@ -33,6 +33,9 @@ class HostShard(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        # The address may be the one of values that are gone.
+        given, times = vars(self).get(ALIASES, ((), 0))
+        vars(self)[ALIASES] = (given, times + 1)
 
     def state(self) -> object:
         """Equal to an earlier one only if the values are what they were then."""

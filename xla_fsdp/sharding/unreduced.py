@@ -54,7 +54,7 @@ class UnitGradients:
         """
         handed_out = False
         if not self.require_sync or self._unsynced or self.host is not None:
-            needed, handed_out = _asked_for(leaves, needed)
+            needed, handed_out = self._asked_for(leaves, needed)
         reached: dict[int, Sequence[torch.Tensor | None]] = {}
         first = 0
         for number, tensor in enumerate(self._tensors):
@@ -63,12 +63,6 @@ class UnitGradients:
             if needed[number] and any(grad is not None for grad in members):
                 reached[number] = members
         if handed_out:
-            if self.host is not None:
-                raise RuntimeError(
-                    "torch.autograd.grad with respect to parameters whose shards are on the host "
-                    "(cpu_offload), where gradients arrive once the backward is over: call "
-                    "backward, and read .grad"
-                )
             # Not the sum with what no_sync holds, which is for .grad, nor part of it.
             shards, arrived = self._carrier.reduce(self._tensors, reached, {})
             return [shards.get(number) for number in range(len(self._tensors))], arrived
@@ -79,19 +73,52 @@ class UnitGradients:
         self._forget(held)
         shards, arrived = self._carrier.reduce(self._tensors, reached, held)
         found = [shards.get(number) for number in range(len(self._tensors))]
-        return self.given([tensor.shard for tensor in self._tensors], found), arrived
+        return self._given([tensor.shard for tensor in self._tensors], found), arrived
 
     def given(
         self, shards: Sequence[torch.Tensor], grads: list[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """What autograd is to give ``shards``, whose gradients are ``grads``: these, or nothing,
-        where the host gets them."""
+        where the host gets those that the backward under way asks for."""
+        if self.host is None:
+            return grads
+        leaves = [torch.autograd.graph.get_gradient_edge(shard).node for shard in shards]
+        asked, _ = self._asked_for(leaves, [True] * len(grads))
+        return self._given(
+            shards, [g if yes else None for g, yes in zip(grads, asked, strict=True)]
+        )
+
+    def _given(
+        self, shards: Sequence[torch.Tensor], grads: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         if self.host is None:
             return grads
         for shard, grad in zip(shards, grads, strict=True):
             if grad is not None:
                 self.host.take(shard, grad)
         return [None] * len(grads)
+
+    def _asked_for(self, leaves: Sequence[Any], needed: Sequence[bool]) -> tuple[list[bool], bool]:
+        """For which of ``leaves`` the backward under way computes a gradient (``inputs`` may be
+        given to it), and whether it is handed out, by ``torch.autograd.grad``, instead of
+        accumulated."""
+        accumulated, handed_out = [], []
+        for leaf, yes in zip(leaves, needed, strict=True):
+            try:
+                accumulated.append(yes and torch._C._will_engine_execute_node(leaf))
+                handed_out.append(False)
+            except RuntimeError:  # how it says so
+                accumulated.append(False)
+                handed_out.append(True)
+        if not any(handed_out):
+            return accumulated, False
+        if self.host is not None:
+            raise RuntimeError(
+                "torch.autograd.grad with respect to parameters whose shards are on the host "
+                "(cpu_offload), where gradients arrive once the backward is over: call "
+                "backward(inputs=[...]), and read .grad"
+            )
+        return handed_out, True
 
     @property
     def are_held(self) -> bool:
@@ -124,17 +151,3 @@ class UnitGradients:
         for number in numbers:
             del self._unsynced[number]
             self._tensors[number].unreduced -= 1
-
-
-def _asked_for(leaves: Sequence[Any], needed: Sequence[bool]) -> tuple[list[bool], bool]:
-    """For which of ``leaves`` the backward under way computes a gradient (``inputs`` may be given
-    to it), and whether it is handed out, by ``torch.autograd.grad``, instead of accumulated."""
-    accumulated, handed_out = [], []
-    for leaf, yes in zip(leaves, needed, strict=True):
-        try:
-            accumulated.append(yes and torch._C._will_engine_execute_node(leaf))
-            handed_out.append(False)
-        except RuntimeError:  # how it says so
-            accumulated.append(False)
-            handed_out.append(True)
-    return (handed_out, True) if any(handed_out) else (accumulated, False)
