@@ -610,6 +610,29 @@ def test_states_of_rank_0_everywhere(run_ranks, options):
     run(run_ranks, states_of_rank_0, options, ranks=3)
 
 
+def programs_of_states(rank, layers, width):
+    """How many are compiled while rank 0's values are handed out."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    import xla_fsdp
+
+    torch_xla.sync()
+    mine = torch.full((3,), rank + 1.0).to(torch_xla.device())
+    total = xm.all_reduce(xm.REDUCE_SUM, mine)  # pending all the while
+    before = sum(xla_fsdp.compilation_counts())
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    wrapped(model, sync_module_states=True)
+    found = sum(xla_fsdp.compilation_counts()) - before
+    assert total.tolist() == [3.0] * 3
+    return found
+
+
+def test_states_of_rank_0_are_no_more_programs_for_more_layers(run_ranks):
+    few, many = (run_ranks(programs_of_states, 2, n, width)[0] for n, width in ((2, 5), (6, 7)))
+    assert few == many <= 3  # one for weights, one for biases, and the shards
+
+
 REFERENCE_FIRST = """
 import sys
 import torch, torch_xla

@@ -11,7 +11,8 @@ a padded tensor, which sends twice the bytes and differs from rank to rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -266,13 +267,30 @@ class World:
         wire = as_data(wire.cpu(), self.device)
         ordinal = xr.global_ordinal()
         first_replica = all(ordinal not in group[1:] for group in self.replica_groups)
-        for groups, first in ((self.groups, self.rank == 0), (self.replica_groups, first_replica)):
-            mine = as_data(torch.tensor([first]), self.device)
-            own = torch.where(mine, wire, torch.zeros_like(wire)) if groups else wire
-            wire = self._all_reduce(own, groups, xm.REDUCE_SUM, "from the first")
-        wire = wire.to(value.dtype)
-        torch_xla._XLAC._xla_sync_multi([wire], [], wait=False)
+        firsts = ((self.groups, self.rank == 0), (self.replica_groups, first_replica))
+        with self._apart():
+            for groups, first in firsts:
+                mine = as_data(torch.tensor([first]), self.device)
+                own = torch.where(mine, wire, torch.zeros_like(wire)) if groups else wire
+                wire = self._all_reduce(own, groups, xm.REDUCE_SUM, "from the first")
+            wire = wire.to(value.dtype)
+            torch_xla._XLAC._xla_sync_multi([wire], [], wait=False)
         return wire
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What is traced within is a program of its own: on CPU ranks it would have all collectives
+        before it in it, through torch_xla's token, and so be another one every time."""
+        if self.context is None:
+            yield
+            return
+        token = torch_xla._XLAC._get_all_reduce_token(self._device_name)
+        torch_xla._XLAC._set_all_reduce_token(self._device_name, None)
+        try:
+            with self.context.apart():
+                yield
+        finally:
+            torch_xla._XLAC._set_all_reduce_token(self._device_name, token)
 
     @cached_property
     def rank_on_device(self) -> torch.Tensor:

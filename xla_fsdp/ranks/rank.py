@@ -143,6 +143,19 @@ class RankContext:
             self.pending = []
             self._issued = 0
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Collectives that are traced within are numbered by themselves, and dispatched before it
+        ends; what was pending is so again afterwards."""
+        with self._lock:
+            before = self.pending, self._issued
+            self.pending, self._issued = [], 0
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.pending, self._issued = before
+
     def post(self, tag: str, value: Any) -> list[Any] | None:
         """See :meth:`Board.post`; the n-th post of one rank is met by the n-th of each other."""
         self._posts += 1

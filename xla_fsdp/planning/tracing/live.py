@@ -149,8 +149,9 @@ def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def is_xla(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is on the XLA device."""
+    """Whether ``tensor`` is on the XLA device, and not one that only says so (a stand-in)."""
     try:
-        return tensor.device.type == "xla"
+        itself = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        return itself and tensor.device.type == "xla"
     except Exception:  # a subclass in the middle of its construction
         return False

@@ -270,6 +270,7 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
         if issubclass(type(value), torch.Tensor)  # isinstance would ask objects for __class__
         # Not value.device: tensors that autograd is done with are undefined and have none.
         and value.is_xla
+        and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # no stand-in
         and str(value.device) in devices
         and _XLAC._check_tensor_need_materialization([value])[0]
     ]
