@@ -111,7 +111,7 @@ class Session:
         wait: bool = False,
         sync_xla_data: bool = True,
     ) -> None:
-        """The pending graph of ``tensors`` alone becomes a program: the results of a launch.
+        """The pending graph of ``tensors`` alone becomes a program (``xm.save``, results).
 
         Collectives stay pending: other tensors may need them again.
         """
