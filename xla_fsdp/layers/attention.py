@@ -151,9 +151,7 @@ def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa
     return not _misfit(query, key, value, enable_gqa)
 
 
-def _misfit(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> str:
+def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
     """What is wrong with the shapes, "" if nothing is."""
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:

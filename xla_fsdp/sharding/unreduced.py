@@ -130,7 +130,7 @@ def _asked_for(shard: torch.Tensor) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError as error:
         raise RuntimeError(
-            "torch.autograd.grad was asked for the gradient of a shard, which is not to be had from "
-            "it where gradients go to the host (cpu_offload) or are summed up (no_sync): call "
+            "torch.autograd.grad was asked for the gradient of a shard, which it can not give "
+            "where gradients go to the host (cpu_offload) or are summed up (no_sync): call "
             "backward(inputs=[...]), and read .grad"
         ) from error
