@@ -113,6 +113,13 @@ def make_folder(options: SimpleNamespace) -> None:
     words.save(str(folder / "tokenizer.json"))
 
 
+def reopen_folder(folder: str) -> None:
+    """Takes away what :func:`complete_folder` gave the weights of an earlier end of the run, which
+    consolidation has not written and so would not replace."""
+    for name in ("config.json", "tokenizer.json"):
+        Path(folder, name).unlink(missing_ok=True)
+
+
 def complete_folder(folder: str, config: LlamaConfig, found: tokens.Tokens) -> None:
     """Weights become a folder of the hub."""
     config.architectures = [LlamaForCausalLM.__name__]

@@ -174,6 +174,7 @@ def train(
         if folder:
             closing.describe(folder, network, described)
             if not options.lora_rank:
+                llama.reopen_folder(os.path.join(folder, "weights"))
                 closing.consolidate(options, saved, network, described)
             llama.complete_folder(os.path.join(folder, "weights"), config, found)
         others = {"loss by frequencies alone": f"{tokens.loss_of_frequencies(found):.4f}"}

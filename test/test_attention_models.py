@@ -112,14 +112,13 @@ def test_what_would_be_left_out_is_refused(installed):
     gpt2()(tokens)
     for model, given, named in (
         (gpt2(), {"head_mask": torch.tensor([[1.0, 0.0]])}, "head_mask"),
-        (gpt2(), {"output_attentions": True}, "output_attentions"),
         (gpt2(scale_attn_weights=False), {}, "scale_attn_weights=False"),
         (gpt2(scale_attn_by_inverse_layer_idx=True), {}, "scale_attn_by_inverse_layer_idx=True"),
     ):
         with pytest.raises(ValueError, match=f"GPT2Attention .*{named}.*'eager'"):
             model(tokens, **given)
     x = torch.zeros(1, 1, 4, 8)
-    for name in ("softcap", "s_aux"):  # of Gemma 2 and gpt-oss
+    for name in ("softcap", "s_aux", "output_attentions"):  # of Gemma 2, gpt-oss, CLIP
         with pytest.raises(ValueError, match=f"Module asks attention for {name}, .*'eager'"):
             integration._transformers_attention(torch.nn.Module(), x, x, x, None, **{name: 1.0})
 

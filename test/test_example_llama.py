@@ -34,7 +34,8 @@ def test_trains_then_adapts_and_agrees(tmp_path, run_example):
     for number in range(40):
         (tmp_path / f"text/{number:02}.txt").write_text(f"{number} and {number + 1}. " * 3)
     run = partial(run_example, "train_llama.py")
-    first = run(*FLAGS, "--text=text", "--max_update=6", "--lr=0.01")
+    flags = (*FLAGS, "--lr=0.01", "--save_interval_updates=3")
+    first = run(*flags, "--text=text", "--max_update=6")
     rows = table(first)
     assert rows["agree"] == "yes" and rows["parameters"] == "459,648"
     (sample,) = re.findall("sample: (['\"].*)", first.stdout)
@@ -51,6 +52,10 @@ def test_trains_then_adapts_and_agrees(tmp_path, run_example):
     assert before == pytest.approx(validations(first)[-1], abs=2e-4) and after != before
     adapter = {path.name for path in (tmp_path / "lora/ckpt_consolidated/adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= adapter
+    # The end of a run once more, of an older checkpoint: its model takes the other's place.
+    again = run(*flags, "--max_update=3", "--resume_update=3", "--prompt=")
+    assert table(again)["agree"] == "yes" and table(again)["updates"] == "3"
+    assert {path.name for path in (tmp_path / folder).iterdir()} == names
 
 
 SECOND_OPINION = """
@@ -107,6 +112,19 @@ def test_the_sizes(common):
     attention.uninstall()
     # Published: 1.24 billion with tied embeddings, 8.03 and 70.55 billion.
     assert millions == {"tiny": 0, "1B": 1498, "8B": 8030, "70B": 70554}
+
+
+def test_a_sample_ends_with_the_positions(common):
+    """Of a configuration with several end tokens, as Llama 3.1 has."""
+    llama = common.llama
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 99}
+    config = llama.LlamaConfig(
+        intermediate_size=8, max_position_embeddings=16, eos_token_id=[98, 97], **sizes
+    )
+    torch.manual_seed(0)
+    options = SimpleNamespace(seed=1, temperature=0.0, sample_tokens=60)
+    told = llama.generate(llama.LlamaForCausalLM(config).eval(), [1, 2, 3], config, options)
+    assert told[:3] == [1, 2, 3] and len(told) == 16
 
 
 def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):

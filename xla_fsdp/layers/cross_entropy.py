@@ -48,8 +48,8 @@ def linear_cross_entropy(
         hidden: (..., n), what goes into the last linear layer, on an XLA device (elsewhere the
             logits are computed whole).
         weight: (m, n), that layer's weight, of the dtype of ``hidden``.
-        labels: (...), integers from 0 to m - 1, or ``ignore_index``. For others, which torch refuses
-            on a CPU, the loss and its gradients are NaN: a device cannot raise.
+        labels: (...), integers from 0 to m - 1, or ``ignore_index``. For others, which torch
+            refuses on a CPU, the loss and its gradients are NaN: a device cannot raise.
         chunk: c, logits of a token that exist at once.
         ignore_index: of tokens that count nothing.
         label_smoothing: share of the target that is spread over the vocabulary, 0 to 1.
