@@ -10,6 +10,7 @@ from test_tuning import GIB, INNER, ROWS, V3, WIDTH, Network, facts, small_step
 
 from xla_fsdp import ShardingSettings
 from xla_fsdp.planning.tuning.blocks import find_blocks
+from xla_fsdp.planning.tuning.by_unit import kept_where_it_pays
 from xla_fsdp.planning.tuning.estimate import Correction, Estimates
 from xla_fsdp.planning.tuning.remedies import larger, what_would_fit
 from xla_fsdp.planning.tuning.space import Space, ranks_together
@@ -105,6 +106,50 @@ def test_gathers_beside_compute_are_hidden_only_with_prefetch():
     assert shown.exposed - hidden.exposed == pytest.approx(15 * gather)
 
 
+def test_a_unit_of_several_blocks_waits_less_and_holds_more():
+    found = estimates()
+    singly, pairs, fours = (found.of(PLAIN.changed(blocks_per_unit=size)) for size in (1, 2, 4))
+    assert singly.exposed > pairs.exposed > fours.exposed  # fewer collectives to start
+    assert singly.compute == pairs.compute == fours.compute
+    block = 2 * 10**7
+    # Two units' parameters are there at a time, and as many gradients.
+    rest = 2 * 10**6
+    assert pairs.hbm - singly.hbm == pytest.approx(4 * block, abs=rest)
+    assert fours.hbm - singly.hbm == pytest.approx(12 * block, abs=rest)
+    assert found.sizes(PLAIN.changed(blocks_per_unit=3)) == [rest, 3 * block, 3 * block, 2 * block]
+
+
+def test_units_are_kept_where_it_pays():
+    def kept(slice_, capacity=100 * GIB, **changes):
+        found = estimates(slice_)
+        settings = PLAIN.changed(**changes)
+        step = found.facts(settings)
+        return kept_where_it_pays(settings, step, found.of, capacity)
+
+    # On v5e all gathers but the last block's run beside the backward of another.
+    v5e = resolve("v5litepod-8")
+    assert kept(v5e) == PLAIN.changed(kept_blocks=(7,))
+    assert kept(v5e, blocks_per_unit=2).kept_blocks == (6, 7)
+    # On v3 none does: all if there is room, which is ZeRO-2, or the last for which there is.
+    assert kept(V3) == PLAIN.changed(reshard_after_forward=False)
+    needed = estimates().of(PLAIN).hbm
+    assert kept(V3, needed + 2.5 * 2 * 10**7).kept_blocks == (6, 7)
+    assert kept(V3, needed) == PLAIN
+    for other in ({"units": "model"}, {"scan": True, "recompute": "all"}):
+        assert kept(V3, **other) == PLAIN.changed(**other)
+
+
+def test_the_largest_for_their_bytes_are_kept_of_units_by_size():
+    """Units that differ: a byte of a small one's parameters saves more, its start included."""
+    step = facts(blocks=4)
+    units = list(step.units)
+    units[2] = dataclasses.replace(units[2], elements=10**5, trainable=10**5)
+    step = dataclasses.replace(step, units=tuple(units))
+    found, settings = Estimates({1000: step}, V3), PLAIN.changed(units=1000)
+    room = found.of(settings).hbm + 10**6
+    assert kept_where_it_pays(settings, step, found.of, room).kept_blocks == ("blocks.1",)
+
+
 def test_what_the_compiler_said_corrects_what_is_like_it():
     found, learned = estimates(), Correction()
     guessed = found.of(PLAIN)
@@ -142,6 +187,12 @@ def test_the_space_has_no_candidate_twice_and_none_that_is_impossible():
     assert found[0] == PLAIN.changed(batch=4)
     assert not any(one.scan and one.recompute != "all" for one in found)
     assert {one.batch for one in found} == {4, 8}
+    assert {one.blocks_per_unit for one in found} == {1}
+    grouped = Space.of(facts(), V3, (4,), True, {}, groups=True).main()
+    assert {one.blocks_per_unit for one in grouped} == {1, 2, 4}
+    assert not any(one.scan and one.blocks_per_unit > 1 for one in grouped)
+    few = Space.of(facts(blocks=4), V3, (4,), True, {}, groups=True).main()
+    assert {one.blocks_per_unit for one in few} == {1, 2}
     assert not any(one.scan for one in Space.of(facts(), V3, (None,), False, {}).main())
     assert ranks_together(V3) == (4,) and ranks_together(resolve("2xv5litepod-16")) == (4, 16)
 
