@@ -55,7 +55,7 @@ def names_are_those_of_blocks_wrapped_singly(rank, folder):
     found = full_state_dict(fresh, rank0_only=False)
     assert not any(torch.equal(moved[name], found[name]) for name in wanted)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    save_checkpoint(folder, grouped)
+    save_checkpoint(folder, grouped, step=2)
     load_checkpoint(folder, singly)
     found = full_state_dict(singly, rank0_only=False)
     for name, value in full_state_dict(grouped, rank0_only=False).items():
