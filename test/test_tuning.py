@@ -78,6 +78,8 @@ def test_a_file_of_something_else_is_refused(change, message):
         ({"scan": True}, "scan=True and recompute='none' exclude each other"),
         ({"scan": True, "recompute": "all", "kept_blocks": 2}, "scan=True and kept_blocks=2"),
         ({"offload": True}, "offload=True and recompute='none' exclude each other"),
+        ({"keep": ("up",)}, r"keep=\('up',\) and scan=False exclude each other"),
+        ({"keep": "up"}, "keep must be a tuple of names; got 'up'"),
         ({"units": "model", "kept_blocks": 1}, "kept_blocks=1 and units='model'"),
         ({"units": 100, "kept_blocks": 1}, "kept_blocks=1 and units=100 exclude.*by names"),
         ({"kept_blocks": ("layer4",)}, "kept_blocks=.*layer4.* and units='blocks'"),

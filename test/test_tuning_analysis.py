@@ -9,8 +9,9 @@ import torch
 from test_tuning import GIB, INNER, ROWS, V3, WIDTH, Network, facts, small_step
 
 from xla_fsdp import ShardingSettings
+from xla_fsdp.planning.tuning.activations import Again
 from xla_fsdp.planning.tuning.blocks import find_blocks
-from xla_fsdp.planning.tuning.by_unit import kept_where_it_pays
+from xla_fsdp.planning.tuning.by_worth import worth_keeping
 from xla_fsdp.planning.tuning.estimate import Correction, Estimates
 from xla_fsdp.planning.tuning.remedies import larger, what_would_fit
 from xla_fsdp.planning.tuning.space import Space, ranks_together
@@ -56,6 +57,11 @@ def test_a_traced_step_holds_and_computes_what_was_worked_out(elsewhere):
     assert first.held == pytest.approx(2 * ROWS * (INNER + WIDTH), rel=0.01)
     assert first.held_recomputed == pytest.approx(2 * ROWS * WIDTH, rel=0.01)
     assert first.largest == 2 * ROWS * INNER
+    # A backward that computes a block again needs its first product, which it could keep.
+    (up,) = first.again
+    assert (up.name, up.bytes) == ("up", 2 * ROWS * INNER) and first.again == last.again
+    at_peak = ROWS * 2 * WIDTH * INNER / V3.chip.device_flops
+    assert at_peak < up.seconds < first.forward
     at_peak = 2 * ROWS * 2 * WIDTH * INNER / V3.chip.device_flops
     assert at_peak < first.forward < 10 * at_peak
 
@@ -119,12 +125,12 @@ def test_a_unit_of_several_blocks_waits_less_and_holds_more():
     assert found.sizes(PLAIN.changed(blocks_per_unit=3)) == [rest, 3 * block, 3 * block, 2 * block]
 
 
-def test_units_are_kept_where_it_pays():
+def test_units_are_worth_keeping():
     def kept(slice_, capacity=100 * GIB, **changes):
         found = estimates(slice_)
         settings = PLAIN.changed(**changes)
         step = found.facts(settings)
-        return kept_where_it_pays(settings, step, found.of, capacity)
+        return worth_keeping(settings, step, found.of, capacity)
 
     # On v5e all gathers but the last block's run beside the backward of another.
     v5e = resolve("v5litepod-8")
@@ -139,6 +145,29 @@ def test_units_are_kept_where_it_pays():
         assert kept(V3, **other) == PLAIN.changed(**other)
 
 
+def test_values_are_kept_that_save_most_for_a_byte():
+    again = (Again("q", 1e-3, 1e6), Again("up", 2e-3, 8e6), Again("attention", 1e-3, 5e5))
+    step = facts(blocks=8)
+    blocks = [dataclasses.replace(one, again=again) for one in step.blocks]
+    step = dataclasses.replace(step, units=(step.units[0], *blocks))
+    found, scanned = Estimates({"blocks": step}, V3), PLAIN.changed(scan=True, recompute="all")
+    all_kept = scanned.changed(keep=("q", "up", "attention"))
+    assert found.of(scanned).compute - found.of(all_kept).compute == pytest.approx(8 * 4e-3)
+    assert found.of(all_kept).hbm - found.of(scanned).hbm == pytest.approx(8 * 9.5e6)
+    plain = found.of(scanned).hbm
+
+    def kept(capacity, settings=scanned):
+        return worth_keeping(settings, step, found.of, capacity).keep
+
+    assert kept(plain + 8 * 9.6e6) == ("q", "up", "attention")
+    assert kept(plain + 8 * 1.6e6) == ("q", "attention")
+    assert kept(plain + 8 * 0.6e6) == ("attention",)
+    assert kept(plain) == ()
+    offloaded = scanned.changed(offload=True)  # of a value that is kept HBM has that of all blocks
+    more = found.of(offloaded.changed(keep=("q",))).hbm - found.of(offloaded).hbm
+    assert more == pytest.approx(8 * 1e6)
+
+
 def test_the_largest_for_their_bytes_are_kept_of_units_by_size():
     """Units that differ: a byte of a small one's parameters saves more, its start included."""
     step = facts(blocks=4)
@@ -147,7 +176,7 @@ def test_the_largest_for_their_bytes_are_kept_of_units_by_size():
     step = dataclasses.replace(step, units=tuple(units))
     found, settings = Estimates({1000: step}, V3), PLAIN.changed(units=1000)
     room = found.of(settings).hbm + 10**6
-    assert kept_where_it_pays(settings, step, found.of, room).kept_blocks == ("blocks.1",)
+    assert worth_keeping(settings, step, found.of, room).kept_blocks == ("blocks.1",)
 
 
 def test_what_the_compiler_said_corrects_what_is_like_it():

@@ -35,6 +35,7 @@ WAYS = {
     "one unit, recomputed": ShardingSettings(units="model", recompute="all"),
     "by size": ShardingSettings(units=100, recompute="all"),
     "scanned": ShardingSettings(scan=True, recompute="all"),
+    "scanned, kept": ShardingSettings(scan=True, recompute="all", keep=("up",)),
     "some kept, some recomputed": ShardingSettings(kept_blocks=1, recompute=2),
     "others kept": ShardingSettings(kept_blocks=(0, 2)),
     "by size, some kept": ShardingSettings(units=100, kept_blocks=("blocks.1.up", "blocks.2.down")),

@@ -27,8 +27,8 @@ from .kept import keeps
 from .settings import ShardingSettings
 from .traffic import REDUCES_BESIDE, Wire
 
-# Of the executable, for every block that is compiled by itself: 50 MiB for four blocks of workload S
-# on v3-8, 393 for 32 (docs/scan.md).
+# Of the executable, for every block that is compiled by itself: 50 MiB for four blocks of workload
+# S on v3-8, 393 for 32 (docs/scan.md).
 CODE_BYTES = 12 << 20
 
 
@@ -144,7 +144,10 @@ class _Unit:
         self.full = facts.elements * facts.itemsize
         self.full_gradient = facts.trainable * facts.itemsize
         self.forward = facts.forward
+        spared = [one for one in facts.again if one.name in settings.keep]
         self.backward = (3 if self.recomputed else 2) * facts.forward
+        self.backward -= sum(one.seconds for one in spared)
+        self.spared = sum(one.bytes for one in spared)
         reshard = settings.reshard_after_forward
         # The root keeps its own parameters: its backward follows at once.
         chosen = keeps(settings.kept_blocks, number, facts.name)
@@ -187,6 +190,7 @@ def _merged(units: Sequence[_Unit]) -> _Unit:
 def _activations(units: Sequence[_Unit]) -> float:
     """Most bytes of activations at a time, at the turn from forward to backward."""
     on_device = [unit.held for unit in units if not unit.on_host]
+    on_device += [unit.spared for unit in units]
     # One waits for the backward of the block that runs, one for that of the next.
     on_host = sorted((unit.on_host for unit in units if unit.on_host), reverse=True)[:2]
     again = max((unit.facts.held for unit in units if unit.recomputed), default=0.0)
@@ -262,4 +266,5 @@ class Correction:
 
 def _kind(settings: ShardingSettings) -> tuple[str, bool]:
     how = "host" if settings.offload else str(settings.recompute)
-    return how + " ahead" * settings.scan_prefetch, settings.scan
+    more = " kept" * bool(settings.keep) + " ahead" * settings.scan_prefetch
+    return how + more, settings.scan

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..compiling.compiler import CompileError
-from .by_unit import kept_where_it_pays
+from .by_worth import worth_keeping
 from .estimate import Correction, Estimate, Estimates
 from .remedies import GIB, would_give
 from .settings import ShardingSettings
@@ -124,7 +124,7 @@ class Search:
         """Of those not asked about yet, what may be better than the best."""
         known = self._asked
         left = [
-            one for one in (*candidates, *self._by_unit(candidates))
+            one for one in (*candidates, *self._by_worth(candidates))
             if one not in known and self._may_fit(one)
         ]  # fmt: skip
         if not left:
@@ -142,14 +142,12 @@ class Search:
                 return one
         return None
 
-    def _by_unit(self, candidates: Sequence[ShardingSettings]) -> list[ShardingSettings]:
-        """Of candidates that gather all again, those that would rather keep some units, by what is
-        known now."""
-        if not self.space.by_unit:
-            return []
+    def _by_worth(self, candidates: Sequence[ShardingSettings]) -> list[ShardingSettings]:
+        """Candidates with what they would rather keep, by what is known now."""
         several = (
-            kept_where_it_pays(one, self.estimates.facts(one), self._estimate, self.capacity)
+            worth_keeping(one, self.estimates.facts(one), self._estimate, self.capacity)
             for one in candidates
+            if ("keep" if one.scan else "kept_blocks") in self.space.by_worth
         )
         return [one for one in dict.fromkeys(several) if one not in candidates]
 

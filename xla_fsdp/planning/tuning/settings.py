@@ -40,6 +40,7 @@ class ShardingSettings:
             on; with units by size, of their dotted names.
         recompute: ``"none"``, ``"all"``, or a number: the first so many blocks recompute their
             activations in the backward. With units by size, of units instead of blocks.
+        keep: with ``scan``, what is not computed again, by the names of ``scan_blocks(keep=...)``.
         offload: the inputs of blocks that are recomputed wait in the host's memory.
         shard_ranks: consecutive ranks that share one copy of the parameters, whose copies average
             their gradients (hybrid sharding); ``None``: all ranks.
@@ -61,6 +62,7 @@ class ShardingSettings:
     blocks_per_unit: int = 1
     kept_blocks: Kept = 0
     recompute: str | int = "none"
+    keep: tuple[str, ...] = ()
     offload: bool = False
     shard_ranks: int | None = None
     forward_prefetch: bool = True
@@ -93,6 +95,8 @@ class ShardingSettings:
         recompute = self.recompute in ("none", "all") or _counts(self.recompute, 1)
         allowed = '"none", "all" or a number of blocks from 1 on'
         _require(recompute, "recompute", self.recompute, allowed)
+        named = isinstance(self.keep, tuple) and all(isinstance(one, str) for one in self.keep)
+        _require(named, "keep", self.keep, "a tuple of names")
         prefetch, routes = self.backward_prefetch, self.collective_routes
         _require(prefetch in PREFETCHES, "backward_prefetch", prefetch, _either(PREFETCHES))
         _require(routes in HOWS, "collective_routes", routes, _either(HOWS))
@@ -112,8 +116,9 @@ class ShardingSettings:
                 exclude("scan", "reshard_after_forward", "a loop can not hand on what it gathered")
             if self.kept_blocks:
                 exclude("scan", "kept_blocks", "a loop can not hand on what it gathered")
-        if self.scan_prefetch and not self.scan:
-            exclude("scan_prefetch", "scan", "it is an option of the loop")
+        for option in ("scan_prefetch", "keep"):
+            if getattr(self, option) and not self.scan:
+                exclude(option, "scan", "it is an option of the loop")
         if self.offload and self.recompute == "none":
             exclude("offload", "recompute", "only inputs of what is recomputed wait on the host")
         if self.blocks_per_unit > 1:
@@ -175,6 +180,8 @@ class ShardingSettings:
         elif self.recompute != "none":
             how_many = self.recompute if isinstance(self.recompute, int) else "all"
             words.append(f"{how_many} recomputed")
+        if self.keep:
+            words.append(f"{', '.join(self.keep)} kept")
         if self.offload:
             words.append("inputs on the host")
         reshard = self.reshard_after_forward

@@ -18,7 +18,7 @@ from .settings import PREFETCHES, ShardingSettings
 # Those that an estimate tells apart well. The others are tried one by one on the best of these.
 MAIN = (
     "batch", "units", "blocks_per_unit", "scan", "reshard_after_forward", "kept_blocks",
-    "recompute", "offload", "shard_ranks",
+    "recompute", "keep", "offload", "shard_ranks",
 )  # fmt: skip
 FINE = (
     "scan_prefetch", "collective_routes", "forward_prefetch", "backward_prefetch",
@@ -55,9 +55,9 @@ def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tu
         if not values:
             raise ValueError(f"search[{name!r}] is empty: give one value at least")
         alone: dict[str, Any] = {}
-        if name in ("scan", "scan_prefetch", "offload"):
+        if name in ("scan", "scan_prefetch", "keep", "offload"):
             alone["recompute"] = "all"
-        if name == "scan_prefetch":
+        if name in ("scan_prefetch", "keep"):
             alone["scan"] = True
         for value in values:
             if name == "kept_blocks" and by_name(value):
@@ -69,11 +69,11 @@ def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tu
 
 @dataclass(frozen=True)
 class Space:
-    """``values``: of each setting, those to try, the usual one first. ``by_unit``: whether units
-    may be told one by one to keep their parameters, as ``by_unit.py`` says."""
+    """``values``: of each setting, those to try, the usual one first. ``by_worth``: settings of
+    which those are tried as well that ``by_worth.py`` chooses by what they save."""
 
     values: Values
-    by_unit: bool = True
+    by_worth: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -102,6 +102,7 @@ class Space:
             "reshard_after_forward": (True, False, *together),
             "kept_blocks": (0,),
             "recompute": ("none", *half, "all") if blocks else ("none",),
+            "keep": ((),),
             "offload": (False, True) if blocks else (False,),
             "shard_ranks": (None, *together),
             "scan_prefetch": (False, True),
@@ -111,7 +112,7 @@ class Space:
             "collective_routes": ("modelled", "at_once", "stages", "rings"),
             "operation_vmem": (None, *([vmem] if vmem else [])),
         }
-        return cls({**values, **search}, by_unit="kept_blocks" not in search)
+        return cls({**values, **search}, frozenset({"kept_blocks", "keep"} - set(search)))
 
     def main(self) -> list[ShardingSettings]:
         """All combinations of the main settings that are possible, the usual ones first."""

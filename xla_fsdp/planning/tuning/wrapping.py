@@ -53,6 +53,8 @@ class Settings(Protocol):
     @property
     def recompute(self) -> str | int: ...
     @property
+    def keep(self) -> tuple[str, ...]: ...
+    @property
     def offload(self) -> bool: ...
     @property
     def shard_ranks(self) -> int | None: ...
@@ -100,7 +102,8 @@ def join_blocks(
     _require_undecided(options)
     if settings.scan:
         loop: dict[str, Any] = {"offload": settings.offload, "prefetch": settings.scan_prefetch}
-        return scan_blocks(blocks, **{**loop, **_options(settings, False), **options})
+        loop |= {"keep": settings.keep, **_options(settings, False)}
+        return scan_blocks(blocks, **{**loop, **options})
     joined: BlockRow | GroupedBlocks
     if settings.blocks_per_unit > 1:
         joined = GroupedBlocks(_groups(settings, blocks, options))
