@@ -100,7 +100,7 @@ class _Reader:
                 continue
             if phase == "forward":
                 self._add_time(found, place, key, name)
-            elif phase == "recompute":
+            if _again(phase, place.instruction):
                 self._add_again(found, place, name)
         return found
 
@@ -188,6 +188,14 @@ class _Reader:
         large = [s for s in sources if self._places[s].instruction.opcode not in _GIVEN]
         many = sum(_bytes(self._places[s].instruction) for s in large)
         return frozenset([key]) if many > 2 * _bytes(self._places[key].instruction) else sources
+
+
+def _again(phase: str, instruction: Instruction) -> bool:
+    """Whether this is computed again, by a submodule that a backward calls; or a kernel, which is
+    if its block is: there it has the name of what the gradient reached last."""
+    if is_kernel(instruction):
+        return phase == "forward"
+    return "/recompute[" in instruction.op_name
 
 
 def _phase(instruction: Instruction) -> tuple[str, str]:
