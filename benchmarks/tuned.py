@@ -1,9 +1,10 @@
-"""What ``xla_fsdp.tune`` finds for language models: ``python -m benchmarks.tuned v5litepod-64``.
+"""What ``xla_fsdp.tune`` finds: ``python -m benchmarks.tuned v5litepod-64 --model 13B``.
 
-No TPU is needed. GPT-3 of 13 billion parameters (or ``--model`` of the family in
-``examples/gpt.py``), as in ``examples/train_gpt.py``, or LLaMA (``--model "LLaMA 8B"``), as in
-``benchmarks.llama``, with the kernel for attention and the fused cross entropy. By hand blocks are
-a loop, sharded over all ranks; for LLaMA docs/language-models.md has what else was chosen.
+No TPU is needed. GPT-3 of 13 billion parameters (or another of the family in ``examples/gpt.py``),
+as in ``examples/train_gpt.py``; LLaMA (``--model "LLaMA 8B"``), as in ``benchmarks.llama``, both
+with the kernel for attention and the fused cross entropy; or workload S (``--model S``). By hand
+blocks of the first two are a loop, sharded over all ranks, and docs/language-models.md has what
+else was chosen for LLaMA; of workload S each is a unit.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from xla_fsdp import ShardingSettings
 
 from . import llama
 from .decoder import Model
+from .workload_s import Network
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LENGTH = 2048
@@ -57,6 +59,16 @@ def llama_step(name: str) -> Callable[[ShardingSettings], None]:
     return step
 
 
+def step_s(settings: ShardingSettings) -> None:
+    """Workload S."""
+    model: Any = settings.wrap(Network(lambda block: block), **NARROW)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs = torch.randn(settings.batch or 32, 256, 1024).to("xla")
+    model(inputs).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def _train(model: torch.nn.Module, settings: ShardingSettings, length: int) -> None:
     wrapped: Any = settings.wrap_root(model, **NARROW)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)
@@ -70,7 +82,7 @@ def _train(model: torch.nn.Module, settings: ShardingSettings, length: int) -> N
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuned", description=__doc__)
     parser.add_argument("slice")
-    parser.add_argument("--model", default="13B", help='default: %(default)s; or "LLaMA 8B"')
+    parser.add_argument("--model", default="13B", help='default: %(default)s; "LLaMA 8B", S')
     parser.add_argument("--batch", type=int, nargs="+", default=[8], help="sequences a device")
     parser.add_argument("--budget", type=int, default=4, help="compilations at most")
     parser.add_argument("--fix", action="append", default=[], metavar="NAME=VALUE",
@@ -78,7 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--save", type=Path, help="file for all figures, JSON")
     flags = parser.parse_args(arguments)
     name = flags.model
-    step = llama_step(name.removeprefix(LLAMA)) if name.startswith(LLAMA) else gpt_step(name)
+    if name == "S":
+        step = step_s
+    else:
+        step = llama_step(name[len(LLAMA) :]) if name.startswith(LLAMA) else gpt_step(name)
     search: dict[str, Collection[Any]] = {
         setting: [int(value)] for setting, value in (one.split("=") for one in flags.fix)
     }
