@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-from test_tuning import V3, WIDTH, Network
+from test_tuning import V3, WIDTH, Network, facts
 from test_tuning_applied import Network as Trained
 from test_tuning_applied import inputs, trained
 
 from xla_fsdp import ShardingSettings
+from xla_fsdp.planning.tuning.api import _groups
 
 TWO, SINGLY = ShardingSettings(blocks_per_unit=2), ShardingSettings()
 
@@ -106,3 +107,21 @@ def test_a_unit_of_two_blocks_is_gathered_at_once(elsewhere):
     singly, pairs, one_kept = elsewhere(gathers_of_several)
     assert singly - pairs == 2 * 2  # the vectors of each pair in one, forward and backward
     assert pairs - one_kept == 5  # the second gathers of a unit of two blocks
+
+
+def test_units_of_several_are_tried_where_a_trace_says_that_they_can_be():
+    class Asking:
+        def __init__(self, error=None):
+            self.error, self.asked = error, []
+
+        def trace(self, settings):
+            self.asked.append(settings)
+            if self.error:
+                raise self.error
+
+    able, unable = Asking(), Asking(ValueError("the blocks are not all of one nn.Sequential"))
+    assert _groups(able, {}, facts(), 4) and not _groups(unable, {}, facts(), 4)
+    assert able.asked == unable.asked == [TWO.changed(batch=4)]
+    # Not asked where the caller has said it, and where there are too few.
+    assert not _groups(able, {"blocks_per_unit": (2,)}, facts(), 4)
+    assert not _groups(able, {}, facts(blocks=3), 4) and len(able.asked) == 1
