@@ -4,7 +4,7 @@ with depth; each block is computed again in the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -135,16 +135,13 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 class Model(nn.Module):
     """Returns the mean cross entropy of the next token."""
 
-    def __init__(self, sizes: Decoder, wrapping: dict):
+    def __init__(self, sizes: Decoder, join: Callable[[Iterable[nn.Module]], nn.Module]):
         super().__init__()
         self.sizes = sizes
         self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
         if sizes.gpt:
             self.places = nn.Embedding(sizes.length, sizes.width)
-        blocks = (Block(sizes) for _ in range(sizes.layers))
-        how = {"keep": sizes.keep, "prefetch": sizes.prefetch, "offload": sizes.offload}
-        how |= wrapping
-        self.blocks = xla_fsdp.scan_blocks(blocks, **how)
+        self.blocks = join(Block(sizes) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.width) if sizes.gpt else nn.RMSNorm(sizes.width, 1e-5)
         if not (sizes.tied or sizes.gpt):
             self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
@@ -187,7 +184,9 @@ def decoder_step(sizes: Decoder, replicas: int = 1) -> Callable[[], torch.Tensor
         if replicas > 1:
             mesh = torch.arange(xr.world_size()).view(replicas, -1)
             wrapping |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
-        model = xla_fsdp.XlaFullyShardedDataParallel(Model(sizes, wrapping), **wrapping)
+        loop = {"keep": sizes.keep, "prefetch": sizes.prefetch, "offload": sizes.offload}
+        model = Model(sizes, lambda blocks: xla_fsdp.scan_blocks(blocks, **loop, **wrapping))
+        model = xla_fsdp.XlaFullyShardedDataParallel(model, **wrapping)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         tokens = torch.zeros(sizes.batch, sizes.length, dtype=torch.long).to("xla")
         loss = model(tokens, tokens)

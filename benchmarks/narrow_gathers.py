@@ -76,13 +76,13 @@ def planned(slices: Sequence[str], dtypes: Sequence[torch.dtype | None], blocks:
     return "\n".join(lines)
 
 
-def trained(what: str, dtypes: Sequence[torch.dtype | None], steps: int) -> str:
+def trained(what: str, dtypes: Sequence[torch.dtype | None], steps: int, seed: int) -> str:
     """The table of one network's losses."""
     os.environ["PJRT_DEVICE"] = "CPU"
     columns: dict[str, Losses] = {}
     for dtype in dtypes:
         print(f"{what}, {name_of(dtype)}", file=sys.stderr, flush=True)
-        ranks = xla_fsdp.launch(train, (what, dtype, steps), num_devices=RANKS)
+        ranks = xla_fsdp.launch(train, (what, dtype, steps, seed), num_devices=RANKS)
         assert ranks is not None  # it is None on a TPU
         columns[name_of(dtype)] = ranks[0]
     (first, *_) = columns.values()
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=[name_of(d) for d in DTYPES])
     parser.add_argument("--blocks", type=int, default=2, help="to plan; default: %(default)s")
     parser.add_argument("--steps", type=int, default=200, help="to train; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of parameters to train")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the tables")
     flags = parser.parse_args()
     require_slices(parser, flags.slices)
@@ -111,7 +112,7 @@ def main() -> None:
     if flags.what == "plan":
         table = planned(flags.slices, dtypes, flags.blocks)
     else:
-        table = trained(flags.what, dtypes, flags.steps)
+        table = trained(flags.what, dtypes, flags.steps, flags.seed)
     flags.out.mkdir(parents=True, exist_ok=True)
     (flags.out / f"narrow_gathers_{flags.what}.md").write_text(table + "\n")
     print(table)

@@ -62,13 +62,14 @@ def gpt(rank: int, join: Callable[[Iterable[nn.Module]], nn.Module]) -> tuple[nn
 NETWORKS = {"vit": vit, "gpt": gpt}
 
 
-def train(rank: int, what: str, dtype: torch.dtype | None, steps: int) -> Losses:
-    """The mean loss of each fifth of ``steps``, and that of what is held out."""
+def train(rank: int, what: str, dtype: torch.dtype | None, steps: int, seed: int = 0) -> Losses:
+    """The mean loss of each fifth of ``steps``, and that of what is held out. ``seed``: of the
+    parameters; the data are the same."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 
     sys.path.insert(0, str(EXAMPLES))
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     wrap = functools.partial(FSDP, compute_dtype=torch.bfloat16, gather_dtype=dtype)
 
     def join(blocks: Iterable[nn.Module]) -> nn.Module:

@@ -1,56 +1,105 @@
-"""What ``xla_fsdp.tune`` finds for GPT-3 of 13 billion parameters:
-``python -m benchmarks.tuned v5litepod-64 --budget 4``.
+"""What ``xla_fsdp.tune`` finds: ``python -m benchmarks.tuned v5litepod-64 --model 13B``.
 
-No TPU is needed. The model is that of ``examples/train_gpt.py``, with its attention and its cross
-entropy; by hand its blocks are a loop, sharded over all ranks (``train_gpt.py --arch=13B --plan``).
+No TPU is needed. GPT-3 of 13 billion parameters (or another of the family in ``examples/gpt.py``),
+as in ``examples/train_gpt.py``; LLaMA (``--model "LLaMA 8B"``), as in ``benchmarks.llama``, both
+with the kernel for attention and the fused cross entropy; or workload S (``--model S``). By hand
+blocks of the first two are a loop, sharded over all ranks, and docs/language-models.md has what
+else was chosen for LLaMA; of workload S each is a unit.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import xla_fsdp
+from xla_fsdp import ShardingSettings
+
+from . import llama
+from .decoder import Model
+from .workload_s import Network
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LENGTH = 2048
+LLAMA = "LLaMA "
+NARROW: dict[str, Any] = {"compute_dtype": torch.bfloat16}
+
+
+def gpt_step(name: str) -> Callable[[ShardingSettings], None]:
+    """A model of the examples, sequences of 2048."""
+    sys.path.insert(0, str(EXAMPLES))
+    import gpt
+
+    def step(settings: ShardingSettings) -> None:
+        from xla_fsdp.layers import linear_cross_entropy, scaled_dot_product_attention
+
+        model = gpt.GPT(
+            gpt.VOCABULARY, gpt.POSITIONS, **gpt.FAMILY[name]._asdict(),
+            join=lambda blocks: settings.join(blocks, **NARROW),
+            attention=scaled_dot_product_attention, cross_entropy=linear_cross_entropy,
+        )  # fmt: skip
+        _train(model, settings, LENGTH)
+
+    return step
+
+
+def llama_step(name: str) -> Callable[[ShardingSettings], None]:
+    """A model of ``benchmarks.llama``, sequences as there."""
+    sizes = replace(llama.MODELS[name], **llama.WAYS["kernel, fused cross entropy"])
+
+    def step(settings: ShardingSettings) -> None:
+        _train(Model(sizes, lambda blocks: settings.join(blocks, **NARROW)), settings, sizes.length)
+
+    return step
+
+
+def step_s(settings: ShardingSettings) -> None:
+    """Workload S."""
+    model: Any = settings.wrap(Network(lambda block: block), **NARROW)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    inputs = torch.randn(settings.batch or 32, 256, 1024).to("xla")
+    model(inputs).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _train(model: torch.nn.Module, settings: ShardingSettings, length: int) -> None:
+    wrapped: Any = settings.wrap_root(model, **NARROW)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)
+    tokens = torch.zeros(settings.batch, length, dtype=torch.long).to("xla")
+    wrapped(tokens, tokens).backward()
+    wrapped.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuned", description=__doc__)
     parser.add_argument("slice")
-    parser.add_argument("--arch", default="13B", help="of the family in examples/gpt.py")
-    parser.add_argument("--batch", type=int, default=8, help="sequences a device")
+    parser.add_argument("--model", default="13B", help='default: %(default)s; "LLaMA 8B", S')
+    parser.add_argument("--batch", type=int, nargs="+", default=[8], help="sequences a device")
     parser.add_argument("--budget", type=int, default=4, help="compilations at most")
+    parser.add_argument("--fix", action="append", default=[], metavar="NAME=VALUE",
+                        help="a number of a setting")  # fmt: skip
     parser.add_argument("--save", type=Path, help="file for all figures, JSON")
     flags = parser.parse_args(arguments)
-    sys.path.insert(0, str(EXAMPLES))
-    import gpt
-
-    def step(settings: xla_fsdp.ShardingSettings) -> None:
-        from xla_fsdp.layers import linear_cross_entropy, scaled_dot_product_attention
-
-        narrow = {"compute_dtype": torch.bfloat16}
-        model = gpt.GPT(
-            gpt.VOCABULARY, gpt.POSITIONS, **gpt.FAMILY[flags.arch]._asdict(),
-            join=lambda blocks: settings.join(blocks, **narrow),
-            attention=scaled_dot_product_attention, cross_entropy=linear_cross_entropy,
-        )  # fmt: skip
-        model = settings.wrap_root(model, **narrow)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        tokens = torch.zeros(settings.batch, LENGTH, dtype=torch.long).to("xla")
-        model(tokens, tokens).backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
+    name = flags.model
+    if name == "S":
+        step = step_s
+    else:
+        step = llama_step(name[len(LLAMA) :]) if name.startswith(LLAMA) else gpt_step(name)
+    search: dict[str, Collection[Any]] = {
+        setting: [int(value)] for setting, value in (one.split("=") for one in flags.fix)
+    }
     found = xla_fsdp.tune(
-        step, flags.slice, batch=flags.batch, budget=flags.budget, title=f"GPT {flags.arch}",
-    )  # fmt: skip
+        step, flags.slice, batch=flags.batch, budget=flags.budget, search=search, title=name
+    )
     print(found)
     if flags.save:
         flags.save.write_text(found.to_json())

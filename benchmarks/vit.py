@@ -2,8 +2,9 @@
 
 Plans ``examples/train_vit.py`` with its defaults (1024 images a step, blocks recomputed) on each
 slice, with blocks in one loop, and prints a table. ``--ways ahead``: a loop that gathers each
-block's parameters while the one before computes. ``--ways singly`` wraps them one by one, which for
-v4 and v5e takes more than 15 GB of memory to compile. With one slice and one way it prints the
+block's parameters while the one before computes; ``--reshard 16``: a 16th of them is kept by each
+of 16 ranks. ``--ways singly`` wraps them one by one, which for v4 and v5e takes more than 15 GB of
+memory to compile. With one slice and one way it prints the
 whole report, and the memory that planning took on this machine: this process and its children
 together.
 """
@@ -34,16 +35,16 @@ HEAD = (
 )
 
 
-def plan(slice_: str, way: str, flags: list[str]) -> tuple[Report, str]:
+def plan(slice_: str, way: str, reshard: bool | int, flags: list[str]) -> tuple[Report, str]:
     """The report of one plan, and as text."""
     with tempfile.TemporaryDirectory() as folder:
         path, how = Path(folder, "plan.json"), "--noscan_blocks"
-        if way == "scanned":
+        if way == "scanned" and reshard is True:
             how = "--scan_blocks"
-        elif way == "ahead":
+        elif way != "singly":
             how = f"--settings={Path(folder, 'settings.json')}"
-            settings = ShardingSettings(scan=True, scan_prefetch=True, recompute="all")
-            settings.save(how.partition("=")[2])
+            settings = ShardingSettings(scan=True, recompute="all", reshard_after_forward=reshard)
+            settings.changed(scan_prefetch=way == "ahead").save(how.partition("=")[2])
         command = [sys.executable, str(SCRIPT), f"--plan={slice_}", f"--plan_report={path}", *flags]
         done = subprocess.run([*command, how], stdout=subprocess.PIPE, text=True)
         if done.returncode not in (0, 3):  # 3: does not fit
@@ -85,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vit", description=__doc__)
     parser.add_argument("slices", nargs="*", default=SLICES, help=f"default: {' '.join(SLICES)}")
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: scanned")
+    parser.add_argument("--reshard", type=int, default=True, help="reshard_after_forward of loops")
     parser.add_argument("--batch_size", type=int, default=1024, help="images a step, of all ranks")
     arguments, flags = parser.parse_known_args()
     require_slices(parser, arguments.slices)
@@ -94,7 +96,7 @@ def main() -> None:
         for slice_ in arguments.slices:
             for way in ways:
                 given = [*flags, f"--batch_size={arguments.batch_size}"]
-                report, text = plan(slice_, way, given)
+                report, text = plan(slice_, way, arguments.reshard, given)
                 rows.append(row(report, way, arguments.batch_size))
     print(text if len(rows) == 1 else "\n".join([HEAD, "|---|---" + "|---:" * 11 + "|", *rows]))
     print(f"\nhost memory for planning: {memory.value / 1e9:.1f} GB resident, all processes")

@@ -17,9 +17,8 @@ import gpt
 import tokens
 import torch
 from absl import flags
-from common import checkpoints, closing, evaluation
+from common import checkpoints, closing, evaluation, tuning
 from common.batches import on_device
-from common.launching import launch_or_plan
 from common.script import DEFINE_number, Stop, fill_in, run
 from networks import require_for_training
 from torch import nn
@@ -43,6 +42,7 @@ flags.FLAGS.set_default("ckpt_dir", "runs/gpt/ckpt")
 
 
 def main(options: SimpleNamespace) -> None:
+    tuning.settle(options, *tuning.OF_BLOCKS.split())
     set_defaults(options)
     found = None if options.plan else tokens.prepare(options)
     here = found.vocabulary if found else tokens.byte_level().get_vocab_size()
@@ -59,7 +59,7 @@ def main(options: SimpleNamespace) -> None:
     checkpoints.prepare_folder(options)
     print(title := f"GPT {options.arch}, {count:,} parameters", flush=True)
     args = (options, network, count, found and found.folder, prompt)
-    launch_or_plan(train, args, options, options.num_devices, title)
+    tuning.launch_plan_or_tune(train, args, options, options.num_devices, title)
 
 
 def set_defaults(options: SimpleNamespace) -> None:
@@ -94,9 +94,13 @@ def build(options: SimpleNamespace, network: dict) -> nn.Module:
 
     where = xla_fsdp.CPUOffload(stream=options.stream) if options.cpu_offload else None
     how = {"compute_dtype": getattr(torch, options.compute_dtype), "cpu_offload": where}
-    reshard = not options.no_reshard_after_forward
+    loss = linear_cross_entropy if options.fused else gpt.linear_cross_entropy
+    layers = {"attention": scaled_dot_product_attention, "cross_entropy": loss}
+    if settings := options.sharding:
+        model = gpt.GPT(**network, join=partial(settings.join, **how), **layers)
+        return settings.wrap_root(model, **how)
+    offload, reshard = options.offload_activations, not options.no_reshard_after_forward
     wrap = partial(xla_fsdp.XlaFullyShardedDataParallel, reshard_after_forward=reshard, **how)
-    offload = options.offload_activations
 
     def join(blocks: Iterable[nn.Module]) -> nn.Module:
         if options.scan_blocks:  # which recomputes them
@@ -105,8 +109,6 @@ def build(options: SimpleNamespace, network: dict) -> nn.Module:
             blocks = (xla_fsdp.checkpoint_module(block, offload=offload) for block in blocks)
         return nn.Sequential(*(wrap(block) for block in blocks))
 
-    loss = linear_cross_entropy if options.fused else gpt.linear_cross_entropy
-    layers = {"attention": scaled_dot_product_attention, "cross_entropy": loss}
     return wrap(gpt.GPT(**network, join=join, **layers))
 
 
@@ -118,6 +120,7 @@ def train(
     import torch_xla.runtime as xr
 
     rank, ranks, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
+    options.batch_size = tuning.batch_size(options, options.batch_size)
     if data:
         require_for_training(count, "--arch")
     torch.manual_seed(options.seed)  # the same weights on every rank

@@ -34,6 +34,12 @@ def test_settings_go_through_json_and_a_file(tmp_path):
         backward_prefetch="post", collective_routes="at_once", operation_vmem=98304,
     )  # fmt: skip
     assert ShardingSettings.from_json(settings.to_json()) == settings
+    by_number = ShardingSettings(blocks_per_unit=2, kept_blocks=(0, 1, 6, 7))
+    assert ShardingSettings.from_json(by_number.to_json()) == by_number
+    assert str(by_number) == "a unit for 2 blocks, ZeRO-2 for blocks 0 to 1, 6 to 7"
+    by_name = ShardingSettings(units=1000, kept_blocks=("layer4", "fc"))
+    assert ShardingSettings.from_json(by_name.to_json()) == by_name
+    assert str(by_name) == "units from 1,000 parameters, ZeRO-2 for layer4, fc"
     settings.save(tmp_path / "settings.json")
     assert ShardingSettings.load(tmp_path / "settings.json") == settings
     assert ShardingSettings.from_json(ShardingSettings().to_json()) == ShardingSettings()
@@ -72,7 +78,16 @@ def test_a_file_of_something_else_is_refused(change, message):
         ({"scan": True}, "scan=True and recompute='none' exclude each other"),
         ({"scan": True, "recompute": "all", "kept_blocks": 2}, "scan=True and kept_blocks=2"),
         ({"offload": True}, "offload=True and recompute='none' exclude each other"),
+        ({"keep": ("up",)}, r"keep=\('up',\) and scan=False exclude each other"),
+        ({"keep": "up"}, "keep must be a tuple of names; got 'up'"),
         ({"units": "model", "kept_blocks": 1}, "kept_blocks=1 and units='model'"),
+        ({"units": 100, "kept_blocks": 1}, "kept_blocks=1 and units=100 exclude.*by names"),
+        ({"kept_blocks": ("layer4",)}, "kept_blocks=.*layer4.* and units='blocks'"),
+        ({"kept_blocks": [1]}, r"kept_blocks must be a number, or a tuple .*got \[1\]"),
+        ({"kept_blocks": (1, 1)}, "kept_blocks must be a number, or a tuple"),
+        ({"blocks_per_unit": 0}, "blocks_per_unit must be a number of blocks from 1 on; got 0"),
+        ({"blocks_per_unit": 2, "units": "model"}, "blocks_per_unit=2 and units='model'"),
+        ({"blocks_per_unit": 2, "scan": True, "recompute": "all"}, "scan=True and blocks_per_unit"),
     ],
 )
 def test_wrong_settings_say_what_is_allowed(wrong, message):
@@ -168,6 +183,25 @@ def test_of_equals_the_plainest():
     assert len(compiler.asked) > 1
     assert plainness(trials[0].settings) == min(map(plainness, compiler.asked))
     assert trials[0].settings == ShardingSettings()
+
+
+def test_units_are_told_one_by_one_to_keep_their_parameters():
+    """On v5e one gather is waited for: that of the last block, which its keeping saves."""
+    step, where = facts(held=GIB / 100), resolve("v5litepod-8")
+    estimates = Estimates({"blocks": step}, where)
+    for fixed in ({}, {"kept_blocks": [0]}):
+        search = {"units": ["blocks"], "reshard_after_forward": [True], **fixed}
+        space = Space.of(step, where, (None,), False, checked_search(search))
+        compiler = Compiler(estimates)
+        trials = Search(space, estimates, compiler, 10 * GIB, 4).run()
+        kept = {one.kept_blocks for one in compiler.asked}
+        assert kept == ({0} if fixed else {0, (7,)})
+        assert trials[0].settings.kept_blocks == (0 if fixed else (7,))
+    # Where there is no room, as many as there is room for: on v3 each saves as much.
+    room = Estimates({"blocks": step}, V3).of(ShardingSettings()).hbm + 5 * 2 * 10**7
+    one_way = {"units": ["blocks"], "scan": [False], "recompute": ["none"], "shard_ranks": [None]}
+    _, trials, _ = searched(held=GIB / 100, capacity=room, reshard_after_forward=[True], **one_way)
+    assert trials[0].settings == ShardingSettings(kept_blocks=(3, 4, 5, 6, 7))
 
 
 def test_what_is_not_possible_costs_no_compilation_and_failures_do():

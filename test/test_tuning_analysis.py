@@ -9,7 +9,9 @@ import torch
 from test_tuning import GIB, INNER, ROWS, V3, WIDTH, Network, facts, small_step
 
 from xla_fsdp import ShardingSettings
+from xla_fsdp.planning.tuning.activations import Again
 from xla_fsdp.planning.tuning.blocks import find_blocks
+from xla_fsdp.planning.tuning.by_worth import worth_keeping
 from xla_fsdp.planning.tuning.estimate import Correction, Estimates
 from xla_fsdp.planning.tuning.remedies import larger, what_would_fit
 from xla_fsdp.planning.tuning.space import Space, ranks_together
@@ -55,6 +57,11 @@ def test_a_traced_step_holds_and_computes_what_was_worked_out(elsewhere):
     assert first.held == pytest.approx(2 * ROWS * (INNER + WIDTH), rel=0.01)
     assert first.held_recomputed == pytest.approx(2 * ROWS * WIDTH, rel=0.01)
     assert first.largest == 2 * ROWS * INNER
+    # A backward that computes a block again needs its first product, which it could keep.
+    (up,) = first.again
+    assert (up.name, up.bytes) == ("up", 2 * ROWS * INNER) and first.again == last.again
+    at_peak = ROWS * 2 * WIDTH * INNER / V3.chip.device_flops
+    assert up.seconds == pytest.approx(at_peak) and up.seconds < first.forward
     at_peak = 2 * ROWS * 2 * WIDTH * INNER / V3.chip.device_flops
     assert at_peak < first.forward < 10 * at_peak
 
@@ -105,6 +112,73 @@ def test_gathers_beside_compute_are_hidden_only_with_prefetch():
     assert shown.exposed - hidden.exposed == pytest.approx(15 * gather)
 
 
+def test_a_unit_of_several_blocks_waits_less_and_holds_more():
+    found = estimates()
+    singly, pairs, fours = (found.of(PLAIN.changed(blocks_per_unit=size)) for size in (1, 2, 4))
+    assert singly.exposed > pairs.exposed > fours.exposed  # fewer collectives to start
+    assert singly.compute == pairs.compute == fours.compute
+    block = 2 * 10**7
+    # Two units' parameters are there at a time, and as many gradients.
+    rest = 2 * 10**6
+    assert pairs.hbm - singly.hbm == pytest.approx(4 * block, abs=rest)
+    assert fours.hbm - singly.hbm == pytest.approx(12 * block, abs=rest)
+    assert found.sizes(PLAIN.changed(blocks_per_unit=3)) == [rest, 3 * block, 3 * block, 2 * block]
+
+
+def test_units_are_worth_keeping():
+    def kept(slice_, capacity=100 * GIB, **changes):
+        found = estimates(slice_)
+        settings = PLAIN.changed(**changes)
+        step = found.facts(settings)
+        return worth_keeping(settings, step, found.of, capacity)
+
+    # On v5e all gathers but the last block's run beside the backward of another.
+    v5e = resolve("v5litepod-8")
+    assert kept(v5e) == PLAIN.changed(kept_blocks=(7,))
+    assert kept(v5e, blocks_per_unit=2).kept_blocks == (6, 7)
+    # On v3 none does: all if there is room, which is ZeRO-2, or the last for which there is.
+    assert kept(V3) == PLAIN.changed(reshard_after_forward=False)
+    needed = estimates().of(PLAIN).hbm
+    assert kept(V3, needed + 2.5 * 2 * 10**7).kept_blocks == (6, 7)
+    assert kept(V3, needed) == PLAIN
+    for other in ({"units": "model"}, {"scan": True, "recompute": "all"}):
+        assert kept(V3, **other) == PLAIN.changed(**other)
+
+
+def test_values_are_kept_that_save_most_for_a_byte():
+    again = (Again("q", 1e-3, 1e6), Again("up", 2e-3, 8e6), Again("attention", 1e-3, 5e5))
+    step = facts(blocks=8)
+    blocks = [dataclasses.replace(one, again=again) for one in step.blocks]
+    step = dataclasses.replace(step, units=(step.units[0], *blocks))
+    found, scanned = Estimates({"blocks": step}, V3), PLAIN.changed(scan=True, recompute="all")
+    all_kept = scanned.changed(keep=("q", "up", "attention"))
+    assert found.of(scanned).compute - found.of(all_kept).compute == pytest.approx(8 * 4e-3)
+    assert found.of(all_kept).hbm - found.of(scanned).hbm == pytest.approx(8 * 9.5e6)
+    plain = found.of(scanned).hbm
+
+    def kept(capacity, settings=scanned):
+        return worth_keeping(settings, step, found.of, capacity).keep
+
+    assert kept(plain + 8 * 9.6e6) == ("q", "up", "attention")
+    assert kept(plain + 8 * 1.6e6) == ("q", "attention")
+    assert kept(plain + 8 * 0.6e6) == ("attention",)
+    assert kept(plain) == ()
+    offloaded = scanned.changed(offload=True)  # of a value that is kept HBM has that of all blocks
+    more = found.of(offloaded.changed(keep=("q",))).hbm - found.of(offloaded).hbm
+    assert more == pytest.approx(8 * 1e6)
+
+
+def test_the_largest_for_their_bytes_are_kept_of_units_by_size():
+    """Units that differ: a byte of a small one's parameters saves more, its start included."""
+    step = facts(blocks=4)
+    units = list(step.units)
+    units[2] = dataclasses.replace(units[2], elements=10**5, trainable=10**5)
+    step = dataclasses.replace(step, units=tuple(units))
+    found, settings = Estimates({1000: step}, V3), PLAIN.changed(units=1000)
+    room = found.of(settings).hbm + 10**6
+    assert worth_keeping(settings, step, found.of, room).kept_blocks == ("blocks.1",)
+
+
 def test_what_the_compiler_said_corrects_what_is_like_it():
     found, learned = estimates(), Correction()
     guessed = found.of(PLAIN)
@@ -142,6 +216,12 @@ def test_the_space_has_no_candidate_twice_and_none_that_is_impossible():
     assert found[0] == PLAIN.changed(batch=4)
     assert not any(one.scan and one.recompute != "all" for one in found)
     assert {one.batch for one in found} == {4, 8}
+    assert {one.blocks_per_unit for one in found} == {1}
+    grouped = Space.of(facts(), V3, (4,), True, {}, groups=True).main()
+    assert {one.blocks_per_unit for one in grouped} == {1, 2, 4}
+    assert not any(one.scan and one.blocks_per_unit > 1 for one in grouped)
+    few = Space.of(facts(blocks=4), V3, (4,), True, {}, groups=True).main()
+    assert {one.blocks_per_unit for one in few} == {1, 2}
     assert not any(one.scan for one in Space.of(facts(), V3, (None,), False, {}).main())
     assert ranks_together(V3) == (4,) and ranks_together(resolve("2xv5litepod-16")) == (4, 16)
 

@@ -35,7 +35,14 @@ WAYS = {
     "one unit, recomputed": ShardingSettings(units="model", recompute="all"),
     "by size": ShardingSettings(units=100, recompute="all"),
     "scanned": ShardingSettings(scan=True, recompute="all"),
+    "scanned, kept": ShardingSettings(scan=True, recompute="all", keep=("up",)),
     "some kept, some recomputed": ShardingSettings(kept_blocks=1, recompute=2),
+    "others kept": ShardingSettings(kept_blocks=(0, 2)),
+    "by size, some kept": ShardingSettings(units=100, kept_blocks=("blocks.1.up", "blocks.2.down")),
+    "two blocks a unit": ShardingSettings(blocks_per_unit=2),
+    "two blocks a unit, some recomputed, one unit kept": ShardingSettings(
+        blocks_per_unit=2, recompute=1, kept_blocks=(2,)
+    ),
     "hybrid": ShardingSettings(shard_ranks=2, reshard_after_forward=False),
     "no prefetch": ShardingSettings(
         forward_prefetch=False, backward_prefetch="none", limit_all_gathers=False,
@@ -67,7 +74,7 @@ def each_way_trains_alike(rank):
     plain = trained(Network(), [torch.cat([inputs(r, s) for r in range(size)]) for s in range(2)])
     wanted = plain.state_dict()
     for name, settings in WAYS.items():
-        if settings.scan or settings.kept_blocks:
+        if settings.scan or settings.kept_blocks in (1, (2,)):
             model = settings.wrap_root(Network(settings.join))
         else:
             model = settings.wrap(Network())
@@ -94,6 +101,24 @@ def refused(rank):
         settings.changed(kept_blocks=4).wrap(Network())
     with pytest.raises(ValueError, match="reshard_after_forward=False: the settings decide"):
         settings.wrap(Network(), reshard_after_forward=False)
+    with pytest.raises(
+        ValueError, match=r"kept_blocks=\(1, 3\): the model has 3 blocks; at most 3"
+    ):
+        settings.changed(kept_blocks=(1, 3)).wrap(Network())
+    with pytest.raises(ValueError, match=r"blocks 0, 1 are one unit \(blocks_per_unit=2\)"):
+        settings.changed(kept_blocks=1, blocks_per_unit=2).wrap(Network())
+    by_size = settings.changed(units=100, kept_blocks=("blocks.1",))
+    with pytest.raises(ValueError, match="'blocks.1' is no unit; with units=100 they are blocks.0"):
+        by_size.wrap(Network())
+    two = settings.changed(blocks_per_unit=2)
+    with pytest.raises(ValueError, match="blocks_per_unit=2: the blocks are not all of one"):
+        two.wrap(Network(lambda blocks: nn.ModuleList(blocks)))
+    with pytest.raises(ValueError, match="flatten_parameters=True and blocks_per_unit exclude"):
+        two.wrap(Network(), flatten_parameters=True)
+    heard = Network()
+    heard.blocks.register_forward_hook(lambda *given: None)
+    with pytest.raises(ValueError, match="'blocks' has hooks, which would be lost"):
+        two.wrap(heard)
     scanned = settings.changed(scan=True, recompute="all")
     with pytest.raises(ValueError, match="scan=True: the blocks are not all of one nn.Sequential"):
         scanned.wrap(Network(lambda blocks: nn.ModuleList(blocks)))

@@ -11,6 +11,7 @@ from xla_fsdp.compiler_options import RefusedOptionError, add_to_environment
 from .launching import launch_or_plan
 from .script import Stop, in_a_line, require
 
+OF_BLOCKS = "scan_blocks checkpoint_activations offload_activations stream no_reshard_after_forward"
 TUNE = "search how this very run is sharded fastest on a TPU slice, e.g. v3-8, instead of running "
 TUNE += "it; needs no TPU. Exit code 0 if something fits, 3 if nothing does"
 flags.DEFINE_string("tune", None, TUNE)

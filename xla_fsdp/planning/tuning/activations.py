@@ -10,8 +10,9 @@ of layouts; a collective's result does not count, since full parameters are gath
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ...layers.keeping import ATTENTION
 from ...tpu.chips import Chip
 from ..program.flops import flops_of
 from ..program.hlo import Instruction, Module
@@ -41,6 +42,16 @@ _WHOLE = frozenset(["tuple", "opt-barrier", "optimization-barrier"])
 _Key = tuple[int, str]  # scope and name of an instruction
 
 
+@dataclass(frozen=True)
+class Again:
+    """What a backward computes again and could take from the forward: the result of one product or
+    kernel, by the name that ``scan_blocks(keep=...)`` has for it."""
+
+    name: str
+    seconds: float
+    bytes: float
+
+
 @dataclass
 class Activations:
     """Of the modules that call themselves so, in a forward on one device.
@@ -48,13 +59,15 @@ class Activations:
     ``held``: bytes of each tensor that its backward needs, by module; ``largest``: bytes of the
     largest tensor that a module makes; ``seconds``: of compute, by the roofline of ``chip``: the
     longer of operations at the peak rate and bytes at the bandwidth of HBM, for each operation that
-    is not fused; ``flops``: of products and convolutions.
+    is not fused; ``flops``: of products and convolutions; ``again``: of each module, what the
+    backward in this step computes again of products and kernels, without names.
     """
 
     held: dict[str, int] = field(default_factory=dict)
     largest: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)
+    again: dict[str, list[Again]] = field(default_factory=dict)
 
 
 def read_activations(module: Module, chip: Chip) -> Activations:
@@ -83,24 +96,39 @@ class _Reader:
         for key, place in self._places.items():
             phase, name = self._phases[key]
             opcode = place.instruction.opcode
-            if phase != "forward" or opcode in _FUSED | _GIVEN | _WHOLE:
+            if opcode in _FUSED | _GIVEN | _WHOLE:
                 continue
-            self._add_time(found, place, key, name)
+            if phase == "forward":
+                self._add_time(found, place, key, name)
+            if _again(phase, place.instruction):
+                self._add_again(found, place, name)
         return found
 
     def _add_time(self, found: Activations, place: Place, key: _Key, name: str) -> None:
         instruction = place.instruction
         if instruction.opcode in ("while", "call", "conditional"):
             return  # what they call stands in line
-        flops = flops_of(self._computations[id(instruction)], instruction)
         made = _bytes(instruction)
-        moved = made + sum(self._read_bytes(operand) for operand in self._line.operands(place))
-        seconds = max(flops / self._chip.device_flops, moved / self._chip.device_hbm_bandwidth)
-        if is_kernel(instruction):
-            seconds = (kernel_cycles(instruction, self._chip) or 0) / self._chip.clock_hz
+        seconds, flops = self._time(place, instruction)
         found.seconds[name] = found.seconds.get(name, 0.0) + place.times * seconds
         found.flops[name] = found.flops.get(name, 0.0) + place.times * flops
         found.largest[name] = max(found.largest.get(name, 0), made)
+
+    def _add_again(self, found: Activations, place: Place, name: str) -> None:
+        seconds, flops = self._time(place, place.instruction)
+        kernel = is_kernel(place.instruction)
+        if kernel or flops:
+            one = Again(ATTENTION if kernel else "", seconds, _bytes(place.instruction))
+            found.again.setdefault(name, []).extend([one] * place.times)
+
+    def _time(self, place: Place, instruction: Instruction) -> tuple[float, float]:
+        """Seconds by the roofline, and operations."""
+        flops = flops_of(self._computations[id(instruction)], instruction)
+        if is_kernel(instruction):
+            return (kernel_cycles(instruction, self._chip) or 0) / self._chip.clock_hz, flops
+        moved = _bytes(instruction)
+        moved += sum(self._read_bytes(operand) for operand in self._line.operands(place))
+        return max(flops / self._chip.device_flops, moved / self._chip.device_hbm_bandwidth), flops
 
     def _read_bytes(self, key: _Key) -> int:
         """What one operand makes its user read: itself, or what it is made of if that is less."""
@@ -162,6 +190,14 @@ class _Reader:
         return frozenset([key]) if many > 2 * _bytes(self._places[key].instruction) else sources
 
 
+def _again(phase: str, instruction: Instruction) -> bool:
+    """Whether this is computed again, by a submodule that a backward calls; or a kernel, which is
+    if its block is: there it has the name of what the gradient reached last."""
+    if is_kernel(instruction):
+        return phase == "forward"
+    return "/recompute[" in instruction.op_name
+
+
 def _phase(instruction: Instruction) -> tuple[str, str]:
     return scope(instruction.op_name)
 
@@ -175,6 +211,24 @@ def unit_of(module: str, units: Iterable[str]) -> str:
     names = sorted(units, key=len, reverse=True)
     inside = (u for u in names if not u or module == u or module.startswith(f"{u}."))
     return next(inside, names[-1])
+
+
+def again_in(unit: str, found: Mapping[str, list[Again]]) -> tuple[Again, ...]:
+    """Of what is computed again in ``unit``, a block, what can be kept by its name.
+
+    Of a submodule its only product, which is what it returns; a kernel by the name of attention.
+    """
+    several = []
+    for module, every in found.items():
+        inside = module.removeprefix(f"{unit}.")
+        if module != unit and inside == module:
+            continue
+        kernels = [one for one in every if one.name]
+        several += kernels
+        if len(every) == 1 and not kernels and module != unit:
+            several.append(replace(every[0], name=inside))
+    names = [one.name for one in several]
+    return tuple(one for one in several if names.count(one.name) == 1)
 
 
 def by_unit(figures: Mapping[str, float], units: Collection[str]) -> dict[str, float]:

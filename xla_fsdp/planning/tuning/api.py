@@ -25,7 +25,7 @@ from .facts import StepFacts, facts_of
 from .remedies import what_would_fit
 from .search import Measured, Search
 from .settings import ShardingSettings
-from .space import MANY_BLOCKS, Space, checked_search
+from .space import GROUPS, MANY_BLOCKS, Space, checked_search
 from .tuning import Tuning
 
 Step = Callable[[ShardingSettings], Any]
@@ -110,7 +110,8 @@ def tune(
     with shown.while_doing(f"analysing a step on {where.name}"):
         facts = _facts(asking, modelled, batches[0], units)
         scans, why_not = _scans(asking, wanted, facts["blocks"], batches[0])
-    space = Space.of(facts["blocks"], modelled, batches, scans, wanted)
+        groups = scans or _groups(asking, wanted, facts["blocks"], batches[0])
+    space = Space.of(facts["blocks"], modelled, batches, scans, wanted, groups)
     capacity = where.chip.device_usable_hbm_bytes(asking.host({}).chip_config)
     estimates = Estimates(facts, modelled)
     search_ = Search(space, estimates, asking.measure, capacity, budget, shown.say)
@@ -226,6 +227,22 @@ def _scans(
             'of the time and memory; search={"scan": [False, True]} tries them singly as well.'
         )
     return True, ""
+
+
+def _groups(
+    asking: _Asking,
+    wanted: Mapping[str, Collection[Any]],
+    facts: StepFacts,
+    batch: int | None,
+) -> bool:
+    """Whether several blocks can be one unit, as those can that can be one loop."""
+    if "blocks_per_unit" in wanted or len(facts.blocks) < 2 * min(GROUPS):
+        return False
+    try:
+        asking.trace(ShardingSettings(batch=batch, blocks_per_unit=min(GROUPS)))
+    except (ValueError, TypeError, RuntimeError):
+        return False  # as _scans says, of the same list
+    return True
 
 
 def _batches(batch: int | Collection[int] | None) -> tuple[int | None, ...]:

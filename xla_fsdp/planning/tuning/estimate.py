@@ -23,11 +23,12 @@ from functools import cached_property
 
 from ...tpu.topology import Slice
 from .facts import StepFacts, UnitFacts
+from .kept import keeps
 from .settings import ShardingSettings
 from .traffic import REDUCES_BESIDE, Wire
 
-# Of the executable, for every unit that is compiled by itself: 50 MiB for four blocks of workload S
-# on v3-8, 393 for 32 (docs/scan.md).
+# Of the executable, for every block that is compiled by itself: 50 MiB for four blocks of workload
+# S on v3-8, 393 for 32 (docs/scan.md).
 CODE_BYTES = 12 << 20
 
 
@@ -79,6 +80,11 @@ class Estimates:
         exposed = self._exposed(_gathered(units, settings), settings, shared)
         return replace(self.memory(settings), compute=compute, exposed=exposed)
 
+    def sizes(self, settings: ShardingSettings) -> list[int]:
+        """Bytes of the full parameters of what is gathered together."""
+        units = _units(self.facts(settings), settings)
+        return [unit.full for unit in _gathered(units, settings)]
+
     def memory(self, settings: ShardingSettings) -> Estimate:
         """The memory alone; its times are 0."""
         facts, shared = self.facts(settings), settings.shard_ranks or self._where.devices
@@ -86,7 +92,7 @@ class Estimates:
         gathered = _gathered(units, settings)
         state = (facts.state + 4 * sum(u.trainable for u in facts.units)) / shared
         state += facts.inputs
-        hbm = state + _activations(units) + _full(gathered, settings) + _code(gathered, settings)
+        hbm = state + _activations(units) + _full(gathered, settings) + _code(units, settings)
         return Estimate(0.0, 0.0, hbm, state, sum(unit.on_host for unit in units))
 
     def _optimizer(self, facts: StepFacts, shared: int) -> float:
@@ -138,10 +144,14 @@ class _Unit:
         self.full = facts.elements * facts.itemsize
         self.full_gradient = facts.trainable * facts.itemsize
         self.forward = facts.forward
+        spared = [one for one in facts.again if one.name in settings.keep]
         self.backward = (3 if self.recomputed else 2) * facts.forward
+        self.backward -= sum(one.seconds for one in spared)
+        self.spared = sum(one.bytes for one in spared)
         reshard = settings.reshard_after_forward
         # The root keeps its own parameters: its backward follows at once.
-        self.kept = reshard is False or not facts.is_block or number < settings.kept_blocks
+        chosen = keeps(settings.kept_blocks, number, facts.name)
+        self.kept = reshard is False or not facts.is_block or chosen
         self.kept_among = 0 if isinstance(reshard, bool) or self.kept else reshard
         self.held = facts.held_recomputed if self.recomputed else facts.held
         self.on_host = self.held if self.recomputed and settings.offload else 0.0
@@ -157,11 +167,18 @@ def _units(facts: StepFacts, settings: ShardingSettings) -> list[_Unit]:
 
 def _gathered(units: list[_Unit], settings: ShardingSettings) -> list[_Unit]:
     """What is gathered together."""
-    return [_merged(units)] if settings.units == "model" else units
+    if settings.units == "model":
+        return [_merged(units)]
+    size = settings.blocks_per_unit
+    if size == 1:
+        return units
+    rest = [unit for unit in units if not unit.facts.is_block]
+    blocks = units[len(rest) :]
+    return [*rest, *(_merged(blocks[n : n + size]) for n in range(0, len(blocks), size))]
 
 
 def _merged(units: Sequence[_Unit]) -> _Unit:
-    """All units as one."""
+    """Several units as one."""
     one = replace(units[0])
     one.full = sum(unit.full for unit in units)
     one.full_gradient = sum(unit.full_gradient for unit in units)
@@ -173,6 +190,7 @@ def _merged(units: Sequence[_Unit]) -> _Unit:
 def _activations(units: Sequence[_Unit]) -> float:
     """Most bytes of activations at a time, at the turn from forward to backward."""
     on_device = [unit.held for unit in units if not unit.on_host]
+    on_device += [unit.spared for unit in units]
     # One waits for the backward of the block that runs, one for that of the next.
     on_host = sorted((unit.on_host for unit in units if unit.on_host), reverse=True)[:2]
     again = max((unit.facts.held for unit in units if unit.recomputed), default=0.0)
@@ -248,4 +266,5 @@ class Correction:
 
 def _kind(settings: ShardingSettings) -> tuple[str, bool]:
     how = "host" if settings.offload else str(settings.recompute)
-    return how + " ahead" * settings.scan_prefetch, settings.scan
+    more = " kept" * bool(settings.keep) + " ahead" * settings.scan_prefetch
+    return how + more, settings.scan

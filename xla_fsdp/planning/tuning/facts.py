@@ -12,7 +12,7 @@ from ..program.hlo import Module, parse_module
 from ..program.shapes import leaves
 from ..tracing.step import TracedStep
 from ..tracing.traced import TracedProgram
-from .activations import by_unit, largest_by_unit, read_activations, unit_of
+from .activations import Again, again_in, by_unit, largest_by_unit, read_activations, unit_of
 from .settings import ShardingSettings
 
 # How a step is traced for facts: whole and recomputed, each block a unit.
@@ -36,6 +36,7 @@ class UnitFacts:
         held_recomputed: the same if it recomputes its activations.
         largest: bytes of its largest activation.
         is_block: whether it can be recomputed.
+        again: what of it a backward computes again, if so, and could keep.
     """
 
     name: str
@@ -47,6 +48,7 @@ class UnitFacts:
     held_recomputed: float
     largest: float
     is_block: bool
+    again: tuple[Again, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,10 @@ class StepFacts:
                 held=factor * unit.held,
                 held_recomputed=factor * unit.held_recomputed,
                 largest=factor * unit.largest,
+                again=tuple(
+                    replace(one, seconds=factor * one.seconds, bytes=factor * one.bytes)
+                    for one in unit.again
+                ),
             )
             for unit in self.units
         )
@@ -121,15 +127,15 @@ def facts_of(
     module = parse_module(hlo_text(kept.program.hlo))
     found = read_activations(module, chip)
     names = [unit.name for unit in kept.units]
-    recomputed, blocks = found.held, set[str]()
+    recomputed, blocks = found, set[str]()
     if len(names) > 1:
         again = trace(RECOMPUTED.changed(batch=batch, units=units))
         text = hlo_text(again.program.hlo)
-        recomputed = read_activations(parse_module(text), chip).held
+        recomputed = read_activations(parse_module(text), chip)
         blocks = {unit_of(module, names) for module in _RECOMPUTED.findall(text)} - {""}
     seconds, held = by_unit(found.seconds, names), by_unit(found.held, names)
     largest = largest_by_unit(found.largest, names)
-    held_again = by_unit(recomputed, names)
+    held_again = by_unit(recomputed.held, names)
     facts = [
         UnitFacts(
             name=unit.name,
@@ -141,6 +147,7 @@ def facts_of(
             held_recomputed=min(held_again[unit.name], held[unit.name]),
             largest=largest[unit.name],
             is_block=unit.name in blocks,
+            again=again_in(unit.name, recomputed.again) if unit.name in blocks else (),
         )
         for unit in kept.units
     ]

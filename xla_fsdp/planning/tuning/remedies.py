@@ -25,13 +25,15 @@ def would_give(
 
 
 def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[tuple[str, ShardingSettings]]:
-    if blocks and settings.units == "model":
-        yield "a unit a block", settings.changed(units="blocks")
+    if blocks and (settings.units == "model" or settings.blocks_per_unit > 1):
+        yield "a unit a block", settings.changed(units="blocks", blocks_per_unit=1)
     if blocks and settings.recompute != "all":
         yield "recomputing every block", settings.changed(recompute="all")
     if settings.reshard_after_forward is not True or settings.kept_blocks:
         other = settings.changed(reshard_after_forward=True, kept_blocks=0)
         yield "gathering again for the backward", other
+    if settings.keep:
+        yield "computing again what is kept", settings.changed(keep=())
     if settings.shard_ranks is not None:
         yield "sharding over all ranks", settings.changed(shard_ranks=None)
     if blocks and not settings.offload:
@@ -41,10 +43,10 @@ def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[tuple[str, Sh
 
 def leanest(settings: ShardingSettings, facts: StepFacts) -> ShardingSettings:
     """``settings`` with all that saves memory."""
-    lean = settings.changed(reshard_after_forward=True, kept_blocks=0, shard_ranks=None)
+    lean = settings.changed(reshard_after_forward=True, kept_blocks=0, keep=(), shard_ranks=None)
     if not facts.blocks:
         return lean
-    return lean.changed(units="blocks", recompute="all", offload=True)
+    return lean.changed(units="blocks", blocks_per_unit=1, recompute="all", offload=True)
 
 
 def what_would_fit(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..compiling.compiler import CompileError
+from .by_worth import worth_keeping
 from .estimate import Correction, Estimate, Estimates
 from .remedies import GIB, would_give
 from .settings import ShardingSettings
@@ -87,7 +88,7 @@ class Search:
         for_main = self.budget - self.budget // _FINE_PART
         while self.compilations < for_main and (one := self._next(candidates)):
             self._ask(one)
-        seen = list(candidates)
+        seen = list(dict.fromkeys([*candidates, *self._asked]))
         while self.compilations < self.budget and (best := self.best()):
             others = [one for one in self.space.around(best, self.estimates) if one not in seen]
             seen += others[:1]
@@ -97,7 +98,11 @@ class Search:
                 self._ask(others[0])
         while self.compilations < self.budget and (one := self._next(candidates)):
             self._ask(one)  # the budget that fine settings left
-        return self._trials(seen)
+        return self._trials(list(dict.fromkeys([*seen, *self._asked])))
+
+    @property
+    def _asked(self) -> list[ShardingSettings]:
+        return [*self._found, *self._impossible]
 
     def best(self) -> ShardingSettings | None:
         """The fastest a sample of those that fit; of equals the plainest, and of these the one
@@ -117,9 +122,10 @@ class Search:
 
     def _next(self, candidates: Sequence[ShardingSettings]) -> ShardingSettings | None:
         """Of those not asked about yet, what may be better than the best."""
+        known = self._asked
         left = [
-            one for one in candidates
-            if one not in self._found and one not in self._impossible and self._may_fit(one)
+            one for one in (*candidates, *self._by_worth(candidates))
+            if one not in known and self._may_fit(one)
         ]  # fmt: skip
         if not left:
             return None
@@ -135,6 +141,15 @@ class Search:
             if self._trial(one).per_sample * (1 - slack) < bar:
                 return one
         return None
+
+    def _by_worth(self, candidates: Sequence[ShardingSettings]) -> list[ShardingSettings]:
+        """Candidates with what they would rather keep, by what is known now."""
+        several = (
+            worth_keeping(one, self.estimates.facts(one), self._estimate, self.capacity)
+            for one in candidates
+            if ("keep" if one.scan else "kept_blocks") in self.space.by_worth
+        )
+        return [one for one in dict.fromkeys(several) if one not in candidates]
 
     def _may_fit(self, settings: ShardingSettings) -> bool:
         over = _OVER if self.correction.knows(settings) else _OVER_OF_NEW

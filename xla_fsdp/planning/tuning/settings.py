@@ -14,6 +14,7 @@ from torch import nn
 from ...collectives.routes import HOWS
 from ...tpu.compiler_options import operation_vmem
 from ..compiling.cache import write_whole
+from .kept import Kept, by_name, described, is_kept
 from .wrapping import Blocks, join_blocks, wrap_model, wrap_root
 
 FORMAT, VERSION = "xla_fsdp settings", 1
@@ -32,10 +33,14 @@ class ShardingSettings:
         scan: blocks in one loop of the program (:func:`xla_fsdp.scan_blocks`), each recomputed.
         scan_prefetch: the loop gathers the next block's parameters while a block computes.
         reshard_after_forward: that of the wrapper, for all units.
-        kept_blocks: the first so many blocks keep their full parameters for the backward (ZeRO-2),
-            whatever ``reshard_after_forward``.
+        blocks_per_unit: with units of blocks, so many of them are one, the last of fewer if need
+            be. Only where one ``nn.Sequential`` (or :meth:`join`) runs them as a whole.
+        kept_blocks: which units keep their full parameters for the backward (ZeRO-2), whatever
+            ``reshard_after_forward``: the first so many blocks, or a tuple of their numbers from 0
+            on; with units by size, of their dotted names.
         recompute: ``"none"``, ``"all"``, or a number: the first so many blocks recompute their
             activations in the backward. With units by size, of units instead of blocks.
+        keep: with ``scan``, what is not computed again, by the names of ``scan_blocks(keep=...)``.
         offload: the inputs of blocks that are recomputed wait in the host's memory.
         shard_ranks: consecutive ranks that share one copy of the parameters, whose copies average
             their gradients (hybrid sharding); ``None``: all ranks.
@@ -54,8 +59,10 @@ class ShardingSettings:
     scan: bool = False
     scan_prefetch: bool = False
     reshard_after_forward: bool | int = True
-    kept_blocks: int = 0
+    blocks_per_unit: int = 1
+    kept_blocks: Kept = 0
     recompute: str | int = "none"
+    keep: tuple[str, ...] = ()
     offload: bool = False
     shard_ranks: int | None = None
     forward_prefetch: bool = True
@@ -81,10 +88,15 @@ class ShardingSettings:
         _require(
             whole, "reshard_after_forward", reshard, "True, False or a number of ranks from 2 on"
         )
-        _require(_counts(self.kept_blocks, 0), "kept_blocks", self.kept_blocks, "a number")
+        grouped, allowed = self.blocks_per_unit, "a number of blocks from 1 on"
+        _require(_counts(grouped, 1), "blocks_per_unit", grouped, allowed)
+        allowed = "a number, or a tuple of numbers of blocks from 0 on or of names of units"
+        _require(is_kept(self.kept_blocks), "kept_blocks", self.kept_blocks, allowed)
         recompute = self.recompute in ("none", "all") or _counts(self.recompute, 1)
         allowed = '"none", "all" or a number of blocks from 1 on'
         _require(recompute, "recompute", self.recompute, allowed)
+        named = isinstance(self.keep, tuple) and all(isinstance(one, str) for one in self.keep)
+        _require(named, "keep", self.keep, "a tuple of names")
         prefetch, routes = self.backward_prefetch, self.collective_routes
         _require(prefetch in PREFETCHES, "backward_prefetch", prefetch, _either(PREFETCHES))
         _require(routes in HOWS, "collective_routes", routes, _either(HOWS))
@@ -104,12 +116,20 @@ class ShardingSettings:
                 exclude("scan", "reshard_after_forward", "a loop can not hand on what it gathered")
             if self.kept_blocks:
                 exclude("scan", "kept_blocks", "a loop can not hand on what it gathered")
-        if self.scan_prefetch and not self.scan:
-            exclude("scan_prefetch", "scan", "it is an option of the loop")
+        for option in ("scan_prefetch", "keep"):
+            if getattr(self, option) and not self.scan:
+                exclude(option, "scan", "it is an option of the loop")
         if self.offload and self.recompute == "none":
             exclude("offload", "recompute", "only inputs of what is recomputed wait on the host")
-        if self.units != "blocks" and self.kept_blocks:
-            exclude("kept_blocks", "units", 'blocks are units of their own with units="blocks"')
+        if self.blocks_per_unit > 1:
+            if self.units != "blocks":
+                exclude("blocks_per_unit", "units", 'they are made of blocks with units="blocks"')
+            if self.scan:
+                exclude("scan", "blocks_per_unit", "a loop gathers block by block")
+        if self.units == "model" and self.kept_blocks:
+            exclude("kept_blocks", "units", "the outermost unit keeps its parameters anyway")
+        if self.kept_blocks and by_name(self.kept_blocks) == (self.units == "blocks"):
+            exclude("kept_blocks", "units", "blocks go by their numbers, units by size by names")
         if not isinstance(self.units, str) and not isinstance(self.recompute, str):
             exclude("recompute", "units", "units by size are recomputed all or none of them")
 
@@ -151,6 +171,8 @@ class ShardingSettings:
         """What differs from the defaults, in a few words."""
         words = [] if self.batch is None else [f"batch {self.batch}"]
         named = {"blocks": "a unit a block", "model": "one unit"}
+        if self.blocks_per_unit > 1:
+            named["blocks"] = f"a unit for {self.blocks_per_unit} blocks"
         words.append(named.get(str(self.units), f"units from {self.units:,} parameters"
                                if isinstance(self.units, int) else ""))  # fmt: skip
         if self.scan:
@@ -158,6 +180,8 @@ class ShardingSettings:
         elif self.recompute != "none":
             how_many = self.recompute if isinstance(self.recompute, int) else "all"
             words.append(f"{how_many} recomputed")
+        if self.keep:
+            words.append(f"{', '.join(self.keep)} kept")
         if self.offload:
             words.append("inputs on the host")
         reshard = self.reshard_after_forward
@@ -166,7 +190,7 @@ class ShardingSettings:
         elif reshard is not True:
             words.append(f"kept among {reshard}")
         if self.kept_blocks:
-            words.append(f"ZeRO-2 for {self.kept_blocks}")
+            words.append(f"ZeRO-2 for {described(self.kept_blocks)}")
         if self.shard_ranks is not None:
             words.append(f"sharded over {self.shard_ranks}")
         if not self.forward_prefetch:
@@ -210,8 +234,8 @@ class ShardingSettings:
                 f"{source} has {', '.join(map(repr, unknown))}, which are no settings; allowed "
                 f"are {', '.join(known)}"
             )
-        try:
-            return cls(**record)
+        try:  # JSON has lists for tuples
+            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in record.items()})
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
 

@@ -12,18 +12,21 @@ from ...tpu.compiler_options import OPERATION_VMEM
 from ...tpu.topology import Slice
 from .estimate import Estimates
 from .facts import StepFacts
+from .kept import by_name
 from .settings import PREFETCHES, ShardingSettings
 
 # Those that an estimate tells apart well. The others are tried one by one on the best of these.
 MAIN = (
-    "batch", "units", "scan", "reshard_after_forward", "kept_blocks", "recompute", "offload",
-    "shard_ranks",
+    "batch", "units", "blocks_per_unit", "scan", "reshard_after_forward", "kept_blocks",
+    "recompute", "keep", "offload", "shard_ranks",
 )  # fmt: skip
 FINE = (
     "scan_prefetch", "collective_routes", "forward_prefetch", "backward_prefetch",
     "limit_all_gathers", "operation_vmem",
 )  # fmt: skip
 
+# How many blocks are tried as one unit, where there are twice as many.
+GROUPS = (2, 4)
 # More blocks than that are tried as one loop only, where they can be one: wrapped singly, 32 of the
 # 10-billion-parameter ViT take more than 15 GB of memory to compile (benchmarks/vit.py).
 MANY_BLOCKS = 16
@@ -52,11 +55,13 @@ def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tu
         if not values:
             raise ValueError(f"search[{name!r}] is empty: give one value at least")
         alone: dict[str, Any] = {}
-        if name in ("scan", "scan_prefetch", "offload"):
+        if name in ("scan", "scan_prefetch", "keep", "offload"):
             alone["recompute"] = "all"
-        if name == "scan_prefetch":
+        if name in ("scan_prefetch", "keep"):
             alone["scan"] = True
         for value in values:
+            if name == "kept_blocks" and by_name(value):
+                alone["units"] = 1
             ShardingSettings(**{**alone, name: value})
         checked[name] = tuple(dict.fromkeys(values))
     return checked
@@ -64,9 +69,11 @@ def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tu
 
 @dataclass(frozen=True)
 class Space:
-    """``values``: of each setting, those to try, the usual one first."""
+    """``values``: of each setting, those to try, the usual one first. ``by_worth``: settings of
+    which those are tried as well that ``by_worth.py`` chooses by what they save."""
 
     values: Values
+    by_worth: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -76,21 +83,26 @@ class Space:
         batches: Sequence[int | None],
         scans: bool,
         search: Values,
+        groups: bool = False,
     ) -> Space:
         """All that may pay for a model on ``where``.
 
-        ``scans``: whether its blocks can be one loop. ``search``: what the caller wants of it.
+        ``scans``: whether its blocks can be one loop; ``groups``: or several of them a unit.
+        ``search``: what the caller wants of it.
         """
         blocks, together = len(facts.blocks), ranks_together(where)
         half = [blocks // 2] if blocks >= 4 else []
+        sizes = [size for size in GROUPS if groups and blocks >= 2 * size]
         vmem = OPERATION_VMEM.get(where.chip.family)
         values: dict[str, Sequence[Any]] = {
             "batch": batches,
             "units": ("blocks", "model") if blocks else ("model",),
+            "blocks_per_unit": (1, *sizes),
             "scan": ((True,) if blocks > MANY_BLOCKS else (False, True)) if scans else (False,),
             "reshard_after_forward": (True, False, *together),
-            "kept_blocks": (0, *half),
+            "kept_blocks": (0,),
             "recompute": ("none", *half, "all") if blocks else ("none",),
+            "keep": ((),),
             "offload": (False, True) if blocks else (False,),
             "shard_ranks": (None, *together),
             "scan_prefetch": (False, True),
@@ -100,7 +112,7 @@ class Space:
             "collective_routes": ("modelled", "at_once", "stages", "rings"),
             "operation_vmem": (None, *([vmem] if vmem else [])),
         }
-        return cls({**values, **search})
+        return cls({**values, **search}, frozenset({"kept_blocks", "keep"} - set(search)))
 
     def main(self) -> list[ShardingSettings]:
         """All combinations of the main settings that are possible, the usual ones first."""
@@ -170,8 +182,5 @@ def _differs(name: str, other: ShardingSettings, estimates: Estimates) -> bool:
 def _goes_otherwise(other: ShardingSettings, estimates: Estimates) -> bool:
     if other.shard_ranks is not None:
         return False  # only collectives over a whole slice have a choice
-    units = estimates.facts(other).units
-    sizes = {unit.elements * unit.itemsize for unit in units}
-    if other.units == "model":
-        sizes = {sum(sizes)}
+    sizes = set(estimates.sizes(other))
     return any(estimates.wire.routes_differ(size).get(other.collective_routes) for size in sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,10 @@ from ...remat import checkpoint_module
 from ...scan.blocks import scan_blocks
 from ...wrap import size_based_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
+from ..tracing.naming import plain
 from .blocks import Blocks, find_blocks, list_of, replace_modules
+from .grouped import BlockRow, GroupedBlocks, named_row
+from .kept import Kept, by_name, keeps, numbers
 
 _PREFETCH = {
     "pre": BackwardPrefetch.BACKWARD_PRE,
@@ -43,9 +47,13 @@ class Settings(Protocol):
     @property
     def reshard_after_forward(self) -> bool | int: ...
     @property
-    def kept_blocks(self) -> int: ...
+    def blocks_per_unit(self) -> int: ...
+    @property
+    def kept_blocks(self) -> Kept: ...
     @property
     def recompute(self) -> str | int: ...
+    @property
+    def keep(self) -> tuple[str, ...]: ...
     @property
     def offload(self) -> bool: ...
     @property
@@ -69,16 +77,18 @@ def wrap_model(
         return wrap_root(settings, model, options)
     found = find_blocks(model, blocks)
     _require_so_many(settings, len(found))
-    if settings.scan:
+    if settings.scan or (settings.blocks_per_unit > 1 and found):
         name = list_of(model, found) if found else None
         if name is None:
+            what = "scan=True" if settings.scan else f"blocks_per_unit={settings.blocks_per_unit}"
             raise ValueError(
-                "scan=True: the blocks are not all of one nn.Sequential, so nothing calls them as "
-                "a whole. Build them with settings.join(...) and call that, x = self.blocks(x)"
+                f"{what}: the blocks are not all of one nn.Sequential, so nothing calls them as a "
+                "whole. Build them with settings.join(...) and call that, x = self.blocks(x)"
             )
         path, _, attribute = name.rpartition(".")
-        joined = join_blocks(settings, found, options)
-        setattr(model.get_submodule(path), attribute, joined)
+        parent = model.get_submodule(path)
+        _require_no_hooks(name, getattr(parent, attribute))
+        setattr(parent, attribute, join_blocks(settings, found, options))
         return wrap_root(settings, model, options)
     wrapped = zip(found, _each(settings, found, options), strict=True)
     replace_modules(model, {block: one for block, one in wrapped if one is not block})
@@ -92,8 +102,13 @@ def join_blocks(
     _require_undecided(options)
     if settings.scan:
         loop: dict[str, Any] = {"offload": settings.offload, "prefetch": settings.scan_prefetch}
-        return scan_blocks(blocks, **{**loop, **_options(settings, 0), **options})
-    joined = nn.Sequential(*_each(settings, blocks, options))
+        loop |= {"keep": settings.keep, **_options(settings, False)}
+        return scan_blocks(blocks, **{**loop, **options})
+    joined: BlockRow | GroupedBlocks
+    if settings.blocks_per_unit > 1:
+        joined = GroupedBlocks(_groups(settings, blocks, options))
+    else:
+        joined = BlockRow(*_each(settings, blocks, options))
     _require_so_many(settings, len(joined))
     return joined
 
@@ -101,35 +116,88 @@ def join_blocks(
 def wrap_root(settings: Settings, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
     """See ``ShardingSettings.wrap_root``."""
     _require_undecided(options)
-    how = {**_options(settings, settings.kept_blocks), **options}
-    if isinstance(settings.units, int):
-        policy = partial(size_based_auto_wrap_policy, min_num_params=settings.units)
-        how["auto_wrap_policy"] = policy
+    how = {**_options(settings, False), **options}
+    if not isinstance(settings.units, int):
+        return XlaFullyShardedDataParallel(model, **how)
+    units = _UnitsBySize(settings, model)
+    policy = partial(size_based_auto_wrap_policy, min_num_params=settings.units)
+    how |= {"auto_wrap_policy": policy, "auto_wrapper_callable": units.wrap}
+    wrapped = XlaFullyShardedDataParallel(model, **how)
+    units.require_all_named()
+    return wrapped
+
+
+class _UnitsBySize:
+    """What wraps the units that a policy chooses."""
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        self._settings = settings
+        self._names = {module: plain(name) for name, module in model.named_modules()}
+        self._seen: list[str] = []
+
+    def wrap(self, module: nn.Module, **options: Any) -> nn.Module:
+        settings, name = self._settings, self._names[module]
+        self._seen.append(name)
+        if keeps(settings.kept_blocks, -1, name):
+            options["reshard_after_forward"] = False
         if settings.recompute == "all":
-            how["auto_wrapper_callable"] = partial(_recomputed_unit, offload=settings.offload)
-    return XlaFullyShardedDataParallel(model, **how)
+            module = checkpoint_module(module, offload=settings.offload)
+        return XlaFullyShardedDataParallel(module, **options)
+
+    def require_all_named(self) -> None:
+        """Raises ValueError if the settings name a unit that there is not."""
+        kept = self._settings.kept_blocks
+        wrong = [name for name in kept if name not in self._seen] if by_name(kept) else []
+        if wrong:
+            raise ValueError(
+                f"kept_blocks={kept!r}: {wrong[0]!r} is no unit; with units={self._settings.units} "
+                f"they are {', '.join(self._seen) or 'the whole model alone'}"
+            )
 
 
 def _each(
     settings: Settings, blocks: Iterable[nn.Module], options: Mapping[str, Any]
 ) -> Iterator[nn.Module]:
-    for number, block in enumerate(blocks):
-        every = settings.recompute == "all"
-        if every or (isinstance(settings.recompute, int) and number < settings.recompute):
-            block = checkpoint_module(block, offload=settings.offload)
+    """``blocks`` recomputed as the settings say, and each a unit if they are."""
+    for number, block in enumerate(_recomputed(settings, blocks)):
         if settings.units == "blocks":
-            how = {**_options(settings, number), **options}
+            how = {**_options(settings, keeps(settings.kept_blocks, number)), **options}
             block = XlaFullyShardedDataParallel(block, **how)
         yield block
 
 
-def _recomputed_unit(module: nn.Module, offload: bool, **options: Any) -> nn.Module:
-    return XlaFullyShardedDataParallel(checkpoint_module(module, offload=offload), **options)
+def _groups(
+    settings: Settings, blocks: Iterable[nn.Module], options: Mapping[str, Any]
+) -> Iterator[nn.Module]:
+    """``blocks`` recomputed as the settings say, several a unit."""
+    if options.get("flatten_parameters"):
+        raise ValueError(
+            "flatten_parameters=True and blocks_per_unit exclude each other: units of several "
+            "blocks have no name for a vector of all their parameters. Leave one of them out"
+        )
+    waiting = enumerate(_recomputed(settings, blocks))
+    while group := dict(islice(waiting, settings.blocks_per_unit)):
+        kept = {keeps(settings.kept_blocks, number) for number in group}
+        if len(kept) > 1:
+            together = ", ".join(map(str, group))
+            raise ValueError(
+                f"kept_blocks={settings.kept_blocks!r}: blocks {together} are one unit "
+                f"(blocks_per_unit={settings.blocks_per_unit}), which keeps all of them or none"
+            )
+        how = {**_options(settings, kept.pop()), **options}
+        yield XlaFullyShardedDataParallel(named_row(group), **how)
 
 
-def _options(settings: Settings, number: int) -> dict[str, Any]:
-    """Of the wrapper of block ``number``."""
-    kept = number < settings.kept_blocks
+def _recomputed(settings: Settings, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    for number, block in enumerate(blocks):
+        every = settings.recompute == "all"
+        if every or (isinstance(settings.recompute, int) and number < settings.recompute):
+            block = checkpoint_module(block, offload=settings.offload)
+        yield block
+
+
+def _options(settings: Settings, kept: bool) -> dict[str, Any]:
+    """Of the wrapper of a unit that is ``kept`` in full for the backward, or not."""
     return {
         "reshard_after_forward": False if kept else settings.reshard_after_forward,
         "forward_prefetch": settings.forward_prefetch,
@@ -162,8 +230,21 @@ def _require_undecided(options: Mapping[str, Any]) -> None:
         )
 
 
+def _require_no_hooks(name: str, blocks: nn.Module) -> None:
+    """Of a list of blocks that something else takes the place of."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    if any(getattr(blocks, kind) for kind in kinds):
+        raise ValueError(
+            f"{name!r} has hooks, which would be lost with scan or blocks_per_unit: register them "
+            "after wrapping, on what is there then"
+        )
+
+
 def _require_so_many(settings: Settings, count: int) -> None:
-    for name in ("kept_blocks", "recompute"):
-        value = getattr(settings, name)
-        if isinstance(value, int) and value > count:
-            raise ValueError(f"{name}={value}: the model has {count} blocks; at most {count}")
+    most = {"kept_blocks": 1 + max(numbers(settings.kept_blocks), default=-1)}
+    if isinstance(settings.recompute, int):
+        most["recompute"] = settings.recompute
+    for name, value in most.items():
+        if value > count:
+            given = getattr(settings, name)
+            raise ValueError(f"{name}={given!r}: the model has {count} blocks; at most {count}")
