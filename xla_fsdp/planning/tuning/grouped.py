@@ -16,10 +16,10 @@ _IN_NAMES = re.compile(rf"(^|\.){_UNIT}\d+\.")
 class BlockRow(nn.Sequential):
     """Blocks one after the other; further arguments go to each, as with ``scan_blocks``."""
 
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         for block in self:
-            x = block(x, *args, **kwargs)
-        return x
+            input = block(input, *args, **kwargs)
+        return input
 
 
 def named_row(blocks: Mapping[int, nn.Module]) -> BlockRow:

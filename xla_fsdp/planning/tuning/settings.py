@@ -234,8 +234,10 @@ class ShardingSettings:
                 f"{source} has {', '.join(map(repr, unknown))}, which are no settings; allowed "
                 f"are {', '.join(known)}"
             )
-        try:  # JSON has lists for tuples
-            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in record.items()})
+        # JSON has lists for tuples.
+        given: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+        try:
+            return cls(**given)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
 

@@ -147,7 +147,8 @@ class _UnitsBySize:
     def require_all_named(self) -> None:
         """Raises ValueError if the settings name a unit that there is not."""
         kept = self._settings.kept_blocks
-        wrong = [name for name in kept if name not in self._seen] if by_name(kept) else []
+        names = kept if isinstance(kept, tuple) and by_name(kept) else ()
+        wrong = [name for name in names if name not in self._seen]
         if wrong:
             raise ValueError(
                 f"kept_blocks={kept!r}: {wrong[0]!r} is no unit; with units={self._settings.units} "
