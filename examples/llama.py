@@ -136,6 +136,15 @@ def without_values(config: LlamaConfig) -> "Llama":
     return model
 
 
+def count_parameters(config: LlamaConfig, keep: list[str]) -> int:
+    """Of the model. Stops if ``keep`` names what its blocks do not have."""
+    model = without_values(config)
+    known = ["attention", *(name for name, _ in model.model.layers[0].named_modules() if name)]
+    if odd := sorted(set(keep) - set(known)):
+        raise Stop(f"--keep={odd[0]}: blocks have {', '.join(known)}", code=2)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def beginning(model: nn.Module, inner: LlamaForCausalLM, new: bool) -> Callable[[nn.Module], None]:
     """For ``param_init_fn``: submodules get values as the libraries give them. If the model is not
     ``new``, all but adapters wait for a folder or a checkpoint."""

@@ -52,7 +52,7 @@ def main(options: SimpleNamespace) -> None:
     config = llama.configuration(options, found)
     prompt = tokens.encode_prompt(found, options) if found else []
     checkpoints.prepare_folder(options)
-    count = sum(parameter.numel() for parameter in llama.without_values(config).parameters())
+    count = llama.count_parameters(config, options.keep)
     print(title := f"LLaMA, {count:,} parameters", flush=True)
     args = (options, config, count, found and found.folder, prompt)
     launch_or_plan(train, args, options, options.num_devices, title)
@@ -67,6 +67,8 @@ def set_defaults(options: SimpleNamespace) -> None:
     fill_in(options, total_num_update=options.max_update, scan_blocks=not options.lora_rank)
     if options.lora_rank and (options.scan_blocks or not options.folder):
         raise Stop("--lora_rank needs --folder, and excludes --scan_blocks", code=2)
+    if options.keep and not options.scan_blocks:
+        raise Stop("--keep is for scanned blocks: leave it out, or scan them", code=2)
     if options.folder and (options.vocab_size or options.positions or options.make_folder):
         raise Stop("--folder excludes --vocab_size, --positions and --make_folder", code=2)
 

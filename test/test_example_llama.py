@@ -149,6 +149,8 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
         ([here, "--lora_rank=2"], "--lora_rank needs --folder"),
         ([folder, "--vocab_size=300"], "--folder excludes --vocab_size"),
         (["--make_folder=made"], "--make_folder=made is there already"),
+        ([here, "--keep=nothing"], "--keep=nothing: blocks have attention, self_attn, "),
+        ([here, folder, "--lora_rank=2", "--keep=attention"], "--keep is for scanned blocks"),
     )
 
 
