@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..collectives.world import World
-from .gathering import expects_full_parameters
+from .gathering import computing_passes, expects_full_parameters
 from .shard_hooks import REPLACED
 from .sharded_tensor import Place, ShardedTensor
 
@@ -69,7 +69,7 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         self._stand_ins: dict[str, ShardedElsewhere] = {}
 
     def items(self) -> Any:
-        if not (torch.is_grad_enabled() and expects_full_parameters()):
+        if not (torch.is_grad_enabled() and computing_passes()):
             return super().items()
         return [(name, self._seen(name, value)) for name, value in super().items()]
 
