@@ -82,11 +82,11 @@ class UnitGradients:
         where the host gets those that the backward under way asks for."""
         if self.host is None:
             return grads
-        leaves = [torch.autograd.graph.get_gradient_edge(shard).node for shard in shards]
-        asked, _ = self._asked_for(leaves, [True] * len(grads))
-        return self._given(
-            shards, [g if yes else None for g, yes in zip(grads, asked, strict=True)]
-        )
+        given = [number for number, grad in enumerate(grads) if grad is not None]
+        leaves = [torch.autograd.graph.get_gradient_edge(shards[number]).node for number in given]
+        asked, _ = self._asked_for(leaves, [True] * len(given))
+        chosen = {number for number, yes in zip(given, asked, strict=True) if yes}
+        return self._given(shards, [g if n in chosen else None for n, g in enumerate(grads)])
 
     def _given(
         self, shards: Sequence[torch.Tensor], grads: list[torch.Tensor | None]
