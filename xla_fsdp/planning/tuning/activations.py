@@ -192,7 +192,8 @@ class _Reader:
 
 def _again(phase: str, instruction: Instruction) -> bool:
     """Whether this is computed again, by a submodule that a backward calls; or a kernel, which is
-    if its block is: there it has the name of what the gradient reached last."""
+    if its block is: there it has the name of what the gradient reached last. (Those of JAX's that
+    bear only JAX's names are in no phase.)"""
     if is_kernel(instruction):
         return phase == "forward"
     return "/recompute[" in instruction.op_name
