@@ -66,6 +66,40 @@ def test_a_traced_step_holds_and_computes_what_was_worked_out(elsewhere):
     assert at_peak < first.forward < 10 * at_peak
 
 
+def attention_by_a_kernel():
+    from test_attention import Block
+
+    from xla_fsdp import training_step
+    from xla_fsdp.planning.tracing.step import trace_step
+    from xla_fsdp.planning.tuning.facts import facts_of
+
+    def loss(model, settings):
+        x = torch.zeros(settings.batch, 512, 128, device="xla", dtype=torch.bfloat16)
+        return model(x).float().square().mean()
+
+    def network():
+        return torch.nn.Sequential(*(Block("auto") for _ in range(2)))
+
+    step = training_step(network, loss, compute_dtype=torch.bfloat16)
+    v5e = resolve("v5litepod-4")
+    return facts_of(
+        lambda s: trace_step(lambda: step(s), 0, v5e.devices, v5e), v5e.chip, v5e.devices, 2
+    )
+
+
+def test_a_kernel_is_its_block_s_and_can_be_kept(elsewhere):
+    found = elsewhere(attention_by_a_kernel)
+    blocks = [unit for unit in found.units if unit.is_block]
+    assert [unit.name for unit in blocks] == ["0", "1"]
+    for unit in blocks:
+        kernel, product = unit.again
+        # Its result in bfloat16, (2, 2, 512, 64), and a float32 for each of 2 x 2 x 512 rows; that
+        # the kernel writes each of these 128 times limits it, see test_attention.py.
+        assert (kernel.name, kernel.bytes) == ("attention", 2 * 2 * 512 * (2 * 64 + 4))
+        assert kernel.seconds == pytest.approx(5761 / resolve("v5litepod-4").chip.clock_hz)
+        assert product.name == "qkv" and unit.forward > kernel.seconds + product.seconds
+
+
 def estimates(slice_=V3, **changes):
     return Estimates({"blocks": facts(**changes)}, slice_)
 

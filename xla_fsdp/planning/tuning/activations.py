@@ -82,7 +82,8 @@ class _Reader:
     def __init__(self, line: Line, chip: Chip) -> None:
         self._line, self._chip = line, chip
         self._places: dict[_Key, Place] = {(p.scope, p.instruction.name): p for p in line.places}
-        self._phases = {key: _phase(p.instruction) for key, p in self._places.items()}
+        self._callers = _callers(line)
+        self._phases = {key: self._phase(place) for key, place in self._places.items()}
         self._sources: dict[_Key, frozenset[_Key]] = {}
         computations = line.module.computations.values()
         self._computations = {id(i): c for c in computations for i in c.instructions}
@@ -104,6 +105,12 @@ class _Reader:
                 self._add_again(found, place, name)
         return found
 
+    def _phase(self, place: Place) -> tuple[str, str]:
+        """Phase and module. What JAX traced (kernels) bears JAX's names only: it is called where
+        the call is."""
+        own, caller = scope(place.instruction.op_name), self._callers.get(place.scope)
+        return own if any(own) or caller is None else scope(caller.op_name)
+
     def _add_time(self, found: Activations, place: Place, key: _Key, name: str) -> None:
         instruction = place.instruction
         if instruction.opcode in ("while", "call", "conditional"):
@@ -118,7 +125,11 @@ class _Reader:
         seconds, flops = self._time(place, place.instruction)
         kernel = is_kernel(place.instruction)
         if kernel or flops:
-            one = Again(ATTENTION if kernel else "", seconds, _bytes(place.instruction))
+            # A kernel writes a row's number many times over; its function returns it once.
+            result = (
+                self._callers.get(place.scope, place.instruction) if kernel else place.instruction
+            )
+            one = Again(ATTENTION if kernel else "", seconds, _bytes(result))
             found.again.setdefault(name, []).extend([one] * place.times)
 
     def _time(self, place: Place, instruction: Instruction) -> tuple[float, float]:
@@ -192,15 +203,20 @@ class _Reader:
 
 def _again(phase: str, instruction: Instruction) -> bool:
     """Whether this is computed again, by a submodule that a backward calls; or a kernel, which is
-    if its block is: there it has the name of what the gradient reached last. (Those of JAX's that
-    bear only JAX's names are in no phase.)"""
+    if its block is: there it has the name of what the gradient reached last."""
     if is_kernel(instruction):
         return phase == "forward"
     return "/recompute[" in instruction.op_name
 
 
-def _phase(instruction: Instruction) -> tuple[str, str]:
-    return scope(instruction.op_name)
+def _callers(line: Line) -> dict[int, Instruction]:
+    """By scope, the call that it is part of, the outermost."""
+    found: dict[int, Instruction] = {}
+    for place in line.places:
+        if place.instruction.opcode == "call":
+            caller = found.get(place.scope, place.instruction)
+            found.update((inline.scope, caller) for inline in place.inline)
+    return found
 
 
 def _bytes(instruction: Instruction) -> int:
