@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import io
 import os
 import pickle
 import signal
@@ -11,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import ChainMap
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from . import errors
@@ -216,13 +218,32 @@ def _dumps_call(fn: Callable, args: tuple, kwargs: dict) -> bytes:
     by_value = module is not None and not _importable(module)
     if by_value:
         cloudpickle.register_pickle_by_value(module)
+    buffer = io.BytesIO()
     try:
-        return cloudpickle.dumps((fn, args, kwargs))
+        _pickler(buffer).dump((fn, args, kwargs))
+        return buffer.getvalue()
     except Exception as error:
         raise TypeError(f"fn or its arguments can not be sent to the ranks: {error}") from error
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+def _pickler(buffer: io.BytesIO) -> pickle.Pickler:
+    """cloudpickle's, with the files that functions are from: messages name places in them, and from
+    3.1.3 on cloudpickle leaves them out."""
+    import cloudpickle
+
+    reduce = cloudpickle.Pickler.dispatch_table[CodeType]
+
+    def with_file(code: CodeType) -> tuple:
+        make, parts = reduce(code)
+        return make, tuple(code.co_filename if p == "<dynamic-code>" else p for p in parts)
+
+    class Pickler(cloudpickle.Pickler):
+        dispatch_table = ChainMap({CodeType: with_file}, cloudpickle.Pickler.dispatch_table)
+
+    return Pickler(buffer)
 
 
 def _importable(module: ModuleType) -> bool:
