@@ -80,18 +80,20 @@ class LiveTensors:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Within, for up to 0.2 s, no other thread runs Python.
+    """Within, for up to 2 s, no other thread runs Python: a busy machine may stop this one for some
+    tenths of a second.
 
     Who holds every object of the process also holds tuples that another thread is about to make,
     and Python refuses to resize a tuple that somebody else has (a SystemError in that thread).
     """
     before = sys.getswitchinterval()
-    sys.setswitchinterval(0.2)
+    sys.setswitchinterval(2.0)
     try:
         time.sleep(0)  # who has waited for less than that may go first
         yield
     finally:
         sys.setswitchinterval(before)
+        time.sleep(0)  # who has begun to wait meanwhile would go on for those 2 s
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
