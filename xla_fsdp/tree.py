@@ -11,6 +11,12 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 
+def has_own_operators(kind: type[torch.Tensor]) -> bool:
+    """Whether tensors of this class compute by functions of their own. What device they are on is
+    only said: torch_xla knows nothing of them."""
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
 def map_tensors(fn: Callable[[Any], Any], value: Any, leaf: type = torch.Tensor) -> Any:
     """``value`` with ``fn`` applied to every tensor in it, containers rebuilt in their own type.
 

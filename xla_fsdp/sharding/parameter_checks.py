@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 
-import torch
 import torch_xla.runtime as xr
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..names import dotted
+from ..tree import has_own_operators
 from .attributes import ModuleParameters
 from .ignored import is_ignored, note_of
 from .released import ReleasedParameter
@@ -61,7 +61,7 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
     """Raises TypeError or RuntimeError if something hangs on ``parameter`` that a shard cannot
     have, and warns of a gradient."""
     kind = type(parameter)
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or (
+    if has_own_operators(kind) or (
         kind.__torch_function__ is not nn.Parameter.__torch_function__
         and not isinstance(parameter, (ReleasedParameter, UninitializedParameter))
     ):

@@ -20,6 +20,7 @@ import torch
 import torch_xla
 
 from ...tpu.slices import equal_parts
+from ...tree import has_own_operators
 from ..errors import Preempted
 from ..rank import Board, Collective, RankContext, _set_current_rank, current_rank
 from . import call_site
@@ -270,7 +271,7 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
         if issubclass(type(value), torch.Tensor)  # isinstance would ask objects for __class__
         # Not value.device: tensors that autograd is done with are undefined and have none.
         and value.is_xla
-        and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # no stand-in
+        and not has_own_operators(type(value))  # no stand-in
         and str(value.device) in devices
         and _XLAC._check_tensor_need_materialization([value])[0]
     ]
