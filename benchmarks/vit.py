@@ -35,16 +35,19 @@ HEAD = (
 )
 
 
-def plan(slice_: str, way: str, reshard: bool | int, flags: list[str]) -> tuple[Report, str]:
+def plan(
+    slice_: str, way: str, reshard: bool | int, routes: str, flags: list[str]
+) -> tuple[Report, str]:
     """The report of one plan, and as text."""
     with tempfile.TemporaryDirectory() as folder:
         path, how = Path(folder, "plan.json"), "--noscan_blocks"
-        if way == "scanned" and reshard is True:
+        if way == "scanned" and reshard is True and routes == "modelled":
             how = "--scan_blocks"
         elif way != "singly":
             how = f"--settings={Path(folder, 'settings.json')}"
             settings = ShardingSettings(scan=True, recompute="all", reshard_after_forward=reshard)
-            settings.changed(scan_prefetch=way == "ahead").save(how.partition("=")[2])
+            settings = settings.changed(scan_prefetch=way == "ahead", collective_routes=routes)
+            settings.save(how.partition("=")[2])
         command = [sys.executable, str(SCRIPT), f"--plan={slice_}", f"--plan_report={path}", *flags]
         done = subprocess.run([*command, how], stdout=subprocess.PIPE, text=True)
         if done.returncode not in (0, 3):  # 3: does not fit
@@ -87,6 +90,7 @@ def main() -> None:
     parser.add_argument("slices", nargs="*", default=SLICES, help=f"default: {' '.join(SLICES)}")
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: scanned")
     parser.add_argument("--reshard", type=int, default=True, help="reshard_after_forward of loops")
+    parser.add_argument("--routes", default="modelled", help="collective_routes of loops")
     parser.add_argument("--batch_size", type=int, default=1024, help="images a step, of all ranks")
     arguments, flags = parser.parse_known_args()
     require_slices(parser, arguments.slices)
@@ -96,7 +100,7 @@ def main() -> None:
         for slice_ in arguments.slices:
             for way in ways:
                 given = [*flags, f"--batch_size={arguments.batch_size}"]
-                report, text = plan(slice_, way, arguments.reshard, given)
+                report, text = plan(slice_, way, arguments.reshard, arguments.routes, given)
                 rows.append(row(report, way, arguments.batch_size))
     print(text if len(rows) == 1 else "\n".join([HEAD, "|---|---" + "|---:" * 11 + "|", *rows]))
     print(f"\nhost memory for planning: {memory.value / 1e9:.1f} GB resident, all processes")

@@ -43,6 +43,28 @@ def test_slices_of_v6e():
         assert Routes(resolve(name)).rings((tuple(range(8)),)) is None
 
 
+def test_rows_that_wrap_around():
+    places = grid(16, 16)
+    row, column = tuple(range(32, 48)), tuple(range(3, 256, 16))
+    assert rings_of([row], places, (16, 16)).rings == (row,)
+    assert rings_of([column], places, (0, 16)).rings == (column,)
+    for rows in ((0, 0), (0, 16), (32, 16)):  # open, and half of a longer one
+        assert rings_of([row], places, rows) is None
+    assert rings_of([row[:8]], places, (16, 16)) is None
+
+
+def test_rows_are_taken_where_rings_are_asked_for():
+    size, row_bytes = 20480 * 5120 * 2, 5120 * 2
+    for name in ("v5litepod-256", "v6e-256"):
+        along, across = (ways := Routes(resolve(name), "rings")).scatter(size, row_bytes).stages
+        assert ways.rings(along).size == 16 == len(across[0])
+        usual = Routes(resolve(name))
+        assert not any(usual.rings(groups) for groups in usual.scatter(size, row_bytes).stages)
+        assert len(ways.gather(size).stages) == len(usual.gather(size).stages)
+    # On a closed torus of three axes one axis at a time would take longer.
+    assert len(Routes(resolve("v4-128"), "rings").scatter(size, row_bytes).stages) == 1
+
+
 @pytest.mark.parametrize(
     "places",
     [

@@ -23,8 +23,10 @@ from dataclasses import dataclass
 # though 100 instead of 66 % of the bytes are sent beside compute. Two of its blocks on v6e:2x4:
 # 6.55 ms with rings, 6.67 without.
 OVERLAPPING = ("v6e",)
-# Longer rings cost more: on v5e:8x8 workload S took 7 % longer with rings of 16.
+# Longer rings through rectangles cost more: on v5e:8x8 workload S took 7 % longer with rings of 16.
 LONGEST = 8
+# Around a row that wraps, where both links of a chip go to neighbours.
+SHORTEST_ROW, LONGEST_ROW = 4, 16
 
 
 @dataclass(frozen=True)
@@ -65,19 +67,36 @@ class Rings:
         ]
 
 
-def rings_of(groups: Sequence[Sequence[int]], places: Sequence[tuple[int, ...]]) -> Rings | None:
+def rings_of(
+    groups: Sequence[Sequence[int]],
+    places: Sequence[tuple[int, ...]],
+    rows: Sequence[int] = (0, 0),
+) -> Rings | None:
     """A ring through the chips of each group, over links between neighbours only.
 
-    ``places``: ``(x, y)`` of the chip of every rank. ``None`` if the groups are not rectangles of
-    chips with two rows at least and an even number of rows or columns, one rank each.
+    ``places``: ``(x, y)`` of the chip of every rank. ``rows``: chips along x and along y, where
+    the last is a neighbour of the first; 0 where it is not. ``None`` if the groups are neither
+    such whole rows nor rectangles of chips with two rows at least and an even number of rows or
+    columns, one rank each.
     """
     rings = []
     for group in groups:
-        path = _closed([places[rank] for rank in group])
+        at = [places[rank] for rank in group]
+        path = _row(at, rows) or _closed(at)
         if path is None:
             return None
         rings.append(tuple(group[number] for number in path))
     return Rings(tuple(rings))
+
+
+def _row(places: Sequence[tuple[int, ...]], rows: Sequence[int]) -> list[int] | None:
+    """Numbers of ``places`` along the axis whose whole length they are, if it wraps around."""
+    for axis, length in enumerate(rows):
+        along = {place[axis]: number for number, place in enumerate(places)}
+        straight = len({place[1 - axis] for place in places}) == 1
+        if straight and SHORTEST_ROW <= length == len(along) == len(places) <= LONGEST_ROW:
+            return [along[at] for at in range(length)]
+    return None
 
 
 def _closed(places: Sequence[tuple[int, ...]]) -> list[int] | None:

@@ -41,6 +41,8 @@ HOWS = ("modelled", "stages", "rings", "at_once")
 # The compiler combines fewer of what comes in stages, and moves what it padded: on v3-8 stages that
 # are modelled 7 % faster each made a step 5 % slower.
 _WORTH = 0.9
+# What runs beside compute may itself take a little longer.
+_AS_LONG = 1.1
 
 # The compiler's: all-gathers over this many ranks and up to so many bytes become all-reduces, on
 # chips where gathers are never asynchronous. On the others torch_xla forbids it
@@ -75,6 +77,11 @@ class Routes:
     def __init__(self, slice: Slice, how: str = "modelled") -> None:
         self.slice = slice
         self._able = how == "rings" or (how == "modelled" and slice.chip.family in OVERLAPPING)
+        # Rows of chips that wrap around, only if asked for: with a second stage they take as long
+        # as at once, and pay only where there is enough to compute beside them.
+        closed = zip(slice.shape, (*slice.wraps, False, False), strict=False)
+        rows = [length if wraps and how == "rings" else 0 for length, wraps in closed]
+        self._rows = (*rows, 0, 0)[:2]
         self._links = Links(slice)
         # Asked for every collective of every step, of a few sizes.
         self._known: dict[tuple[str, int, int], Route] = {}
@@ -84,7 +91,9 @@ class Routes:
         """Rings for a reduction beside compute within ``groups``, on chips that can."""
         if groups not in self._rings:
             places = [place[:2] for place in self.slice.coordinates()]
-            self._rings[groups] = rings_of(groups, places) if self._able else None
+            self._rings[groups] = (
+                rings_of(groups, places, self._rows) if self._able else None
+            )
         return self._rings[groups]
 
     def scatter(self, number_of_bytes: int, row_bytes: int = 256) -> Route:
@@ -109,6 +118,10 @@ class Routes:
             # Of equals the first, which has the fewest stages.
             staged = min(others, key=lambda route: route.seconds, default=at_once)
             worth = staged.seconds < _WORTH * at_once.seconds
+            if not worth and kind == "reduce-scatter" and any(self._rows):
+                ringed = [r for r in others if self.rings(r.stages[0]) is not None]
+                staged = min(ringed, key=lambda route: route.seconds, default=at_once)
+                worth = staged.seconds < _AS_LONG * at_once.seconds
             self._known[asked] = staged if worth else at_once
         return self._known[asked]
 
