@@ -33,14 +33,15 @@ def test_a_ring_uses_links_between_neighbours(columns, rows):
 def test_slices_of_v6e():
     for name in ("v6e-4", "v6e-8"):
         every = (tuple(range(resolve(name).devices)),)
-        assert Routes(resolve(name)).rings(every) is not None
+        assert Routes(resolve(name)).rings(every, 8 << 20) is not None
     # On more chips within blocks, of the way that is the fastest.
     sixteen = Routes(resolve("v6e-16"))
     blocks, across = sixteen.scatter(8 << 20, 2048).stages
-    assert sixteen.rings(blocks).size == 8 and sixteen.rings(across) is None
+    assert sixteen.rings(blocks, 8 << 20).size == 8
+    assert sixteen.rings(across, 8 << 20) is None
     # Nowhere where permutes keep the chip from computing, or take longer than what they save.
     for name in ("v4-16", "v5litepod-8"):
-        assert Routes(resolve(name)).rings((tuple(range(8)),)) is None
+        assert Routes(resolve(name)).rings((tuple(range(8)),), 8 << 20) is None
 
 
 def test_rows_that_wrap_around():
@@ -53,15 +54,18 @@ def test_rows_that_wrap_around():
     assert rings_of([row[:8]], places, (16, 16)) is None
 
 
-def test_rows_are_taken_where_rings_are_asked_for():
+def test_large_gradients_go_around_rows_where_rings_are_asked_for():
     size, row_bytes = 20480 * 5120 * 2, 5120 * 2
     for name in ("v5litepod-256", "v6e-256"):
-        along, across = (ways := Routes(resolve(name), "rings")).scatter(size, row_bytes).stages
-        assert ways.rings(along).size == 16 == len(across[0])
-        usual = Routes(resolve(name))
-        assert not any(usual.rings(groups) for groups in usual.scatter(size, row_bytes).stages)
-        assert len(ways.gather(size).stages) == len(usual.gather(size).stages)
-    # On a closed torus of three axes one axis at a time would take longer.
+        ways, usual = Routes(resolve(name), "rings"), Routes(resolve(name))
+        along, across = ways.scatter(size, row_bytes).stages
+        assert ways.rings(along, size).size == 16 == len(across[0])
+        assert not any(usual.rings(g, size) for g in usual.scatter(size, row_bytes).stages)
+        for less in (size * 3 // 4, 8 << 20):
+            assert ways.scatter(less, row_bytes) == usual.scatter(less, row_bytes)
+            assert not any(ways.rings(g, less) for g in ways.scatter(less, row_bytes).stages)
+        assert ways.gather(size) == usual.gather(size)
+    # On a closed torus of three axes one axis after the other would take longer.
     assert len(Routes(resolve("v4-128"), "rings").scatter(size, row_bytes).stages) == 1
 
 
@@ -120,7 +124,7 @@ class Ways:
     def scatter(self, number_of_bytes, row_bytes):
         return self.route
 
-    def rings(self, groups):
+    def rings(self, groups, number_of_bytes):
         return self.first if groups == self.route.stages[0] else None
 
 

@@ -192,7 +192,7 @@ def fingerprint_on(rank, name):
 def test_a_caller_may_have_them_otherwise():
     def rings(name, how):
         routes = Routes(resolve(name), how)
-        return routes.rings(routes.scatter(8 * MB).stages[0]) is not None
+        return routes.rings(routes.scatter(8 * MB).stages[0], 8 * MB) is not None
 
     ways = ("modelled", "stages", "rings")
     assert [rings("v5e:2x4", how) for how in ways] == [False, False, True]

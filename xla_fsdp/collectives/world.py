@@ -166,13 +166,13 @@ class World:
         """
         return self.context is None or self.context.as_on_tpu
 
-    @property
-    def reduces_beside_compute(self) -> bool:
-        """Whether large gradients go around rings, see rings.py."""
+    def reduces_beside_compute(self, number_of_bytes: int) -> bool:
+        """Whether a gradient of so many bytes, if it is large, goes around rings, see rings.py."""
         if self.routes is None:
             return False
-        stages = self.routes.scatter(_LARGE).stages
-        return any(self.routes.rings(groups) is not None for groups in stages)
+        size = max(number_of_bytes, _LARGE)
+        stages = self.routes.scatter(size).stages
+        return any(self.routes.rings(groups, size) is not None for groups in stages)
 
     def all_gather(self, shard: torch.Tensor, label: str = "") -> torch.Tensor:
         """Concatenates every rank's ``shard`` on dimension 0: ``(d, ...)`` to ``(size*d, ...)``."""
@@ -205,7 +205,7 @@ class World:
         shard = full
         for number, groups in enumerate(route.stages):
             last = number == len(route.stages) - 1
-            rings = self.routes.rings(groups) if beside_compute else None
+            rings = self.routes.rings(groups, size) if beside_compute else None
             if rings is not None and shard.shape[0] % (2 * rings.size) == 0:
                 shard = self._around(shard, rings, label)
                 shard = shard * scale if last and scale != 1.0 else shard

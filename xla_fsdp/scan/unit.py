@@ -214,9 +214,12 @@ class ScanUnit(Unit):
     ) -> torch.Tensor:
         """``tensor``, not before the gradients ``shares`` are reduced, if nothing else can run
         meanwhile anyway."""
-        if self.world.as_on_tpu and not self.world.reduces_beside_compute:
+        if self.world.as_on_tpu:
             for share in shares:
-                tensor = self.order_after(share).turn(tensor)
+                # In the dtype in which it comes out of the reduction, or a wider one.
+                full = self.world.size * share.numel() * share.dtype.itemsize
+                if not self.world.reduces_beside_compute(full):
+                    tensor = self.order_after(share).turn(tensor)
         return tensor
 
     def secondary(self, pieces: Mapping[int, torch.Tensor] | None = None) -> Secondary | None:

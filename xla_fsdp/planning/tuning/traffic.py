@@ -37,8 +37,9 @@ class Wire:
         usual = self._routes["modelled"]
         scatter = usual.scatter(size).stages
         staged = len(usual.gather(size).stages) + len(scatter) > 2
-        ringed = any(usual.rings(groups) is not None for groups in scatter)
-        possible = any(self._routes["rings"].rings(groups) is not None for groups in scatter)
+        ringed = any(usual.rings(groups, size) is not None for groups in scatter)
+        asked = self._routes["rings"]
+        possible = any(asked.rings(groups, size) for groups in asked.scatter(size).stages)
         return {"at_once": staged or ringed, "stages": ringed, "rings": possible and not ringed}
 
     def _seconds(self, kind: str, size: int, ranks: int, routes: str = "modelled") -> float:
