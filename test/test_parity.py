@@ -79,7 +79,7 @@ def test_float32(check, case, ranks):
 @pytest.mark.parametrize("ranks", [3])
 def test_float64_to_the_last_digits(run_ranks, unsharded, wrapping, ranks):
     case = Case(wrapping, True, "no_sync", "adamw", dtype=torch.float64, as_on_tpu=True)
-    case = replace(case, one_program=False, steps=10)
+    case = replace(case, steps=10)
     sharded = parity.merge(run_ranks(parity.one_rank, ranks, case))
     reference = unsharded(case, lambda like: run_ranks(parity.unsharded_on_xla, 1, like)[0])
     parity.assert_equal(sharded, reference, rtol=1e-11, atol=1e-13)
