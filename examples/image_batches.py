@@ -1,6 +1,5 @@
 """Flags of the scripts that train on folders of images, and the batches that come of them."""
 
-import multiprocessing
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -109,10 +108,7 @@ def reading(options: SimpleNamespace) -> dict[str, Any]:
         number = min(4, cores // (2 * xr.world_size()) if on_cpu else cores)
     if not number:
         return {}
-    # CPU ranks are threads, and a process with threads must not fork. What forks has imported
-    # what would take each of these processes seconds.
-    context = multiprocessing.get_context("forkserver") if on_cpu else None
-    if context:
-        context.set_forkserver_preload(["torchvision"])
+    # CPU ranks are threads, and a process with threads must not fork.
+    context = "forkserver" if on_cpu else None
     workers = {"num_workers": number, "persistent_workers": True}
     return {**workers, "multiprocessing_context": context}
