@@ -5,6 +5,7 @@ the XLA runtime. All ranks are built one after the other in this process: no col
 Each case becomes DIR/CASE/{rank-R-of-N.pth, plain.pt}.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -132,6 +133,9 @@ def write_case(directory, world_size, options, kind, nested, on_device):
 
 def main(directory):
     os.environ["PJRT_DEVICE"] = "CPU"
+    import torch_xla.distributed.fsdp  # noqa: F401
+
+    gc.freeze()  # the class collects all garbage for each wrapper: not among what is imported
     for name, case in CASES.items():
         write_case(Path(directory) / name, *case)
 
