@@ -121,7 +121,8 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         collective_routes: how collectives over all ranks of a TPU slice go over its links.
             ``"modelled"``: over one axis after the other where the model of the links says that it
             is worth it, and large gradients around rings on chips where that pays; ``"stages"``:
-            the same without rings; ``"rings"``: with rings wherever chips lie in one;
+            the same without rings; ``"rings"``: with rings wherever chips lie in one, and those of
+            192 MiB and more around whole rows of up to 16 chips that wrap, then across them;
             ``"at_once"``: all as the compiler does them. No effect elsewhere.
         gather_dtype: ``torch.int8`` or ``torch.float8_e4m3fn``: matrices of more than 131,072
             elements are gathered in 8 bits an element and a scale for each block of up to 256, and
