@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -109,10 +111,10 @@ def blocks_may_differ_in_a_number(rank):
 
     scanned, found = ShardingSettings(scan=True, recompute="all"), []
     for settings in (scanned, ShardingSettings()):
+        join = partial(settings.join, ignore=["layer_idx"])
         for model in (
-            settings.wrap(numbered(), ignore=["layer_idx"]),
-            settings.wrap_root(numbered(lambda one: settings.join(one, ignore=["layer_idx"]))),
-        ):
+            settings.wrap(numbered(), ignore=["layer_idx"]), settings.wrap_root(numbered(join)),
+        ):  # fmt: skip
             trained(model, [inputs(rank, 0).to("xla")])
             torch_xla.sync()
             found.append(full_state_dict(model, rank0_only=False))
