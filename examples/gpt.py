@@ -120,10 +120,10 @@ class Block(nn.Module):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
-def count_parameters(**network: int) -> int:
+def count_parameters(vocabulary: int, positions: int, size: Size) -> int:
     """Of the model, which need not exist."""
     with torch.device("meta"):
-        model = GPT(**network)
+        model = GPT(vocabulary, positions, *size)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -54,9 +54,9 @@ def main(options: SimpleNamespace) -> None:
     prompt = tokens.encode_prompt(found, options) if found else []
     # Logits do not exist whole where they are large; the loop over their parts knows no float16.
     options.fused = options.vocab_size > 8192 and not options.fp16
-    network = {"vocabulary": options.vocab_size, "positions": options.positions}
-    network |= gpt.FAMILY[options.arch]._asdict()
-    count = gpt.count_parameters(**network)
+    size = gpt.FAMILY[options.arch]
+    network = {"vocabulary": options.vocab_size, "positions": options.positions, **size._asdict()}
+    count = gpt.count_parameters(options.vocab_size, options.positions, size)
     checkpoints.prepare_folder(options)
     print(title := f"GPT {options.arch}, {count:,} parameters", flush=True)
     args = (options, network, count, found and found.folder, prompt)
