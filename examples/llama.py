@@ -217,7 +217,7 @@ def load(model: nn.Module, folder: str) -> None:
 class Llama(LlamaForCausalLM):
     """The library's, and a loss whose logits never exist whole.
 
-    ``model.layers`` may be one module that runs all of them, as ``scan_blocks`` makes it.
+    ``model.layers`` is one module that runs all of them, as ``ShardingSettings.join`` makes it.
     """
 
     def loss(
@@ -233,9 +233,8 @@ class Llama(LlamaForCausalLM):
 
         x = self.model.embed_tokens(input_ids)
         turns = self.model.rotary_emb(x, positions)
-        layers = self.model.layers
-        for layer in layers if isinstance(layers, nn.ModuleList) else [layers]:
-            # Numbers where a mask would be are segments to attn_implementation="xla_fsdp".
-            x = layer(x, attention_mask=segments.to(torch.int32), position_embeddings=turns)
+        # Numbers where a mask would be are segments to attn_implementation="xla_fsdp".
+        mask = segments.to(torch.int32)
+        x = self.model.layers(x, attention_mask=mask, position_embeddings=turns)
         x = self.model.norm(x)
         return linear_cross_entropy(x, self.lm_head.weight, labels, reduction=reduction)

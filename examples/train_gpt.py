@@ -22,7 +22,8 @@ from common.batches import on_device
 from common.script import DEFINE_number, Stop, fill_in, run
 from networks import require_for_training
 from torch import nn
-from updates import Updates, betas, polynomial
+from torch.optim.lr_scheduler import LambdaLR
+from updates import Updates, betas, decay
 
 import xla_fsdp
 
@@ -120,17 +121,16 @@ def train(
     import torch_xla.runtime as xr
 
     rank, ranks, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
-    options.batch_size = tuning.batch_size(options, options.batch_size)
+    options.batch_size = (options.sharding and options.sharding.batch) or options.batch_size
     if data:
         require_for_training(count, "--arch")
     torch.manual_seed(options.seed)  # the same weights on every rank
-    model = build(options, network)
+    with tuning.applied(options):
+        model = build(options, network)
     how = {"betas": betas(options.adam_betas), "weight_decay": options.weight_decay}
     how |= {"lr": options.lr, "fused": options.cpu_offload or None}  # torch's for the CPU
     optimizer = torch.optim.AdamW(model.parameters(), **how)
-    how = {"warmup": options.warmup_updates, "total": options.total_num_update}
-    how |= {"power": options.power, "end": options.end_learning_rate / options.lr}
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(polynomial, **how))
+    scheduler = LambdaLR(optimizer, decay(options))
     scaler = xla_fsdp.ShardedGradScaler(options.fp16_init_scale, enabled=options.fp16)
     evaluation.vary_by_rank(options.seed)
     network, state = {"kind": "gpt", **network}, (model, optimizer, scheduler)

@@ -92,7 +92,8 @@ def train(index: int, options: SimpleNamespace, network: dict) -> None:
     """What each rank runs."""
     import torch_xla  # not at the top of the file: launch has to set up the runtime before
 
-    sizes = (tuning.batch_size(options, options.batch_size), options.test_set_batch_size)
+    batch_size = (options.sharding and options.sharding.batch) or options.batch_size
+    sizes = (batch_size, options.test_set_batch_size)
     batches, held_out = image_batches.batches(options, *sizes)
     network = {"kind": "torchvision", **network}
 
@@ -150,7 +151,8 @@ def shard(model: nn.Module, options: SimpleNamespace) -> nn.Module:
     how = wrapping.arguments(options)
     if options.sharding:
         blocks = networks.BLOCKS.intersection(map(type, model.modules())) or None
-        return options.sharding.wrap(model, blocks, **how)
+        with tuning.applied(options):
+            return options.sharding.wrap(model, blocks, **how)
     policy = wrapping.policy(options, model, networks.BLOCKS)
     fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **how)
 

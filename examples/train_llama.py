@@ -3,7 +3,8 @@
     python examples/train_llama.py                        # a tiny one on 4 ranks of any CPU
     python examples/train_llama.py --folder=runs/llama/ckpt_consolidated/weights --lora_rank=8 \\
         --data=runs/mine --text=mine --ckpt_dir=runs/lora/ckpt    # adapters to it, for other text
-    python examples/train_llama.py --size=8B --plan=v5p-128       # without a TPU
+    python examples/train_llama.py --size=8B --plan=v5p-128       # without a TPU; and tuned:
+    python examples/train_llama.py --size=8B --tune=v5p-128 --settings=8B.json
     PJRT_DEVICE=TPU python examples/train_llama.py --folder=/shared/llama --data=/shared/tokens \\
         --ckpt_dir=/shared/run --resume                   # on every host of a pod: examples/pod/
 
@@ -13,7 +14,6 @@ them. What is consolidated at the end is a folder of the hub. --batch_size is th
 """
 
 import os
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,13 +21,13 @@ import llama
 import tokens
 import torch
 from absl import flags
-from common import checkpoints, closing, evaluation
+from common import checkpoints, closing, evaluation, tuning
 from common.batches import on_device
-from common.launching import launch_or_plan
 from common.script import Stop, fill_in, run
 from networks import require_for_training
 from torch import nn
-from updates import Updates, betas, polynomial
+from torch.optim.lr_scheduler import LambdaLR
+from updates import Updates, betas, decay
 
 import xla_fsdp
 
@@ -45,6 +45,7 @@ flags.FLAGS.set_default("ckpt_dir", "runs/llama/ckpt")
 
 
 def main(options: SimpleNamespace) -> None:
+    tuning.settle(options, "scan_blocks", "keep", "offload_activations", "lora_rank")
     set_defaults(options)
     if options.make_folder:
         return llama.make_folder(options)
@@ -55,7 +56,7 @@ def main(options: SimpleNamespace) -> None:
     count = llama.count_parameters(config, options.keep)
     print(title := f"LLaMA, {count:,} parameters", flush=True)
     args = (options, config, count, found and found.folder, prompt)
-    launch_or_plan(train, args, options, options.num_devices, title)
+    tuning.launch_plan_or_tune(train, args, options, options.num_devices, title)
 
 
 def set_defaults(options: SimpleNamespace) -> None:
@@ -71,9 +72,12 @@ def set_defaults(options: SimpleNamespace) -> None:
         raise Stop("--keep is for scanned blocks: leave it out, or scan them", code=2)
     if options.folder and (options.vocab_size or options.positions or options.make_folder):
         raise Stop("--folder excludes --vocab_size, --positions and --make_folder", code=2)
+    loop = {"scan": options.scan_blocks, "keep": tuple(options.keep)}
+    how = {"recompute": "all", "offload": options.offload_activations}
+    fill_in(options, sharding=xla_fsdp.ShardingSettings(**loop, **how))
 
 
-def build(options: SimpleNamespace, config: Any, scan: bool, new: bool) -> nn.Module:
+def build(options: SimpleNamespace, config: Any, sharding: Any, new: bool) -> nn.Module:
     """The sharded model, which never exists whole; ``new``: with values."""
     model = inner = llama.without_values(config)
     if options.lora_rank:
@@ -81,17 +85,12 @@ def build(options: SimpleNamespace, config: Any, scan: bool, new: bool) -> nn.Mo
 
     begin = llama.beginning(model, inner, new)  # each submodule gets values when its turn comes
     how = {"compute_dtype": getattr(torch, options.compute_dtype), "param_init_fn": begin}
-    wrap = partial(xla_fsdp.XlaFullyShardedDataParallel, **how)
-    layers, offload = inner.model.layers, options.offload_activations
-    if scan:
-        more = {"ignore": ["layer_idx"], "offload": offload, "keep": options.keep}
-        inner.model.layers = xla_fsdp.scan_blocks(layers, **how, **more)
-    else:
-        for number, layer in enumerate(layers):
-            layers[number] = wrap(xla_fsdp.checkpoint_module(layer, offload=offload))
+    # One loop of the program, or block by block: as the flags or a file of --tune say.
+    inner.model.layers = sharding.join(inner.model.layers, ignore=["layer_idx"], **how)
     if not config.tie_word_embeddings:
-        inner.model.embed_tokens = wrap(inner.model.embed_tokens)
-    model = wrap(model)
+        embedding = inner.model.embed_tokens
+        inner.model.embed_tokens = xla_fsdp.XlaFullyShardedDataParallel(embedding, **how)
+    model = sharding.wrap_root(model, **how)
     xla_fsdp.register_fsdp_forward_method(model, "loss")
     return model
 
@@ -105,16 +104,16 @@ def train(
     from xla_fsdp.integrations.peft import save_merged
 
     rank, ranks, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
+    options.batch_size = options.sharding.batch or options.batch_size
     if data:
         require_for_training(count, "--size")
     torch.manual_seed(options.seed)  # the same weights on every rank
-    model = build(options, config, options.scan_blocks, new=not options.folder)
+    with tuning.applied(options):
+        model = build(options, config, options.sharding, new=not options.folder)
     how = {"betas": betas(options.adam_betas), "weight_decay": options.weight_decay}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.lr, **how)
-    how = {"warmup": options.warmup_updates, "total": options.total_num_update}
-    how |= {"power": options.power, "end": options.end_learning_rate / options.lr}
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(polynomial, **how))
+    scheduler = LambdaLR(optimizer, decay(options))
     evaluation.vary_by_rank(options.seed)
     network, state = llama.known_by(config, options.lora_rank), (model, optimizer, scheduler)
     loaded = checkpoints.load(options, options.ckpt_dir, state, network, options.max_update)
@@ -158,9 +157,10 @@ def train(
         meters.validated(update, *validate(model, options, data, share))
 
     if prompt:
-        single = model
-        if options.scan_blocks:  # a loop keeps no keys and values: the same, block by block
-            single = build(options, config, scan=False, new=False)
+        single, loop = model, {"scan": False, "scan_prefetch": False, "keep": ()}
+        singly = options.sharding.changed(blocks_per_unit=1, **loop)
+        if options.sharding != singly:  # a loop keeps no keys and values: the same, block by block
+            single = build(options, config, singly, new=False)
             xla_fsdp.load_checkpoint(options.ckpt_dir, single, restore_rng=False, step=update)
         with evaluation.evaluating(single):
             told = llama.generate(single, prompt, config, options)

@@ -97,7 +97,7 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
     import torch_xla.runtime as xr
 
     # Every rank reads its own part of the data.
-    batch_size = tuning.batch_size(options, options.batch_size)
+    batch_size = (options.sharding and options.sharding.batch) or options.batch_size
     share = (xr.global_ordinal(), xr.world_size(), batch_size)
     train_data = digits.load(True, options.datadir, options.fake_data)
     test_data = digits.load(False, options.datadir, options.fake_data)
@@ -118,7 +118,8 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
         return fsdp(layer, **forwarded)
 
     if options.sharding:  # as a file of --settings says
-        model = options.sharding.wrap(model, layers, **wrapping.arguments(options))
+        with tuning.applied(options):
+            model = options.sharding.wrap(model, layers, **wrapping.arguments(options))
     else:
         if options.use_nested_fsdp:
             for name in ("conv1", "conv2", "fc1", "fc2"):

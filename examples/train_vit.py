@@ -137,10 +137,11 @@ def train(index: int, options: SimpleNamespace, network: dict, parameters: int) 
     if left:
         whole = f"--batch_size={options.batch_size} can not be divided"
         raise Stop(f"{whole} over {xr.world_size()} ranks", code=2)
-    batch_size = tuning.batch_size(options, batch_size)
+    batch_size = (options.sharding and options.sharding.batch) or batch_size
     batches, held_out = image_batches.batches(options, batch_size, batch_size, "bicubic")
     torch.manual_seed(options.seed)  # the same weights on every rank
-    model = build(options, network, torch_xla.device())
+    with tuning.applied(options):
+        model = build(options, network, torch_xla.device())
     how = {"lr": options.lr, "weight_decay": options.weight_decay}
     optimizer = torch.optim.AdamW(model.parameters(), **how)
     how = {"warmup": options.warmup_steps, "total": len(batches) * options.num_epochs}

@@ -3,6 +3,8 @@
 import json
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -56,6 +58,13 @@ def polynomial(step: int, warmup: int, total: int, power: float, end: float) -> 
         return warm_up(step, warmup)
     left = max(0.0, (total - step) / max(1, total - warmup))
     return max(SMALLEST, end + (1 - end) * left**power)
+
+
+def decay(options: SimpleNamespace) -> Callable[[int], float]:
+    """The same, of the flags."""
+    how = {"warmup": options.warmup_updates, "total": options.total_num_update}
+    how |= {"power": options.power, "end": options.end_learning_rate / options.lr}
+    return partial(polynomial, **how)
 
 
 class Updates:

@@ -151,6 +151,9 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
         (["--make_folder=made"], "--make_folder=made is there already"),
         ([here, "--keep=nothing"], "--keep=nothing: blocks have attention, self_attn, "),
         ([here, folder, "--lora_rank=2", "--keep=attention"], "--keep is for scanned blocks"),
+        (["--tune=v3-8", "--scan_blocks"], "--tune excludes --scan_blocks"),
+        (["--tune=v3-9"], "v3-9"),
+        ([here, "--settings=no.json"], "--settings=no.json: No such file"),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -91,6 +93,44 @@ def each_way_trains_alike(rank):
 
 def test_whatever_they_say_it_trains_like_plain_torch(run_ranks):
     run_ranks(each_way_trains_alike, 4)
+
+
+def numbered(join=lambda blocks: nn.Sequential(*blocks)):
+    """Blocks that differ in a number, as those of transformers do."""
+    network = Network()
+    for number, block in enumerate(network.blocks):
+        block.layer_idx = number
+    network.blocks = join(network.blocks)
+    return network
+
+
+def blocks_may_differ_in_a_number(rank):
+    import torch_xla
+
+    from xla_fsdp import full_state_dict
+
+    scanned, found = ShardingSettings(scan=True, recompute="all"), []
+    for settings in (scanned, ShardingSettings()):
+        join = partial(settings.join, ignore=["layer_idx"])
+        for model in (
+            settings.wrap(numbered(), ignore=["layer_idx"]), settings.wrap_root(numbered(join)),
+        ):  # fmt: skip
+            trained(model, [inputs(rank, 0).to("xla")])
+            torch_xla.sync()
+            found.append(full_state_dict(model, rank0_only=False))
+    for other in found[1:]:
+        for name, value in found[0].items():
+            torch.testing.assert_close(other[name], value, msg=name)
+    with pytest.raises(ValueError, match="layer_idx"):
+        scanned.wrap(numbered())
+    with pytest.raises(TypeError, match="ignore must be names, such as"):
+        scanned.wrap(numbered(), ignore="layer_idx")
+    with pytest.raises(ValueError, match=r"keep=\('up',\): the settings decide on that"):
+        scanned.join([Block()], keep=("up",))
+
+
+def test_blocks_may_differ_in_what_is_ignored(run_ranks):
+    run_ranks(blocks_may_differ_in_a_number, 2)
 
 
 def refused(rank):

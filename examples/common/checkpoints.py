@@ -18,11 +18,6 @@ from .script import DEFINE_number, Stop, in_a_line
 
 flags.DEFINE_bool("resume", False, "go on from the latest checkpoint, if there is one")
 flags.DEFINE_integer("resume_epoch", 0, "go on from this epoch's checkpoint, not the latest", 0)
-flags.register_multi_flags_validator(
-    ["resume", "resume_epoch"],
-    lambda given: not (given["resume"] and given["resume_epoch"]),
-    "choose one: --resume takes the latest checkpoint, --resume_epoch that of an epoch",
-)
 DEFINE_number("preemption_grace", 25.0, "seconds from SIGTERM to exit code 75", "(0, inf)")
 flags.DEFINE_integer("keep_ckpts", 2, "checkpoints kept, the latest ones", lower_bound=1)
 
@@ -30,6 +25,8 @@ flags.DEFINE_integer("keep_ckpts", 2, "checkpoints kept, the latest ones", lower
 def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
     """Makes the folder of the checkpoints, before hours of training; a plan needs none."""
     folder, step = getattr(options, flag), options.resume_epoch or None
+    if options.resume and step:
+        raise Stop("choose one: --resume takes the latest, --resume_epoch an epoch's", code=2)
     if options.plan:
         return
     if not folder:

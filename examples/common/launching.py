@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 from absl import flags
@@ -65,6 +66,20 @@ def launch_or_plan(
         raise Stop(str(error), code=2) from error
 
 
+@contextmanager
+def refusals(flag: str, options: SimpleNamespace) -> Iterator[None]:
+    """What is refused of a plan ends the script, and one line says why."""
+    try:
+        yield
+    except (xla_fsdp.CalibrationError, FileNotFoundError) as error:
+        raise Stop(f"--calibration={options.calibration}: {in_a_line(error)}", code=2) from error
+    except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError, RefusedOptionError) as error:
+        raise Stop(f"{flag}: {error}", code=2) from error
+    except xla_fsdp.CompileError as error:
+        message = str(error).splitlines()[0]
+        raise Stop(f"{flag}: {message} (options go into LIBTPU_INIT_ARGS)") from error
+
+
 def _plan(train: Callable, args: tuple, options: SimpleNamespace, title: str) -> None:
     for path in options.plan_report:
         parent = os.path.dirname(path) or "."
@@ -78,17 +93,9 @@ def _plan(train: Callable, args: tuple, options: SimpleNamespace, title: str) ->
 
         train(xr.global_ordinal(), *args)
 
-    try:
-        report = xla_fsdp.plan(
-            step, topology=options.plan, title=title, calibration=options.calibration
-        )
-    except (xla_fsdp.CalibrationError, FileNotFoundError) as error:
-        raise Stop(f"--calibration={options.calibration}: {error}", code=2) from error
-    except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError, RefusedOptionError) as error:
-        raise Stop(f"--plan: {error}", code=2) from error
-    except xla_fsdp.CompileError as error:
-        message = str(error).splitlines()[0]
-        raise Stop(f"--plan: {message} (options go into LIBTPU_INIT_ARGS)") from error
+    how = {"title": title, "calibration": options.calibration}
+    with refusals("--plan", options):
+        report = xla_fsdp.plan(step, topology=options.plan, **how)
     print(report)
     try:
         for path in options.plan_report:

@@ -1,14 +1,15 @@
 """``--tune SLICE`` searches how this run is sharded best; ``--settings FILE`` has the answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 from absl import flags
 
 import xla_fsdp
-from xla_fsdp.compiler_options import RefusedOptionError, add_to_environment
+from xla_fsdp.compiler_options import add_to_environment
 
-from .launching import launch_or_plan
+from .launching import launch_or_plan, refusals
 from .script import Stop, in_a_line, require
 
 OF_BLOCKS = "scan_blocks checkpoint_activations offload_activations stream no_reshard_after_forward"
@@ -25,14 +26,6 @@ require(
     lambda given: all(one.strip().isdecimal() and int(one) for one in given),
     "must be numbers from 1 on, with commas in between",
 )
-flags.register_multi_flags_validator(
-    ["tune", "plan"], lambda given: not all(given.values()), "--tune excludes --plan"
-)
-flags.register_multi_flags_validator(
-    ["tune", "tune_batch"],
-    lambda given: given["tune"] or not given["tune_batch"],
-    "--tune_batch needs --tune",
-)
 
 
 def settle(options: SimpleNamespace, *others: str) -> bool:
@@ -41,6 +34,10 @@ def settle(options: SimpleNamespace, *others: str) -> bool:
     ``others``: flags that say the same otherwise, which exclude them.
     """
     options.sharding = None
+    if options.tune and options.plan:
+        raise Stop("--tune excludes --plan", code=2)
+    if options.tune_batch and not options.tune:
+        raise Stop("--tune_batch needs --tune", code=2)
     given = "--tune" if options.tune else "--settings" if options.settings else ""
     others = [name for name in others if flags.FLAGS[name].present]
     if given and others:
@@ -48,17 +45,21 @@ def settle(options: SimpleNamespace, *others: str) -> bool:
     if options.tune:
         options.plan = options.tune  # nothing is trained, saved or downloaded
     elif options.settings:
-        try:
+        with applied(options):
             options.sharding = xla_fsdp.ShardingSettings.load(options.settings)
-        except (OSError, ValueError) as error:
-            raise Stop(f"--settings={options.settings}: {in_a_line(error)}", code=2) from error
         add_to_environment(options.sharding.compiler_options)
     return bool(given)
 
 
-def batch_size(options: SimpleNamespace, usual: int) -> int:
-    """Samples a rank: what settings say, else ``usual``."""
-    return (options.sharding and options.sharding.batch) or usual
+@contextmanager
+def applied(options: SimpleNamespace) -> Iterator[None]:
+    """While ``--settings`` are read, written or shard a model, with which they may not go."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if not options.settings:
+            raise
+        raise Stop(f"--settings={options.settings}: {in_a_line(error)}", code=2) from error
 
 
 def launch_plan_or_tune(
@@ -75,23 +76,18 @@ def launch_plan_or_tune(
     def step(settings: xla_fsdp.ShardingSettings) -> None:
         import torch_xla.runtime as xr
 
-        chosen = SimpleNamespace(**{**vars(options), "sharding": settings})
+        # What does not go with the model is for tune to hear.
+        chosen = SimpleNamespace(**{**vars(options), "sharding": settings, "settings": None})
         train(xr.global_ordinal(), chosen, *args[1:])
 
     batch = [int(one) for one in options.tune_batch] or None
-    try:
-        how = {"budget": options.tune_budget, "title": title, "calibration": options.calibration}
+    how = {"budget": options.tune_budget, "title": title, "calibration": options.calibration}
+    with refusals("--tune", options):
         found = xla_fsdp.tune(step, options.tune, batch=batch, **how)
-    except (xla_fsdp.CalibrationError, FileNotFoundError) as error:
-        raise Stop(f"--calibration={options.calibration}: {in_a_line(error)}", code=2) from error
-    except (xla_fsdp.UnknownTopologyError, xla_fsdp.MissingExtraError, RefusedOptionError) as error:
-        raise Stop(f"--tune: {error}", code=2) from error
     print(found)
     if found.settings is None:
         raise Stop(str(found).splitlines()[0], code=3)
     if options.settings:
-        try:
+        with applied(options):
             found.settings.save(options.settings)
-        except OSError as error:
-            raise Stop(f"--settings={options.settings}: {in_a_line(error)}", code=2) from error
         print(f"saved to {options.settings}: the same command with --settings instead of --tune")

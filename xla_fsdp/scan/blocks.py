@@ -81,16 +81,17 @@ def scan_blocks(
             hooks or recurrent modules in them; an option that is not possible. In the first
             forward: a block returns something else than a tensor like its input, or does not call
             what it is to keep.
-        TypeError: a block is not a module; ``offload`` or ``prefetch`` is no bool; ``keep`` is a
-            string, or a submodule in it returns no tensor; an unknown option.
+        TypeError: a block is not a module; ``offload`` or ``prefetch`` is no bool; ``ignore`` or
+            ``keep`` is a string; a submodule to ``keep`` returns no tensor; an unknown option.
         RuntimeError: on v5e and v6e, where the compiler would crash: the message says what has to
             be called before ``launch``.
     """
     for name, value in (("offload", offload), ("prefetch", prefetch)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
-    if isinstance(keep, str):
-        raise TypeError(f"keep must be names, such as ({keep!r},), got {keep!r}")
+    for name, names in (("ignore", ignore), ("keep", keep)):
+        if isinstance(names, str):
+            raise TypeError(f"{name} must be names, such as ({names!r},), got {names!r}")
     return ScannedBlocks(blocks, _checked(options), ignore, offload, prefetch, tuple(keep))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -135,25 +135,37 @@ class ShardingSettings:
 
     # Applying them.
 
-    def wrap(self, model: nn.Module, blocks: Blocks = None, **options: Any) -> nn.Module:
+    def wrap(
+        self,
+        model: nn.Module,
+        blocks: Blocks = None,
+        *,
+        ignore: Collection[str] = (),
+        **options: Any,
+    ) -> nn.Module:
         """``model``, sharded as these settings say.
 
         Args:
             blocks: which submodules are its blocks: the dotted name of the ``nn.Sequential`` or
                 ``nn.ModuleList`` that holds them, or their classes. Default: the class of equal
                 neighbours in such lists that holds the most parameters.
+            ignore: with ``scan``, attributes in which blocks may differ: those of ``scan_blocks``.
+                Without, each block keeps its own.
             options: further ones of the wrapper, such as ``compute_dtype``, for all units.
 
         Raises:
             ValueError: an option that these settings decide on; no such blocks; with ``scan``:
                 blocks that are not all of one ``nn.Sequential``, or not equal.
         """
-        return wrap_model(self, model, blocks, options)
+        return wrap_model(self, model, blocks, ignore, options)
 
-    def join(self, blocks: Iterable[nn.Module], **options: Any) -> nn.Module:
+    def join(
+        self, blocks: Iterable[nn.Module], *, ignore: Collection[str] = (), **options: Any
+    ) -> nn.Module:
         """One module that runs ``blocks`` one after the other, taken one by one and sharded: for
-        models whose blocks never are on the host together. The rest: :meth:`wrap_root`."""
-        return join_blocks(self, blocks, options)
+        models whose blocks never are on the host together. ``ignore``: as with :meth:`wrap`. The
+        rest: :meth:`wrap_root`."""
+        return join_blocks(self, blocks, ignore, options)
 
     def wrap_root(self, model: nn.Module, **options: Any) -> nn.Module:
         """``model``, whose blocks went through :meth:`join`."""

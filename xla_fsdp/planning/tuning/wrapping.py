@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -27,11 +27,11 @@ _PREFETCH = {
     "post": BackwardPrefetch.BACKWARD_POST,
     "none": None,
 }
-# Options of the wrapper that settings decide on.
+# Options of the wrapper and of the loop that settings decide on.
 _DECIDED = frozenset(
     "reshard_after_forward forward_prefetch backward_prefetch limit_all_gathers collective_routes"
     " device_mesh sharding_strategy sharding_groups sharding_rank sharding_world_size"
-    " replication_groups auto_wrap_policy auto_wrapper_callable".split()
+    " replication_groups auto_wrap_policy auto_wrapper_callable offload prefetch keep".split()
 )
 
 
@@ -69,7 +69,11 @@ class Settings(Protocol):
 
 
 def wrap_model(
-    settings: Settings, model: nn.Module, blocks: Blocks, options: Mapping[str, Any]
+    settings: Settings,
+    model: nn.Module,
+    blocks: Blocks,
+    ignore: Collection[str],
+    options: Mapping[str, Any],
 ) -> nn.Module:
     """See ``ShardingSettings.wrap``."""
     _require_undecided(options)
@@ -88,7 +92,7 @@ def wrap_model(
         path, _, attribute = name.rpartition(".")
         parent = model.get_submodule(path)
         _require_no_hooks(name, getattr(parent, attribute))
-        setattr(parent, attribute, join_blocks(settings, found, options))
+        setattr(parent, attribute, join_blocks(settings, found, ignore, options))
         return wrap_root(settings, model, options)
     wrapped = zip(found, _each(settings, found, options), strict=True)
     replace_modules(model, {block: one for block, one in wrapped if one is not block})
@@ -96,14 +100,17 @@ def wrap_model(
 
 
 def join_blocks(
-    settings: Settings, blocks: Iterable[nn.Module], options: Mapping[str, Any]
+    settings: Settings,
+    blocks: Iterable[nn.Module],
+    ignore: Collection[str],
+    options: Mapping[str, Any],
 ) -> nn.Module:
     """See ``ShardingSettings.join``."""
     _require_undecided(options)
     if settings.scan:
         loop: dict[str, Any] = {"offload": settings.offload, "prefetch": settings.scan_prefetch}
-        loop |= {"keep": settings.keep, **_options(settings, False)}
-        return scan_blocks(blocks, **{**loop, **options})
+        loop |= {"keep": settings.keep, "ignore": ignore, **_options(settings, False)}
+        return scan_blocks(blocks, **loop, **options)
     joined: BlockRow | GroupedBlocks
     if settings.blocks_per_unit > 1:
         joined = GroupedBlocks(_groups(settings, blocks, options))
