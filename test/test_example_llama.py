@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -34,7 +35,8 @@ def test_trains_then_adapts_and_agrees(tmp_path, run_example):
     for number in range(40):
         (tmp_path / f"text/{number:02}.txt").write_text(f"{number} and {number + 1}. " * 3)
     run = partial(run_example, "train_llama.py")
-    flags = (*FLAGS, "--lr=0.01", "--save_interval_updates=3")
+    # So little that what is likeliest still changes.
+    flags = (*FLAGS, "--lr=0.002", "--save_interval_updates=3")
     first = run(*flags, "--text=text", "--max_update=6")
     rows = table(first)
     assert rows["agree"] == "yes" and rows["parameters"] == "459,648"
@@ -53,9 +55,42 @@ def test_trains_then_adapts_and_agrees(tmp_path, run_example):
     adapter = {path.name for path in (tmp_path / "lora/ckpt_consolidated/adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= adapter
     # The end of a run once more, of an older checkpoint: its model takes the other's place.
-    again = run(*flags, "--max_update=3", "--resume_update=3", "--prompt=")
+    shutil.copytree(tmp_path / folder, tmp_path / "sixth")
+    again = run(*flags, "--max_update=3", "--resume_update=3", "--prompt=1")
     assert table(again)["agree"] == "yes" and table(again)["updates"] == "3"
     assert {path.name for path in (tmp_path / folder).iterdir()} == names
+    # Samples are of the weights that the run ends with: so the library's own model goes on, too.
+    third = ast.literal_eval(re.findall("sample: (['\"].*)", again.stdout)[0])
+    asked = ["sixth", FLAGS[6].partition("=")[2], "sixth", "1", folder, "1"]
+    done = plain_python(GO_ON, tmp_path, *asked)
+    assert done[0] == sample and done[2] == third != done[1]
+
+
+GO_ON = """
+import json, os, sys
+os.environ["USE_TORCH_XLA"] = "0"
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
+
+told = []
+for folder, prompt in zip(sys.argv[1::2], sys.argv[2::2]):
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    words = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    row = torch.tensor([words.encode(prompt).ids])
+    how = {"do_sample": False, "max_new_tokens": min(60, 32 - row.shape[1]), "pad_token_id": 0}
+    (found,) = model.generate(row, attention_mask=torch.ones_like(row), **how)
+    told.append(words.decode(found.tolist()))
+print(json.dumps(told))
+"""
+
+
+def plain_python(script, folder, *args):
+    """What a script prints last. Not by the script server, whose processes have torch_xla."""
+    command = [sys.executable, "-c", script, *args]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 SECOND_OPINION = """
@@ -94,11 +129,7 @@ print(json.dumps([said["loss"], total / counted, len(documents), said["tokens"],
 
 
 def test_plain_torch_sees_no_other_document(tmp_path):
-    # Not by the script server, whose processes have torch_xla.
-    command = [sys.executable, "-c", SECOND_OPINION, str(EXAMPLES)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    said, alone, documents, *counted = json.loads(done.stdout.splitlines()[-1])
+    said, alone, documents, *counted = plain_python(SECOND_OPINION, tmp_path, str(EXAMPLES))
     assert documents > 1 and said == pytest.approx(alone, rel=1e-4), (said, alone, counted)
 
 
