@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from xla_fsdp import Report, ShardingSettings
+from xla_fsdp.collectives.routes import HOWS
 
 from .memory import Peak
 from .slices import require_slices
@@ -90,7 +91,9 @@ def main() -> None:
     parser.add_argument("slices", nargs="*", default=SLICES, help=f"default: {' '.join(SLICES)}")
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: scanned")
     parser.add_argument("--reshard", type=int, default=True, help="reshard_after_forward of loops")
-    parser.add_argument("--routes", default="modelled", help="collective_routes of loops")
+    parser.add_argument(
+        "--routes", default="modelled", choices=HOWS, help="collective_routes of loops"
+    )
     parser.add_argument("--batch_size", type=int, default=1024, help="images a step, of all ranks")
     arguments, flags = parser.parse_known_args()
     require_slices(parser, arguments.slices)

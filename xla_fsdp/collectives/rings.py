@@ -70,14 +70,14 @@ class Rings:
 def rings_of(
     groups: Sequence[Sequence[int]],
     places: Sequence[tuple[int, ...]],
-    rows: Sequence[int] = (0, 0),
+    rows: Sequence[int] = (),
 ) -> Rings | None:
     """A ring through the chips of each group, over links between neighbours only.
 
     ``places``: ``(x, y)`` of the chip of every rank. ``rows``: chips along x and along y, where
-    the last is a neighbour of the first; 0 where it is not. ``None`` if the groups are neither
-    such whole rows nor rectangles of chips with two rows at least and an even number of rows or
-    columns, one rank each.
+    the last is a neighbour of the first; 0, or none, where it is not. ``None`` if the groups are
+    neither such whole rows nor rectangles of chips with two rows at least and an even number of
+    rows or columns, one rank each.
     """
     rings = []
     for group in groups:

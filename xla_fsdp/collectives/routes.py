@@ -81,7 +81,7 @@ class Routes:
         self._able = how == "rings" or (how == "modelled" and slice.chip.family in OVERLAPPING)
         closed = zip(slice.shape, slice.wraps, strict=True)
         rows = [length if wraps and how == "rings" else 0 for length, wraps in closed]
-        self._rows = (*rows, 0, 0)[:2]
+        self._rows = rows[:2]
         self._links = Links(slice)
         # Asked for every collective of every step, of a few sizes.
         self._known: dict[tuple[str, int, int], Route] = {}
@@ -93,7 +93,7 @@ class Routes:
         asked = groups, number_of_bytes >= _ROW_BYTES
         if asked not in self._rings:
             places = [place[:2] for place in self.slice.coordinates()]
-            rows = self._rows if asked[1] else (0, 0)
+            rows = self._rows if asked[1] else ()
             self._rings[asked] = rings_of(groups, places, rows) if self._able else None
         return self._rings[asked]
 

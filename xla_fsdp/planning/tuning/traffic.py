@@ -39,7 +39,7 @@ class Wire:
         staged = len(usual.gather(size).stages) + len(scatter) > 2
         ringed = any(usual.rings(groups, size) is not None for groups in scatter)
         asked = self._routes["rings"]
-        possible = any(asked.rings(groups, size) for groups in asked.scatter(size).stages)
+        possible = any(asked.rings(g, size) is not None for g in asked.scatter(size).stages)
         return {"at_once": staged or ringed, "stages": ringed, "rings": possible and not ringed}
 
     def _seconds(self, kind: str, size: int, ranks: int, routes: str = "modelled") -> float:
