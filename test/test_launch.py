@@ -41,6 +41,46 @@ class TestHealthyRanks:
         for rank, losses in enumerate(run_ranks(train, 4)):
             assert losses == [expected(rank, 4, step) for step in range(200)]
 
+    def test_programs_do_not_depend_on_the_garbage_collector(self, run_ranks, tmp_path):
+        """Rank 1's program alone would have the reductions of the model that nothing refers to,
+        and wait for rank 0's."""
+        collected = tmp_path / "collected"
+
+        def train(rank):
+            import gc
+
+            import torch_xla
+
+            from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+            def backward(model):
+                model(torch.ones(2, 6).to("xla")).sum().backward()
+                return model.weight.grad
+
+            def abandon():
+                cycle = [FSDP(torch.nn.Linear(6, 3))]
+                cycle.append(cycle)
+                backward(cycle[0])
+
+            gc.disable()
+            try:
+                if rank == 0:
+                    abandon()
+                    gc.collect()
+                    collected.touch()
+                while not collected.exists():
+                    time.sleep(0.01)
+                if rank == 1:
+                    abandon()
+                model = FSDP(torch.nn.Linear(6, 3))
+                grad = backward(model)
+                torch_xla.sync()
+                return grad
+            finally:
+                gc.enable()
+
+        assert sum(grad.sum().item() for grad in run_ranks(train, 2)) == 2.0 * 6 * 3
+
     def test_60_consecutive_launches_on_4_ranks(self, run_script):
         result = run_script(
             """

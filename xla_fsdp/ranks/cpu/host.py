@@ -53,6 +53,7 @@ def run_ranks(
     fresh_state = FreshState(session)
     ended = threading.Semaphore(0)
     threads = [RankThread(session, c, fn, tuple(args), ended.release) for c in session.contexts]
+    session.garbage.watch()
     try:
         _install(session, patches, caller_seed)
         for thread in threads:
@@ -145,6 +146,7 @@ def _clean_up(
         context.active = False
     runtime.leftover = [thread for thread in threads if thread.is_alive()]
     patches.undo()
+    session.garbage.unwatch()
     session.generators.restore_caller()
     torch_xla._XLAC._xla_set_replication_devices([])
     if runtime.leftover:

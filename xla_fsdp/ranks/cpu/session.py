@@ -9,6 +9,7 @@ compile cache.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import threading
@@ -25,6 +26,7 @@ from ..errors import Preempted
 from ..rank import Board, Collective, RankContext, _set_current_rank, current_rank
 from . import call_site
 from .barrier import Arrival, Barrier
+from .garbage import Garbage
 from .rng import RankGenerators
 
 _T = TypeVar("_T")
@@ -42,6 +44,7 @@ class Session:
         contexts: one a rank; rank r runs on device ``xla:r``.
         barrier: where they meet.
         generators: their random states.
+        garbage: what no rank refers to any more.
         thread_idents: the ranks' threads, once they run.
         dispatching: which ranks must not be interrupted, because others depend on their program.
         preempted: what the ranks' functions ended with, if the machine is being taken away.
@@ -57,6 +60,7 @@ class Session:
             size, timeout, lambda rank: call_site.of_thread(self.thread_idents[rank])
         )
         self.generators = RankGenerators(self.contexts)
+        self.garbage = Garbage()
         self.thread_idents: list[int | None] = [None] * size
         self.dispatching = [False] * size
         self.preempted: Preempted | None = None
@@ -205,17 +209,19 @@ class Session:
         self._wait_for_device(context)
         turn = _Turn() if context.rank == 0 else None
         turn = self.barrier.meet(context.rank, replace(arrival, payload=turn))[0]
-        self.dispatching[context.rank] = True
-        try:
-            # From here to the end of this block nothing may stop a rank: XLA would wait for it.
-            if context.rank == 0:
-                turn.take(dispatch)
-            elif turn.follow():
-                dispatch()
-        finally:
-            self.dispatching[context.rank] = False
-        # Nobody goes on, and perhaps blocks with the GIL held, before everybody has dispatched.
-        self.barrier.meet(context.rank, Arrival(arrival.what, "dispatched", arrival.where))
+        leads = context.rank == 0
+        with self.garbage.alike() if leads else contextlib.nullcontext():
+            self.dispatching[context.rank] = True
+            try:
+                # From here to the end of this block nothing may stop a rank: XLA would wait for it.
+                if leads:
+                    turn.take(dispatch)
+                elif turn.follow():
+                    dispatch()
+            finally:
+                self.dispatching[context.rank] = False
+            # Nobody goes on, and perhaps blocks with the GIL held, before everybody has dispatched.
+            self.barrier.meet(context.rank, Arrival(arrival.what, "dispatched", arrival.where))
 
     def _collectives_in(
         self, context: RankContext, tensors: Sequence[torch.Tensor]
