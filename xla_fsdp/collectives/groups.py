@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch_xla.runtime as xr
 
-# Ordinals that act together, for every group.
-Groups = tuple[tuple[int, ...], ...]
+from ..tpu.slices import Groups
 
 
 def lists(groups: Groups) -> list[list[int]]:

@@ -27,8 +27,9 @@ from math import prod
 
 from ..tpu.chips import CHIPS
 from ..tpu.links import Links
+from ..tpu.slices import Groups
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
-from ..tpu.traffic import Groups, OneCollective
+from ..tpu.traffic import OneCollective
 from .rings import OVERLAPPING, Rings, rings_of
 
 # Ways to go: digits of a rank by stage. Every digit is the range of one coordinate, or part of it.

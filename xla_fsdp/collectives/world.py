@@ -11,20 +11,18 @@ a padded tensor, which sends twice the bytes and differs from rank to rank.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
-from ..ranks.rank import RankContext, current_rank, is_pretending
+from ..ranks.rank import RankContext, current_rank
+from ..tpu.slices import Groups
 from .groups import (
-    Groups,
     checked_groups,
     lists,
     require_group_arguments,
@@ -137,21 +135,6 @@ class World:
         """Whether all ranks there are share one copy of the parameters."""
         return self.size == xr.world_size()
 
-    def tell_all(self, tag: str, value: Any) -> list[Any] | None:
-        """Tells all ranks there are a small picklable ``value``; all must call it.
-
-        Returns every rank's, by rank; on CPU ranks only to the last that comes, and ``None`` to the
-        others, so that nobody waits: ranks may be tracing one after the other. On TPU a program of
-        its own, for what is said once; everything else is a traced collective.
-        """
-        if self.context is not None:
-            return self.context.post(tag, value)
-        # Every program moves the generator on: a resumed run would draw other numbers.
-        random = xm.get_rng_state(self._device_name)
-        values: list[Any] = xm.mesh_reduce(tag, value, list)  # type: ignore[assignment]
-        xm.set_rng_state(random, self._device_name)
-        return values
-
     @property
     def replicas(self) -> int:
         """How many ranks hold the same shard."""
@@ -251,46 +234,9 @@ class World:
         """The elementwise maximum of ``value`` over the sharding group; same shape."""
         return self._all_reduce(value, self.groups, xm.REDUCE_MAX, label)
 
-    def sum_over_replicas(self, shard: torch.Tensor, label: str = "") -> torch.Tensor:
+    def sum_over_replicas(self, value: torch.Tensor, label: str = "") -> torch.Tensor:
         """The sum of a gradient shard over the ranks that hold the same shard; same shape."""
-        return self._all_reduce(shard, self.replica_groups, xm.REDUCE_SUM, label)
-
-    def from_first(self, value: torch.Tensor) -> torch.Tensor:
-        """``value`` of the group's first rank, and of the first replica, on this rank's device.
-
-        For what is done once: a rank adds what it has if it is the first, and zeros if not. A
-        program of its own, since a rank that has no use for the result must take part as well.
-        """
-        if is_pretending():
-            return value
-        wire = value.to(torch.uint8) if value.dtype is torch.bool else value.detach()
-        wire = as_data(wire.cpu(), self.device)
-        ordinal = xr.global_ordinal()
-        first_replica = all(ordinal not in group[1:] for group in self.replica_groups)
-        firsts = ((self.groups, self.rank == 0), (self.replica_groups, first_replica))
-        with self._apart():
-            for groups, first in firsts:
-                mine = as_data(torch.tensor([first]), self.device)
-                own = torch.where(mine, wire, torch.zeros_like(wire)) if groups else wire
-                wire = self._all_reduce(own, groups, xm.REDUCE_SUM, "from the first")
-            wire = wire.to(value.dtype)
-            torch_xla._XLAC._xla_sync_multi([wire], [], wait=False)
-        return wire
-
-    @contextlib.contextmanager
-    def _apart(self) -> Iterator[None]:
-        """What is traced within is a program of its own: on CPU ranks it would have all collectives
-        before it in it, through torch_xla's token, and so be another one every time."""
-        if self.context is None:
-            yield
-            return
-        token = torch_xla._XLAC._get_all_reduce_token(self._device_name)
-        torch_xla._XLAC._set_all_reduce_token(self._device_name, None)
-        try:
-            with self.context.apart():
-                yield
-        finally:
-            torch_xla._XLAC._set_all_reduce_token(self._device_name, token)
+        return self._all_reduce(value, self.replica_groups, xm.REDUCE_SUM, label)
 
     @cached_property
     def rank_on_device(self) -> torch.Tensor:

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..collectives.groups import Groups, checked_groups
+from ..collectives.groups import checked_groups
 from ..names import is_wrapper
+from ..tpu.slices import Groups
 from .batch_statistics import Batch, Normalized, wide
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..collectives.groups import Groups
 from ..collectives.world import World
+from ..tpu.slices import Groups
 
 
 class Batch:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
+from ..collectives.agreement import from_first
 from ..collectives.world import World
 from ..layers.keeping import ATTENTION
 from ..names import dotted, is_wrapper
@@ -162,7 +163,7 @@ class ScanBuilder:
         with torch.no_grad():
             value = parameter.detach()
             if self.options.sync_module_states:
-                value = self.world.from_first(value)
+                value = from_first(self.world, value)
             shard = layout.cut([value], self.world.rank)
         release_original_(parameter)
         mark_released(parameter)
@@ -184,7 +185,7 @@ class ScanBuilder:
     def _stack_buffer(self, stack: Stack, buffers: list[torch.Tensor]) -> None:
         first = buffers[0]
         if self.options.sync_module_states:
-            agreed = {id(buffer): self.world.from_first(buffer) for buffer in buffers}
+            agreed = {id(buffer): from_first(self.world, buffer) for buffer in buffers}
             buffers = [agreed[id(buffer)] for buffer in buffers]
             first = buffers[0]
         dtype = self.options.dtype_of_buffers

@@ -17,6 +17,7 @@ import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 
+from ..collectives import token
 from ..sharding.block_memory import BlockMemory
 from ..sharding.once import Tensors, Traced, placeholder, twin
 
@@ -238,15 +239,13 @@ def _fresh_trace(device: torch.device, seed: int | None) -> Iterator[None]:
     """
     name, xlac = str(device), torch_xla._XLAC
     thread_device = xlac._xla_get_default_device()
-    token = xlac._get_all_reduce_token(name)
     xlac._xla_set_default_device(name)
-    xlac._set_all_reduce_token(name, None)
-    state = xm.get_rng_state(name)
-    # Setting the state makes the seed a value that is there; it may be one that is pending.
-    xm.set_rng_state(state if seed is None else seed, name)
-    try:
-        yield
-    finally:
-        xm.set_rng_state(xm.get_rng_state(name) if seed is None else state, name)
-        xlac._set_all_reduce_token(name, token)
-        xlac._xla_set_default_device(thread_device)
+    with token.set_aside(name):
+        state = xm.get_rng_state(name)
+        # Setting the state makes the seed a value that is there; it may be one that is pending.
+        xm.set_rng_state(state if seed is None else seed, name)
+        try:
+            yield
+        finally:
+            xm.set_rng_state(xm.get_rng_state(name) if seed is None else state, name)
+            xlac._xla_set_default_device(thread_device)

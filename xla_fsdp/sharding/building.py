@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from ..collectives.agreement import from_first
 from ..collectives.world import World
 from ..names import dotted, is_wrapper
 from ..ranks.rank import is_pretending
@@ -175,7 +176,7 @@ class UnitBuilder:
         return tensor
 
     def _agreed(self, value: torch.Tensor) -> torch.Tensor:
-        return self.world.from_first(value) if self.options.sync_module_states else value
+        return from_first(self.world, value) if self.options.sync_module_states else value
 
     def _put(self, spot: Spot) -> None:
         module, name, parameter = spot

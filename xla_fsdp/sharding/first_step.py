@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch_xla.runtime as xr
 from torch import nn
 
+from ..collectives.agreement import tell_all
 from ..collectives.world import World
 from ..ranks.rank import is_pretending
 from ..ranks.slices import slices_of_ranks
@@ -64,7 +65,7 @@ def compare_initial_weights(world: World, units: Sequence[tuple[str, Unit]]) -> 
         for path, unit in units
         if unit.initial_stamps == stamps(unit.shards)
     }
-    everyone = world.tell_all("xla_fsdp initial weights", own)
+    everyone = tell_all(world, "xla_fsdp initial weights", own)
     if everyone is None:  # another rank is told
         return
     differing = [path for path in own if len({each[path] for each in everyone if path in each}) > 1]

@@ -15,6 +15,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 
+from ..collectives import token
 from ..collectives.world import World
 
 Tensors = list[torch.Tensor]
@@ -75,19 +76,15 @@ class Once:
         device = str(self._world.device)
         default = torch_xla._XLAC._xla_get_default_device()
         torch_xla._XLAC._xla_set_default_device(device)  # autograd's threads have another
-        # torch_xla's token would tie collectives in here to those outside, and these to them.
-        token = torch_xla._XLAC._get_all_reduce_token(device)
-        torch_xla._XLAC._set_all_reduce_token(device, None)
         try:
-            arguments = [_placeholder_of(tensor, device) for tensor in tensors]
-            pairs = zip(arguments, tensors, strict=True)
-            if any(argument.dtype != tensor.dtype for argument, tensor in pairs):
-                return _Known(None, [])  # torch_xla computes with another type (XLA_USE_32BIT_LONG)
-            traced = Traced(name, arguments, function([twin(one) for one in arguments]))
+            # Or collectives in here would be tied to those outside.
+            with token.set_aside(device):
+                arguments = [_placeholder_of(tensor, device) for tensor in tensors]
+                pairs = zip(arguments, tensors, strict=True)
+                if any(argument.dtype != tensor.dtype for argument, tensor in pairs):
+                    return _Known(None, [])  # torch_xla has another type (XLA_USE_32BIT_LONG)
+                traced = Traced(name, arguments, function([twin(one) for one in arguments]))
         finally:
-            # Only CPU ranks keep to its order, see World.
-            token = token if self._world.context is not None else None
-            torch_xla._XLAC._set_all_reduce_token(device, token)
             torch_xla._XLAC._xla_set_default_device(default)
         operands = traced.argument_of | traced.hoisted
         if not operands:  # parameters without elements: nothing to call with

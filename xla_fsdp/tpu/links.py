@@ -37,8 +37,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from .slices import Groups
 from .topology import Slice
-from .traffic import Groups, NamedTraffic, Traffic
+from .traffic import NamedTraffic, Traffic
 
 _Position = tuple[int, int, int]  # of a chip
 _Link = tuple[int, bool, _Position]  # axis, whether upwards, the chip that sends

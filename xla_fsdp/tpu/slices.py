@@ -23,7 +23,7 @@ VARIABLES = (COUNT, NUMBER, COORDINATOR, PORT)
 # Of the coordinator (jax, AXLearn: "set to 8080 in multislice").
 DEFAULT_PORT = 8080
 
-# Ordinals of the ranks of each slice.
+# Ordinals that belong together, of each group: ranks of a slice, or of a collective.
 Groups = tuple[tuple[int, ...], ...]
 
 _REMEDY = (

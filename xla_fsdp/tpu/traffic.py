@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-Groups = tuple[tuple[int, ...], ...]
+from .slices import Groups
 
 
 class Traffic(Protocol):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..collectives.groups import Groups
 from ..collectives.world import World
 from ..sharding.once import Tensors
 from ..tpu.links import collective_seconds
+from ..tpu.slices import Groups
 from ..tpu.topology import Slice
 from ..tpu.traffic import OneCollective
 from .records import CollectiveTime

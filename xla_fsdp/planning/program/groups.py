@@ -7,10 +7,9 @@ import math
 import re
 from collections.abc import Sequence
 
+from ...tpu.slices import Groups
 from .hlo import Instruction
 from .shapes import numbers
-
-Groups = tuple[tuple[int, ...], ...]
 
 _GROUP = re.compile(r"\{([\d,\s]*)\}")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")

@@ -1,0 +1,68 @@
+"""What ranks tell each other once, before the first step: each in a program of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+from ..ranks.rank import is_pretending
+from . import token
+from .host_data import as_data
+from .world import World
+
+
+def tell_all(world: World, tag: str, value: Any) -> list[Any] | None:
+    """Tells all ranks there are a small picklable ``value``; all must call it.
+
+    Returns every rank's, by rank; on CPU ranks only to the last that comes, and ``None`` to the
+    others, so that nobody waits: ranks may be tracing one after the other.
+    """
+    if world.context is not None:
+        return world.context.post(tag, value)
+    # Every program moves the generator on: a resumed run would draw other numbers.
+    device = str(world.device)
+    random = xm.get_rng_state(device)
+    values: list[Any] = xm.mesh_reduce(tag, value, list)  # type: ignore[assignment]
+    xm.set_rng_state(random, device)
+    return values
+
+
+def from_first(world: World, value: torch.Tensor) -> torch.Tensor:
+    """``value`` of the group's first rank, and of the first replica, on this rank's device.
+
+    A rank adds what it has if it is the first, and zeros if not. A program of its own, since a rank
+    that has no use for the result must take part as well.
+    """
+    if is_pretending():
+        return value
+    wire = value.to(torch.uint8) if value.dtype is torch.bool else value.detach()
+    wire = as_data(wire.cpu(), world.device)
+    ordinal = xr.global_ordinal()
+    first_replica = all(ordinal not in group[1:] for group in world.replica_groups)
+    firsts = [(world.all_reduce_sum, world.rank == 0)]
+    if world.replica_groups:
+        firsts.append((world.sum_over_replicas, first_replica))
+    with _apart(world):
+        for add, first in firsts:
+            mine = as_data(torch.tensor([first]), world.device)
+            wire = add(torch.where(mine, wire, torch.zeros_like(wire)), "from the first")
+        wire = wire.to(value.dtype)
+        torch_xla._XLAC._xla_sync_multi([wire], [], wait=False)
+    return wire
+
+
+@contextlib.contextmanager
+def _apart(world: World) -> Iterator[None]:
+    """On CPU ranks a program would have all collectives before it in it, through torch_xla's token,
+    and so be another one every time."""
+    if world.context is None:
+        yield
+        return
+    with token.set_aside(str(world.device)), world.context.apart():
+        yield
