@@ -4,7 +4,6 @@ Checked on the list of live XLA tensors while the step is still a pending graph:
 when the step is compiled becomes a buffer of the program.
 """
 
-import gc
 import re
 
 import pytest
@@ -128,7 +127,6 @@ def forward_backward(rank, factory, arguments, frozen, reshard):
 
     from xla_fsdp import XlaFullyShardedDataParallel
 
-    gc.collect()  # models of tests before this one, which are cycles
     torch.manual_seed(1)
     plain = factory(*arguments)
     if frozen:

@@ -9,9 +9,11 @@ one graph and one backward.
 from __future__ import annotations
 
 import contextlib
-import functools
+import copy
+import types
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -51,25 +53,51 @@ def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
     if not isinstance(offload, bool):
         raise TypeError(f"offload must be True or False, got {offload!r}")
     forward = module.forward
-    if isinstance(forward, functools.partial) and forward.func in (recomputed, offloaded):
-        forward = forward.args[1]
-    module.forward = functools.partial(offloaded if offload else recomputed, module, forward)
+    if isinstance(forward, Recomputed):
+        forward = forward.original
+    module.forward = Recomputed(module, forward, offload)
     return module
 
 
-def recomputed(module: nn.Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """``forward(*args, **kwargs)``, a function of ``module``, computed again in the backward."""
-    return _recomputed(module, forward, args, kwargs, offload=False)
+class Recomputed:
+    """The forward of a module, computed again in the backward, for the module to have as its own.
+
+    Lifetime: knows the module only weakly, so that both go when nothing else refers to it.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable, offload: bool) -> None:
+        self._module = weakref.ref(module)
+        self._is_method = getattr(forward, "__self__", None) is module
+        self._forward = forward.__func__ if self._is_method else forward  # type: ignore[attr-defined]
+        self.offload = offload
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "is called by it"
+        return module
+
+    @property
+    def original(self) -> Callable:
+        return types.MethodType(self._forward, self.module) if self._is_method else self._forward
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return recomputed(self.module, self.original, args, kwargs, self.offload)
+
+    def __deepcopy__(self, memo: dict) -> Recomputed:
+        return type(self)(*copy.deepcopy((self.module, self.original, self.offload), memo))
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.module, self.original, self.offload)
 
 
-def offloaded(module: nn.Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """The same, with the inputs in the host's memory until then."""
-    return _recomputed(module, forward, args, kwargs, offload=True)
-
-
-def _recomputed(
-    module: nn.Module, forward: Callable, args: tuple, kwargs: dict, offload: bool
+def recomputed(
+    module: nn.Module, forward: Callable, args: tuple, kwargs: dict, offload: bool = False
 ) -> Any:
+    """``forward(*args, **kwargs)``, a function of ``module``, computed again in the backward.
+
+    ``offload``: with the inputs in the host's memory until then.
+    """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     replay = _Replay(module, forward, args, kwargs)
@@ -144,7 +172,7 @@ class _Replay:
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self.inputs = map_tensors(lambda t: _Slot(numbers[id(t)]), (args, kwargs))
 
-    @functools.cached_property
+    @cached_property
     def in_programs(self) -> bool:
         """Whether the step is cut into programs in here, or next to it."""
         units: list[Gathers] = [one.unit for one in self.passes]

@@ -226,6 +226,8 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             args, kwargs = unit.stream.entering((args, kwargs))
         stays = self._keeps_parameters()
         one = unit.begin((args, kwargs), stays)
+        if unit.is_root:
+            one.on_backward_end = self._end_backward
         keep = False
         try:
             with parameters_saved_as_recipes(), computing((one,)):
@@ -263,9 +265,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             unit.is_root = unit is self._unit
             unit.wire.label = f"{path}." if path else ""
             unit.order = self._unit.order
-            unit.on_backward_end = None
         share_traffic(self._wrapped_units())
-        self._unit.on_backward_end = self._end_backward
         require_uncompiled(self)
         require_all_sharded(self)
         compare_initial_weights(self._unit.world, list(units_in(self)))

@@ -47,7 +47,7 @@ def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         function = function.func
     owner = getattr(function, "__self__", function)
     module = owner if isinstance(owner, nn.Module) else nn.Module()
-    return recomputed(module, function, *args, **kwargs)
+    return recomputed(module, function, args, kwargs)
 
 
 def _require_known(options: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..ranks.rank import is_pretending
 from ..sharding.host_shard import HostShard
-from ..sharding.sharded_tensor import ShardedTensor, home_of
+from ..sharding.sharded_tensor import home_of
 from ..sharding.unit import Unit
 from .copies import ShardCopy, Uploads
 from .gradients import HostGradients
@@ -42,17 +42,14 @@ def attach(unit: Unit) -> None:
     for tensor in unit.stored:
         shard = tensor.shard
         assert isinstance(shard, HostShard)  # looked at above
-        dtype = functools.partial(unit.wire.compute_dtype, tensor)
         if tensor.copy is None:
-            tensor.copy = ShardCopy(shard, dtype, uploads)
-        elif tensor.copy.dtype is not dtype():  # tied, and the other wrapper computes otherwise
-            tensor.copy = ShardCopy(shard, functools.partial(_stored, tensor), uploads)
+            computed = None if tensor.wide else unit.options.compute_dtype
+            tensor.copy = ShardCopy(shard, computed, uploads)
+        elif tensor.copy.dtype is not unit.wire.compute_dtype(tensor):
+            # Tied, and the other wrapper computes otherwise.
+            tensor.copy = ShardCopy(shard, None, uploads)
         tensor.widens = True
     watch_steps()
-
-
-def _stored(tensor: ShardedTensor) -> torch.dtype:
-    return tensor.shard.dtype
 
 
 @functools.cache

@@ -6,7 +6,6 @@ computed on the device for it: a transfer is no program, so none is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,13 +59,11 @@ class ShardCopy:
     """The copy of one shard.
 
     Args:
-        dtype: in which it is gathered, asked for whenever it is sent.
+        dtype: in which it is gathered, if it is of floats; ``None``: as it is stored.
         uploads: what sends it.
     """
 
-    def __init__(
-        self, shard: HostShard, dtype: Callable[[], torch.dtype], uploads: Uploads
-    ) -> None:
+    def __init__(self, shard: HostShard, dtype: torch.dtype | None, uploads: Uploads) -> None:
         self._shard = shard
         self._dtype = dtype
         self.uploads = uploads
@@ -76,7 +73,8 @@ class ShardCopy:
     @property
     def dtype(self) -> torch.dtype:
         """In which it is gathered."""
-        return self._dtype()
+        stored = self._shard.dtype
+        return self._dtype if self._dtype and stored.is_floating_point else stored
 
     @property
     def value(self) -> torch.Tensor:
@@ -97,7 +95,7 @@ class ShardCopy:
         state = self._shard.state()
         if self._value is None or state != self._made_of:
             self._value = None  # before the next one is there: one of them in device memory
-            self._value = self.uploads.send(self._shard.detach(), self._dtype())
+            self._value = self.uploads.send(self._shard.detach(), self.dtype)
             self._made_of = state
         return self._value
 

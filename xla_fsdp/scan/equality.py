@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..names import dotted
+from ..remat import Recomputed
 
 Described = dict[str, Any]
 
@@ -88,6 +89,8 @@ def _value(value: Any) -> Any:
     """``value`` in a form that compares by content."""
     if isinstance(value, functools.partial):
         return ("partial", _value(value.func), _value(value.args), _value(value.keywords))
+    if isinstance(value, Recomputed):
+        return ("recomputed", _value(value.original), value.offload)
     if isinstance(value, types.MethodType):
         return ("method", value.__func__)
     if isinstance(value, types.FunctionType):

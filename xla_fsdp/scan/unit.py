@@ -17,7 +17,7 @@ from ..sharding.block_memory import BlockMemory
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
 from ..sharding.secondary import Secondary
-from ..sharding.sharded_tensor import Place, ShardedTensor, set_home
+from ..sharding.sharded_tensor import Place, ShardedTensor, set_home_of_shards
 from ..sharding.unit import Unit
 
 Spots = list[tuple[nn.Module, str]]
@@ -153,8 +153,7 @@ class ScanUnit(Unit):
                 )
                 for stack in self.parameters
             ]
-        for tensor in self._stacked:
-            set_home(tensor.shard, tensor)
+        set_home_of_shards(self._stacked)
 
     def describe_blocks(self, depth: int, cast: dict[str, torch.dtype]) -> None:
         """Fills in ``tensors``, ``places`` and ``buffer_dtypes``, block by block.

@@ -25,7 +25,14 @@ from .options import FSDPOptions
 from .parameter_checks import require_parameters_here
 from .released import mark_released
 from .shard_hooks import guard_hooks
-from .sharded_tensor import Place, ShardedTensor, home_of, number_at_home, set_home
+from .sharded_tensor import (
+    Place,
+    ShardedTensor,
+    home_of,
+    number_at_home,
+    set_home,
+    set_home_of_shards,
+)
 from .unit import Unit
 
 # Elements of a parameter that its checksum is made of.
@@ -169,7 +176,7 @@ class UnitBuilder:
             set_home(parameter, tensor, number)
             release_original_(parameter)
             mark_released(parameter)
-        set_home(shard, tensor)
+        set_home_of_shards([tensor])
         guard_hooks(shard)
         if late:
             self.late[tensor] = late

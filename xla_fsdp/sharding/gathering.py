@@ -12,7 +12,7 @@ import contextlib
 import enum
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +84,8 @@ class Pass:
         self.secondary = secondary
         self.full: list[torch.Tensor] = []
         self.state = ParameterState.SHARDED
+        # Called at the end of every backward; the root wrapper finishes the whole model in it.
+        self.on_backward_end: Callable[[], None] | None = None
         # What was gathered, and what came out of it: see :func:`stamps`.
         self._shard_stamps: list[Stamp] = []
         self._full_stamps: list[Stamp] = []

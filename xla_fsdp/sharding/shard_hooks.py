@@ -8,7 +8,7 @@ backward, which it would take for a new one.
 
 from __future__ import annotations
 
-import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +25,19 @@ def guard_hooks(shard: nn.Parameter) -> None:
         ("register_hook", _register_hook),
         ("register_post_accumulate_grad_hook", _register_post_accumulate_grad_hook),
     ):
-        shard.__dict__[name] = types.MethodType(method, shard)
+        shard.__dict__[name] = _weakly_bound(method, shard)
+
+
+def _weakly_bound(method: Callable, shard: nn.Parameter) -> Callable[[Callable], Any]:
+    # A bound method would be a cycle: the shard's memory would wait for the garbage collector.
+    reference = weakref.ref(shard)
+
+    def register(hook: Callable) -> Any:
+        held = reference()
+        assert held is not None, "was called through it"
+        return method(held, hook)
+
+    return register
 
 
 def _register_hook(shard: nn.Parameter, hook: Callable[[torch.Tensor], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -102,6 +103,16 @@ def set_home(parameter: nn.Parameter, tensor: ShardedTensor, number: int = 0) ->
     setattr(parameter, _HOME, (tensor, number))
 
 
+def set_home_of_shards(tensors: Iterable[ShardedTensor]) -> None:
+    """Notes on the shards of ``tensors`` whose they are.
+
+    Lifetime: the wrapper owns ``tensors``, these own the shards, which know them only weakly: what
+    a model holds on the device goes with the model, without waiting for the garbage collector.
+    """
+    for tensor in tensors:
+        setattr(tensor.shard, _HOME, (weakref.ref(tensor), 0))
+
+
 def users_attributes(shard: nn.Parameter) -> dict[str, Any]:
     """What users hung on a parameter, and sharding on its shard."""
     ours = REPLACED | {_HOME, ALIASES}
@@ -109,9 +120,22 @@ def users_attributes(shard: nn.Parameter) -> dict[str, Any]:
 
 
 def home_of(parameter: object) -> ShardedTensor | None:
-    """Where the values of ``parameter`` are, if it is a shard or has been sharded."""
-    found = getattr(parameter, _HOME, None)
-    return None if found is None else found[0]
+    """Where the values of ``parameter`` are, if it is a shard or has been sharded.
+
+    Raises:
+        RuntimeError: it is a shard of a wrapper that is gone.
+    """
+    home, _ = getattr(parameter, _HOME, (None, 0))
+    if not isinstance(home, weakref.ref):
+        return home
+    tensor = home()
+    if tensor is None:
+        shape = list(parameter.shape)  # type: ignore[attr-defined]
+        raise RuntimeError(
+            f"a parameter of shape {shape} is the shard of a wrapper that nothing refers to any "
+            "more, so what it is a part of is not known: keep the model as long as its parameters"
+        )
+    return tensor
 
 
 def number_at_home(parameter: nn.Parameter) -> int:

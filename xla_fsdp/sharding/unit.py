@@ -24,7 +24,7 @@ from .ignored import note_again
 from .options import FSDPOptions
 from .secondary import Secondaries, Secondary
 from .shard_hooks import guard_hooks
-from .sharded_tensor import Comings, Place, ShardedTensor, set_home
+from .sharded_tensor import Comings, Place, ShardedTensor, set_home_of_shards
 from .unreduced import UnitGradients
 from .wire import Wire
 
@@ -83,8 +83,6 @@ class Unit:
         self._backward: dict[int, list[Pass]] = {}
         self._rnns: list[nn.RNNBase] = []
         self._linears: list[nn.Linear] = []
-        # Called at the end of every backward; the root wrapper finishes the whole model in it.
-        self.on_backward_end: Callable[[], None] | None = None
 
     # -- construction ---------------------------------------------------------------------------
 
@@ -157,8 +155,8 @@ class Unit:
 
     def note_homes(self) -> None:
         """Notes on every parameter that an optimizer sees what it is a shard of."""
+        set_home_of_shards(self.tensors)
         for tensor in self.tensors:
-            set_home(tensor.shard, tensor)
             guard_hooks(tensor.shard)
         note_again(self.ignored)
         for one in self.awaited:
@@ -301,9 +299,9 @@ class Unit:
         passes = self._backward.get(task)
         if passes is None:
             passes = self._backward[task] = []
-            torch.autograd.Variable._execution_engine.queue_callback(
-                lambda: self._end_backward(task)
-            )
+            # Autograd's thread lets go of the callback some time after the backward.
+            held = [lambda: self._end_backward(task, one.on_backward_end)]
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: held.pop()())
         if one in passes:
             return
         passes.append(one)
@@ -318,10 +316,10 @@ class Unit:
             return ()
         return self.order.backward([grad], options.backward_prefetch, options.limit_all_gathers)
 
-    def _end_backward(self, task: int) -> None:
+    def _end_backward(self, task: int, then: Callable[[], None] | None) -> None:
         self._leave_backward(task)
-        if self.on_backward_end is not None:
-            self.on_backward_end()
+        if then is not None:
+            then()
 
     def leave_backward(self) -> None:
         """Frees what the backward under way has gathered."""
