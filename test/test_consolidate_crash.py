@@ -1,8 +1,6 @@
 """Whatever ends a consolidation, and wherever: the old result or the new one, and a next run."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,14 +17,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_killed_at_every_step(name, tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(HERE / "faulty_disk.py"), name, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def test_killed_at_every_step(plain_server, name, tmp_path):
+    script = [HERE / "faulty_disk.py", name, tmp_path]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    done = plain_server.run(script, cwd=tmp_path, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     steps, resumed, up_to_date = map(int, done.stdout.split())
     assert steps > 10
