@@ -1,5 +1,6 @@
 """Attention by the kernel, which is interpreted here: equal to torch's, wherever it is called."""
 
+import base64
 import re
 
 import pytest
@@ -234,3 +235,40 @@ def planned():
 
 def test_plan(elsewhere):
     elsewhere(planned)
+
+
+def lowered_from(place, line, function):
+    """The kernel, and its program as text, if who calls it stands in the file ``place``."""
+    import jax
+    import torch_xla.core.xla_builder as xb
+
+    from xla_fsdp.layers.jax_call import _exported
+
+    jax.clear_caches()  # what was traced before keeps the places of then
+    names = {"lower": _exported, "function": function}
+    call = "\n" * line + "code = lower(function, [((1, 2, 128, 64), 'bfloat16')] * 3, 'tpu')"
+    exec(compile(call, place, "exec"), names)
+    code = names["code"]
+    (body,) = re.findall(rb'"body": ?"([^"]+)"', code)
+    text = xb.get_computation_hlo(xb.computation_from_module_proto("kernel", code))
+    return base64.b64decode(body), text
+
+
+def lowered_from_two_places():
+    from torch_xla._internal.jax_workarounds import jax_import_guard
+
+    from xla_fsdp.layers.splash import Forward, Splash
+
+    jax_import_guard()
+    splash = Splash(True, 1.0, interpret=False, device_kind="TPU v5 lite", itemsize=2)
+    function = Forward(splash, residuals=True)
+    places = [("/home/one/model.py", 3), ("/home/another/script.py", 70)]
+    first, second = (lowered_from(*place, function) for place in places)
+    body, text = first
+    assert b"stable_mosaic" in body and b".py" not in body
+    assert "splash_mha_fwd" in text and ".py" not in text
+    assert first == second
+
+
+def test_who_calls_a_kernel_is_not_in_the_program(elsewhere):
+    elsewhere(lowered_from_two_places)

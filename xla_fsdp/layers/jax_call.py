@@ -10,7 +10,10 @@ the newest one (8), which it refuses. That holds for the releases in :data:`KNOW
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +36,8 @@ DTYPES = {
 # Read by planning, which counts what no matrix product in the program shows.
 MODEL_FLOPS = "xla_fsdp_model_flops"
 _KERNEL = "tpu_custom_call"
+# A line of MLIR's text that names a file, line and column.
+_PLACE = re.compile(r'^(#loc\d* = loc\()"(?:[^"\\]|\\.)*":\d.*\)$', re.MULTILINE)
 # torch_xla's way to have JAX beside it changes the environment for a moment.
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -142,8 +147,8 @@ def _exported(
     )(*arguments)
     costs = function.costs([shape for shape, _ in shapes])
     with mlir.make_ir_context():
-        module = ir.Module.parse(exported.mlir_module())
-        _state_costs(ir, module, costs)
+        module = ir.Module.parse(_PLACE.sub(r"\1unknown)", exported.mlir_module()))
+        _complete_kernels(ir, module, costs)
         code = mlir.module_to_bytecode(module)
     computation = jaxlib._jax.mlir.mlir_module_to_xla_computation(
         code, use_tuple_args=False, return_tuple=True
@@ -151,16 +156,21 @@ def _exported(
     return computation.as_serialized_hlo_module_proto()
 
 
-def _state_costs(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
-    """Writes into every kernel what it takes, where it does not say so itself."""
+def _complete_kernels(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
+    """Writes into every kernel what it takes, and takes out of it where it was written: files and
+    lines of all that called it, by which programs would differ that compile to the same."""
 
-    def state(operation: Any) -> Any:
+    def complete(operation: Any) -> Any:
         attributes = operation.attributes
         if operation.name == "stablehlo.custom_call" and "kernel_name" in attributes:
             name = ir.StringAttr(attributes["kernel_name"]).value
             cost = next(cost for start, cost in costs.items() if name.startswith(start))
             config = json.loads(ir.StringAttr(attributes["backend_config"]).value)
-            config["custom_call_config"]["cost_estimate"] = {
+            call = config["custom_call_config"]
+            call["body"] = base64.b64encode(
+                _without_places(base64.b64decode(call["body"]))
+            ).decode()
+            call["cost_estimate"] = {
                 "bytes_accessed": cost.bytes,
                 "flops": cost.flops,
                 "transcendentals": cost.transcendentals,
@@ -171,4 +181,20 @@ def _state_costs(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
             )
         return ir.WalkResult.ADVANCE
 
-    module.operation.walk(state)
+    module.operation.walk(complete)
+
+
+def _without_places(kernel: bytes) -> bytes:
+    """A kernel, serialized by Mosaic, without the locations of its operations."""
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.passmanager import PassManager
+
+    with mlir.make_ir_context() as context:
+        context.allow_unregistered_dialects = True  # Mosaic's serialized form is none that is known
+        module = ir.Module.parse(kernel)
+        PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
+        written = io.BytesIO()
+        # As JAX writes it.
+        module.operation.write_bytecode(written, desired_version=0)
+    return written.getvalue()
