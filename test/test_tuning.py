@@ -12,6 +12,7 @@ from torch import nn
 
 from xla_fsdp import ShardingSettings, training_step, tune
 from xla_fsdp.planning.compiling.compiler import CompileError
+from xla_fsdp.planning.tracing.units import OnWire
 from xla_fsdp.planning.tuning.estimate import Estimates
 from xla_fsdp.planning.tuning.facts import StepFacts, UnitFacts
 from xla_fsdp.planning.tuning.search import Measured, Search
@@ -98,11 +99,19 @@ def test_wrong_settings_say_what_is_allowed(wrong, message):
 # The search, with a compiler that is made up.
 
 
+def on_wire(elements):
+    """Of 16 bits: a bias and a weight with rows of 1024."""
+    return OnWire(2 * 1000, 8), OnWire(2 * (elements - 1000), elements // 1024)
+
+
 def facts(blocks=8, held=GIB, state=8 * GIB):
-    unit = UnitFacts("", 10**6, 10**6, 2, 1e-3, held / 8, held / 8, held / 16, False)
+    unit = UnitFacts(
+        "", 10**6, 10**6, 2, on_wire(10**6), on_wire(10**6), 1e-3, held / 8, held / 8, held / 16,
+        False,
+    )  # fmt: skip
     block = dataclasses.replace(
-        unit, elements=10**7, trainable=10**7, forward=5e-3, held=held, held_recomputed=held / 16,
-        is_block=True,
+        unit, elements=10**7, trainable=10**7, gathered=on_wire(10**7), reduced=on_wire(10**7),
+        forward=5e-3, held=held, held_recomputed=held / 16, is_block=True,
     )  # fmt: skip
     several = tuple(dataclasses.replace(block, name=f"blocks.{n}") for n in range(blocks))
     return StepFacts((unit, *several), state, 1e6, 1e12, 1, 8)

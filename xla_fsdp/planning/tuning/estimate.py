@@ -25,7 +25,7 @@ from ...tpu.topology import Slice
 from .facts import StepFacts, UnitFacts
 from .kept import keeps
 from .settings import ShardingSettings
-from .traffic import REDUCES_BESIDE, Wire
+from .traffic import Wire
 
 # Of the executable, for every block that is compiled by itself: 50 MiB for four blocks of workload
 # S on v3-8, 393 for 32 (docs/scan.md).
@@ -80,10 +80,13 @@ class Estimates:
         exposed = self._exposed(_gathered(units, settings), settings, shared)
         return replace(self.memory(settings), compute=compute, exposed=exposed)
 
-    def sizes(self, settings: ShardingSettings) -> list[int]:
-        """Bytes of the full parameters of what is gathered together."""
-        units = _units(self.facts(settings), settings)
-        return [unit.full for unit in _gathered(units, settings)]
+    def goes_otherwise(self, settings: ShardingSettings) -> bool:
+        """Whether any collective takes another way for ``settings.collective_routes``."""
+        if settings.shard_ranks not in (None, self._where.devices):
+            return False  # only collectives over a whole slice have a choice
+        units = _gathered(_units(self.facts(settings), settings), settings)
+        how = settings.collective_routes
+        return any(self.wire.differs(how, unit.gathered, unit.reduced) for unit in units)
 
     def memory(self, settings: ShardingSettings) -> Estimate:
         """The memory alone; its times are 0."""
@@ -99,12 +102,11 @@ class Estimates:
         return 2 * facts.state / shared / self._where.chip.device_hbm_bandwidth
 
     def _exposed(self, units: Sequence[_Unit], settings: ShardingSettings, shared: int) -> float:
-        family, routes = self._where.chip.family, settings.collective_routes
+        routes = settings.collective_routes
         beside = self.wire.gathers_beside and (settings.scan_prefetch or not settings.scan)
-        ringed = routes == "rings" or (routes == "modelled" and family in REDUCES_BESIDE)
 
         def gather(unit: _Unit, ranks: int = shared) -> float:
-            return self.wire.seconds("all-gather", unit.full, ranks, routes)
+            return self.wire.gathering(unit.gathered, ranks, routes)
 
         exposed, before = 0.0, 0.0
         for unit in units:  # what computes while it is gathered: the unit before
@@ -119,10 +121,9 @@ class Estimates:
                 ranks = unit.kept_among or shared
                 exposed += max(0.0, gather(unit, min(ranks, shared)) - hidden)
             before = unit.backward
-            reduced = self.wire.seconds("reduce-scatter", unit.full_gradient, shared, routes)
-            reduced += self.wire.replicas(unit.full_gradient // shared, shared)
-            hidden = before if ringed and not settings.scan else 0.0
-            exposed += max(0.0, reduced - hidden)
+            waited, ringed = self.wire.reducing(unit.reduced, shared, routes)
+            waited += self.wire.replicas(unit.full_gradient // shared, shared)
+            exposed += waited + max(0.0, ringed - (0.0 if settings.scan else before))
         return exposed
 
 
@@ -143,6 +144,7 @@ class _Unit:
         self.recomputed = facts.is_block and (recompute == "all" or some)
         self.full = facts.elements * facts.itemsize
         self.full_gradient = facts.trainable * facts.itemsize
+        self.gathered, self.reduced = facts.gathered, facts.reduced
         self.forward = facts.forward
         spared = [one for one in facts.again if one.name in settings.keep]
         self.backward = (3 if self.recomputed else 2) * facts.forward
@@ -182,6 +184,8 @@ def _merged(units: Sequence[_Unit]) -> _Unit:
     one = replace(units[0])
     one.full = sum(unit.full for unit in units)
     one.full_gradient = sum(unit.full_gradient for unit in units)
+    one.gathered = tuple(tensor for unit in units for tensor in unit.gathered)
+    one.reduced = tuple(tensor for unit in units for tensor in unit.reduced)
     one.forward = sum(unit.forward for unit in units)
     one.backward = sum(unit.backward for unit in units)
     return one

@@ -172,15 +172,7 @@ def _differs(name: str, other: ShardingSettings, estimates: Estimates) -> bool:
         return True
     if name == "scan_prefetch":
         return estimates.wire.gathers_beside
-    if other.scan or other.units == "model":
-        return name == "collective_routes" and _goes_otherwise(other, estimates)
     if name == "collective_routes":
-        return _goes_otherwise(other, estimates)
-    return len(estimates.facts(other).units) > 1
-
-
-def _goes_otherwise(other: ShardingSettings, estimates: Estimates) -> bool:
-    if other.shard_ranks is not None:
-        return False  # only collectives over a whole slice have a choice
-    sizes = set(estimates.sizes(other))
-    return any(estimates.wire.routes_differ(size).get(other.collective_routes) for size in sizes)
+        return estimates.goes_otherwise(other)
+    one = other.scan or other.units == "model"
+    return not one and len(estimates.facts(other).units) > 1
