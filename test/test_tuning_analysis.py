@@ -13,7 +13,7 @@ from xla_fsdp.planning.tracing.units import OnWire
 from xla_fsdp.planning.tuning.activations import Again
 from xla_fsdp.planning.tuning.blocks import find_blocks
 from xla_fsdp.planning.tuning.by_worth import worth_keeping
-from xla_fsdp.planning.tuning.estimate import Correction, Estimates
+from xla_fsdp.planning.tuning.estimate import AHEAD, Correction, Estimates
 from xla_fsdp.planning.tuning.remedies import larger, what_would_fit
 from xla_fsdp.planning.tuning.space import Space, ranks_together
 from xla_fsdp.tpu.topology import resolve
@@ -198,10 +198,22 @@ def test_what_goes_around_rings_is_hidden_and_the_rest_is_not():
     wire = Estimates({"blocks": facts()}, where).wire
     small, large = OnWire(2**20, 2**13), OnWire(2**21, 2**13)
     seconds = [wire.seconds("reduce-scatter", one.bytes, 8, "modelled") for one in (small, large)]
-    assert wire.reducing((small, large), 8, "modelled") == tuple(seconds)
-    assert wire.reducing((small, large), 8, "stages") == (pytest.approx(sum(seconds)), 0.0)
+    # The chip adds up itself: of every byte it reads two and writes one.
+    adding = 3 * large.bytes / where.chip.device_hbm_bandwidth
+    assert wire.reducing((small, large), 8, "modelled") == (*seconds, adding)
+    assert wire.reducing((small, large), 8, "stages") == (pytest.approx(sum(seconds)), 0.0, 0.0)
     among_four = wire.reducing((small, large), 4, "modelled")
     assert among_four[0] > 0 == among_four[1]  # no group of the whole slice
+
+
+def test_gathering_ahead_hides_gathers_and_computes_longer():
+    found, loop = estimates(resolve("v5litepod-8")), PLAIN.changed(scan=True, recompute="all")
+    plain, ahead = found.of(loop), found.of(loop.changed(scan_prefetch=True))
+    gather = found.wire.gathering(found.facts(loop).blocks[0].gathered, 8, "modelled")
+    # Of eight blocks forward and backward; before the last one's backward nothing computes.
+    assert plain.exposed - ahead.exposed == pytest.approx(15 * gather)
+    forwards = 4 * (8 * 5e-3) + 3 * 1e-3
+    assert ahead.compute - plain.compute == pytest.approx(AHEAD * forwards)
 
 
 def test_units_are_worth_keeping():
@@ -302,6 +314,11 @@ def test_the_space_has_no_candidate_twice_and_none_that_is_impossible():
     few = Space.of(facts(blocks=4), V3, (4,), True, {}, groups=True).main()
     assert {one.blocks_per_unit for one in few} == {1, 2}
     assert not any(one.scan for one in Space.of(facts(), V3, (None,), False, {}).main())
+    # Where gathers run beside compute, a loop may have them ahead.
+    ahead = [one for one in found if one.scan_prefetch]
+    v5e = Space.of(facts(), resolve("v5litepod-8"), (4,), True, {}).main()
+    assert not ahead and any(one.scan_prefetch for one in v5e)
+    assert all(one.scan for one in v5e if one.scan_prefetch)
     assert ranks_together(V3) == (4,) and ranks_together(resolve("2xv5litepod-16")) == (4, 16)
 
 

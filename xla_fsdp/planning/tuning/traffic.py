@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 from ...collectives.rings import Rings
 from ...collectives.routes import Routes
@@ -26,13 +27,29 @@ GATHERS_BESIDE = ("v5e", "v5p", "v6e")
 _Way = list[tuple[Groups, Rings | None]]
 
 
-def collectives(tensors: Iterable[OnWire]) -> list[OnWire]:
+class Reducing(NamedTuple):
+    """Seconds of the reductions of a unit: ``waited`` for, ``beside`` compute, around rings, and
+    ``adding`` up there what came, which a chip does itself: it reads two values and writes one."""
+
+    waited: float
+    beside: float
+    adding: float
+
+
+def collectives(tensors: Iterable[OnWire]) -> tuple[OnWire, ...]:
     """What of ``tensors`` travels together: the small ones, and each other by itself."""
-    tensors = list(tensors)
-    large = [one for one in tensors if one.bytes > SMALL_BYTES]
-    small = sum(one.bytes for one in tensors if one.bytes <= SMALL_BYTES)
-    together = [OnWire(small, max(small // (2 * LANES), 1))] if small else []  # of 16 bits
-    return together + large
+    tensors = tuple(tensors)
+    size = sum(one.bytes for one in small(tensors))
+    together = (OnWire(size, max(size // (2 * LANES), 1)),) if size else ()  # of 16 bits
+    return together + large(tensors)
+
+
+def small(tensors: Iterable[OnWire]) -> tuple[OnWire, ...]:
+    return tuple(one for one in tensors if one.bytes <= SMALL_BYTES)
+
+
+def large(tensors: Iterable[OnWire]) -> tuple[OnWire, ...]:
+    return tuple(one for one in tensors if one.bytes > SMALL_BYTES)
 
 
 class Wire:
@@ -57,19 +74,16 @@ class Wire:
         sent = collectives(tensors)
         return sum(self.seconds("all-gather", one.bytes, ranks, routes) for one in sent)
 
-    def _reducing(
-        self, tensors: tuple[OnWire, ...], ranks: int, routes: str
-    ) -> tuple[float, float]:
-        """Seconds of the reductions of ``tensors``: of those that all else waits for, and of those
-        that run beside compute."""
-        waited = beside = 0.0
+    def _reducing(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> Reducing:
+        waited = beside = adding = 0.0
         for one in collectives(tensors):
             seconds = self.seconds("reduce-scatter", one.bytes, ranks, routes)
             if ranks == self._where.devices and self._rings(one, routes):
                 beside += seconds
+                adding += 3 * one.bytes / self._where.chip.device_hbm_bandwidth
             else:
                 waited += seconds
-        return waited, beside
+        return Reducing(waited, beside, adding)
 
     def differs(self, routes: str, gathered: Iterable[OnWire], reduced: Iterable[OnWire]) -> bool:
         """Whether a collective over the whole slice, of those that gather or reduce these tensors,
