@@ -121,7 +121,6 @@ def train(
     import torch_xla.runtime as xr
 
     rank, ranks, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
-    options.batch_size = (options.sharding and options.sharding.batch) or options.batch_size
     if data:
         require_for_training(count, "--arch")
     torch.manual_seed(options.seed)  # the same weights on every rank

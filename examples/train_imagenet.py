@@ -92,8 +92,7 @@ def train(index: int, options: SimpleNamespace, network: dict) -> None:
     """What each rank runs."""
     import torch_xla  # not at the top of the file: launch has to set up the runtime before
 
-    batch_size = (options.sharding and options.sharding.batch) or options.batch_size
-    sizes = (batch_size, options.test_set_batch_size)
+    sizes = (options.batch_size, options.test_set_batch_size)
     batches, held_out = image_batches.batches(options, *sizes)
     network = {"kind": "torchvision", **network}
 

@@ -104,7 +104,6 @@ def train(
     from xla_fsdp.integrations.peft import save_merged
 
     rank, ranks, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
-    options.batch_size = options.sharding.batch or options.batch_size
     if data:
         require_for_training(count, "--size")
     torch.manual_seed(options.seed)  # the same weights on every rank

@@ -97,8 +97,7 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
     import torch_xla.runtime as xr
 
     # Every rank reads its own part of the data.
-    batch_size = (options.sharding and options.sharding.batch) or options.batch_size
-    share = (xr.global_ordinal(), xr.world_size(), batch_size)
+    share = (xr.global_ordinal(), xr.world_size(), options.batch_size)
     train_data = digits.load(True, options.datadir, options.fake_data)
     test_data = digits.load(False, options.datadir, options.fake_data)
     how = {"drop_last": options.drop_last, "max_steps": options.max_steps}

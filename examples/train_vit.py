@@ -133,11 +133,12 @@ def train(index: int, options: SimpleNamespace, network: dict, parameters: int) 
     if not options.plan:
         copies = xr.world_size() if options.run_without_fsdp else 1
         require_for_training(parameters * copies, "--embed_dim or --num_blocks")
-    batch_size, left = divmod(options.batch_size, xr.world_size())
+    # Of all ranks, as the published run counts; settings count those of one.
+    ranks = 1 if options.sharding and options.sharding.batch else xr.world_size()
+    batch_size, left = divmod(options.batch_size, ranks)
     if left:
         whole = f"--batch_size={options.batch_size} can not be divided"
-        raise Stop(f"{whole} over {xr.world_size()} ranks", code=2)
-    batch_size = (options.sharding and options.sharding.batch) or batch_size
+        raise Stop(f"{whole} over {ranks} ranks", code=2)
     batches, held_out = image_batches.batches(options, batch_size, batch_size, "bicubic")
     torch.manual_seed(options.seed)  # the same weights on every rank
     with tuning.applied(options):

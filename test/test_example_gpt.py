@@ -12,6 +12,8 @@ from conftest import EXAMPLES
 from example_runs import table
 from safetensors.torch import load_file
 
+from xla_fsdp import ShardingSettings
+
 LENGTH = 16
 
 
@@ -192,7 +194,7 @@ def lines(done):
 def test_trains_resumes_bit_for_bit_and_agrees(text, tmp_path, run_example):
     run = partial(run_example, "train_gpt.py")
     flags = [
-        f"--text={text}", "--tokens_per_sample=16", "--batch_size=2", "--update_freq=2",
+        f"--text={text}", "--batch_size=2", "--tokens_per_sample=16", "--update_freq=2",
         "--max_update=4", "--num_devices=2", "--log_interval=1", "--save_interval_updates=2",
         "--validate_interval_updates=2", "--valid_samples=9", "--sample_tokens=3",
         "--warmup_updates=1", "--compute_dtype=float32",
@@ -208,7 +210,9 @@ def test_trains_resumes_bit_for_bit_and_agrees(text, tmp_path, run_example):
     folder = tmp_path / "runs/gpt/ckpt_consolidated"
     kept = tmp_path / "kept"
     shutil.move(folder, kept)
-    second = run(*flags[1:], "--resume_update=2")
+    # As a file of --tune says it: a loop, which is what the script does without, and the batch.
+    ShardingSettings(batch=2, scan=True, recompute="all").save(tmp_path / "settings.json")
+    second = run(*flags[2:], "--resume_update=2", "--settings=settings.json")
     assert table(second)["agree"] == "yes"
 
     def without_times(found):

@@ -9,10 +9,11 @@ import torch
 from test_tuning import GIB, INNER, ROWS, V3, WIDTH, Network, facts, small_step
 
 from xla_fsdp import ShardingSettings
+from xla_fsdp.planning.tracing.units import OnWire
 from xla_fsdp.planning.tuning.activations import Again
 from xla_fsdp.planning.tuning.blocks import find_blocks
 from xla_fsdp.planning.tuning.by_worth import worth_keeping
-from xla_fsdp.planning.tuning.estimate import Correction, Estimates
+from xla_fsdp.planning.tuning.estimate import AHEAD, Correction, Estimates
 from xla_fsdp.planning.tuning.remedies import larger, what_would_fit
 from xla_fsdp.planning.tuning.space import Space, ranks_together
 from xla_fsdp.tpu.topology import resolve
@@ -52,6 +53,10 @@ def test_a_traced_step_holds_and_computes_what_was_worked_out(elsewhere):
     # Float32 parameter and two moments of AdamW; shards are padded a little.
     assert found.state == pytest.approx(12 * found.parameters, rel=0.02)
     assert found.inputs == pytest.approx(4 * ROWS * WIDTH, rel=0.01)
+    # Of each block two weights and two biases, in whole rows of 128 elements a rank.
+    weight, biases = OnWire(2 * WIDTH * INNER, INNER), [8 * 128 * 2, 8 * 128 * 2]
+    assert weight in first.gathered and first.gathered == first.reduced and len(first.reduced) == 4
+    assert sorted(one.bytes for one in first.reduced)[:2] == biases
     assert found.flops == 2 * ROWS * (4 * WIDTH * INNER + WIDTH * WIDTH)
     # Bfloat16: what goes into tanh, and what is added to the input. Tanh itself is fused.
     assert first.held == pytest.approx(2 * ROWS * (INNER + WIDTH), rel=0.01)
@@ -141,7 +146,9 @@ def test_gathers_beside_compute_are_hidden_only_with_prefetch():
     found = estimates(resolve("v5litepod-8"))
     hidden = found.of(PLAIN)
     shown = found.of(PLAIN.changed(forward_prefetch=False, backward_prefetch="none"))
-    gather = found.wire.seconds("all-gather", 2 * 10**7, 8, "modelled")
+    # A weight and a bias of 1000 elements.
+    sizes = (2 * (10**7 - 1000), 2000)
+    gather = sum(found.wire.seconds("all-gather", size, 8, "modelled") for size in sizes)
     # Of eight blocks forward and backward; before the last one's backward nothing computes.
     assert shown.exposed - hidden.exposed == pytest.approx(15 * gather)
 
@@ -149,14 +156,64 @@ def test_gathers_beside_compute_are_hidden_only_with_prefetch():
 def test_a_unit_of_several_blocks_waits_less_and_holds_more():
     found = estimates()
     singly, pairs, fours = (found.of(PLAIN.changed(blocks_per_unit=size)) for size in (1, 2, 4))
-    assert singly.exposed > pairs.exposed > fours.exposed  # fewer collectives to start
+    # Fewer collectives to start: their biases travel together.
+    assert singly.exposed > pairs.exposed > fours.exposed
     assert singly.compute == pairs.compute == fours.compute
     block = 2 * 10**7
     # Two units' parameters are there at a time, and as many gradients.
     rest = 2 * 10**6
     assert pairs.hbm - singly.hbm == pytest.approx(4 * block, abs=rest)
     assert fours.hbm - singly.hbm == pytest.approx(12 * block, abs=rest)
-    assert found.sizes(PLAIN.changed(blocks_per_unit=3)) == [rest, 3 * block, 3 * block, 2 * block]
+
+
+def routes_tried(name, *tensors):
+    """Ways of collectives that are tried on the best for units of such tensors."""
+    where, step = resolve(name), facts()
+    units = [dataclasses.replace(one, gathered=tensors, reduced=tensors) for one in step.units]
+    step = dataclasses.replace(step, units=tuple(units))
+    space, found = Space.of(step, where, (None,), True, {}), Estimates({"blocks": step}, where)
+    return {one.collective_routes for one in space.around(PLAIN, found)} - {"modelled"}
+
+
+def test_ways_are_tried_that_one_gradient_at_least_takes():
+    """However many bytes the gradients of a unit have together."""
+    mib = 2**20
+    # Around rows of 16 from 192 MiB on.
+    assert routes_tried("v5litepod-256", *[OnWire(150 * mib, 2**13)] * 4) == set()
+    large = OnWire(200 * mib, 5 * 2**12)
+    assert routes_tried("v5litepod-256", OnWire(150 * mib, 2**13), large) == {"rings"}
+    # In rectangles of 8 chips those of more than 1 MiB, on v6e as modelled.
+    assert routes_tried("v5litepod-8", *[OnWire(mib, 2**13)] * 8) == set()
+    assert routes_tried("v5litepod-8", OnWire(2 * mib, 2**13)) == {"rings"}
+    assert routes_tried("v6e-8", *[OnWire(mib, 2**13)] * 8) == set()
+    assert routes_tried("v6e-8", OnWire(2 * mib, 2**13)) == {"at_once", "stages"}
+    # Rings cut each of eight parts in two.
+    assert routes_tried("v5litepod-8", OnWire(2 * mib, 2**13 + 8)) == set()
+    # In stages by default (docs/torus.md).
+    assert routes_tried("v4-32", OnWire(2 * mib, 2**13)) == {"at_once"}
+
+
+def test_what_goes_around_rings_is_hidden_and_the_rest_is_not():
+    where = resolve("v6e-8")
+    wire = Estimates({"blocks": facts()}, where).wire
+    small, large = OnWire(2**20, 2**13), OnWire(2**21, 2**13)
+    seconds = [wire.seconds("reduce-scatter", one.bytes, 8, "modelled") for one in (small, large)]
+    # The chip adds up itself: of every byte it reads two and writes one.
+    adding = 3 * large.bytes / where.chip.device_hbm_bandwidth
+    assert wire.reducing((small, large), 8, "modelled") == (*seconds, adding)
+    assert wire.reducing((small, large), 8, "stages") == (pytest.approx(sum(seconds)), 0.0, 0.0)
+    among_four = wire.reducing((small, large), 4, "modelled")
+    assert among_four[0] > 0 == among_four[1]  # no group of the whole slice
+
+
+def test_gathering_ahead_hides_gathers_and_computes_longer():
+    found, loop = estimates(resolve("v5litepod-8")), PLAIN.changed(scan=True, recompute="all")
+    plain, ahead = found.of(loop), found.of(loop.changed(scan_prefetch=True))
+    gather = found.wire.gathering(found.facts(loop).blocks[0].gathered, 8, "modelled")
+    # Of eight blocks forward and backward; before the last one's backward nothing computes.
+    assert plain.exposed - ahead.exposed == pytest.approx(15 * gather)
+    forwards = 4 * (8 * 5e-3) + 3 * 1e-3
+    assert ahead.compute - plain.compute == pytest.approx(AHEAD * forwards)
 
 
 def test_units_are_worth_keeping():
@@ -257,6 +314,11 @@ def test_the_space_has_no_candidate_twice_and_none_that_is_impossible():
     few = Space.of(facts(blocks=4), V3, (4,), True, {}, groups=True).main()
     assert {one.blocks_per_unit for one in few} == {1, 2}
     assert not any(one.scan for one in Space.of(facts(), V3, (None,), False, {}).main())
+    # Where gathers run beside compute, a loop may have them ahead.
+    ahead = [one for one in found if one.scan_prefetch]
+    v5e = Space.of(facts(), resolve("v5litepod-8"), (4,), True, {}).main()
+    assert not ahead and any(one.scan_prefetch for one in v5e)
+    assert all(one.scan for one in v5e if one.scan_prefetch)
     assert ranks_together(V3) == (4,) and ranks_together(resolve("2xv5litepod-16")) == (4, 16)
 
 

@@ -21,15 +21,13 @@ flags.DEFINE_list("tune_batch", [], "samples a device for --tune to choose from,
 flags.DEFINE_string("settings", None, "shard as this file says; --tune writes it there")
 require("tune", bool, "must name a slice, such as v3-8")
 require("settings", bool, "is empty; name a file")
-require(
-    "tune_batch",
-    lambda given: all(one.strip().isdecimal() and int(one) for one in given),
-    "must be numbers from 1 on, with commas in between",
-)
+NUMBERS = "must be numbers from 1 on, with commas in between"
+require("tune_batch", lambda given: all(n.strip().isdecimal() and int(n) for n in given), NUMBERS)
 
 
 def settle(options: SimpleNamespace, *others: str) -> bool:
-    """Whether settings say how to shard. Makes ``options.sharding`` of them, None if not.
+    """Whether settings say how to shard. Makes ``options.sharding`` of them, None if not, and
+    ``options.batch_size`` their samples a rank, if they say how many.
 
     ``others``: flags that say the same otherwise, which exclude them.
     """
@@ -47,6 +45,7 @@ def settle(options: SimpleNamespace, *others: str) -> bool:
     elif options.settings:
         with applied(options):
             options.sharding = xla_fsdp.ShardingSettings.load(options.settings)
+        options.batch_size = options.sharding.batch or options.batch_size
         add_to_environment(options.sharding.compiler_options)
     return bool(given)
 
@@ -78,6 +77,7 @@ def launch_plan_or_tune(
 
         # What does not go with the model is for tune to hear.
         chosen = SimpleNamespace(**{**vars(options), "sharding": settings, "settings": None})
+        chosen.batch_size = settings.batch or options.batch_size
         train(xr.global_ordinal(), chosen, *args[1:])
 
     batch = [int(one) for one in options.tune_batch] or None

@@ -183,13 +183,12 @@ class World:
             return full if scale == 1.0 else full * scale
         if self.routes is None:
             return self._scatter(full, self._group_lists, label, scale)
-        size = full.numel() * full.element_size()
-        route = self.routes.scatter(size, size // full.shape[0])
-        shard = full
-        for number, groups in enumerate(route.stages):
-            last = number == len(route.stages) - 1
-            rings = self.routes.rings(groups, size) if beside_compute else None
-            if rings is not None and shard.shape[0] % (2 * rings.size) == 0:
+        size, rows = full.numel() * full.element_size(), full.shape[0]
+        route = self.routes.scatter(size, size // rows)
+        shard, stages = full, self.routes.stages(size, rows, beside_compute)
+        for number, (groups, rings) in enumerate(stages):
+            last = number == len(stages) - 1
+            if rings is not None:
                 shard = self._around(shard, rings, label)
                 shard = shard * scale if last and scale != 1.0 else shard
             else:

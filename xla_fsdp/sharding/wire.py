@@ -173,8 +173,12 @@ class Wire:
     def reducible(self, layout: Layout, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """The full gradients of a tensor's members as one, in the shape and dtype to reduce it."""
         full = layout.join(grads)
-        narrow = full.dtype in (torch.float16, torch.bfloat16)
-        return full.float() if narrow and self.options.fp32_reduce_scatter else full
+        return full.to(self.reduced_dtype(full.dtype))
+
+    def reduced_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which a gradient of ``dtype`` is reduced."""
+        narrow = dtype in (torch.float16, torch.bfloat16)
+        return torch.float32 if narrow and self.options.fp32_reduce_scatter else dtype
 
     def joined(
         self,

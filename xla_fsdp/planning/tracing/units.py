@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from ...names import is_wrapper
+from ...sharding.layout import Layout
 from .naming import plain
+
+
+class OnWire(NamedTuple):
+    """A full tensor as it travels, its padding included."""
+
+    bytes: int
+    rows: int  # its length along dimension 0
 
 
 @dataclass(frozen=True)
@@ -17,13 +28,16 @@ class TracedUnit:
 
     ``name``: dotted, "" for the root. ``elements``: of its parameters, each counted once, without
     padding; ``trainable``: of those that are trained. ``itemsize``: bytes of an element as it is
-    gathered and computed with. Blocks in one loop are one unit here.
+    gathered and computed with. ``gathered``: its tensors; ``reduced``: gradients of those that are
+    trained. Blocks in one loop are one unit here.
     """
 
     name: str
     elements: int
     trainable: int
     itemsize: int
+    gathered: tuple[OnWire, ...]
+    reduced: tuple[OnWire, ...]
 
 
 def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
@@ -37,13 +51,25 @@ def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
             seen.add(module)
             unit = module._unit
             elements = trainable = wire = 0
+            gathered, reduced = [], []
             for tensor in unit.tensors:
-                stored = tensor.shard.dtype
-                dtype = stored if tensor.wide else unit.options.compute_dtype or stored
-                elements += tensor.layout.numel
-                trainable += tensor.layout.numel * tensor.shard.requires_grad
-                wire += tensor.layout.numel * dtype.itemsize
+                dtype, layout = unit.wire.compute_dtype(tensor), tensor.layout
+                if not layout.numel:
+                    continue
+                elements += layout.numel
+                wire += layout.numel * dtype.itemsize
+                gathered.append(_on_wire(layout, dtype))
+                if tensor.shard.requires_grad:
+                    trainable += layout.numel
+                    reduced.append(_on_wire(layout, unit.wire.reduced_dtype(dtype)))
             if elements:
                 itemsize = round(wire / elements)
-                found.append(TracedUnit(plain(name), elements, trainable, itemsize))
+                found.append(TracedUnit(
+                    plain(name), elements, trainable, itemsize, tuple(gathered), tuple(reduced)
+                ))  # fmt: skip
     return tuple(found)
+
+
+def _on_wire(layout: Layout, dtype: torch.dtype) -> OnWire:
+    rows = layout.size * layout.wire_shape[0]
+    return OnWire(math.prod(layout.padded_shape) * dtype.itemsize, rows)

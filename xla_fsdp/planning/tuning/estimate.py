@@ -25,11 +25,14 @@ from ...tpu.topology import Slice
 from .facts import StepFacts, UnitFacts
 from .kept import keeps
 from .settings import ShardingSettings
-from .traffic import REDUCES_BESIDE, Wire
+from .traffic import Wire, large, small
 
 # Of the executable, for every block that is compiled by itself: 50 MiB for four blocks of workload
 # S on v3-8, 393 for 32 (docs/scan.md).
 CODE_BYTES = 12 << 20
+# Of compute, that a loop takes longer which gathers ahead: 3 % of ViT-10B, 9 of LLaMA 8B on v6e-64,
+# 10 of GPT-3 13B on v5litepod-64, by plans of both (benchmarks/LOG.md).
+AHEAD = 0.06
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,18 @@ class Estimates:
         """The estimate for ``settings``."""
         facts, shared = self.facts(settings), settings.shard_ranks or self._where.devices
         units = _units(facts, settings)
-        compute = sum(unit.compute for unit in units) + self._optimizer(facts, shared)
-        exposed = self._exposed(_gathered(units, settings), settings, shared)
+        compute = sum(unit.compute for unit in units) * (1 + AHEAD * settings.scan_prefetch)
+        adding, exposed = self._waited(_travelling(units, settings), settings, shared)
+        compute += adding + self._optimizer(facts, shared)
         return replace(self.memory(settings), compute=compute, exposed=exposed)
 
-    def sizes(self, settings: ShardingSettings) -> list[int]:
-        """Bytes of the full parameters of what is gathered together."""
-        units = _units(self.facts(settings), settings)
-        return [unit.full for unit in _gathered(units, settings)]
+    def goes_otherwise(self, settings: ShardingSettings) -> bool:
+        """Whether any collective takes another way for ``settings.collective_routes``."""
+        if settings.shard_ranks not in (None, self._where.devices):
+            return False  # only collectives over a whole slice have a choice
+        units = _travelling(_units(self.facts(settings), settings), settings)
+        how = settings.collective_routes
+        return any(self.wire.differs(how, unit.gathered, unit.reduced) for unit in units)
 
     def memory(self, settings: ShardingSettings) -> Estimate:
         """The memory alone; its times are 0."""
@@ -98,15 +105,17 @@ class Estimates:
     def _optimizer(self, facts: StepFacts, shared: int) -> float:
         return 2 * facts.state / shared / self._where.chip.device_hbm_bandwidth
 
-    def _exposed(self, units: Sequence[_Unit], settings: ShardingSettings, shared: int) -> float:
-        family, routes = self._where.chip.family, settings.collective_routes
+    def _waited(
+        self, units: Sequence[_Unit], settings: ShardingSettings, shared: int
+    ) -> tuple[float, float]:
+        """Seconds that collectives make a chip compute, and wait."""
+        routes = settings.collective_routes
         beside = self.wire.gathers_beside and (settings.scan_prefetch or not settings.scan)
-        ringed = routes == "rings" or (routes == "modelled" and family in REDUCES_BESIDE)
 
         def gather(unit: _Unit, ranks: int = shared) -> float:
-            return self.wire.seconds("all-gather", unit.full, ranks, routes)
+            return self.wire.gathering(unit.gathered, ranks, routes)
 
-        exposed, before = 0.0, 0.0
+        adding, exposed, before = 0.0, 0.0, 0.0
         for unit in units:  # what computes while it is gathered: the unit before
             early = settings.forward_prefetch or settings.scan
             exposed += max(0.0, gather(unit) - (before if beside and early else 0.0))
@@ -119,11 +128,12 @@ class Estimates:
                 ranks = unit.kept_among or shared
                 exposed += max(0.0, gather(unit, min(ranks, shared)) - hidden)
             before = unit.backward
-            reduced = self.wire.seconds("reduce-scatter", unit.full_gradient, shared, routes)
-            reduced += self.wire.replicas(unit.full_gradient // shared, shared)
-            hidden = before if ringed and not settings.scan else 0.0
-            exposed += max(0.0, reduced - hidden)
-        return exposed
+            reducing = self.wire.reducing(unit.reduced, shared, routes)
+            exposed += self.wire.replicas(unit.full_gradient // shared, shared)
+            hidden = before if settings.scan_prefetch or not settings.scan else 0.0
+            exposed += reducing.waited + max(0.0, reducing.beside - hidden)
+            adding += reducing.adding
+        return adding, exposed
 
 
 @dataclass
@@ -143,6 +153,7 @@ class _Unit:
         self.recomputed = facts.is_block and (recompute == "all" or some)
         self.full = facts.elements * facts.itemsize
         self.full_gradient = facts.trainable * facts.itemsize
+        self.gathered, self.reduced = facts.gathered, facts.reduced
         self.forward = facts.forward
         spared = [one for one in facts.again if one.name in settings.keep]
         self.backward = (3 if self.recomputed else 2) * facts.forward
@@ -151,7 +162,8 @@ class _Unit:
         reshard = settings.reshard_after_forward
         # The root keeps its own parameters: its backward follows at once.
         chosen = keeps(settings.kept_blocks, number, facts.name)
-        self.kept = reshard is False or not facts.is_block or chosen
+        root = settings.units == "model" or not facts.is_block
+        self.kept = reshard is False or root or chosen
         self.kept_among = 0 if isinstance(reshard, bool) or self.kept else reshard
         self.held = facts.held_recomputed if self.recomputed else facts.held
         self.on_host = self.held if self.recomputed and settings.offload else 0.0
@@ -165,26 +177,25 @@ def _units(facts: StepFacts, settings: ShardingSettings) -> list[_Unit]:
     return [_Unit(one, facts, settings, number) for number, one in enumerate(facts.units)]
 
 
-def _gathered(units: list[_Unit], settings: ShardingSettings) -> list[_Unit]:
+def _gathered(units: list[_Unit], settings: ShardingSettings) -> list[list[_Unit]]:
     """What is gathered together."""
     if settings.units == "model":
-        return [_merged(units)]
+        return [units]
     size = settings.blocks_per_unit
-    if size == 1:
-        return units
-    rest = [unit for unit in units if not unit.facts.is_block]
+    rest = [[unit] for unit in units if not unit.facts.is_block]
     blocks = units[len(rest) :]
-    return [*rest, *(_merged(blocks[n : n + size]) for n in range(0, len(blocks), size))]
+    return [*rest, *(blocks[n : n + size] for n in range(0, len(blocks), size))]
 
 
-def _merged(units: Sequence[_Unit]) -> _Unit:
-    """Several units as one."""
-    one = replace(units[0])
-    one.full = sum(unit.full for unit in units)
-    one.full_gradient = sum(unit.full_gradient for unit in units)
-    one.forward = sum(unit.forward for unit in units)
-    one.backward = sum(unit.backward for unit in units)
-    return one
+def _travelling(units: list[_Unit], settings: ShardingSettings) -> list[_Unit]:
+    """As tensors are on their way: large ones each by itself, and hidden by what computes before
+    they are used, be it of the same unit; the small ones of a unit together, before all others."""
+    for first, *others in _gathered(units, settings):
+        for unit in others:
+            first.gathered += small(unit.gathered)
+            first.reduced += small(unit.reduced)
+            unit.gathered, unit.reduced = large(unit.gathered), large(unit.reduced)
+    return units
 
 
 def _activations(units: Sequence[_Unit]) -> float:
@@ -198,19 +209,20 @@ def _activations(units: Sequence[_Unit]) -> float:
     return sum(on_device) + sum(on_host) + again + working
 
 
-def _full(units: Sequence[_Unit], settings: ShardingSettings) -> float:
+def _full(gathered: Sequence[Sequence[_Unit]], settings: ShardingSettings) -> float:
     """Most bytes of full parameters and full gradients at a time."""
     early = settings.scan_prefetch if settings.scan else settings.forward_prefetch
     at_a_time = 2 if early else 1
-    passing = sorted((unit.full for unit in units if not unit.kept), reverse=True)[:at_a_time]
-    kept = sum(unit.full for unit in units if unit.kept)
-    kept += sum(unit.full // unit.kept_among for unit in units if unit.kept_among)
-    gradients = sorted((unit.full_gradient for unit in units), reverse=True)
+    full = [(sum(unit.full for unit in one), one[0]) for one in gathered]
+    passing = sorted((size for size, one in full if not one.kept), reverse=True)[:at_a_time]
+    kept = sum(size for size, one in full if one.kept)
+    kept += sum(size // one.kept_among for size, one in full if one.kept_among)
+    gradients = sorted((sum(unit.full_gradient for unit in one) for one in gathered), reverse=True)
     few = gradients[:at_a_time] if settings.limit_all_gathers else gradients
     return sum(passing) + kept + sum(few)
 
 
-def _code(units: Sequence[_Unit], settings: ShardingSettings) -> float:
+def _code(units: Sequence[object], settings: ShardingSettings) -> float:
     return CODE_BYTES * (2 + 2 * settings.scan_prefetch if settings.scan else len(units))
 
 

@@ -12,6 +12,7 @@ from ..program.hlo import Module, parse_module
 from ..program.shapes import leaves
 from ..tracing.step import TracedStep
 from ..tracing.traced import TracedProgram
+from ..tracing.units import OnWire
 from .activations import Again, again_in, by_unit, largest_by_unit, read_activations, unit_of
 from .settings import ShardingSettings
 
@@ -30,7 +31,8 @@ class UnitFacts:
 
     Attributes:
         name: dotted; "" for the rest.
-        elements, trainable, itemsize: of its parameters, as ``TracedUnit`` has them.
+        elements, trainable, itemsize, gathered, reduced: of its parameters, as ``TracedUnit`` has
+            them.
         forward: seconds of compute of a forward, by a roofline.
         held: bytes that its forward leaves for its backward.
         held_recomputed: the same if it recomputes its activations.
@@ -43,6 +45,8 @@ class UnitFacts:
     elements: int
     trainable: int
     itemsize: int
+    gathered: tuple[OnWire, ...]
+    reduced: tuple[OnWire, ...]
     forward: float
     held: float
     held_recomputed: float
@@ -142,6 +146,8 @@ def facts_of(
             elements=unit.elements,
             trainable=unit.trainable,
             itemsize=unit.itemsize,
+            gathered=unit.gathered,
+            reduced=unit.reduced,
             forward=seconds[unit.name],
             held=held[unit.name],
             held_recomputed=min(held_again[unit.name], held[unit.name]),

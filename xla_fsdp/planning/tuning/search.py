@@ -90,12 +90,12 @@ class Search:
             self._ask(one)
         seen = list(dict.fromkeys([*candidates, *self._asked]))
         while self.compilations < self.budget and (best := self.best()):
-            others = [one for one in self.space.around(best, self.estimates) if one not in seen]
-            seen += others[:1]
-            if not others:
+            around = [one for one in self.space.around(best, self.estimates) if one not in seen]
+            one = self._promising([one for one in around if self._may_fit(one)], best)
+            if one is None:
                 break
-            if self._may_fit(others[0]):
-                self._ask(others[0])
+            seen.append(one)
+            self._ask(one)
         while self.compilations < self.budget and (one := self._next(candidates)):
             self._ask(one)  # the budget that fine settings left
         return self._trials(list(dict.fromkeys([*seen, *self._asked])))
@@ -131,14 +131,16 @@ class Search:
             return None
         if not self._found and candidates[0] in left:
             return candidates[0]  # what a script does without settings
-        fastest = min(left, key=lambda one: self._trial(one).per_sample)  # the first of equals
-        best = self.best()
-        if best is None:
-            return fastest
-        bar = self._trial(best).per_sample
+        return self._promising(left, self.best())
+
+    def _promising(
+        self, left: Sequence[ShardingSettings], best: ShardingSettings | None
+    ) -> ShardingSettings | None:
+        """The one modelled fastest that may be faster than the best; the first of equals."""
         for one in sorted(left, key=lambda one: self._trial(one).per_sample):
             slack = _SLACK if self.correction.knows(one) else _SLACK_OF_NEW
-            if self._trial(one).per_sample * (1 - slack) < bar:
+            trial = self._trial(one)
+            if best is None or trial.per_sample * (1 - slack) < self._trial(best).per_sample:
                 return one
         return None
 

@@ -14,15 +14,17 @@ from .estimate import Estimates
 from .facts import StepFacts
 from .kept import by_name
 from .settings import PREFETCHES, ShardingSettings
+from .traffic import GATHERS_BESIDE
 
-# Those that an estimate tells apart well. The others are tried one by one on the best of these.
+# Those that an estimate tells apart well. The others are tried one by one on the best of these; of
+# those that are modelled alike, the first here is first.
 MAIN = (
     "batch", "units", "blocks_per_unit", "scan", "reshard_after_forward", "kept_blocks",
-    "recompute", "keep", "offload", "shard_ranks",
+    "recompute", "keep", "offload", "shard_ranks", "scan_prefetch",
 )  # fmt: skip
 FINE = (
-    "scan_prefetch", "collective_routes", "forward_prefetch", "backward_prefetch",
-    "limit_all_gathers", "operation_vmem",
+    "collective_routes", "operation_vmem", "forward_prefetch", "backward_prefetch",
+    "limit_all_gathers",
 )  # fmt: skip
 
 # How many blocks are tried as one unit, where there are twice as many.
@@ -105,7 +107,7 @@ class Space:
             "keep": ((),),
             "offload": (False, True) if blocks else (False,),
             "shard_ranks": (None, *together),
-            "scan_prefetch": (False, True),
+            "scan_prefetch": (False, True) if where.chip.family in GATHERS_BESIDE else (False,),
             "forward_prefetch": (True, False),
             "backward_prefetch": PREFETCHES[:2],
             "limit_all_gathers": (True, False),
@@ -134,7 +136,7 @@ class Space:
         """``best`` with one of the other settings changed, where that makes another program."""
         found = []
         for name in FINE:
-            for value in self.values[name] if name != "scan_prefetch" or best.scan else ():
+            for value in self.values[name]:
                 other = best.changed(**{name: value})
                 if other != best and _differs(name, other, estimates):
                     found.append(other)
@@ -170,17 +172,7 @@ def _pointless(chosen: Mapping[str, Any]) -> bool:
 def _differs(name: str, other: ShardingSettings, estimates: Estimates) -> bool:
     if name == "operation_vmem":
         return True
-    if name == "scan_prefetch":
-        return estimates.wire.gathers_beside
-    if other.scan or other.units == "model":
-        return name == "collective_routes" and _goes_otherwise(other, estimates)
     if name == "collective_routes":
-        return _goes_otherwise(other, estimates)
-    return len(estimates.facts(other).units) > 1
-
-
-def _goes_otherwise(other: ShardingSettings, estimates: Estimates) -> bool:
-    if other.shard_ranks is not None:
-        return False  # only collectives over a whole slice have a choice
-    sizes = set(estimates.sizes(other))
-    return any(estimates.wire.routes_differ(size).get(other.collective_routes) for size in sizes)
+        return estimates.goes_otherwise(other)
+    one = other.scan or other.units == "model"
+    return not one and len(estimates.facts(other).units) > 1

@@ -1,18 +1,55 @@
-"""How long a unit's parameters travel over a slice: the model of the links, without a program."""
+"""How long a unit's parameters travel over a slice: the model of the links, without a program.
+
+What a unit has travels in several collectives, see ``sharding/wire.py``: its large tensors each by
+itself, and over which ways of the links depends on the bytes of that one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
+from ...collectives.rings import Rings
 from ...collectives.routes import Routes
+from ...sharding.layout import LANES
+from ...sharding.wire import BESIDE_BYTES, SMALL_BYTES
 from ...tpu.links import Links
 from ...tpu.topology import Slice
-from ...tpu.traffic import OneCollective, wire_bytes
+from ...tpu.traffic import Groups, OneCollective, wire_bytes
+from ..tracing.units import OnWire
 
-# Families whose compiler runs all-gathers beside compute, and those on which large gradients go
-# around rings beside compute. libtpu 0.0.21: docs/benchmarks.md, "asynchronous".
+# Families whose compiler runs all-gathers beside compute. libtpu 0.0.21: docs/benchmarks.md,
+# "asynchronous".
 GATHERS_BESIDE = ("v5e", "v5p", "v6e")
-REDUCES_BESIDE = ("v6e",)
+
+# What a collective is made of, stage by stage: who takes part, and rings that it goes around.
+_Way = list[tuple[Groups, Rings | None]]
+
+
+class Reducing(NamedTuple):
+    """Seconds of the reductions of a unit: ``waited`` for, ``beside`` compute, around rings, and
+    ``adding`` up there what came, which a chip does itself: it reads two values and writes one."""
+
+    waited: float
+    beside: float
+    adding: float
+
+
+def collectives(tensors: Iterable[OnWire]) -> tuple[OnWire, ...]:
+    """What of ``tensors`` travels together: the small ones, and each other by itself."""
+    tensors = tuple(tensors)
+    size = sum(one.bytes for one in small(tensors))
+    together = (OnWire(size, max(size // (2 * LANES), 1)),) if size else ()  # of 16 bits
+    return together + large(tensors)
+
+
+def small(tensors: Iterable[OnWire]) -> tuple[OnWire, ...]:
+    return tuple(one for one in tensors if one.bytes <= SMALL_BYTES)
+
+
+def large(tensors: Iterable[OnWire]) -> tuple[OnWire, ...]:
+    return tuple(one for one in tensors if one.bytes > SMALL_BYTES)
 
 
 class Wire:
@@ -23,24 +60,55 @@ class Wire:
         self._links = Links(where)
         self._routes = {how: Routes(where, how) for how in ("modelled", "stages", "rings")}
         self.seconds = lru_cache(maxsize=None)(self._seconds)
+        # Asked for every block of every candidate, and blocks are alike.
+        self.gathering = lru_cache(maxsize=None)(self._gathering)
+        self.reducing = lru_cache(maxsize=None)(self._reducing)
 
     @property
     def gathers_beside(self) -> bool:
         """Whether gathers run beside compute."""
         return self._where.chip.family in GATHERS_BESIDE
 
-    def routes_differ(self, size: int) -> dict[str, bool]:
-        """By the name of a way to have collectives go, whether one of ``size`` bytes goes otherwise
-        than as modelled."""
-        if self._where.count > 1:
-            return {}
-        usual = self._routes["modelled"]
-        scatter = usual.scatter(size).stages
-        staged = len(usual.gather(size).stages) + len(scatter) > 2
-        ringed = any(usual.rings(groups, size) is not None for groups in scatter)
-        asked = self._routes["rings"]
-        possible = any(asked.rings(g, size) is not None for g in asked.scatter(size).stages)
-        return {"at_once": staged or ringed, "stages": ringed, "rings": possible and not ringed}
+    def _gathering(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> float:
+        """Seconds of the gathers of ``tensors`` among each ``ranks`` consecutive ranks."""
+        sent = collectives(tensors)
+        return sum(self.seconds("all-gather", one.bytes, ranks, routes) for one in sent)
+
+    def _reducing(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> Reducing:
+        waited = beside = adding = 0.0
+        for one in collectives(tensors):
+            seconds = self.seconds("reduce-scatter", one.bytes, ranks, routes)
+            if ranks == self._where.devices and self._rings(one, routes):
+                beside += seconds
+                adding += 3 * one.bytes / self._where.chip.device_hbm_bandwidth
+            else:
+                waited += seconds
+        return Reducing(waited, beside, adding)
+
+    def differs(self, routes: str, gathered: Iterable[OnWire], reduced: Iterable[OnWire]) -> bool:
+        """Whether a collective over the whole slice, of those that gather or reduce these tensors,
+        goes otherwise than as modelled."""
+        return self._where.count == 1 and (
+            any(self._gather(one, routes) != self._gather(one) for one in collectives(gathered))
+            or any(self._reduce(one, routes) != self._reduce(one) for one in collectives(reduced))
+        )
+
+    def _gather(self, one: OnWire, routes: str = "modelled") -> _Way:
+        if routes == "at_once":
+            return self._at_once
+        return [(groups, None) for groups in self._routes[routes].gather(one.bytes).stages]
+
+    def _reduce(self, one: OnWire, routes: str = "modelled") -> _Way:
+        if routes == "at_once":
+            return self._at_once
+        return self._routes[routes].stages(one.bytes, one.rows, one.bytes > BESIDE_BYTES)
+
+    def _rings(self, one: OnWire, routes: str) -> bool:
+        return self._where.count == 1 and any(rings for _, rings in self._reduce(one, routes))
+
+    @property
+    def _at_once(self) -> _Way:
+        return [((tuple(range(self._where.devices)),), None)]
 
     def _seconds(self, kind: str, size: int, ranks: int, routes: str = "modelled") -> float:
         """Of one collective of ``size`` bytes, the larger of its ends, among each ``ranks``
