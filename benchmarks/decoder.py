@@ -23,7 +23,8 @@ class Decoder:
 
     ``groups``: heads of keys and values. ``batch``: sequences of a device. ``kernel``: attention
     without scores in memory. ``fused``: the logits never exist whole, and are computed twice.
-    ``theta``: the base of rotary positions. ``keep``, ``prefetch`` and ``offload``: those of
+    ``theta``: the base of rotary positions. ``rotation``: "product", halves of heads change places
+    by one, or "transformers", by its own function. ``keep``, ``prefetch`` and ``offload``: those of
     ``scan_blocks``.
     """
 
@@ -42,6 +43,7 @@ class Decoder:
     kernel: bool = True
     fused: bool = False
     theta: float = 10000.0
+    rotation: str = "product"
     keep: tuple[str, ...] = ()
     prefetch: bool = False
     offload: bool = False
@@ -111,12 +113,19 @@ class Block(nn.Module):
 
         q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
         if cos is not None:
-            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+            q, k = self._turn(q, k, cos, sin)
         way = "kernel" if self.sizes.kernel else "math"
         mixed = scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=True, implementation=way
         )
         return mixed.transpose(1, 2).flatten(2)
+
+    def _turn(self, q, k, cos, sin):
+        if self.sizes.rotation == "product":
+            return rotated(q, cos, sin), rotated(k, cos, sin)
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        return apply_rotary_pos_emb(q, k, cos[None], sin[None])
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

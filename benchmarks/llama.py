@@ -3,9 +3,9 @@
 
 No TPU is needed: what is printed is the compiler's memory and the modelled step. MFU counts what
 causal attention sees, about half of it, and beside it all, as MaxText's step logs do. Blocks are
-scanned, so each is recomputed in the backward. Widths are those of Llama 3.2 1B and Llama 3.1 8B
-and 70B (``config.json`` of the published weights), embeddings not tied; 16B is MaxText's
-(``published_runs.py``).
+scanned, so each is recomputed in the backward. Copies are operations that only move values to
+another place or layout. Widths are those of Llama 3.2 1B and Llama 3.1 8B and 70B (``config.json``
+of the published weights), embeddings not tied; 16B is MaxText's (``published_runs.py``).
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ WAYS = {
     "kernel": {"kernel": True, "fused": False},
     "kernel, fused cross entropy": {"kernel": True, "fused": True},
 }
+ROTATIONS = ("product", "transformers")
+_COPIES = ("copy", "transpose", "reshape")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, help="tokens of a sequence")
     parser.add_argument("--keep", nargs="+", metavar="NAME", help="what is not computed again: "
                         "attention, q, k, v, out, gate, up, down")  # fmt: skip
+    parser.add_argument("--rotation", choices=ROTATIONS, help="how halves of heads change places")
     parser.add_argument("--prefetch", action="store_true", help="gather the next block meanwhile")
     parser.add_argument("--offload", action="store_true", help="inputs of blocks to the host")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
@@ -60,31 +63,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require_slices(parser, [flags.slice])
     given = {"batch": flags.batch, "layers": flags.layers, "length": flags.length}
     given |= {"keep": tuple(flags.keep or ()), "prefetch": flags.prefetch}
-    given |= {"offload": flags.offload}
+    given |= {"offload": flags.offload, "rotation": flags.rotation}
     sizes = replace(MODELS[flags.model], **{k: v for k, v in given.items() if v})
     options = dict(option.split("=", 1) for option in flags.option)
-    peak = resolve(flags.slice).chip.device_flops
+    chip = resolve(flags.slice).chip
     rows = {}
     print("| | step, ms (model) | MFU, % | with all of attention | exposed collectives, ms "
-          "| HBM, GiB | tokens/s a device | fits |")  # fmt: skip
-    print("|---|---:|---:|---:|---:|---:|---:|---|")
+          "| HBM, GiB | tokens/s a device | copies, ms | fits |")  # fmt: skip
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---|")
     for way in flags.way or WAYS:
         step = decoder_step(replace(sizes, **WAYS[way]))
         report = xla_fsdp.plan(step, flags.slice, ranks=[0], title=way, compiler_options=options)
         timing = report.timing
         rows[way] = dict.fromkeys(
-            ("step_ms", "mfu", "mfu_all", "exposed_ms", "hbm_gib", "tokens_s")
+            ("step_ms", "mfu", "mfu_all", "exposed_ms", "hbm_gib", "tokens_s", "copies_ms")
         )
         rows[way] |= {"hbm_gib": report.memory.required / GIB, "fits": report.fits}
         if report.timed:
+            copied = sum(o.cycles * o.times for o in report.schedule.ops if o.opcode in _COPIES)
             rows[way] |= {
                 "step_ms": 1e3 * timing.step, "mfu": 100 * timing.mfu,
-                "mfu_all": 100 * sizes.flops() / timing.step / peak,
+                "mfu_all": 100 * sizes.flops() / timing.step / chip.device_flops,
                 "exposed_ms": 1e3 * timing.exposed, "tokens_s": sizes.tokens / timing.step,
+                "copies_ms": 1e3 * copied / chip.clock_hz,
             }  # fmt: skip
         figures = " | ".join(
             "unknown" if value is None else f"{value:,.1f}"
-            for value in list(rows[way].values())[:6]
+            for value in list(rows[way].values())[:7]
         )
         print(f"| {way} | {figures} | {'yes' if report.fits else 'no'} |", flush=True)
         if flags.save:
