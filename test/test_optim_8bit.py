@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
-import test_optim
 import torch
-from test_optim import KINDS, STEPS, gradients, put_gradients
+from test_optim import KINDS, STEPS, gradients, plain, put_gradients, wrapped
 from test_special_uses import whole
 from torch import nn
 
@@ -15,8 +12,6 @@ from xla_fsdp.optim import AdamW8bit, blockwise
 
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 0.1}
 STEPS = 2 * STEPS
-# Enough for a loop: a parameter is a hundred operations to compile.
-plain, wrapped = (partial(one, blocks=2) for one in (test_optim.plain, test_optim.wrapped))
 
 
 def published_values(signed: bool) -> torch.Tensor:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
-import test_optim
 import torch
-from test_optim import gradients, put_gradients
+from test_optim import gradients, plain, put_gradients, wrapped
 from test_special_uses import whole
 
 from xla_fsdp.optim import Adafactor, AdamW8bit, blockwise
 
-plain, wrapped = (partial(one, blocks=2) for one in (test_optim.plain, test_optim.wrapped))
 MAKES = {
     "adafactor": lambda p: Adafactor(p, lr=0.65, weight_decay=0.1),
     "8bit": lambda p: AdamW8bit(p, lr=0.02, betas=(0.8, 0.9), min_8bit_size=0),

@@ -51,9 +51,14 @@ if __name__ == "__main__":
     from torch_xla._internal import pjrt
     import xla_fsdp
     from xla_fsdp.ranks import spawned
+    if sys.argv[1] in ("lock", "kill", "full"):  # how they start is no matter: 14 s of imports less
+        import torch.multiprocessing as processes
+        get_context = processes.get_context
+        processes.get_context = lambda way: get_context("fork")
     pjrt.plugins.using_dynamic_plugins = lambda: True
     count = 1 if sys.argv[1] == "well" else 2
-    pjrt.plugins.default = lambda: SimpleNamespace(physical_chip_count=lambda: count)
+    plugin = {"physical_chip_count": lambda: count, "configure_multiprocess": lambda *of: None}
+    pjrt.plugins.default = lambda: SimpleNamespace(**plugin)
     class First(dict):
         def values(self):
             return list(super().values())[:1]
@@ -133,16 +138,10 @@ def test_a_rank_may_end_itself_well(run_script, tmp_path):
     assert done.returncode == 0 and done.stdout == "", done.stderr
 
 
-def test_what_a_notebook_defines_is_refused_on_a_tpu():
-    # Its main module has no file, as that of python -c has none.
-    script = "import xla_fsdp\ndef train(rank): pass\nxla_fsdp.launch(train)"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PJRT_DEVICE": "TPU"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+def test_what_a_notebook_defines_is_refused_on_a_tpu(run_script):
+    # Its main module has no file.
+    script = "import xla_fsdp\ndel __file__\ndef train(rank): pass\nxla_fsdp.launch(train)"
+    done = run_script(script, env={"PJRT_DEVICE": "TPU"})
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
         "RuntimeError: train is defined in a notebook or in an interactive session"

@@ -38,9 +38,10 @@ class Block(nn.Module):
     def __init__(self, width: int, short: bool = False):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 7)  # an odd size: shards are padded
-        self.down = nn.Linear(7, width)
-        self.again = nn.Linear(width, 7)
+        hidden = 23 if short else 7  # odd: shards are padded. 23 * 12 elements reach three ranks
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+        self.again = nn.Linear(width, hidden)
         self.gain = nn.Parameter(torch.tensor(0.7))  # 0-d
         self.short = short
         if short:
