@@ -1,10 +1,10 @@
 """What a forward reads and changes beside its inputs, so that it can be run again: random numbers,
-buffers."""
+modes, buffers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,19 @@ def random_numbers_from(state: RandomState) -> Iterator[None]:
         yield
     finally:
         now.restore()
+
+
+@contextlib.contextmanager
+def in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Within, each of these modules is in training, or in evaluation, as it says."""
+    others = [(module, now) for module, was in modes if (now := module.training) is not was]
+    for module, now in others:
+        module.training = not now
+    try:
+        yield
+    finally:
+        for module, now in others:
+            module.training = now
 
 
 @contextlib.contextmanager

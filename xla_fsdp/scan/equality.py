@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -156,3 +156,13 @@ def require_like(y: Any, x: torch.Tensor, block: nn.Module) -> None:
             f"one takes: {type(block).__name__} made {tuple(y.shape)}, {y.dtype} of "
             f"{tuple(x.shape)}, {x.dtype}"
         )
+
+
+def refuse_random_numbers_of_host(block: nn.Module) -> NoReturn:
+    """Raises ValueError: the forward of ``block`` has drawn some."""
+    raise ValueError(
+        f"the forward of {type(block).__name__} draws random numbers on the host. Scanned blocks "
+        "are traced once for all, so all would get the same number, and their backward another: "
+        "draw on the device of the input (torch.rand((), device=x.device)) and choose by "
+        "torch.where, or wrap the blocks singly"
+    )

@@ -25,9 +25,12 @@ import torch_xla.core.xla_model as xm
 from ..collectives import host_memory
 from ..collectives.order import Order
 from ..layers.keeping import Keeping
+from ..replaying import in_modes
 from ..sharding.block_memory import BlockMemory
+from ..sharding.freeing import stamps
+from ..sharding.gathering import refuse_change_before_backward, refuse_change_in_forward
 from ..tree import map_tensors, tensors_in
-from .equality import require_like
+from .equality import refuse_random_numbers_of_host, require_like
 from .loop import Tensors, loop
 from .unit import ScanUnit
 
@@ -54,6 +57,8 @@ class Run:
         # Whether what the backward needs of the inputs waits in the host's memory.
         self.offloads = unit.offload and self.keeps_inputs and host_memory.can_wait_there(x)
         self.seed = xm.get_rng_state(str(unit.world.device))
+        self.modes = [(module, module.training) for module in unit.template.modules()]
+        self._stamps = stamps(unit.shards)
         self.prefetch = unit.prefetch and bool(unit.parameters)
         # Numbers of the parameters of which the forward keeps pieces, see sharding/secondary.py.
         self.pieces: list[int] = []
@@ -102,6 +107,7 @@ class Run:
             return [y, *following], [*kept, *pieces, *values, *(after[n] for n in updated)]
 
         sliced, shared = self.buffers
+        drawn = torch.get_rng_state()
         first: Tensors = []  # what the first block computes with
         if prefetch:
             whole, parts = gathered([torch.select_copy(s, 0, 0) for s in stacks], x, Order())
@@ -118,6 +124,8 @@ class Run:
             ahead=range(len(stacks)) if prefetch else (),
             unroll=self.unroll,
         )
+        if not torch.equal(drawn, torch.get_rng_state()):
+            refuse_random_numbers_of_host(self.unit.template)
         if prefetch:
             del last[count : len(first)]
         number_kept = 1 + len(self.pieces) + self.recorded if self.keeps_inputs else 0
@@ -138,7 +146,15 @@ class Run:
 
         ``kept``: what the forward returned besides the result. ``needed``: which constants and
         which shards need theirs.
+
+        Raises:
+            RuntimeError: a parameter is not what the forward used.
         """
+        for stack, now, before in zip(
+            self.unit.parameters, stamps(self.unit.shards), self._stamps, strict=True
+        ):
+            if now != before:
+                refuse_change_before_backward(self.unit.wire.label + stack.name)
         count, pieces, prefetch = len(stacks), len(self.pieces), self.prefetch
         which = [number for number, needs in enumerate(needed[0]) if needs]
         reduced: list[int] = []
@@ -172,7 +188,7 @@ class Run:
                 for number, constant in enumerate(constants)
             ]
             leaves = [x, *(constants[n] for n in which), *(f for f in full if f.requires_grad)]
-            with torch.enable_grad():
+            with torch.enable_grad(), in_modes(self.modes):
                 y, _ = self._compute(x, full, buffers, constants, keeping)
             found = iter(torch.autograd.grad(y, leaves, carry[0], allow_unused=True))
             of_x = next(found)
@@ -244,7 +260,13 @@ class Run:
             stack.enter_context(torch.autocast("xla", dtype, enabled, cache_enabled=False))
             stack.enter_context(self.unit.installed(full, buffers))
             stack.enter_context(keeping.over(self.unit.template))
+            given = stamps(full)
             y = self.unit.template(x, *args, **kwargs)
+            for each, value, before, now in zip(
+                self.unit.parameters, full, given, stamps(full), strict=True
+            ):
+                if each.value is not value or now != before:
+                    refuse_change_in_forward(self.unit.wire.label + each.name)
             after = [buffer.value for buffer in self.unit.buffers]
         require_like(y, x, self.unit.template)
         return y, after
