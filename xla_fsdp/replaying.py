@@ -11,6 +11,8 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
 
+from .sharding.freeing import stamps
+
 
 @dataclass(frozen=True)
 class RandomState:
@@ -56,6 +58,32 @@ def in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
     finally:
         for module, now in others:
             module.training = now
+
+
+class Buffers:
+    """Those of ``module`` before a forward. What the forward updates is kept until it runs again
+    (spectral norm computes with the vectors that it has just made better)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = [
+            (owner, name, buffer, stamps([buffer]), torch.clone(buffer))
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+
+    def forward_over(self) -> None:
+        """Forgets those that are what they were."""
+        self._before = [
+            (owner, name, buffer, stamp, value)
+            for owner, name, buffer, stamp, value in self._before
+            if owner._buffers.get(name) is not buffer or stamps([buffer]) != stamp
+        ]
+
+    def put(self) -> None:
+        """Has the module compute with what was there before."""
+        for owner, name, _, _, value in self._before:
+            owner._buffers[name] = torch.clone(value)
 
 
 @contextlib.contextmanager

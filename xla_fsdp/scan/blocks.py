@@ -143,7 +143,6 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         unit = self._unit
         if unit.awaited:
             require_values(self, "the first forward came")
-        unit.require_resting()
         run = Run(unit, x, (args, kwargs))
         # Nothing is gathered early for what comes next: it would be there during the whole loop.
         unit.order.forward_over()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Collection, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,19 +47,24 @@ def describe(block: nn.Module, ignore: Collection[str]) -> Described:
         for name in module._buffers:
             if name in module._non_persistent_buffers_set:
                 found[f"persistence of {dotted(path, name)}"] = False
-        for hooks in _HOOKS:
-            if getattr(module, hooks, None):
-                raise ValueError(
-                    f"module {path or type(module).__name__!r} of a block has hooks "
-                    f"({hooks.strip('_')}); scanned blocks are traced once for all, so a hook "
-                    "would see one block only. Remove it, or wrap the blocks singly"
-                )
+        require_no_hooks(path, module)
         if isinstance(module, nn.RNNBase):
             raise ValueError(
                 f"module {path!r} of a block is an {type(module).__name__}; recurrent modules "
                 "cannot be scanned, wrap the blocks singly"
             )
     return found
+
+
+def require_no_hooks(path: str, module: nn.Module) -> None:
+    """Raises ValueError if ``module``, called ``path`` in a block, has hooks."""
+    for hooks in _HOOKS:
+        if getattr(module, hooks, None):
+            raise ValueError(
+                f"module {path or type(module).__name__!r} of a block has hooks "
+                f"({hooks.strip('_')}); scanned blocks are traced once for all, so a hook "
+                "would see one block only. Remove it, or wrap the blocks singly"
+            )
 
 
 def require_same(first: Described, other: Described, number: int) -> None:
@@ -156,13 +161,3 @@ def require_like(y: Any, x: torch.Tensor, block: nn.Module) -> None:
             f"one takes: {type(block).__name__} made {tuple(y.shape)}, {y.dtype} of "
             f"{tuple(x.shape)}, {x.dtype}"
         )
-
-
-def refuse_random_numbers_of_host(block: nn.Module) -> NoReturn:
-    """Raises ValueError: the forward of ``block`` has drawn some."""
-    raise ValueError(
-        f"the forward of {type(block).__name__} draws random numbers on the host. Scanned blocks "
-        "are traced once for all, so all would get the same number, and their backward another: "
-        "draw on the device of the input (torch.rand((), device=x.device)) and choose by "
-        "torch.where, or wrap the blocks singly"
-    )

@@ -28,9 +28,10 @@ from ..layers.keeping import Keeping
 from ..replaying import in_modes
 from ..sharding.block_memory import BlockMemory
 from ..sharding.freeing import stamps
-from ..sharding.gathering import refuse_change_before_backward, refuse_change_in_forward
+from ..sharding.gathering import refuse_change_before_backward
 from ..tree import map_tensors, tensors_in
-from .equality import refuse_random_numbers_of_host, require_like
+from . import checks
+from .equality import require_like
 from .loop import Tensors, loop
 from .unit import ScanUnit
 
@@ -43,6 +44,7 @@ class Run:
     """
 
     def __init__(self, unit: ScanUnit, x: torch.Tensor, inputs: tuple[tuple, dict]):
+        checks.require_as_built(unit)
         self.unit = unit
         self.constants = tensors_in(inputs)
         numbers = {id(tensor): number for number, tensor in enumerate(self.constants)}
@@ -125,7 +127,7 @@ class Run:
             unroll=self.unroll,
         )
         if not torch.equal(drawn, torch.get_rng_state()):
-            refuse_random_numbers_of_host(self.unit.template)
+            checks.refuse_random_numbers_of_host(self.unit.template)
         if prefetch:
             del last[count : len(first)]
         number_kept = 1 + len(self.pieces) + self.recorded if self.keeps_inputs else 0
@@ -146,15 +148,7 @@ class Run:
 
         ``kept``: what the forward returned besides the result. ``needed``: which constants and
         which shards need theirs.
-
-        Raises:
-            RuntimeError: a parameter is not what the forward used.
         """
-        for stack, now, before in zip(
-            self.unit.parameters, stamps(self.unit.shards), self._stamps, strict=True
-        ):
-            if now != before:
-                refuse_change_before_backward(self.unit.wire.label + stack.name)
         count, pieces, prefetch = len(stacks), len(self.pieces), self.prefetch
         which = [number for number, needs in enumerate(needed[0]) if needs]
         reduced: list[int] = []
@@ -189,7 +183,10 @@ class Run:
             ]
             leaves = [x, *(constants[n] for n in which), *(f for f in full if f.requires_grad)]
             with torch.enable_grad(), in_modes(self.modes):
-                y, _ = self._compute(x, full, buffers, constants, keeping)
+                y, after = self._compute(x, full, buffers, constants, keeping)
+            checks.require_known_graph(self.unit.template, y, leaves)
+            for stack, buffer in zip(self.unit.buffers, after, strict=True):
+                checks.require_no_graph(self.unit.template, stack.name, buffer)
             found = iter(torch.autograd.grad(y, leaves, carry[0], allow_unused=True))
             of_x = next(found)
             sums = [_sum(total, next(found)) for total in carry[1:]]
@@ -232,6 +229,13 @@ class Run:
             [by_stack.get(number) for number in range(count)],
         )
 
+    def require_shards_unchanged(self) -> None:
+        """Before the backward: raises RuntimeError if a parameter is not what the forward used."""
+        now = stamps(self.unit.shards)
+        for stack, found, before in zip(self.unit.parameters, now, self._stamps, strict=True):
+            if found != before:
+                refuse_change_before_backward(self.unit.wire.label + stack.name)
+
     @property
     def unroll(self) -> int:
         """Blocks in one iteration of the compiled loop: two if parameters are gathered ahead, which
@@ -260,13 +264,9 @@ class Run:
             stack.enter_context(torch.autocast("xla", dtype, enabled, cache_enabled=False))
             stack.enter_context(self.unit.installed(full, buffers))
             stack.enter_context(keeping.over(self.unit.template))
-            given = stamps(full)
+            given = checks.inputs_of([x, *full, *buffers, *constants])
+            stack.enter_context(checks.nothing_lost(self.unit, full, given))
             y = self.unit.template(x, *args, **kwargs)
-            for each, value, before, now in zip(
-                self.unit.parameters, full, given, stamps(full), strict=True
-            ):
-                if each.value is not value or now != before:
-                    refuse_change_in_forward(self.unit.wire.label + each.name)
             after = [buffer.value for buffer in self.unit.buffers]
         require_like(y, x, self.unit.template)
         return y, after

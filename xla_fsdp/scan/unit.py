@@ -13,7 +13,7 @@ from ..collectives.order import Order, after
 from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted
-from ..sharding.attributes import watch_place
+from ..sharding.attributes import refuse_replacement, watch_place
 from ..sharding.block_memory import BlockMemory
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
@@ -79,8 +79,9 @@ class ParameterStack(Stack):
         """``(depth, *shard_shape)``; inside of the loop a full parameter, which is none."""
         module, name = self.spots[0]
         # What is there, also where a forward would get a stand-in.
-        parameter = dict.__getitem__(module._parameters, name)
-        assert parameter is not None  # as of buffers
+        parameter = dict.get(module._parameters, name)
+        if parameter is None:
+            refuse_replacement(self.name)
         return parameter
 
     def put(self, value: torch.Tensor) -> None:
