@@ -83,7 +83,8 @@ class Buffers:
     def put(self) -> None:
         """Has the module compute with what was there before."""
         for owner, name, _, _, value in self._before:
-            owner._buffers[name] = torch.clone(value)
+            if owner._buffers.get(name) is not None:
+                owner._buffers[name] = torch.clone(value)
 
 
 @contextlib.contextmanager

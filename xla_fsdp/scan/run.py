@@ -109,7 +109,6 @@ class Run:
             return [y, *following], [*kept, *pieces, *values, *(after[n] for n in updated)]
 
         sliced, shared = self.buffers
-        drawn = torch.get_rng_state()
         first: Tensors = []  # what the first block computes with
         if prefetch:
             whole, parts = gathered([torch.select_copy(s, 0, 0) for s in stacks], x, Order())
@@ -126,8 +125,6 @@ class Run:
             ahead=range(len(stacks)) if prefetch else (),
             unroll=self.unroll,
         )
-        if not torch.equal(drawn, torch.get_rng_state()):
-            checks.refuse_random_numbers_of_host(self.unit.template)
         if prefetch:
             del last[count : len(first)]
         number_kept = 1 + len(self.pieces) + self.recorded if self.keeps_inputs else 0
@@ -264,6 +261,7 @@ class Run:
             stack.enter_context(torch.autocast("xla", dtype, enabled, cache_enabled=False))
             stack.enter_context(self.unit.installed(full, buffers))
             stack.enter_context(keeping.over(self.unit.template))
+            stack.enter_context(checks.NothingDrawnOnHost(self.unit.template))
             given = checks.inputs_of([x, *full, *buffers, *constants])
             stack.enter_context(checks.nothing_lost(self.unit, full, given))
             y = self.unit.template(x, *args, **kwargs)
