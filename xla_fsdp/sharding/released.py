@@ -55,8 +55,10 @@ def mark_released(parameter: nn.Parameter) -> None:
 
 def _require_no_change(parameter: torch.Tensor, requires_grad: bool = True) -> None:
     """Raises RuntimeError if ``parameter`` is to be frozen or trained, which is up to its shard."""
-    if parameter.requires_grad is not requires_grad:
-        home = home_of(parameter)
+    home = home_of(parameter)
+    # Moved, it is another object, without a home, which is given what the first one had.
+    moved = home is None and requires_grad
+    if parameter.requires_grad is not requires_grad and not moved:
         which = "held by scanned blocks now" if home is None else f"{home.key!r} in its wrapper"
         raise RuntimeError(
             f"requires_grad={requires_grad} of a parameter that was sharded ({which}) by an object "
