@@ -96,12 +96,13 @@ def require_known_graph(block: nn.Module, y: torch.Tensor, leaves: Sequence[torc
         seen.add(node)
         leaf = getattr(node, "variable", None)
         source = node.source() if isinstance(node, GatherNode) else None
-        if source is not None or (leaf is not None and id(leaf) not in known):
+        what = ""
+        if source is not None:
+            what = f"made of {source.unit.name_of(output)!r}"
+        elif leaf is not None and id(leaf) not in known:
             home = home_of(leaf)
-            if source is not None:
-                what = f"made of {source.unit.name_of(output)!r}"
-            else:
-                what = f"a tensor of shape {tuple(leaf.shape)}" if home is None else repr(home.key)
+            what = f"a tensor of shape {tuple(leaf.shape)}" if home is None else repr(home.key)
+        if what:
             raise ValueError(
                 f"the forward of {type(block).__name__} uses something from outside of the block "
                 f"that needs a gradient, {what}, by an attribute or a closure. Scanned blocks are "

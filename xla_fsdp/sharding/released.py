@@ -21,7 +21,10 @@ _HARMLESS = frozenset(
     detach clone to cpu cuda xla type type_as float double half bfloat16 contiguous empty_like
     new_empty register_hook _has_compatible_shallow_copy_type""".split()
 )
-_SETS_REQUIRES_GRAD = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)
+_SETS_REQUIRES_GRAD = (
+    torch.Tensor.requires_grad_,
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]  # a descriptor in C
+)
 
 
 class ReleasedParameter(nn.Parameter):
