@@ -106,8 +106,47 @@ def host_randomness(rank):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_recomputation_repeats_random_numbers_of_the_host(run_ranks):
-    run(run_ranks, host_randomness)
+class Improves(nn.Module):
+    """Computes with a buffer that it changes first, as spectral norm does."""
+
+    def __init__(self, assigns):
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear, self.assigns = nn.Linear(WIDTH, WIDTH), assigns
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        if self.assigns:
+            self.scale = self.scale * 2
+        else:
+            self.scale.mul_(2)
+        return torch.tanh(self.linear(x * self.scale.clone()))
+
+
+def buffers_of_the_forward(rank):
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    for assigns in (True, False):
+        plain = nn.Sequential(Improves(assigns), nn.Linear(WIDTH, 3))
+        model = copy.deepcopy(plain)
+        checkpoint_module(model[0])
+        model = wrapped(model, "0")
+        everyone = torch.cat([inputs(r) for r in range(xr.world_size())])
+        for one, x in (model, inputs(rank).to(torch_xla.device())), (plain, everyone):
+            (one(x) * one(x)).mean().backward()
+        torch_xla.sync()
+        assert_same_gradients(model, plain)
+        assert model[0].scale.item() == plain[0].scale.item() == 4
+
+
+def what_is_computed_again(rank):
+    host_randomness(rank)
+    buffers_of_the_forward(rank)
+
+
+def test_recomputation_repeats_what_the_forward_drew_and_read(run_ranks):
+    run(run_ranks, what_is_computed_again)
 
 
 def late_change(rank):
@@ -179,6 +218,15 @@ def copies(rank):
         assert torch.equal(twin(x).cpu(), expected)
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(model)
+    # Copies have no gradients, and so nothing of what no_sync holds.
+    model = wrapped(mlp(), "1")
+    with model.no_sync():
+        model(x).sum().backward()
+    twin = copy.deepcopy(model)
+    for one in (twin, model):
+        one(x).sum().backward()
+    for once, twice in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(once.grad * 2, twice.grad)
 
 
 def test_copies_inference_mode_and_pickling(run_ranks):

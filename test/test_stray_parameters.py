@@ -70,6 +70,11 @@ def objects_kept_from_before(rank):
         model(torch.ones(2, WIDE).to("xla"), penalty=True)
     with pytest.raises(RuntimeError, match="as they were before wrapping"):
         torch.nn.utils.clip_grad_norm_(before, 1.0)
+    with pytest.raises(RuntimeError, match="'norm.weight' in its wrapper.* has no effect: freeze"):
+        before[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="'norm.bias' in its wrapper.* has no effect: freeze"):
+        before[1].requires_grad = False
+    before[0].requires_grad_()
     # What needs no values is answered. One that is tied to it finds its shards, if it can.
     assert before[0].dtype is torch.float32 and before[0].requires_grad and before[0].grad is None
     assert repr(before[0]) and before[0] in set(before) and isinstance(before[0], nn.Parameter)
@@ -80,6 +85,39 @@ def objects_kept_from_before(rank):
     holder.weight = before[2]
     with pytest.raises(RuntimeError, match="'weight' of Linear is tied .*, and was moved since"):
         wrapped(holder.to("xla"))
+
+
+def read_in_hooks(rank):
+    """Around the wrapper, and in the backward, where no forward has gathered."""
+
+    class Scales:
+        def after(self, module, given, made):
+            return made * module.layer.weight.norm()
+
+    def before(module, given):
+        return given[0] * module.layer.weight.norm()
+
+    x = torch.ones(2, WIDE).to("xla")
+    for register in (
+        lambda model: model.register_forward_hook(Scales().after),
+        lambda model: model.register_forward_hook(lambda m, a, y: y * m.layer.weight.norm()),
+        lambda model: model.register_forward_pre_hook(before),
+        lambda model: model.register_full_backward_pre_hook(
+            lambda m, grads: (grads[0] * m.layer.weight.norm(),)
+        ),
+    ):
+        model = wrapped(Model())
+        handle = register(model)
+        with pytest.raises(RuntimeError, match="norm.* needs parameter 'layer.weight', which is"):
+            model(x).sum().backward()
+        handle.remove()
+    # What is about the shard, or about no value, is answered.
+    model = wrapped(Model())
+    seen = []
+    model.register_full_backward_pre_hook(lambda m, grads: seen.append(m.layer.weight.grad))
+    for _ in range(2):
+        model(x).sum().backward()
+    assert seen[0] is None and seen[1] is model.module.layer.weight.grad
 
 
 def a_layer_replaced_later(rank):
@@ -247,6 +285,7 @@ def all_of_them(rank):
     layers_called_by_themselves(rank)
     parameters_gone_through_in_a_forward(rank)
     objects_kept_from_before(rank)
+    read_in_hooks(rank)
     a_layer_replaced_later(rank)
     things_added_to_the_wrapper(rank)
     what_hangs_on_parameters(rank)

@@ -22,7 +22,7 @@ from torch import nn
 
 from .collectives import host_memory
 from .collectives.order import after
-from .replaying import RandomState, buffers_as_they_are, random_numbers_from
+from .replaying import Buffers, RandomState, buffers_as_they_are, random_numbers_from
 from .sharding.gathering import Gathers, computing, computing_passes
 from .sharding.unit import units_in
 from .tree import map_tensors, tensors_in
@@ -155,6 +155,7 @@ class _Replay:
         self.passes = computing_passes()
         self.device = _device_of(tensors, module)
         self.random = RandomState.of(self.device)
+        self.buffers = Buffers(module)
         self.draws = True
         self.autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -223,6 +224,7 @@ class _Replay:
         """The forward itself."""
         with torch.autograd.graph.saved_tensors_hooks(self._number, self._value):
             outputs = self.forward(*args, **kwargs)
+        self.buffers.forward_over()
         # Recomputation only disturbs the random numbers of others if it draws any.
         self.draws = not self.random.equals(RandomState.of(self.device))
         return outputs
@@ -296,6 +298,7 @@ class _Replay:
                     torch.autocast(kind, dtype, enabled, cache_enabled=self.cache_autocast)
                 )
             stack.enter_context(buffers_as_they_are(self.module))
+            self.buffers.put()
             if self.draws:
                 stack.enter_context(random_numbers_from(self.random))
             stack.enter_context(computing(self.passes))

@@ -1,15 +1,17 @@
 """What a forward reads and changes beside its inputs, so that it can be run again: random numbers,
-buffers."""
+modes, buffers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
+
+from .sharding.freeing import stamps
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,46 @@ def random_numbers_from(state: RandomState) -> Iterator[None]:
         yield
     finally:
         now.restore()
+
+
+@contextlib.contextmanager
+def in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Within, each of these modules is in training, or in evaluation, as it says."""
+    others = [(module, now) for module, was in modes if (now := module.training) is not was]
+    for module, now in others:
+        module.training = not now
+    try:
+        yield
+    finally:
+        for module, now in others:
+            module.training = now
+
+
+class Buffers:
+    """Those of ``module`` before a forward. What the forward updates is kept until it runs again
+    (spectral norm computes with the vectors that it has just made better)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = [
+            (owner, name, buffer, stamps([buffer]), torch.clone(buffer))
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+
+    def forward_over(self) -> None:
+        """Forgets those that are what they were."""
+        self._before = [
+            (owner, name, buffer, stamp, value)
+            for owner, name, buffer, stamp, value in self._before
+            if owner._buffers.get(name) is not buffer or stamps([buffer]) != stamp
+        ]
+
+    def put(self) -> None:
+        """Has the module compute with what was there before."""
+        for owner, name, _, _, value in self._before:
+            if owner._buffers.get(name) is not None:
+                owner._buffers[name] = torch.clone(value)
 
 
 @contextlib.contextmanager

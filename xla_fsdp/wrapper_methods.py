@@ -153,6 +153,7 @@ class WrapperMethods(GradientMethods, HookMethods):
         memo[id(self)] = clone
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         clone._unit.note_homes()  # what is noted on parameters is not copied with them
+        clone._unit.gradients.forget()  # copies of parameters have no gradients
         return clone
 
     def __len__(self) -> int:

@@ -134,6 +134,7 @@ class FSDPModule(FSDPSettings):
         copy.deepcopy(self._shell, memo)  # first: modules inside refer to it, if it is there
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         clone._unit.note_homes()  # what is noted on parameters is not copied with them
+        clone._unit.gradients.forget()  # copies of parameters have no gradients
         return clone
 
     def __getstate__(self) -> NoReturn:

@@ -48,19 +48,24 @@ def describe(block: nn.Module, ignore: Collection[str]) -> Described:
         for name in module._buffers:
             if name in module._non_persistent_buffers_set:
                 found[f"persistence of {dotted(path, name)}"] = False
-        for hooks in _HOOKS:
-            if getattr(module, hooks, None):
-                raise ValueError(
-                    f"module {path or type(module).__name__!r} of a block has hooks "
-                    f"({hooks.strip('_')}); scanned blocks are traced once for all, so a hook "
-                    "would see one block only. Remove it, or wrap the blocks singly"
-                )
+        require_no_hooks(path, module)
         if isinstance(module, nn.RNNBase):
             raise ValueError(
                 f"module {path!r} of a block is an {type(module).__name__}; recurrent modules "
                 "cannot be scanned, wrap the blocks singly"
             )
     return found
+
+
+def require_no_hooks(path: str, module: nn.Module) -> None:
+    """Raises ValueError if ``module``, called ``path`` in a block, has hooks."""
+    for hooks in _HOOKS:
+        if getattr(module, hooks, None):
+            raise ValueError(
+                f"module {path or type(module).__name__!r} of a block has hooks "
+                f"({hooks.strip('_')}); scanned blocks are traced once for all, so a hook "
+                "would see one block only. Remove it, or wrap the blocks singly"
+            )
 
 
 def require_same(first: Described, other: Described, number: int) -> None:

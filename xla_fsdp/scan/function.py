@@ -26,6 +26,7 @@ class Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.run.require_shards_unchanged()
         kept, tensors = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
         needs, number = ctx.needs_input_grad[3:], ctx.number
         of_x, of_constants, of_stacks = ctx.run.backward(

@@ -25,8 +25,12 @@ import torch_xla.core.xla_model as xm
 from ..collectives import host_memory
 from ..collectives.order import Order
 from ..layers.keeping import Keeping
+from ..replaying import in_modes
 from ..sharding.block_memory import BlockMemory
+from ..sharding.freeing import stamps
+from ..sharding.gathering import refuse_change_before_backward
 from ..tree import map_tensors, tensors_in
+from . import checks
 from .equality import require_like
 from .loop import Tensors, loop
 from .unit import ScanUnit
@@ -40,6 +44,7 @@ class Run:
     """
 
     def __init__(self, unit: ScanUnit, x: torch.Tensor, inputs: tuple[tuple, dict]):
+        checks.require_as_built(unit)
         self.unit = unit
         self.constants = tensors_in(inputs)
         numbers = {id(tensor): number for number, tensor in enumerate(self.constants)}
@@ -54,6 +59,8 @@ class Run:
         # Whether what the backward needs of the inputs waits in the host's memory.
         self.offloads = unit.offload and self.keeps_inputs and host_memory.can_wait_there(x)
         self.seed = xm.get_rng_state(str(unit.world.device))
+        self.modes = [(module, module.training) for module in unit.template.modules()]
+        self._stamps = stamps(unit.shards)
         self.prefetch = unit.prefetch and bool(unit.parameters)
         # Numbers of the parameters of which the forward keeps pieces, see sharding/secondary.py.
         self.pieces: list[int] = []
@@ -172,8 +179,11 @@ class Run:
                 for number, constant in enumerate(constants)
             ]
             leaves = [x, *(constants[n] for n in which), *(f for f in full if f.requires_grad)]
-            with torch.enable_grad():
-                y, _ = self._compute(x, full, buffers, constants, keeping)
+            with torch.enable_grad(), in_modes(self.modes):
+                y, after = self._compute(x, full, buffers, constants, keeping)
+            checks.require_known_graph(self.unit.template, y, leaves)
+            for stack, buffer in zip(self.unit.buffers, after, strict=True):
+                checks.require_no_graph(self.unit.template, stack.name, buffer)
             found = iter(torch.autograd.grad(y, leaves, carry[0], allow_unused=True))
             of_x = next(found)
             sums = [_sum(total, next(found)) for total in carry[1:]]
@@ -216,6 +226,13 @@ class Run:
             [by_stack.get(number) for number in range(count)],
         )
 
+    def require_shards_unchanged(self) -> None:
+        """Before the backward: raises RuntimeError if a parameter is not what the forward used."""
+        now = stamps(self.unit.shards)
+        for stack, found, before in zip(self.unit.parameters, now, self._stamps, strict=True):
+            if found != before:
+                refuse_change_before_backward(self.unit.wire.label + stack.name)
+
     @property
     def unroll(self) -> int:
         """Blocks in one iteration of the compiled loop: two if parameters are gathered ahead, which
@@ -244,6 +261,9 @@ class Run:
             stack.enter_context(torch.autocast("xla", dtype, enabled, cache_enabled=False))
             stack.enter_context(self.unit.installed(full, buffers))
             stack.enter_context(keeping.over(self.unit.template))
+            stack.enter_context(checks.NothingDrawnOnHost(self.unit.template))
+            given = checks.inputs_of([x, *full, *buffers, *constants])
+            stack.enter_context(checks.nothing_lost(self.unit, full, given))
             y = self.unit.template(x, *args, **kwargs)
             after = [buffer.value for buffer in self.unit.buffers]
         require_like(y, x, self.unit.template)

@@ -13,6 +13,7 @@ from ..collectives.order import Order, after
 from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted
+from ..sharding.attributes import refuse_replacement, watch_place
 from ..sharding.block_memory import BlockMemory
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
@@ -77,8 +78,10 @@ class ParameterStack(Stack):
     def value(self) -> nn.Parameter:
         """``(depth, *shard_shape)``; inside of the loop a full parameter, which is none."""
         module, name = self.spots[0]
-        parameter = module._parameters[name]
-        assert parameter is not None  # as of buffers
+        # What is there, also where a forward would get a stand-in.
+        parameter = dict.get(module._parameters, name)
+        if parameter is None:
+            refuse_replacement(self.name)
         return parameter
 
     def put(self, value: torch.Tensor) -> None:
@@ -175,6 +178,9 @@ class ScanUnit(Unit):
                 for module, name in stack.spots:
                     own = tuple(dotted(block, path) for path in paths[module])
                     self.places.append(Place(own, module, name, index, stack.value))
+                    if block == "0":  # the template, whose parameters are called so by users
+                        called = dotted(paths[module][0], name)
+                        watch_place(self.places[-1], tensor, 0, self.wire, called)
             for name, dtype in cast.items():
                 self.buffer_dtypes[dotted(block, name)] = dtype
 

@@ -103,7 +103,9 @@ class ModuleParameters(WatchedParameters):
             return value
         whole = self.wholes.get(name)
         if whole is not None and value is whole.resting:
-            if expects_full_parameters() or _read_by_forward(sys._getframe(1)):
+            # A hook in the backward, too, has a use for all of it only.
+            in_backward = torch._C._current_graph_task_id() != -1
+            if expects_full_parameters() or in_backward or _read_by_forward(sys._getframe(1)):
                 return ShardedElsewhere(whole)
         return value
 
@@ -114,18 +116,27 @@ class ModuleParameters(WatchedParameters):
 
 
 def _read_by_forward(frame: FrameType | None) -> bool:
-    """Whether the forward of a module, or a method that it calls, reads an attribute: one that no
-    wrapper runs."""
+    """Whether the forward of a module, a method that it calls, or a hook around it reads an
+    attribute: one that no wrapper runs."""
     while frame is not None:
         code = frame.f_code
+        if _calls_hooks(frame):
+            return True
         if code.co_name not in _LOOKING_UP:
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             if not isinstance(first, nn.Module):
-                return False
+                return _calls_hooks(frame.f_back)
             if code.co_name == "forward":
                 return True
         frame = frame.f_back
     return False
+
+
+def _calls_hooks(frame: FrameType | None) -> bool:
+    """Whether it is that of the call of a module, which runs its hooks and its forward."""
+    if frame is None or frame.f_code.co_filename != nn.Module.__call__.__code__.co_filename:
+        return False
+    return frame.f_code.co_name in ("inner", nn.Module._call_impl.__name__)
 
 
 def watch_place(

@@ -13,7 +13,7 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -68,6 +68,26 @@ class Gathers(Protocol):
         """``one`` is asked for its parameters, by a backward that ``grad`` is the first sign of."""
 
 
+def refuse_change_in_forward(name: str) -> NoReturn:
+    """Raises RuntimeError: a forward has changed its parameter ``name``."""
+    raise RuntimeError(
+        f"the forward changed its parameter {name!r} (in place, through .data, or by an option "
+        "such as Embedding's max_norm). It is sharded: what a forward changes is this rank's "
+        "gathered copy, which is lost. Compute with a changed copy instead (w = "
+        "self.weight.clamp(-1, 1), or torch.nn.utils.parametrize), or change the shards between "
+        "steps, under torch.no_grad() and outside of the forward"
+    )
+
+
+def refuse_change_before_backward(name: str) -> NoReturn:
+    """Raises RuntimeError: parameter ``name`` is not what the forward of this backward used."""
+    raise RuntimeError(
+        f"parameter {name!r} was changed after the forward whose backward this is, by an optimizer "
+        "step, a load or in place; the backward needs the values that the forward used. Call "
+        "backward first, or run the forward again"
+    )
+
+
 class Pass:
     """One forward of a unit, until its backward is over.
 
@@ -112,14 +132,7 @@ class Pass:
             zip(stamps(self.full), self._full_stamps, strict=True)
         ):
             if now != before:
-                raise RuntimeError(
-                    f"the forward changed its parameter {self.unit.name_of(index)!r} (in place, "
-                    "through .data, or by an option such as Embedding's max_norm). It is sharded: "
-                    "what a forward changes is this rank's gathered copy, which is lost. Compute "
-                    "with a changed copy instead (w = self.weight.clamp(-1, 1), or "
-                    "torch.nn.utils.parametrize), or change the shards between steps, under "
-                    "torch.no_grad() and outside of the forward"
-                )
+                refuse_change_in_forward(self.unit.name_of(index))
 
     def require_shards_unchanged(self, index: int | None = None) -> None:
         """Raises RuntimeError if the shard of parameter ``index`` (``None``: any) is not what was
@@ -131,11 +144,7 @@ class Pass:
             if found != self._shard_stamps[number]:
                 known = range(len(self.full)) if index is None else [index]
                 name = next(self.unit.name_of(i) for i in known if self.unit.shard_of(i) == number)
-                raise RuntimeError(
-                    f"parameter {name!r} was changed after the forward whose backward this is, by "
-                    "an optimizer step, a load or in place; the backward needs the values that the "
-                    "forward used. Call backward first, or run the forward again"
-                )
+                refuse_change_before_backward(name)
 
     def unshard(self, events: Sequence[torch.Tensor]) -> None:
         """To ``UNSHARDED``, not before ``events`` exist; nothing if it is so already."""

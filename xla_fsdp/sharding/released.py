@@ -21,6 +21,10 @@ _HARMLESS = frozenset(
     detach clone to cpu cuda xla type type_as float double half bfloat16 contiguous empty_like
     new_empty register_hook _has_compatible_shallow_copy_type""".split()
 )
+_SETS_REQUIRES_GRAD = (
+    torch.Tensor.requires_grad_,
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]  # a descriptor in C
+)
 
 
 class ReleasedParameter(nn.Parameter):
@@ -34,6 +38,8 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _SETS_REQUIRES_GRAD:
+            _require_no_change(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
         if name not in _HARMLESS:
             _refuse(name, [*args, *(kwargs or {}).values()])
@@ -48,6 +54,20 @@ def mark_released(parameter: nn.Parameter) -> None:
     """Has ``parameter``, which is empty, say so when something is computed with it."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ReleasedParameter
+
+
+def _require_no_change(parameter: torch.Tensor, requires_grad: bool = True) -> None:
+    """Raises RuntimeError if ``parameter`` is to be frozen or trained, which is up to its shard."""
+    home = home_of(parameter)
+    # Moved, it is another object, without a home, which is given what the first one had.
+    moved = home is None and requires_grad
+    if parameter.requires_grad is not requires_grad and not moved:
+        which = "held by scanned blocks now" if home is None else f"{home.key!r} in its wrapper"
+        raise RuntimeError(
+            f"requires_grad={requires_grad} of a parameter that was sharded ({which}) by an object "
+            "of before the wrapping has no effect: freeze and unfreeze parameters of the wrapped "
+            "model (model.named_parameters()); those of scanned blocks all at once"
+        )
 
 
 def _refuse(operation: str, given: list[Any]) -> None:

@@ -180,7 +180,7 @@ class Unit:
         ``keep``: these will stay until the backward.
         """
         if self._installed is None:
-            self._require_resting()
+            self.require_resting()
         one = Pass(self, self._secondary(keep))
         if self.tensors:
             arguments = tensors_in(inputs)
@@ -205,7 +205,7 @@ class Unit:
             return own
         return self.order.forward(own, self.options.forward_prefetch)
 
-    def _require_resting(self) -> None:
+    def require_resting(self) -> None:
         """Raises RuntimeError if a module holds something else than what was put there."""
         self.require_not_summoned()
         for place in self.places:

@@ -1,0 +1,168 @@
+"""What users do with scanned blocks beyond calling them: right, or refused with a remedy."""
+
+import pytest
+import torch
+from torch import nn
+
+WIDTH = 24  # all ranks have a part of the matrices
+
+
+class Block(nn.Module):
+    """What ``also(block, x, y)`` does besides is a block's own business."""
+
+    def __init__(self, number=0, also=None):
+        super().__init__()
+        torch.manual_seed(number)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+        self.also = also
+
+    def forward(self, x):
+        y = x + self.down(torch.tanh(self.up(x)))
+        more = None if self.also is None else self.also(self, x, y)
+        return y if more is None else y * more
+
+
+class Net(nn.Module):
+    def __init__(self, blocks, outside=None):
+        super().__init__()
+        torch.manual_seed(9)
+        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), blocks
+        self.table = nn.Parameter(torch.ones(WIDTH))
+        self.outside = outside
+
+    def forward(self, x):
+        more = 0.0 if self.outside is None else self.outside(self)
+        return self.blocks(self.first(x)).square().mean() + more
+
+
+def scanned(also=None, outside=None):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import scan_blocks
+
+    return FSDP(Net(scan_blocks(Block(number, also) for number in range(3)), outside))
+
+
+def inputs(rank):
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank)).to("xla")
+
+
+def refused(model, rank, kind, text):
+    """In the forward or in the backward, whose graph alone tells of gradients."""
+    with pytest.raises(kind, match=text):
+        model(inputs(rank)).backward()
+    model.zero_grad()
+
+
+def parameters_in_a_forward_around(rank):
+    for penalty in (
+        lambda net: sum(p.norm() for p in net.parameters()),
+        lambda net: sum(p.data.abs().sum() for p in net.blocks.parameters()),
+        lambda net: net.blocks.module.up.weight.norm(),
+    ):
+        text = "needs parameter 'blocks.up.weight', which is sharded here"
+        refused(scanned(outside=penalty), rank, RuntimeError, text)
+
+
+def what_a_block_would_lose(rank):
+    held = []
+
+    def closure(block, x, y):
+        return held[0]
+
+    def hands_over(net):
+        held[:] = [net.table.exp()]
+        return 0.0
+
+    outside = "uses something from outside of the block that needs a gradient, made of 'table'"
+    refused(scanned(closure, hands_over), rank, ValueError, outside)
+    held[0] = held[0].detach()
+    scanned(closure, lambda net: net.table.sum())(inputs(rank)).backward()
+
+    def in_attribute(block, x, y):
+        block.kept = [y.square().mean()]
+
+    refused(scanned(in_attribute), rank, ValueError, "Block keeps what it computes in 'kept'")
+
+    def constant(block, x, y):
+        if not hasattr(block, "mask"):
+            block.mask = torch.full((WIDTH,), 0.5, device=x.device)
+        return block.mask
+
+    for _ in range(2):
+        scanned(constant)(inputs(rank)).backward()
+
+    def in_buffer(block, x, y):
+        block.seen = y.square().mean()
+
+    refused(scanned(in_buffer), rank, ValueError, "its buffer 'seen' a value that needs a gradient")
+
+    def on_host(block, x, y):
+        return torch.rand(()).item()
+
+    refused(scanned(on_host), rank, ValueError, "Block draws random numbers on the host")
+
+
+def parameters_that_change(rank):
+    def clamped(block, x, y):
+        with torch.no_grad():
+            block.up.weight.clamp_(-0.1, 0.1)
+
+    def assigned(block, x, y):
+        block.down.bias.data = block.down.bias * 2
+
+    for also, name in (clamped, "up.weight"), (assigned, "down.bias"):
+        text = f"the forward changed its parameter 'blocks.{name}'"
+        refused(scanned(also), rank, RuntimeError, text)
+    for in_place in (True, False):
+        model = scanned()
+        loss = model(inputs(rank))
+        weight = model.blocks.module.up.weight
+        with torch.no_grad():
+            (weight if in_place else weight.data).mul_(0.5)
+        with pytest.raises(RuntimeError, match="'blocks.up.weight' was changed after the forward"):
+            loss.backward()
+
+
+def what_came_after_building(rank):
+    model = scanned()
+    model.blocks.module.up = nn.Linear(WIDTH, WIDTH).to("xla")
+    refused(model, rank, RuntimeError, "'blocks.(0.)?up.weight' is another tensor than the shard")
+    model = scanned()
+    nn.utils.parametrizations.weight_norm(model.blocks.module.up)
+    refused(model, rank, RuntimeError, "weight' is another tensor than the shard")
+    model = scanned()
+    model.blocks.module.up.register_forward_hook(lambda module, given, made: made * 2)
+    refused(model, rank, ValueError, "module 'up' of a block has hooks")
+
+
+def modes_of_the_forward(rank):
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain, self.drop = nn.Parameter(torch.ones(WIDTH)), nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(x * self.gain)
+
+    from xla_fsdp import scan_blocks
+
+    model = scan_blocks([Drops(), Drops()])
+    x = torch.ones(2, WIDTH, device="xla", requires_grad=True)
+    y = model(x)
+    model.eval()  # to look at something else, before the backward
+    y.sum().backward()
+    assert not model.module.drop.training
+    assert torch.equal(x.grad.cpu(), y.detach().cpu())
+
+
+def all_of_them(rank):
+    parameters_in_a_forward_around(rank)
+    what_a_block_would_lose(rank)
+    parameters_that_change(rank)
+    what_came_after_building(rank)
+    modes_of_the_forward(rank)
+
+
+def test_each_is_right_or_refused(run_ranks):
+    run_ranks(all_of_them, 2)
