@@ -71,9 +71,6 @@ class Only:
 
     scatter = gather
 
-    def stages(self, number_of_bytes, rows, beside_compute):
-        return [(groups, None) for groups in self.route.stages]
-
 
 def collectives(rank, name):
     """Rows as one stage and as every other way deals them out; and the routes taken."""

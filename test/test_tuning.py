@@ -237,6 +237,20 @@ def test_on_the_best_what_is_modelled_faster_is_tried_first():
         assert all(one.forward_prefetch for one in rest)
 
 
+def test_of_those_modelled_alike_the_plainest_is_tried_first():
+    """Four blocks a unit save the start of six small gathers."""
+    step = facts(held=GIB / 100)
+    estimates = Estimates({"blocks": step}, V3)
+    fixed = {"units": ["blocks"], "scan": [False], "recompute": ["none"], "shard_ranks": [None]}
+    fixed |= {"reshard_after_forward": [True, False], "kept_blocks": [0]}
+    space = Space.of(step, V3, (None,), False, checked_search(fixed), groups=True)
+    fours = ShardingSettings(reshard_after_forward=False, blocks_per_unit=4)
+    assert min(space.main(), key=lambda one: estimates.of(one).seconds) == fours
+    compiler = Compiler(estimates)
+    Search(space, estimates, compiler, 10 * GIB, 2).run()
+    assert compiler.asked == [ShardingSettings(), ShardingSettings(reshard_after_forward=False)]
+
+
 def test_what_is_not_possible_costs_no_compilation_and_failures_do():
     def refuse(settings):
         if settings.units == "model":

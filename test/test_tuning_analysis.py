@@ -254,6 +254,8 @@ def test_values_are_kept_that_save_most_for_a_byte():
     assert kept(plain + 8 * 1.6e6) == ("q", "attention")
     assert kept(plain + 8 * 0.6e6) == ("attention",)
     assert kept(plain) == ()
+    # A loop that gathers ahead keeps none.
+    assert kept(plain + 8 * 9.6e6, scanned.changed(scan_prefetch=True)) == ()
     offloaded = scanned.changed(offload=True)  # of a value that is kept HBM has that of all blocks
     more = found.of(offloaded.changed(keep=("q",))).hbm - found.of(offloaded).hbm
     assert more == pytest.approx(8 * 1e6)

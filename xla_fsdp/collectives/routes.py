@@ -102,20 +102,6 @@ class Routes:
         """The fastest reduce-scatter of so many bytes (what each rank brings in), in such rows."""
         return self._fastest("reduce-scatter", number_of_bytes, row_bytes)
 
-    def stages(
-        self, number_of_bytes: int, rows: int, beside_compute: bool
-    ) -> list[tuple[Groups, Rings | None]]:
-        """The fastest reduce-scatter of so many bytes in ``rows`` rows, stage by stage: the groups
-        of ranks, and rings where it goes around these, beside compute."""
-        found = []
-        for groups in self.scatter(number_of_bytes, number_of_bytes // rows).stages:
-            rings = self.rings(groups, number_of_bytes) if beside_compute else None
-            # Every part is cut in two, one half for either way round.
-            whole = rings is not None and rows % (2 * rings.size) == 0
-            found.append((groups, rings if whole else None))
-            rows //= len(groups[0])
-        return found
-
     def gather(self, number_of_bytes: int) -> Route:
         """The fastest all-gather that results in so many bytes on each rank."""
         return self._fastest("all-gather", number_of_bytes)
@@ -189,6 +175,21 @@ class Routes:
         if many and slice.chip.family in _REDUCING:
             return "all-reduce", ""
         return kind, "1D"
+
+
+def reduction_stages(
+    routes: Routes, number_of_bytes: int, rows: int, beside_compute: bool
+) -> list[tuple[Groups, Rings | None]]:
+    """The fastest reduce-scatter of so many bytes in ``rows`` rows, stage by stage: the groups of
+    ranks, and rings where it goes around these, beside compute."""
+    found = []
+    for groups in routes.scatter(number_of_bytes, number_of_bytes // rows).stages:
+        rings = routes.rings(groups, number_of_bytes) if beside_compute else None
+        # Every part is cut in two, one half for either way round.
+        whole = rings is not None and rows % (2 * rings.size) == 0
+        found.append((groups, rings if whole else None))
+        rows //= len(groups[0])
+    return found
 
 
 def routes_for(

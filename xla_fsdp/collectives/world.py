@@ -32,7 +32,7 @@ from .groups import (
 from .host_data import as_data
 from .order import apart
 from .rings import Rings
-from .routes import Routes, routes_for
+from .routes import Routes, reduction_stages, routes_for
 
 # Bytes of a large matrix's gradient.
 _LARGE = 1 << 25
@@ -185,7 +185,7 @@ class World:
             return self._scatter(full, self._group_lists, label, scale)
         size, rows = full.numel() * full.element_size(), full.shape[0]
         route = self.routes.scatter(size, size // rows)
-        shard, stages = full, self.routes.stages(size, rows, beside_compute)
+        shard, stages = full, reduction_stages(self.routes, size, rows, beside_compute)
         for number, (groups, rings) in enumerate(stages):
             last = number == len(stages) - 1
             if rings is not None:

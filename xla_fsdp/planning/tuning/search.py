@@ -10,7 +10,7 @@ from .by_worth import worth_keeping
 from .estimate import Correction, Estimate, Estimates
 from .remedies import GIB, would_give
 from .settings import ShardingSettings
-from .space import Space, plainness
+from .space import Space, main_of, plainness
 
 # A candidate is not worth a compilation whose estimate is so much slower than the best; the first
 # of a kind of computing blocks, of which an estimate is less sure.
@@ -19,8 +19,8 @@ _SLACK, _SLACK_OF_NEW = 0.05, 0.1
 _OVER, _OVER_OF_NEW = 1.1, 1.5
 # Times that differ by less are equal: the model is not that good.
 _EQUAL = 1e-3
-# One compilation in so many tries what an estimate tells little of, on the best.
-_FINE_PART = 3
+# Of candidates whose estimates differ by less, the plainest is first.
+_CLOSE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -85,20 +85,9 @@ class Search:
         """All candidates, the answer first, if there is one; then those that fit, the fastest
         first; then the others."""
         candidates = self.space.main()
-        for_main = self.budget - self.budget // _FINE_PART
-        while self.compilations < for_main and (one := self._next(candidates)):
-            self._ask(one)
-        seen = list(dict.fromkeys([*candidates, *self._asked]))
-        while self.compilations < self.budget and (best := self.best()):
-            around = [one for one in self.space.around(best, self.estimates) if one not in seen]
-            one = self._promising([one for one in around if self._may_fit(one)], best)
-            if one is None:
-                break
-            seen.append(one)
-            self._ask(one)
         while self.compilations < self.budget and (one := self._next(candidates)):
-            self._ask(one)  # the budget that fine settings left
-        return self._trials(list(dict.fromkeys([*seen, *self._asked])))
+            self._ask(one)
+        return self._trials(list(dict.fromkeys([*candidates, *self._asked])))
 
     @property
     def _asked(self) -> list[ShardingSettings]:
@@ -122,27 +111,30 @@ class Search:
 
     def _next(self, candidates: Sequence[ShardingSettings]) -> ShardingSettings | None:
         """Of those not asked about yet, what may be better than the best."""
-        known = self._asked
+        known, best = self._asked, self.best()
+        around = self.space.around(best, self.estimates) if best else []
         left = [
-            one for one in (*candidates, *self._by_worth(candidates))
+            one for one in (*candidates, *self._by_worth(candidates), *around)
             if one not in known and self._may_fit(one)
         ]  # fmt: skip
-        if not left:
-            return None
         if not self._found and candidates[0] in left:
             return candidates[0]  # what a script does without settings
-        return self._promising(left, self.best())
+        if best is not None:
+            left = [one for one in left if self._may_be_faster(one, best)]
+        fastest = min(map(self._modelled, left), default=0.0)
+        close = (one for one in left if self._modelled(one) <= (1 + _CLOSE) * fastest)
+        return min(close, key=lambda one: (plainness(one), self._modelled(one)), default=None)
 
-    def _promising(
-        self, left: Sequence[ShardingSettings], best: ShardingSettings | None
-    ) -> ShardingSettings | None:
-        """The one modelled fastest that may be faster than the best; the first of equals."""
-        for one in sorted(left, key=lambda one: self._trial(one).per_sample):
-            slack = _SLACK if self.correction.knows(one) else _SLACK_OF_NEW
-            trial = self._trial(one)
-            if best is None or trial.per_sample * (1 - slack) < self._trial(best).per_sample:
-                return one
-        return None
+    def _modelled(self, settings: ShardingSettings) -> float:
+        """Seconds a sample, by the estimate; of what is tried on the best, against the best's."""
+        found, best = self._trial(settings).per_sample, self.best()
+        if best is None or main_of(settings) != main_of(best):
+            return found
+        return found * self._trial(best).per_sample / Trial(best, self._estimate(best)).per_sample
+
+    def _may_be_faster(self, settings: ShardingSettings, best: ShardingSettings) -> bool:
+        slack = _SLACK if self.correction.knows(settings) else _SLACK_OF_NEW
+        return self._modelled(settings) * (1 - slack) < self._trial(best).per_sample
 
     def _by_worth(self, candidates: Sequence[ShardingSettings]) -> list[ShardingSettings]:
         """Candidates with what they would rather keep, by what is known now."""

@@ -152,6 +152,12 @@ def ranks_together(where: Slice) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if 1 < size < where.devices))
 
 
+def main_of(settings: ShardingSettings) -> ShardingSettings:
+    """``settings`` without those that are tried on the best of the others."""
+    usual = ShardingSettings()
+    return settings.changed(**{name: getattr(usual, name) for name in FINE})
+
+
 def plainness(settings: ShardingSettings) -> int:
     """How many settings differ from the defaults, the batch apart."""
     usual = ShardingSettings()

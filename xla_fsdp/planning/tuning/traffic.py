@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...collectives.rings import Rings
-from ...collectives.routes import Routes
+from ...collectives.routes import Routes, reduction_stages
 from ...sharding.layout import LANES
 from ...sharding.wire import BESIDE_BYTES, SMALL_BYTES
 from ...tpu.links import Links
@@ -101,7 +101,8 @@ class Wire:
     def _reduce(self, one: OnWire, routes: str = "modelled") -> _Way:
         if routes == "at_once":
             return self._at_once
-        return self._routes[routes].stages(one.bytes, one.rows, one.bytes > BESIDE_BYTES)
+        beside = one.bytes > BESIDE_BYTES
+        return reduction_stages(self._routes[routes], one.bytes, one.rows, beside)
 
     def _rings(self, one: OnWire, routes: str) -> bool:
         return self._where.count == 1 and any(rings for _, rings in self._reduce(one, routes))
