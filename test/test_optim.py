@@ -486,7 +486,8 @@ def refused(rank):
     model = wrapped("flat")
     with pytest.raises(ValueError, match="'flat_param_0' .* shape .*flatten_parameters"):
         Muon(model.parameters())
-    matrices, others = split_matrices(wrapped("nested").parameters())
+    nested = wrapped("nested")
+    matrices, others = split_matrices(nested.parameters())
     with pytest.raises(ValueError, match="a parameter of shape"):
         Muon(others)
     assert len(matrices) == 1 + 2 * 3  # frozen ones too

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..names import dotted
 from ..remat import Recomputed
+from ..sharding.full_precision import is_widening
 
 Described = dict[str, Any]
 
@@ -60,7 +61,8 @@ def describe(block: nn.Module, ignore: Collection[str]) -> Described:
 def require_no_hooks(path: str, module: nn.Module) -> None:
     """Raises ValueError if ``module``, called ``path`` in a block, has hooks."""
     for hooks in _HOOKS:
-        if getattr(module, hooks, None):
+        registered = getattr(module, hooks, None) or {}
+        if not all(map(is_widening, registered.values())):
             raise ValueError(
                 f"module {path or type(module).__name__!r} of a block has hooks "
                 f"({hooks.strip('_')}); scanned blocks are traced once for all, so a hook "

@@ -51,6 +51,11 @@ def compute_in_full(options: FSDPOptions, modules: Iterable[nn.Module]) -> None:
                 module.register_forward_hook(widen.restore)
 
 
+def is_widening(hook: object) -> bool:
+    """Whether :func:`compute_in_full` has registered ``hook``."""
+    return isinstance(getattr(hook, "__self__", hook), _Widen)
+
+
 def along_with_wide(
     tensors: Sequence[ShardedTensor], dtypes: Sequence[torch.dtype], small: int
 ) -> list[torch.dtype]:
