@@ -142,7 +142,11 @@ class TrainerStrategy(Talking, ParallelStrategy):
             module = SyncBatchNorm.convert_sync_batchnorm(module)
         self.settings.require_classes(module)
         if automatic:
-            return self.settings.wrap(module, precision)
+            root = self.settings.wrap(module, precision)
+            if root is not module:
+                # The trainer forgets it after each run, and the next may be of the same module.
+                module.__dict__["_xla_fsdp_root"] = root
+            return root
         self.settings.wrap_children(module, precision)
         return module
 
