@@ -156,12 +156,21 @@ def modes_of_the_forward(rank):
     assert torch.equal(x.grad.cpu(), y.detach().cpu())
 
 
+def hooks_on_shards(rank):
+    model, seen = scanned(), []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: seen.append(name))
+    model(inputs(rank)).backward()
+    assert sorted(seen) == sorted(dict(model.named_parameters()).keys() - {"table"})
+
+
 def all_of_them(rank):
     parameters_in_a_forward_around(rank)
     what_a_block_would_lose(rank)
     parameters_that_change(rank)
     what_came_after_building(rank)
     modes_of_the_forward(rank)
+    hooks_on_shards(rank)
 
 
 def test_each_is_right_or_refused(run_ranks):

@@ -20,20 +20,22 @@ class Scan(torch.autograd.Function):
         y, *kept = run.forward(x, run.unit.sources)
         if kept:
             ctx.run, ctx.number, ctx.kept = run, number, len(kept)
-            ctx.save_for_backward(*kept, *tensors)
+            # Not the shards: torch forgets the hooks on a leaf that a custom function saves while
+            # saved tensors have hooks, as they have within a wrapper.
+            ctx.save_for_backward(*kept, *tensors[:number])
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.run.require_shards_unchanged()
-        kept, tensors = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
+        kept, constants = ctx.saved_tensors[: ctx.kept], ctx.saved_tensors[ctx.kept :]
         needs, number = ctx.needs_input_grad[3:], ctx.number
         of_x, of_constants, of_stacks = ctx.run.backward(
             grad,
             kept,
             ctx.run.unit.sources,
-            tensors[:number],
+            constants,
             (needs[:number], needs[number:]),
         )
         # What autograd saved may be other objects with the same values.
