@@ -30,8 +30,8 @@ def worth_keeping(
     if settings.keep or settings.kept_blocks or settings.units == "model" or not facts.blocks:
         return settings
     if settings.scan_prefetch:
-        # Of loops that gather ahead and keep values both that were planned are slower than without:
-        # ViT-10B on v5litepod-256, LLaMA 8B on v6e-64 (benchmarks/LOG.md).
+        # Caution, not known: both loops that were planned with both took longer, but other settings
+        # changed with them (ViT-10B on v5litepod-256, LLaMA 8B on v6e-64: benchmarks/LOG.md).
         return settings
     if settings.scan:
         values = [one.name for one in facts.blocks[0].again]

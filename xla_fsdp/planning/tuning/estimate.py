@@ -30,9 +30,10 @@ from .traffic import Wire, large, small
 # Of the executable, for every block that is compiled by itself: 50 MiB for four blocks of workload
 # S on v3-8, 393 for 32 (docs/scan.md).
 CODE_BYTES = 12 << 20
-# Of compute, that a loop takes longer which gathers ahead: 3 % of ViT-10B, 9 of LLaMA 8B on v6e-64,
-# 10 of GPT-3 13B on v5litepod-64, by plans of both (benchmarks/LOG.md).
-AHEAD = 0.06
+# Of compute, that a loop takes longer which gathers ahead. The mean of two plans that differ in
+# nothing else, and far apart: 10 % more of GPT-3 13B on v5litepod-64, 5 % less of ViT-10B on
+# v5litepod-256 (docs/tuning.md).
+AHEAD = 0.03
 
 
 @dataclass(frozen=True)
