@@ -9,7 +9,6 @@ one graph and one backward.
 from __future__ import annotations
 
 import contextlib
-import copy
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -84,10 +83,8 @@ class Recomputed:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return recomputed(self.module, self.original, args, kwargs, self.offload)
 
-    def __deepcopy__(self, memo: dict) -> Recomputed:
-        return type(self)(*copy.deepcopy((self.module, self.original, self.offload), memo))
-
     def __reduce__(self) -> tuple:
+        """How it is copied and pickled: for the copy of the module."""
         return type(self), (self.module, self.original, self.offload)
 
 

@@ -14,6 +14,7 @@ import torch_xla
 from ..collectives.host_data import as_data
 from ..ranks.rank import is_pretending
 from ..sharding.host_shard import HostShard, unwritten
+from ..sharding.sharded_tensor import computed_in
 
 # Bytes that may be on their way to the device before somebody waits for them, unless one tensor
 # has more. Until then there is a copy of them on the host.
@@ -59,7 +60,7 @@ class ShardCopy:
     """The copy of one shard.
 
     Args:
-        dtype: in which it is gathered, if it is of floats; ``None``: as it is stored.
+        dtype: what is asked for, see :func:`computed_in`.
         uploads: what sends it.
     """
 
@@ -73,8 +74,7 @@ class ShardCopy:
     @property
     def dtype(self) -> torch.dtype:
         """In which it is gathered."""
-        stored = self._shard.dtype
-        return self._dtype if self._dtype and stored.is_floating_point else stored
+        return computed_in(self._shard.dtype, self._dtype)
 
     @property
     def value(self) -> torch.Tensor:

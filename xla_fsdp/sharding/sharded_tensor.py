@@ -38,6 +38,12 @@ class DeviceCopy(Protocol):
         """Frees it, until it is asked for."""
 
 
+def computed_in(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """In which a parameter that is ``stored`` so is computed with, if ``asked`` for one (``None``:
+    as it is stored)."""
+    return asked if asked is not None and stored.is_floating_point else stored
+
+
 class Comings(Protocol):
     """What brings a unit's shards to the device for a forward or a backward, and takes them away:
     see ``offload/streaming.py``."""

@@ -21,7 +21,7 @@ from .layout import LANES, Layout
 from .loads import Load, loads_of
 from .options import FSDPOptions
 from .secondary import Secondary
-from .sharded_tensor import ShardedTensor
+from .sharded_tensor import ShardedTensor, computed_in
 
 # Full parameters of up to this many bytes on the wire travel together. 128 KiB take the two links
 # of a v5e ring 1.5 us; starting a collective takes 3 us and one more for every hop.
@@ -159,8 +159,7 @@ class Wire:
 
     def compute_dtype(self, tensor: ShardedTensor) -> torch.dtype:
         """In which the members of ``tensor`` are computed with."""
-        dtype, own = self.options.compute_dtype, tensor.shard.dtype
-        return own if dtype is None or tensor.wide or not own.is_floating_point else dtype
+        return computed_in(tensor.shard.dtype, None if tensor.wide else self.options.compute_dtype)
 
     def _dtypes(
         self, tensors: Sequence[ShardedTensor], dtypes: Sequence[torch.dtype]
