@@ -63,5 +63,9 @@ def settings(timeout: float) -> Settings | None:
 
 
 def say(text: str) -> None:
-    """To whoever reads what the job prints."""
-    print(f"xla_fsdp: {text}", file=sys.stderr, flush=True)
+    """To whoever reads what the job prints.
+
+    One write: with ``PYTHONUNBUFFERED`` ``print`` makes two, and another rank's lands between.
+    """
+    sys.stderr.write(f"xla_fsdp: {text}\n")
+    sys.stderr.flush()
