@@ -95,6 +95,43 @@ def test_only_what_a_layer_narrows_is_kept_and_only_for_a_backward(run_ranks):
     assert widening[0] == widening[1]
 
 
+def barriers_of_gradients(rank, inner, outer, recomputed):
+    """How many the backward puts around the gradient of what a linear layer returns, where weights
+    count as large and where they do not; and what it gives."""
+    import torch_xla
+
+    from xla_fsdp import checkpoint_module
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(inner, outer))
+    state, counts, gradients = plain.state_dict(), [], []
+    for large in (1, 1 << 21):
+        with keeping(), mock.patch("xla_fsdp.layers.linear.LARGE", large):
+            block = nn.Sequential(nn.Linear(inner, outer))
+            block.load_state_dict(state)
+            model = fsdp(checkpoint_module(block) if recomputed else block)
+            torch.manual_seed(1)
+            x = torch.randn(2, 3, inner).to(device()).requires_grad_()
+            torch_xla.sync()
+            model(x).square().sum().backward()
+            wanted = [*(p.grad for p in model.parameters()), x.grad]
+            hlo = torch_xla._XLAC._get_xla_tensors_hlo(wanted)
+            counts.append(len(re.findall(rf"f32\[2,3,{outer}\]\S* get-tuple-element", hlo)))
+            gradients.append(x.grad.cpu())
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "inner,outer,recomputed,more", [(8, 4, True, 1), (8, 4, False, 0), (4, 8, True, 0)]
+)
+def test_a_recomputed_block_uses_what_a_layer_narrows_first(
+    run_ranks, inner, outer, recomputed, more
+):
+    ((large, small),) = run_ranks(barriers_of_gradients, 1, inner, outer, recomputed)
+    assert large == small + more
+
+
 def contraction(rank):
     """The backward of a three-dimensional input reshapes no activation."""
     import torch_xla

@@ -21,6 +21,7 @@ from torch import nn
 
 from .collectives import host_memory
 from .collectives.order import after
+from .layers import linear
 from .replaying import Buffers, RandomState, buffers_as_they_are, random_numbers_from
 from .sharding.gathering import Gathers, computing, computing_passes
 from .sharding.unit import units_in
@@ -219,7 +220,8 @@ class _Replay:
 
     def run(self, args: tuple, kwargs: dict) -> Any:
         """The forward itself."""
-        with torch.autograd.graph.saved_tensors_hooks(self._number, self._value):
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._number, self._value)
+        with hooks, linear.recomputed_later():
             outputs = self.forward(*args, **kwargs)
         self.buffers.forward_over()
         # Recomputation only disturbs the random numbers of others if it draws any.

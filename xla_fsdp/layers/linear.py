@@ -7,7 +7,10 @@ million cycles, and 93 MiB less of temporaries (benchmarks/LOG.md).
 
 from __future__ import annotations
 
+import contextlib
 import string
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import TypeGuard
 
 import torch
@@ -68,17 +71,32 @@ def keeps_input(module: nn.Linear, world: World) -> bool:
 
 
 def frees_input(module: nn.Linear) -> bool:
-    """Whether, in a loop over blocks, the gradient of the weight should come first.
+    """Whether, where a block is recomputed, the gradient of the weight should come first.
 
     The compiler puts off gradients of weights, which nothing waits for, and what they are made of
     stays: an MLP's activations during the attention's backward. 32 scanned blocks of workload S on
-    v3-8: 975 MiB instead of 1,047. Small layers lose by the barrier (benchmarks/LOG.md).
+    v3-8: 975 MiB instead of 1,047. Outside of loops it does so with what :func:`keeps_input` keeps
+    only: four checkpointed blocks on v5p-128, 586 MiB instead of 650, and no gain on v3, v4 and
+    v5e. Small layers lose by the barrier (benchmarks/LOG.md).
     """
     return _narrows(module) and module.in_features * module.out_features >= LARGE
 
 
 def _narrows(module: nn.Linear) -> bool:
     return module.out_features < module.in_features
+
+
+_recomputed: ContextVar[bool] = ContextVar("xla_fsdp_recomputed", default=False)
+
+
+@contextlib.contextmanager
+def recomputed_later() -> Iterator[None]:
+    """Within, what this thread computes is computed again by the backward, not kept for it."""
+    token = _recomputed.set(True)
+    try:
+        yield
+    finally:
+        _recomputed.reset(token)
 
 
 def replace_forward(module: nn.Linear, keep: bool = False, frees: bool = False) -> None:
@@ -103,4 +121,5 @@ class _Contraction:
         self.keep, self.frees = keep, frees
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        return linear(self.module, input, self.keep, self.frees)
+        frees = self.frees or (self.keep and _recomputed.get() and frees_input(self.module))
+        return linear(self.module, input, self.keep, frees)
