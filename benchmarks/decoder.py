@@ -24,7 +24,8 @@ class Decoder:
     ``groups``: heads of keys and values. ``batch``: sequences of a device. ``kernel``: attention
     without scores in memory. ``fused``: the logits never exist whole, and are computed twice.
     ``theta``: the base of rotary positions. ``rotation``: "product", halves of heads change places
-    by one, or "transformers", by its own function. ``keep``, ``prefetch`` and ``offload``: those of
+    by one, or "transformers", by its own function. ``by_heads``: a block has ``head_dim``, by which
+    the wrapper makes heads in the products. ``keep``, ``prefetch`` and ``offload``: those of
     ``scan_blocks``.
     """
 
@@ -44,6 +45,7 @@ class Decoder:
     fused: bool = False
     theta: float = 10000.0
     rotation: str = "product"
+    by_heads: bool = False
     keep: tuple[str, ...] = ()
     prefetch: bool = False
     offload: bool = False
@@ -80,6 +82,8 @@ class Block(nn.Module):
     def __init__(self, sizes: Decoder):
         super().__init__()
         self.sizes = sizes
+        if sizes.by_heads:
+            self.head_dim = sizes.dim
         width, bias = sizes.width, sizes.gpt
         keys = (sizes.groups or sizes.heads) * sizes.dim
 

@@ -53,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep", nargs="+", metavar="NAME", help="what is not computed again: "
                         "attention, q, k, v, out, gate, up, down")  # fmt: skip
     parser.add_argument("--rotation", choices=ROTATIONS, help="how halves of heads change places")
+    parser.add_argument("--by_heads", action="store_true", help="heads made in the products, as "
+                        "those of transformers' models are")  # fmt: skip
     parser.add_argument("--prefetch", action="store_true", help="gather the next block meanwhile")
     parser.add_argument("--offload", action="store_true", help="inputs of blocks to the host")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require_slices(parser, [flags.slice])
     given = {"batch": flags.batch, "layers": flags.layers, "length": flags.length}
     given |= {"keep": tuple(flags.keep or ()), "prefetch": flags.prefetch}
-    given |= {"offload": flags.offload, "rotation": flags.rotation}
+    given |= {"offload": flags.offload, "rotation": flags.rotation, "by_heads": flags.by_heads}
     sizes = replace(MODELS[flags.model], **{k: v for k, v in given.items() if v})
     options = dict(option.split("=", 1) for option in flags.option)
     chip = resolve(flags.slice).chip

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import string
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
@@ -28,27 +29,73 @@ KEEPING = ("TPU v5", "TPU v6 lite")
 LARGE = 1 << 21
 
 
+# What transformers, and others, call the layers of attention, and the size of a head.
+_MAKE_HEADS = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v")
+_TAKE_HEADS = ("o_proj", "out_proj", "dense", "o", "out")
+_SIZES = ("head_dim", "attention_head_size")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A layer of attention whose outputs, or else inputs, are heads of ``size`` elements, side by
+    side. What makes them views of heads comes after the layer, or before it: said in the product,
+    it costs no copy (docs/attention.md)."""
+
+    size: int
+    made: bool
+
+
 def linear(
-    module: nn.Linear, input: torch.Tensor, keep: bool = False, frees: bool = False
+    module: nn.Linear,
+    input: torch.Tensor,
+    keep: bool = False,
+    frees: bool = False,
+    heads: Heads | None = None,
 ) -> torch.Tensor:
     """What ``module`` computes of ``input`` ``(..., n)``: ``(..., m)``.
 
     ``keep``: with ``input`` in memory until the backward, if there will be one. ``frees``: and not
-    after the backward of this layer.
+    after the backward of this layer. ``heads``: what the last dimension of one of them is.
     """
-    weight = module.weight
+    weight, bias = module.weight, module.bias
     # A wrong width is for PyTorch to tell.
     if input.dim() > 2 and contracts(input, weight) and input.shape[-1] == weight.shape[1]:
         # The gradient of a frozen weight, which reads the input once more, is not computed.
         if keep and torch.is_grad_enabled() and weight.requires_grad:
             input = kept(input)
         leading = string.ascii_lowercase[: input.dim() - 1]
-        y = Product.apply(input, weight, (leading + "N", "MN", leading + "M"), frees)
-        return y if module.bias is None else y + module.bias
-    return F.linear(input, weight, module.bias)
+        made, taken = "M", "N"
+        if heads is not None and heads.made:
+            made, weight = "HM", weight.unflatten(0, (-1, heads.size))
+            bias = None if bias is None else bias.unflatten(0, (-1, heads.size))
+        elif heads is not None:
+            taken, weight = "HN", weight.unflatten(1, (-1, heads.size))
+            input = input.unflatten(-1, (-1, heads.size))
+        y = Product.apply(input, weight, (leading + taken, made + taken, leading + made), frees)
+        y = y if bias is None else y + bias
+        return y.flatten(-2) if made == "HM" else y
+    return F.linear(input, weight, bias)
 
 
-def applies_to(module: nn.Module) -> TypeGuard[nn.Linear]:
+def layers_in(modules: Iterable[nn.Module]) -> dict[nn.Linear, Heads | None]:
+    """Those of ``modules`` that :func:`linear` may compute, and what it is to know of each."""
+    modules = list(modules)
+    found: dict[nn.Linear, Heads | None] = {m: None for m in modules if applies_to(m)}
+    for parent in modules:
+        size = next((vars(parent)[name] for name in _SIZES if name in vars(parent)), None)
+        if type(size) is not int or size < 1:
+            continue
+        for name, layer in parent._modules.items():
+            if not applies_to(layer) or layer not in found:
+                continue
+            if name in _MAKE_HEADS and layer.out_features % size == 0:
+                found[layer] = Heads(size, made=True)
+            elif name in _TAKE_HEADS and layer.in_features % size == 0:
+                found[layer] = Heads(size, made=False)
+    return found
+
+
+def applies_to(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether ``module`` computes what :func:`linear` does, and not something of its own.
 
     Parametrized weights (LoRA, spectral norm) are computed anew whenever they are looked at.
@@ -99,12 +146,14 @@ def recomputed_later() -> Iterator[None]:
         _recomputed.reset(token)
 
 
-def replace_forward(module: nn.Linear, keep: bool = False, frees: bool = False) -> None:
+def replace_forward(
+    module: nn.Linear, keep: bool = False, frees: bool = False, heads: Heads | None = None
+) -> None:
     """Has ``module`` compute with :func:`linear` until :func:`restore_forward`.
 
     Unless somebody else replaced its forward.
     """
-    module.__dict__.setdefault("forward", _Contraction(module, keep, frees))
+    module.__dict__.setdefault("forward", _Contraction(module, keep, frees, heads))
 
 
 def restore_forward(module: nn.Linear) -> None:
@@ -116,10 +165,10 @@ def restore_forward(module: nn.Linear) -> None:
 class _Contraction:
     """The forward of a module, while it is replaced."""
 
-    def __init__(self, module: nn.Linear, keep: bool, frees: bool) -> None:
+    def __init__(self, module: nn.Linear, keep: bool, frees: bool, heads: Heads | None) -> None:
         self.module = module
-        self.keep, self.frees = keep, frees
+        self.keep, self.frees, self.heads = keep, frees, heads
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         frees = self.frees or (self.keep and _recomputed.get() and frees_input(self.module))
-        return linear(self.module, input, self.keep, frees)
+        return linear(self.module, input, self.keep, frees, self.heads)

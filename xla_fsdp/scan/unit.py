@@ -123,9 +123,8 @@ class ScanUnit(Unit):
         self._stacked: list[ShardedTensor] = []
         self.parameters: list[ParameterStack] = []
         self.buffers: list[Stack] = []
-        self.linears: list[nn.Linear] = []
         if world.as_on_tpu:
-            self.linears = [m for m in template.modules() if linear.applies_to(m)]
+            self.linears = linear.layers_in(template.modules())
 
     @property
     def shards(self) -> list[nn.Parameter]:
@@ -280,9 +279,9 @@ class ScanUnit(Unit):
         try:
             for stack, value in zip(stacks, [*parameters, *buffers], strict=True):
                 stack.put(value)
-            for module in self.linears:
+            for module, heads in self.linears.items():
                 keep = linear.keeps_input(module, self.world)
-                linear.replace_forward(module, keep, linear.frees_input(module))
+                linear.replace_forward(module, keep, linear.frees_input(module), heads)
             yield
         finally:
             for module in self.linears:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..collectives.agreement import from_first
 from ..collectives.world import World
+from ..layers import linear
 from ..names import dotted, is_wrapper
 from ..ranks.rank import is_pretending
 from .around import refer_to
@@ -95,6 +96,10 @@ class UnitBuilder:
             first = self.unit.adopt(tensor)
             names = {(0, member): self.unit.name_of(first + member) for member in members}
             self.unit.awaited.append(Awaited(tensor.shard, names))
+        if self.world.as_on_tpu:
+            of_unit = {place.module for place in self.unit.places}
+            layers = linear.layers_in(self.paths)
+            self.unit.linears = {m: heads for m, heads in layers.items() if m in of_unit}
         self._move_buffers()
         refer_to(self.owner, self.unit)
         self.unit.initial_stamps = stamps(self.unit.shards)

@@ -82,7 +82,8 @@ class Unit:
         # backward of their own inside the outer one).
         self._backward: dict[int, list[Pass]] = {}
         self._rnns: list[nn.RNNBase] = []
-        self._linears: list[nn.Linear] = []
+        # What computes with full parameters in a way of ours.
+        self.linears: dict[nn.Linear, linear.Heads | None] = {}
 
     # -- construction ---------------------------------------------------------------------------
 
@@ -135,9 +136,6 @@ class Unit:
             if place.module not in self._rnns:
                 self._rnns.append(place.module)
             self.refresh_rnns()
-        if place.module not in self._linears and linear.applies_to(place.module):
-            if self.world.as_on_tpu:
-                self._linears.append(place.module)
 
     @property
     def shards(self) -> list[nn.Parameter]:
@@ -255,8 +253,9 @@ class Unit:
             # No Parameter, which would be a leaf of the graph; modules do not mind.
             full = one.full[place.index]
             place.module._parameters[place.name] = full  # type: ignore[assignment]
-        for module in self._linears:
-            linear.replace_forward(module, linear.keeps_input(module, self.world))
+        for module, heads in self.linears.items():
+            keep = linear.keeps_input(module, self.world)
+            linear.replace_forward(module, keep, heads=heads)
         self.refresh_rnns()
 
     def _restore(self) -> None:
@@ -268,7 +267,7 @@ class Unit:
             self._installed = None
             for place in self.places:
                 place.module._parameters[place.name] = place.resting
-            for module in self._linears:
+            for module in self.linears:
                 linear.restore_forward(module)
             self.refresh_rnns()
 
