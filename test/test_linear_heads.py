@@ -131,3 +131,29 @@ def test_what_is_no_head_is_left_alone():
         module.head_dim = size
         assert set(layers_in(module.modules()).values()) == {None}
     assert layers_in([nn.ReLU()]) == {}
+
+
+def kept_for_the_backward(rank):
+    """Of what autograd saves in a forward: shapes, and whether a recipe is saved instead."""
+    from unittest import mock
+
+    from xla_fsdp.sharding import saved_parameters
+
+    found, search = set(), saved_parameters.recipe_of
+
+    def noting(tensor):
+        recipe = search(tensor)
+        found.add((tuple(tensor.shape), recipe is not None))
+        return recipe
+
+    model = fsdp(nn.Sequential(fsdp(Attention())))
+    with mock.patch.object(saved_parameters, "recipe_of", noting):
+        model(torch.randn(2, 5, 16).to("xla"))
+    return found
+
+
+def test_full_parameters_are_not_kept(run_ranks):
+    (found,) = run_ranks(kept_for_the_backward, 1)
+    weights = {(4, 6, 16), (2, 6, 16), (16, 4, 6)}
+    assert {(shape, True) for shape in weights} <= found
+    assert not {(shape, False) for shape in weights} & found
