@@ -16,12 +16,26 @@ def would_give(
     settings: ShardingSettings, estimates: Estimates, correction: Correction, capacity: float
 ) -> str:
     """The one change that would make ``settings`` fit, and what it would give; "" if none would."""
-    changes = _changes(settings, bool(estimates.facts(settings).blocks))
-    for what, other in changes:
+    what, _, hbm = _fitting(settings, estimates, correction, capacity) or ("", None, 0.0)
+    return f"{what} would give {hbm / GIB:.1f}" if what else ""
+
+
+def remedied(
+    settings: ShardingSettings, estimates: Estimates, correction: Correction, capacity: float
+) -> ShardingSettings | None:
+    """``settings`` with the one change that would make them fit, if one would."""
+    found = _fitting(settings, estimates, correction, capacity)
+    return found[1] if found else None
+
+
+def _fitting(
+    settings: ShardingSettings, estimates: Estimates, correction: Correction, capacity: float
+) -> tuple[str, ShardingSettings, float] | None:
+    for what, other in _changes(settings, bool(estimates.facts(settings).blocks)):
         hbm = correction.applied(other, estimates.memory(other)).hbm
         if hbm <= capacity:
-            return f"{what} would give {hbm / GIB:.1f}"
-    return ""
+            return what, other, hbm
+    return None
 
 
 def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[tuple[str, ShardingSettings]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..compiling.compiler import CompileError
 from .by_worth import worth_keeping
 from .estimate import Correction, Estimate, Estimates
-from .remedies import GIB, would_give
+from .remedies import GIB, remedied, would_give
 from .settings import ShardingSettings
 from .space import Space, main_of, plainness
 
@@ -117,9 +117,15 @@ class Search:
             one for one in (*candidates, *self._by_worth(candidates), *around)
             if one not in known and self._may_fit(one)
         ]  # fmt: skip
-        if not self._found and candidates[0] in left:
-            return candidates[0]  # what a script does without settings
-        if best is not None:
+        if best is None:
+            # What a script does without settings, and then with the one change with which that
+            # would fit: an answer is to be no worse than what is next at hand.
+            first = candidates[0]
+            fits = remedied(first, self.estimates, self.correction, self.capacity)
+            at_hand = next((one for one in (first, fits) if one in left), None)
+            if at_hand is not None:
+                return at_hand
+        else:
             left = [one for one in left if self._may_be_faster(one, best)]
         fastest = min(map(self._modelled, left), default=0.0)
         close = (one for one in left if self._modelled(one) <= (1 + _CLOSE) * fastest)
