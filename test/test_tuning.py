@@ -169,6 +169,18 @@ def test_the_fastest_that_fits_is_found_and_nothing_that_does_not():
     assert "of 14.0 GiB; recomputing every block would give " in kept.rejected
 
 
+def test_where_a_script_does_not_fit_what_is_next_at_hand_is_compiled_next():
+    """And so is the answer where all that is modelled faster turns out slower."""
+    at_hand = ShardingSettings(recompute="all")
+
+    def slow(settings):
+        return 1.0 if settings == at_hand else 2.0
+
+    _, trials, compiler = searched(held=2 * GIB, budget=3, capacity=14 * GIB, factor=slow)
+    assert compiler.asked[:2] == [ShardingSettings(), at_hand]
+    assert len(compiler.asked) == 3 and trials[0].settings == at_hand
+
+
 def test_what_the_compiler_says_counts_more_than_the_estimate():
     """Kept parameters turn out slow: the answer is another."""
     _, before, _ = searched()
