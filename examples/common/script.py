@@ -1,5 +1,6 @@
 """What every example script does around its training: flags in, errors and exit codes out."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from absl import app, flags
 
 # What scripts import and has flags, beside themselves.
 SHARED = ("common", "image_batches", "sampling", "tokens", "updates", "wrapping")
+# Not torch_xla's "Defaulting to PJRT_DEVICE=CPU": `launch` decides, and says so.
+logging.getLogger().addFilter(lambda said: "PJRT_DEVICE" not in said.getMessage())
 flags.disclaim_key_flags()  # what DEFINE_number defines is its caller's
 
 
@@ -28,9 +31,8 @@ def run(main: Callable[[SimpleNamespace], None]) -> None:
     app.define_help_flags()
     list_flags(sys.argv[0])
     try:
-        rest = flags.FLAGS(sys.argv)
-        if len(rest) > 1:
-            raise flags.Error(f"unexpected argument {rest[1]!r}")
+        if rest := flags.FLAGS(sys.argv)[1:]:
+            raise flags.Error(f"unexpected argument {rest[0]!r}")
     except SystemExit:
         sys.exit(0)  # --help, after which absl ends with 1
     except flags.Error as error:
@@ -55,7 +57,7 @@ def end(message: str, code: int) -> None:
 
 def in_a_line(error: BaseException, most: int | None = 300) -> str:
     """What went wrong, in one line; of the system's errors only its words, without the path."""
-    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    words = isinstance(error, OSError) and error.strerror or str(error)
     return " ".join(words.split())[:most]
 
 
@@ -75,24 +77,22 @@ def DEFINE_number(name: str, default: float | None, help: str, interval: str) ->
     """A flag for a number in ``interval``, such as "[0, 1)" or, for finite ones, "(0, inf)"."""
     low, high = map(float, interval[1:-1].split(","))
     first, last = interval[0] == "[", interval[-1] == "]"
-    above, below = "at least" if first else "greater than", "at most" if last else "less than"
-    words = f"{above} {low:.9g} and {below} {high:.9g}"
+    above = f"{'at least' if first else 'greater than'} {low:.9g}"
+    words = f"{above} and {'at most' if last else 'less than'} {high:.9g}"
     if high == float("inf"):
-        words = f"{above} {low:.9g}" if last else f"finite, {above} {low:.9g}"
+        words = above if last else f"finite, {above}"
     elif first and last:
         words = f"from {low:.9g} to {high:.9g}"
     flags.DEFINE_float(name, default, help)
-    for condition in (
-        lambda value: low <= value <= high,
-        lambda value: first or value > low,
-        lambda value: last or value < high,
-    ):
-        require(name, condition, f"must be {words}")
+
+    def inside(value: float) -> bool:
+        return low <= value <= high and (first or value > low) and (last or value < high)
+
+    require(name, inside, f"must be {words}")
 
 
 def list_flags(program: str) -> None:
     """Lets --help of ``program`` list the flags of the helpers too, but not absl's own."""
     for module, defined in flags.FLAGS.flags_by_module_dict().items():
-        if module.partition(".")[0] in SHARED:
-            for flag in defined:
-                flags.FLAGS.register_key_flag_for_module(program, flag)
+        for flag in defined if module.partition(".")[0] in SHARED else ():
+            flags.FLAGS.register_key_flag_for_module(program, flag)
