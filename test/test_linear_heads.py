@@ -90,7 +90,10 @@ def products(rank, names, size):
     """Shapes of products of the forward."""
     import torch_xla
 
-    model = fsdp(Attention(names=names, size=size))
+    attention = Attention(names=names, size=size if isinstance(size, str) else "head_dim")
+    if isinstance(size, int):  # which is not what its layers are made of
+        attention.head_dim = size
+    model = fsdp(attention)
     x = torch.randn(2, 5, 16).to("xla")
     torch_xla.sync()
     with torch.no_grad():
@@ -109,6 +112,7 @@ def products(rank, names, size):
         (NAMES[2], "head_dim", False, True),
         (NAMES[3], "head_dim", True, False),
         (NAMES[0], "other", False, False),
+        (NAMES[0], 5, False, False),
     ],
 )
 def test_heads_are_made_and_taken_in_the_products(run_ranks, names, size, made, taken):
@@ -127,7 +131,7 @@ def test_what_is_no_head_is_left_alone():
         module.q_proj: Heads(6, True), module.k_proj: Heads(6, True),
         module.v_proj: Heads(6, True), module.o_proj: Heads(6, False),
     }  # fmt: skip
-    for size in (5, 0, -6, 6.0, True, None, "6"):
+    for size in (0, -6, 6.0, True, None, "6"):
         module.head_dim = size
         assert set(layers_in(module.modules()).values()) == {None}
     assert layers_in([nn.ReLU()]) == {}

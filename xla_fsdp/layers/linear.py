@@ -44,6 +44,10 @@ class Heads:
     size: int
     made: bool
 
+    def fit(self, weight: torch.Tensor) -> bool:
+        """Whether a ``weight`` (m, n) makes, or takes, whole heads."""
+        return weight.shape[0 if self.made else 1] % self.size == 0
+
 
 def linear(
     module: nn.Linear,
@@ -65,12 +69,13 @@ def linear(
             input = kept(input)
         leading = string.ascii_lowercase[: input.dim() - 1]
         made, taken = "M", "N"
-        if heads is not None and heads.made:
-            made, weight = "HM", weight.unflatten(0, (-1, heads.size))
-            bias = None if bias is None else bias.unflatten(0, (-1, heads.size))
-        elif heads is not None:
-            taken, weight = "HN", weight.unflatten(1, (-1, heads.size))
-            input = input.unflatten(-1, (-1, heads.size))
+        if heads is not None and heads.fit(weight):
+            parts = (-1, heads.size)
+            if heads.made:
+                made, weight = "HM", weight.unflatten(0, parts)
+                bias = None if bias is None else bias.unflatten(0, parts)
+            else:
+                taken, weight, input = "HN", weight.unflatten(1, parts), input.unflatten(-1, parts)
         y = Product.apply(input, weight, (leading + taken, made + taken, leading + made), frees)
         y = y if bias is None else y + bias
         return y.flatten(-2) if made == "HM" else y
@@ -88,10 +93,8 @@ def layers_in(modules: Iterable[nn.Module]) -> dict[nn.Linear, Heads | None]:
         for name, layer in parent._modules.items():
             if not applies_to(layer) or layer not in found:
                 continue
-            if name in _MAKE_HEADS and layer.out_features % size == 0:
-                found[layer] = Heads(size, made=True)
-            elif name in _TAKE_HEADS and layer.in_features % size == 0:
-                found[layer] = Heads(size, made=False)
+            if name in _MAKE_HEADS or name in _TAKE_HEADS:
+                found[layer] = Heads(size, made=name in _MAKE_HEADS)
     return found
 
 
