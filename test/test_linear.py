@@ -163,7 +163,7 @@ class Queries(nn.Module):
         return self.narrow(self.queries).sum() + x.sum()
 
 
-def saved_parameters(rank):
+def saved_parameters(rank, kind, *shape):
     """Which tensors of a forward autograd keeps, and whether as recipes."""
     from xla_fsdp.sharding import saved_parameters as recipe
 
@@ -175,12 +175,12 @@ def saved_parameters(rank):
         return result
 
     with keeping(), mock.patch.object(recipe, "recipe_of", noting):
-        fsdp(nn.Sequential(fsdp(Queries())))(torch.ones(1).to(device()))
+        fsdp(nn.Sequential(fsdp(kind())))(torch.ones(shape).to(device()))
     return found
 
 
 def test_a_parameter_is_not_kept(run_ranks):
-    (found,) = run_ranks(saved_parameters, 1)
+    (found,) = run_ranks(saved_parameters, 1, Queries, 1)
     assert ((1, 5, 8), True) in found and ((1, 5, 8), False) not in found
 
 

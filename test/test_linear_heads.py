@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from test_linear import fsdp, saved_parameters
 from test_special_uses import trace_as_on_tpu
 from torch import nn
 
@@ -13,10 +14,10 @@ from torch import nn
 class Attention(nn.Module):
     """As transformers writes it: 4 heads of 6 for queries, 2 for keys and values."""
 
-    def __init__(self, bias=True, names=("q_proj", "k_proj", "v_proj", "o_proj"), size="head_dim"):
+    def __init__(self, bias=True, names=("q_proj", "k_proj", "v_proj", "o_proj"), **size):
         super().__init__()
         self.names = names
-        setattr(self, size, 6)
+        vars(self).update(size or {"head_dim": 6})
         for name, wide in zip(names, ((16, 24), (16, 12), (16, 12), (24, 16)), strict=True):
             setattr(self, name, nn.Linear(*wide, bias=bias))
 
@@ -27,13 +28,6 @@ class Attention(nn.Module):
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return x + getattr(self, self.names[3])(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
-
-
-def fsdp(module, **options):
-    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
-    trace_as_on_tpu()
-    return FSDP(module, **options)
 
 
 def one_step(model, x):
@@ -90,10 +84,7 @@ def products(rank, names, size):
     """Shapes of products of the forward."""
     import torch_xla
 
-    attention = Attention(names=names, size=size if isinstance(size, str) else "head_dim")
-    if isinstance(size, int):  # which is not what its layers are made of
-        attention.head_dim = size
-    model = fsdp(attention)
+    model = fsdp(Attention(names=names, **size))
     x = torch.randn(2, 5, 16).to("xla")
     torch_xla.sync()
     with torch.no_grad():
@@ -107,12 +98,12 @@ def products(rank, names, size):
 @pytest.mark.parametrize(
     "names,size,made,taken",
     [
-        (NAMES[0], "head_dim", True, True),
-        (NAMES[1], "attention_head_size", True, True),
-        (NAMES[2], "head_dim", False, True),
-        (NAMES[3], "head_dim", True, False),
-        (NAMES[0], "other", False, False),
-        (NAMES[0], 5, False, False),
+        (NAMES[0], {"head_dim": 6}, True, True),
+        (NAMES[1], {"attention_head_size": 6}, True, True),
+        (NAMES[2], {"head_dim": 6}, False, True),
+        (NAMES[3], {"head_dim": 6}, True, False),
+        (NAMES[0], {"other": 6}, False, False),
+        (NAMES[0], {"head_dim": 5}, False, False),
     ],
 )
 def test_heads_are_made_and_taken_in_the_products(run_ranks, names, size, made, taken):
@@ -137,27 +128,8 @@ def test_what_is_no_head_is_left_alone():
     assert layers_in([nn.ReLU()]) == {}
 
 
-def kept_for_the_backward(rank):
-    """Of what autograd saves in a forward: shapes, and whether a recipe is saved instead."""
-    from unittest import mock
-
-    from xla_fsdp.sharding import saved_parameters
-
-    found, search = set(), saved_parameters.recipe_of
-
-    def noting(tensor):
-        recipe = search(tensor)
-        found.add((tuple(tensor.shape), recipe is not None))
-        return recipe
-
-    model = fsdp(nn.Sequential(fsdp(Attention())))
-    with mock.patch.object(saved_parameters, "recipe_of", noting):
-        model(torch.randn(2, 5, 16).to("xla"))
-    return found
-
-
 def test_full_parameters_are_not_kept(run_ranks):
-    (found,) = run_ranks(kept_for_the_backward, 1)
+    (found,) = run_ranks(saved_parameters, 1, Attention, 2, 5, 16)
     weights = {(4, 6, 16), (2, 6, 16), (16, 4, 6)}
-    assert {(shape, True) for shape in weights} <= found
-    assert not {(shape, False) for shape in weights} & found
+    assert {(shape, True) for shape in weights} <= set(found)
+    assert not {(shape, False) for shape in weights} & set(found)

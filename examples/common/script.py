@@ -57,7 +57,7 @@ def end(message: str, code: int) -> None:
 
 def in_a_line(error: BaseException, most: int | None = 300) -> str:
     """What went wrong, in one line; of the system's errors only its words, without the path."""
-    words = isinstance(error, OSError) and error.strerror or str(error)
+    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(words.split())[:most]
 
 

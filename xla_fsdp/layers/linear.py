@@ -82,23 +82,26 @@ def linear(
     return F.linear(input, weight, bias)
 
 
-def layers_in(modules: Iterable[nn.Module]) -> dict[nn.Linear, Heads | None]:
+# Layers that compute so, and what is known of each.
+Layers = dict[nn.Linear, Heads | None]
+
+
+def layers_in(modules: Iterable[nn.Module]) -> Layers:
     """Those of ``modules`` that :func:`linear` may compute, and what it is to know of each."""
     modules = list(modules)
-    found: dict[nn.Linear, Heads | None] = {m: None for m in modules if applies_to(m)}
+    found: Layers = {m: None for m in modules if applies_to(m)}
     for parent in modules:
         size = next((vars(parent)[name] for name in _SIZES if name in vars(parent)), None)
         if type(size) is not int or size < 1:
             continue
-        for name, layer in parent._modules.items():
-            if not applies_to(layer) or layer not in found:
-                continue
-            if name in _MAKE_HEADS or name in _TAKE_HEADS:
+        for name in (*_MAKE_HEADS, *_TAKE_HEADS):
+            layer = parent._modules.get(name)
+            if isinstance(layer, nn.Linear) and layer in found:
                 found[layer] = Heads(size, made=name in _MAKE_HEADS)
     return found
 
 
-def applies_to(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+def applies_to(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether ``module`` computes what :func:`linear` does, and not something of its own.
 
     Parametrized weights (LoRA, spectral norm) are computed anew whenever they are looked at.
@@ -149,20 +152,19 @@ def recomputed_later() -> Iterator[None]:
         _recomputed.reset(token)
 
 
-def replace_forward(
-    module: nn.Linear, keep: bool = False, frees: bool = False, heads: Heads | None = None
-) -> None:
-    """Has ``module`` compute with :func:`linear` until :func:`restore_forward`.
-
-    Unless somebody else replaced its forward.
-    """
-    module.__dict__.setdefault("forward", _Contraction(module, keep, frees, heads))
+def replace_forwards(layers: Layers, world: World, in_loop: bool = False) -> None:
+    """Has ``layers`` compute with :func:`linear` until :func:`restore_forwards`, but those of which
+    somebody else replaced the forward. ``in_loop``: over blocks, which recomputes each."""
+    for module, heads in layers.items():
+        keep, frees = keeps_input(module, world), in_loop and frees_input(module)
+        module.__dict__.setdefault("forward", _Contraction(module, keep, frees, heads))
 
 
-def restore_forward(module: nn.Linear) -> None:
-    """Undoes :func:`replace_forward`."""
-    if isinstance(module.__dict__.get("forward"), _Contraction):
-        del module.__dict__["forward"]
+def restore_forwards(layers: Layers) -> None:
+    """Undoes :func:`replace_forwards`."""
+    for module in layers:
+        if isinstance(module.__dict__.get("forward"), _Contraction):
+            del module.__dict__["forward"]
 
 
 class _Contraction:

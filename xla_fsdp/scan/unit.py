@@ -279,13 +279,10 @@ class ScanUnit(Unit):
         try:
             for stack, value in zip(stacks, [*parameters, *buffers], strict=True):
                 stack.put(value)
-            for module, heads in self.linears.items():
-                keep = linear.keeps_input(module, self.world)
-                linear.replace_forward(module, keep, linear.frees_input(module), heads)
+            linear.replace_forwards(self.linears, self.world, in_loop=True)
             yield
         finally:
-            for module in self.linears:
-                linear.restore_forward(module)
+            linear.restore_forwards(self.linears)
             for stack, value in zip(stacks, resting, strict=True):
                 stack.put(value)
 

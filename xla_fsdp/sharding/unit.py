@@ -83,7 +83,7 @@ class Unit:
         self._backward: dict[int, list[Pass]] = {}
         self._rnns: list[nn.RNNBase] = []
         # What computes with full parameters in a way of ours.
-        self.linears: dict[nn.Linear, linear.Heads | None] = {}
+        self.linears: linear.Layers = {}
 
     # -- construction ---------------------------------------------------------------------------
 
@@ -253,9 +253,7 @@ class Unit:
             # No Parameter, which would be a leaf of the graph; modules do not mind.
             full = one.full[place.index]
             place.module._parameters[place.name] = full  # type: ignore[assignment]
-        for module, heads in self.linears.items():
-            keep = linear.keeps_input(module, self.world)
-            linear.replace_forward(module, keep, heads=heads)
+        linear.replace_forwards(self.linears, self.world)
         self.refresh_rnns()
 
     def _restore(self) -> None:
@@ -267,8 +265,7 @@ class Unit:
             self._installed = None
             for place in self.places:
                 place.module._parameters[place.name] = place.resting
-            for module in self.linears:
-                linear.restore_forward(module)
+            linear.restore_forwards(self.linears)
             self.refresh_rnns()
 
     def settle(self) -> None:

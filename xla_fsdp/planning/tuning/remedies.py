@@ -16,8 +16,8 @@ def would_give(
     settings: ShardingSettings, estimates: Estimates, correction: Correction, capacity: float
 ) -> str:
     """The one change that would make ``settings`` fit, and what it would give; "" if none would."""
-    what, _, hbm = _fitting(settings, estimates, correction, capacity) or ("", None, 0.0)
-    return f"{what} would give {hbm / GIB:.1f}" if what else ""
+    found = _fitting(settings, estimates, correction, capacity)
+    return f"{found[0]} would give {found[2] / GIB:.1f}" if found else ""
 
 
 def remedied(
