@@ -1,8 +1,8 @@
 # One virtual environment in the checkout, made once and reused until setup.py changes.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PY := .venv/bin/python
-# In the order of test/conftest.py: long files first.
-RANKS := --dist loadfile --no-loadscope-reorder -n logical --maxprocesses=4
+# In the order of test/conftest.py, long files first, and in as many processes as it says.
+RANKS := --dist loadfile --no-loadscope-reorder -n auto
 
 # A hundred processes of the tests would compile what is here anew, a second each and more.
 unexport PYTHONDONTWRITEBYTECODE

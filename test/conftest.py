@@ -51,6 +51,12 @@ test_moving""".split()
 gc.disable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """One more than processors: tests wait for launchers, time limits and disks."""
+    return min(4, (os.cpu_count() or 1) + 1)
+
+
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
