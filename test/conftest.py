@@ -29,6 +29,8 @@ os.environ.setdefault(
 if "XLA_FSDP_COMPILATION_CACHE_FOLDER" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="programs-", ignore_cleanup_errors=True)
     os.environ["XLA_FSDP_COMPILATION_CACHE_FOLDER"] = _programs.name
+# One process more than processors: tests wait for launchers, time limits and disks.
+os.environ.setdefault("PYTEST_XDIST_AUTO_NUM_WORKERS", str(min(4, (os.cpu_count() or 1) + 1)))
 # Small tensors: the threads of torch would mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts what it runs in the background with Ctrl-C ignored, and that is inherited: the
@@ -49,12 +51,6 @@ test_moving""".split()
 
 # What test modules import, and what they are made of, stays: no collection need look through it.
 gc.disable()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers():
-    """One more than processors: tests wait for launchers, time limits and disks."""
-    return min(4, (os.cpu_count() or 1) + 1)
 
 
 def pytest_collection_finish():
