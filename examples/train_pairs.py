@@ -51,7 +51,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--pairs", type=int, default=2000, help="to make up; a fifth for tests")
     parser.add_argument("--checkpointing_steps", type=int, help="steps between checkpoints")
-    parser.add_argument("--resume_from_checkpoint", help="a folder step_N, or latest")
+    parser.add_argument(
+        "--resume_from_checkpoint", help="a folder step_N, or latest, if there is one"
+    )
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args()
     if args.max_length is None:
@@ -72,7 +74,8 @@ def train(args: argparse.Namespace) -> None:
     set_seed(args.seed)
     folder = args.data_dir or os.path.join(args.output_dir, "data")
     words = args.model or os.path.join(args.output_dir, "tokenizer")
-    if accelerator.is_main_process and args.resume_from_checkpoint is None:
+    checkpoint = checkpoint_of(args)
+    if accelerator.is_main_process and checkpoint is None:
         if args.data_dir is None:
             pairs.write(folder, args.pairs, args.pairs // 5)
         if args.model is None:
@@ -92,7 +95,10 @@ def train(args: argparse.Namespace) -> None:
         model, optimizer, train_loader, dev_loader, scheduler
     )
 
-    done = resume(args, accelerator)
+    done = 0
+    if checkpoint is not None:
+        accelerator.load_state(checkpoint)
+        done = steps_of(checkpoint)
     preempted = xla_fsdp.Preemption()
     results: list[dict] = []
     for epoch in range(done // len(train_loader), args.epochs):
@@ -139,19 +145,13 @@ def train(args: argparse.Namespace) -> None:
     accelerator.end_training()
 
 
-def resume(args: argparse.Namespace, accelerator: Accelerator) -> int:
-    """Loads what ``--resume_from_checkpoint`` names; how many batches were trained on before."""
-    folder = args.resume_from_checkpoint
-    if folder is None:
-        return 0
-    if folder == "latest":
-        names = (name for name in os.listdir(args.output_dir) if name.startswith("step_"))
-        folder = max(names, key=steps_of, default=None)
-        if folder is None:
-            raise SystemExit(f"--resume_from_checkpoint=latest: none is in {args.output_dir}")
-        folder = os.path.join(args.output_dir, folder)
-    accelerator.load_state(folder)
-    return steps_of(folder)
+def checkpoint_of(args: argparse.Namespace) -> str | None:
+    """What ``--resume_from_checkpoint`` names; None where ``latest`` finds none yet."""
+    if args.resume_from_checkpoint != "latest":
+        return args.resume_from_checkpoint
+    names = os.listdir(args.output_dir) if os.path.isdir(args.output_dir) else []
+    saved = [os.path.join(args.output_dir, name) for name in names if name.startswith("step_")]
+    return max(saved, key=steps_of, default=None)
 
 
 def steps_of(folder: str) -> int:

@@ -12,11 +12,19 @@ DOCUMENTS = sorted(
 )
 
 
+def titles(path):
+    """The headings of a document, as links name them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path):
     text = path.read_text(encoding="utf-8")
     targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
     assert [one for one in targets if not (path.parent / one).exists()] == []
+    for target, title in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)", text):
+        assert title in titles(path.parent / target if target else path), f"{target}#{title}"
     modules = re.findall(r"python -m (benchmarks\.\w+)", text)
     assert [one for one in modules if not (ROOT / f"{one.replace('.', '/')}.py").exists()] == []
 

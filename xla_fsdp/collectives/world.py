@@ -131,11 +131,6 @@ class World:
         return str(self.device)
 
     @property
-    def is_everybody(self) -> bool:
-        """Whether all ranks there are share one copy of the parameters."""
-        return self.size == xr.world_size()
-
-    @property
     def replicas(self) -> int:
         """How many ranks hold the same shard."""
         return len(self.replica_groups[0]) if self.replica_groups else 1
