@@ -99,3 +99,8 @@ class UnmatchedOptimizerError(CheckpointError):
 
 class OptionsError(CheckpointError, ValueError):
     """Options that do not go together, or ask for what the checkpoint does not have."""
+
+
+def first_line(error: BaseException) -> str:
+    """What ``error`` says before it goes on (a stack in C++, advice), or else its type."""
+    return str(error).partition("\n")[0] or type(error).__name__

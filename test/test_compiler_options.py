@@ -15,7 +15,7 @@ from xla_fsdp.compiler_options import (
     add_to_environment,
     for_large_products,
 )
-from xla_fsdp.tpu import this_host
+from xla_fsdp.tpu import compiler_options
 from xla_fsdp.tpu.chips import CHIPS
 from xla_fsdp.tpu.libtpu_flags import Refusal, library, read, refusal, with_last, without
 
@@ -190,21 +190,23 @@ def test_options(elsewhere, check):
 def test_options_for_large_products_are_those_of_the_chips(tmp_path, monkeypatch):
     from jax._src.hardware_utils import _TPU_PCI_DEVICE_IDS
 
-    for number, family in this_host.FAMILIES.items():
+    for number, family in compiler_options.FAMILIES.items():
         assert _TPU_PCI_DEVICE_IDS[number].name == family
     for slot, vendor, device in (("0", "0x8086", "0x006f"), ("1", "0x1ae0", "0x0042")):
         (tmp_path / slot).mkdir()
         (tmp_path / slot / "vendor").write_text(f"{vendor}\n")
         (tmp_path / slot / "device").write_text(f"{device}\n")
-    assert this_host.family(tmp_path) is None  # neither another maker's nor a network card is a TPU
+    assert (
+        compiler_options.this_hosts_family(tmp_path) is None
+    )  # neither another maker's nor a network card is a TPU
     (tmp_path / "1" / "device").write_text("0x006f\n")
-    assert this_host.family(tmp_path) == "v6e"
+    assert compiler_options.this_hosts_family(tmp_path) == "v6e"
 
     assert for_large_products("v3") == for_large_products("v4") == {}
     assert set(OPERATION_VMEM) <= set(CHIPS)
-    monkeypatch.setattr(this_host, "family", lambda: None)
+    monkeypatch.setattr(compiler_options, "this_hosts_family", lambda: None)
     assert for_large_products() == {}
-    monkeypatch.setattr(this_host, "family", lambda: "v6e")
+    monkeypatch.setattr(compiler_options, "this_hosts_family", lambda: "v6e")
     assert for_large_products() == for_large_products("v6e") == {VMEM: "98304"}
     # What the user has set stays, and libtpu takes it.
     for given, kib in (("", "98304"), (f"--{VMEM}=65536", "65536")):

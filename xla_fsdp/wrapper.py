@@ -28,7 +28,6 @@ from .sharding.first_step import (
 from .sharding.gathering import computing, computing_passes
 from .sharding.ignored import mark_ignored
 from .sharding.mixed_precision import MixedPrecision
-from .sharding.narrow_gradients import narrow_gradients
 from .sharding.optimizer_checks import watch_optimizers
 from .sharding.options import FSDPOptions
 from .sharding.saved_parameters import parameters_saved_as_recipes
@@ -37,6 +36,7 @@ from .sharding.transforms import require_plain_call, require_uncompiled
 from .sharding.unit import units_in
 from .tree import cast_floats, tensors_in
 from .wrap import recursive_wrap, require_forward, require_unwrapped
+from .wrapper_gradients import narrow_gradients
 from .wrapper_methods import WrapperMethods
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from .sharding.averaging import average_ignored_gradients
 from .sharding.clipping import clip_grad_norm_
 from .sharding.comm_hook import Hook, register
 from .sharding.first_step import require_values
+from .sharding.ignored import note_of
 from .sharding.unit import Unit, units_in
 
 
@@ -38,13 +38,34 @@ class GradientMethods(nn.Module):
             self._wrapped_units(), self.parameters(), max_norm, norm_type, groups
         )
 
+    @torch.no_grad()
     def average_ignored_gradients(self) -> None:
         """Gives ignored parameters the mean of all ranks' gradients; call it on every rank.
 
         Between backward and clipping or step. Otherwise they have this rank's own gradient. Divides
-        as :meth:`set_gradient_divide_factors` says.
+        as :meth:`set_gradient_divide_factors` says. All ranks must have gradients for the same
+        parameters; one without gradient stays so.
         """
-        average_ignored_gradients(self._wrapped_units())
+        # One all-reduce for each unit that ignores something and each dtype.
+        done: set[nn.Parameter] = set()
+        for unit in self._wrapped_units():
+            by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+            for parameter in unit.ignored:
+                note = note_of(parameter)
+                if note is not None:
+                    note.averaged = True
+                if parameter.grad is not None and parameter not in done:
+                    by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+                done.add(parameter)
+            divisor = unit.wire.predivide * unit.wire.postdivide
+            for dtype, grads in by_dtype.items():
+                flat = torch.cat([grad.reshape(-1) for grad in grads])
+                flat = flat.float() if dtype in (torch.float16, torch.bfloat16) else flat
+                total = unit.world.all_reduce_sum(flat, "ignored gradients")
+                mean = unit.world.sum_over_replicas(total, "ignored gradients") / divisor
+                pieces = mean.to(dtype).split([grad.numel() for grad in grads])
+                for grad, piece in zip(grads, pieces, strict=True):
+                    grad.copy_(piece.view(grad.shape))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, also those that ``no_sync`` has left unreduced.
@@ -120,3 +141,20 @@ class GradientMethods(nn.Module):
     def _wrapped_units(self) -> list[Unit]:
         # What is sharded in place has one unit together with its shell.
         return list(dict.fromkeys(unit for _, unit in units_in(self)))
+
+
+@torch.no_grad()
+def narrow_gradients(unit: Unit) -> None:
+    """After a backward: gives the gradients of ``unit`` the dtype that it computes in, if
+    ``MixedPrecision(keep_low_precision_grads=True)`` asks for that.
+
+    torch accumulates the next backward's into them as they are.
+    """
+    policy = unit.options.mixed_precision
+    if policy is None or not policy.keep_low_precision_grads or policy.param_dtype is None:
+        return
+    for tensor, holder, _ in unit.holders():
+        if holder.grad is not None and holder.is_floating_point() and not tensor.wide:
+            if holder.grad.dtype is not policy.param_dtype:
+                # Only the data of a gradient may have another dtype than its parameter.
+                holder.grad.data = holder.grad.to(policy.param_dtype)

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import fsspec
 from fsspec.core import has_magic
 
-from ..errors import CheckpointNotFoundError, OutputError, UnreadableFileError
-from .patience import within
-from .urls import shown
+from ..errors import CheckpointNotFoundError, OutputError, UnreadableFileError, first_line
 
 T = TypeVar("T")
 
 # Clients try again by themselves, for minutes.
 _SECONDS_VARIABLE, _SECONDS = "XLA_FSDP_STORE_SECONDS", 600.0
 _SLOWEST = 1 << 20  # bytes a second, which large reads are given on top
+_USER = re.compile(r"(?<=://)[^/\s?#@]*@")
+_QUERY = re.compile(r"(\w+://[^\s?#'\"]*)\?[^\s'\")]*")
 
 
 class RemoteStore:
@@ -46,10 +48,10 @@ class RemoteStore:
             # Listings are asked for anew each time: other ranks write, too.
             files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError, TypeError) as error:
-            raise ValueError(f"{label} {shown(url)!r} cannot be opened: {error}") from error
+            raise ValueError(f"{label} {_shown(url)!r} cannot be opened: {error}") from error
         except Exception as error:  # of the client: no credentials, no network
             raise UnreadableFileError(
-                f"{shown(url)}: cannot be opened: {type(error).__name__}: {_reason(error)}"
+                f"{_shown(url)}: cannot be opened: {type(error).__name__}: {_reason(error)}"
             ) from error
         return cls(files, url.partition("://")[0]), path
 
@@ -117,7 +119,7 @@ class RemoteStore:
         with _reading(path, self):
             seconds = _seconds() + more
             try:
-                return within(seconds, ask)
+                return _within(seconds, ask)
             except TimeoutError as error:
                 raise TimeoutError(f"{error} ({_SECONDS_VARIABLE} states another limit)") from error
 
@@ -152,7 +154,7 @@ class RemoteStore:
         return False
 
     def url(self, path: str) -> str:
-        return shown(f"{self.protocol}://{path.lstrip('/')}")
+        return _shown(f"{self.protocol}://{path.lstrip('/')}")
 
 
 class RemoteOutput:
@@ -202,7 +204,7 @@ def _raise(kind: type, path: str, store: RemoteStore, what: str, error: Exceptio
 
 
 def _reason(error: Exception) -> str:
-    return shown(str(error).partition("\n")[0] or type(error).__name__)[:200]
+    return _shown(first_line(error))[:200]
 
 
 def _seconds() -> float:
@@ -214,3 +216,34 @@ def _seconds() -> float:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"{_SECONDS_VARIABLE}={given!r}: expected a positive number of seconds")
     return seconds
+
+
+def _shown(text: str) -> str:
+    """``text`` in which no URL has a user, a password or a query: signatures stand in these."""
+    return _QUERY.sub(r"\1?...", _USER.sub("...@", text))
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """``call()``, made on a thread of its own.
+
+    Raises:
+        TimeoutError: it took longer. It goes on, in a thread that nobody waits for and that ends
+            with the process: there is no way to end what hangs in a library.
+    """
+    values: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            values.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="xla_fsdp store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not values:
+        raise TimeoutError(f"no answer within {seconds:.3g} s")
+    return values[0]

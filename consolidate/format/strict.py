@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from ..errors import InvalidMetadataError
+from ..errors import InvalidMetadataError, first_line
 
 
 def read_json(data: bytes, label: str) -> Any:
@@ -30,8 +30,7 @@ def read_json(data: bytes, label: str) -> Any:
     except RecursionError:
         raise InvalidMetadataError(f"{label}: JSON is nested too deeply") from None
     except ValueError as error:  # of json, of UTF-8, of int() and our own
-        reason = str(error).partition("\n")[0]
-        raise InvalidMetadataError(f"{label}: not valid JSON: {reason:.160}") from None
+        raise InvalidMetadataError(f"{label}: not valid JSON: {first_line(error):.160}") from None
 
 
 def write_json(value: Any) -> bytes:

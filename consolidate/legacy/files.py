@@ -25,6 +25,7 @@ from ..errors import (
     ShardMismatchError,
     UnreadableFileError,
     UnsafeFileError,
+    first_line,
 )
 from ..format.digests import digest
 from .ranks import Rank, rank_from_checkpoint
@@ -92,10 +93,10 @@ def read_file(
                 f" ({remedy})"
             ) from error
         # torch's own text for a pickle error recommends to try again without the protection.
-        reason = "" if isinstance(error, UnpicklingError) else str(error).partition("\n")[0]
+        said = UnpicklingError() if isinstance(error, UnpicklingError) else error
         raise UnreadableFileError(
             f"{path}: cannot be read (truncated, corrupt or not a checkpoint):"
-            f" {reason or type(error).__name__:.120}"
+            f" {first_line(said):.120}"
         ) from error
 
 

@@ -28,6 +28,7 @@ from ..consolidate.errors import (
     ForeignFileError,
     UnreadableFileError,
 )
+from ..wording import first_line
 from .boxes import boxes
 from .stored import Stored
 
@@ -120,10 +121,9 @@ class Directory:
         except MemoryError:
             raise
         except Exception as error:  # damaged input can fail anywhere in torch's reader
-            reason = str(error).partition("\n")[0] or type(error).__name__
             raise UnreadableFileError(
                 f"{self.path}: cannot read {what} (truncated, corrupt, or of another torch): "
-                f"{type(error).__name__}: {reason:.200}"
+                f"{type(error).__name__}: {first_line(error, 200)}"
             ) from error
 
 

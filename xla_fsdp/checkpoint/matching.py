@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
+from ..wording import some_of
 from .inventory import Held, HeldBuffer, Inventory
 from .stored import Stored, same_bits
 
@@ -124,15 +125,12 @@ def match_model(
 def raise_if_any(problems: Sequence[str], label: str) -> None:
     """One :class:`ModelMismatchError` for all of them, the first few in full."""
     if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ModelMismatchError(f"{label}: {'; '.join(problems[:5])}{more}")
+        raise ModelMismatchError(f"{label}: {some_of(problems, 5, '; ')}")
 
 
 def listed(names: Iterable[Any]) -> str:
     """The first of some names, for messages."""
-    names = list(names)
-    text = ", ".join(repr(name) for name in names[:6])
-    return f"{text} and {len(names) - 6} more" if len(names) > 6 else text
+    return some_of([repr(name) for name in names], 6)
 
 
 def _misfit(

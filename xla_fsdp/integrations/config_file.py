@@ -14,6 +14,8 @@ from accelerate.utils.constants import (
     FSDP_STATE_DICT_TYPE,
 )
 
+from ..wording import in_a_line
+
 # Options whose variables have other names; the others are called alike.
 _VARIABLES = {
     "fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
@@ -56,7 +58,7 @@ def read_config(path: str | None) -> ClusterConfig:
         config = load_config_from_file(path)
     except (AttributeError, KeyError, TypeError, yaml.YAMLError) as error:  # anything but a mapping
         raise ValueError(
-            f"{path} is not what accelerate config writes ({' '.join(str(error).split())}); "
+            f"{path} is not what accelerate config writes ({in_a_line(error)}); "
             "docs/hugging-face.md has an example"
         ) from error
     if not isinstance(config, ClusterConfig):

@@ -97,7 +97,7 @@ class Decoding:
             width = self.bucket(self._most("the length of its input", length)[0])
         elif length != 1:
             raise ValueError(f"expected one new token a sequence, got {length}")
-        own, padded = self._padded(inputs, length, width)
+        own, padded = self._padded(inputs, width)
         self._again = padded if width == 1 else _last_column(padded, length)
         scores: Any = self._compute(padded, length)
         return CausalLMOutputWithPast(logits=scores[:own], past_key_values=self.cache)
@@ -116,7 +116,7 @@ class Decoding:
         torch_xla.sync()
         return bool(flag.item())
 
-    def _padded(self, inputs: dict[str, Any], length: int, width: int) -> tuple[int, dict]:
+    def _padded(self, inputs: dict[str, Any], width: int) -> tuple[int, dict]:
         """B, and the inputs with R rows and w columns."""
         given = {**inputs}
         for name in ("past_key_values", "return_dict", "logits_to_keep", "output_attentions"):

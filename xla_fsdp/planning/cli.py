@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ..wording import in_a_line
 from .reporting.report import Report
 
 
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in flags.plot:
             shown.plot(path)
     except (ValueError, ImportError, OSError) as error:
-        print(f"plan: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"plan: {in_a_line(error, 1000)}", file=sys.stderr)
         return 2
     return 0
 

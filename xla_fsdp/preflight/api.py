@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..extras import require_extra
+from ..wording import first_line, some_of
 from . import trouble
 from .errors import ApiError, UsageError
 from .node import Node
@@ -90,8 +91,7 @@ class TpuApi:
             return "the nodes there cannot be listed"
         if not names:
             return "there are no nodes in that zone"
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        return f"there are {', '.join(sorted(names)[:_LISTED])}{more}"
+        return f"there are {some_of(sorted(names), _LISTED)}"
 
     def _connected(self) -> Any:
         if self._service is None:
@@ -171,7 +171,7 @@ def _credentials() -> Any:
             warnings.simplefilter("ignore")
             return google.auth.default(scopes=[_SCOPE])[0]
     except (google.auth.exceptions.GoogleAuthError, OSError, ValueError) as error:
-        reason = trouble.first_line(error).partition(". ")[0].rstrip(".")  # then comes advice
+        reason = first_line(error).partition(". ")[0].rstrip(".")  # then comes advice
         raise UsageError(f"no credentials: {reason}. {trouble.LOGIN}") from error
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-_LONGEST = 300  # characters of what a worker or the API said
+from ..wording import runs
+
 _GROUPS = 6  # different findings that a line shows
 
 
@@ -57,29 +58,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
-def excerpt(text: str) -> str:
-    """The beginning of what somebody else said, on one line."""
-    text = printable(" ".join(text.split()))
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
-
-
-def workers_named(workers: Iterable[int]) -> str:
-    """``[0, 1, 2, 5]`` as "workers 0-2, 5"."""
-    runs: list[list[int]] = []
-    for worker in sorted(workers):
-        if runs and worker == runs[-1][1] + 1:
-            runs[-1][1] = worker
-        else:
-            runs.append([worker, worker])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"worker{'' if len(runs) == 1 and runs[0][0] == runs[0][1] else 's'} {text}"
-
-
 def by_worker(findings: Mapping[int, str]) -> str:
     """Findings by worker, equal ones together: "workers 0-2: 2.9.0; worker 3: 2.8.0"."""
     groups: dict[str, list[int]] = {}
     for worker, finding in sorted(findings.items()):
         groups.setdefault(finding, []).append(worker)
-    shown = [f"{workers_named(group)}: {text}" for text, group in groups.items()]
+    shown = [f"{runs('worker', group)}: {text}" for text, group in groups.items()]
     more = [f"and {len(shown) - _GROUPS} other findings"] if len(shown) > _GROUPS else []
     return "; ".join(shown[:_GROUPS] + more)

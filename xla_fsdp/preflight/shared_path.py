@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from .checks import Check, by_worker, failed, ok, skipped, warning, workers_named
+from ..wording import runs
+from .checks import Check, by_worker, failed, ok, skipped, warning
 from .worker_checks import GIB
 from .workers import Answer, Workers
 
@@ -96,9 +97,9 @@ def _shared(read: Mapping[int, Answer], path: str, total: int) -> Check:
         if answer.problem:
             problems[number] = answer.problem
         elif answer.data["missing"]:
-            problems[number] = f"no file of {workers_named(answer.data['missing'])}"
+            problems[number] = f"no file of {runs('worker', answer.data['missing'])}"
         elif answer.data["different"]:
-            problems[number] = f"another content of {workers_named(answer.data['different'])}"
+            problems[number] = f"another content of {runs('worker', answer.data['different'])}"
     if problems:
         return failed(
             "checkpoints shared",

@@ -6,7 +6,7 @@ import http.client
 import json
 import re
 
-from .checks import excerpt
+from ..wording import first_line, in_a_line
 from .errors import ApiError, UsageError
 from .where import Where
 
@@ -29,7 +29,7 @@ def explain(error: Exception, where: Where) -> Exception:
     from googleapiclient.errors import Error, HttpError
 
     if isinstance(error, HttpError):
-        return _refused(int(error.resp.status), excerpt(error._get_reason()), where)
+        return _refused(int(error.resp.status), in_a_line(error._get_reason()), where)
     if isinstance(error, google.auth.exceptions.TransportError):
         return _unreachable(error)
     if isinstance(error, google.auth.exceptions.GoogleAuthError):
@@ -56,10 +56,6 @@ def no_description(url: str, error: Exception) -> UsageError:
         f"--discovery_url {shown(url)}: not a discovery document ({type(error).__name__}: "
         f"{first_line(error)})"
     )
-
-
-def first_line(error: Exception) -> str:
-    return excerpt(str(error).strip().partition("\n")[0]) or type(error).__name__
 
 
 def _refused(status: int, reason: str, where: Where) -> Exception:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checks import excerpt
+from ..wording import in_a_line
 from .errors import UsageError
 from .node import Endpoint
 from .running import Outcome, run_all
@@ -96,7 +96,7 @@ class Workers:
 
     def _problem(self, outcome: Outcome, data: Mapping[str, Any]) -> str:
         if "error" in data:
-            return excerpt(str(data["error"]))
+            return in_a_line(data["error"])
         if data:
             return ""
         if outcome.code is None:
@@ -119,7 +119,7 @@ def _reason(text: str) -> str:
     """Where a command says why it ended: gcloud after ERROR, ssh and Python on the last line."""
     lines = text.strip().splitlines()
     errors = [number for number, line in enumerate(lines) if line.startswith("ERROR")]
-    return excerpt(" ".join(lines[errors[-1] if errors else -1 :]))
+    return in_a_line(" ".join(lines[errors[-1] if errors else -1 :]))
 
 
 def _own_line(text: str, token: str) -> Mapping[str, Any]:

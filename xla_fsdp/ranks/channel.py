@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch_xla.runtime as xr
 from torch_xla._internal import tpu
 
+from ..wording import first_line
 from .rank import current_rank, is_pretending
 from .slices import place
 
@@ -82,7 +83,7 @@ def served() -> Iterator[None]:
                 f"ranks can tell each other nothing beside their programs, and so not agree on a "
                 f"step to save when their machine is taken away, nor find out which one hangs: no "
                 f"store at port {port} "
-                f"({str(error).splitlines()[0]}); set {_PORT_VARIABLE} to a free one on every host",
+                f"({first_line(error)}); set {_PORT_VARIABLE} to a free one on every host",
                 stacklevel=2,
             )
             yield
@@ -155,7 +156,7 @@ def _connect(size: int) -> dist.Store:
     except (RuntimeError, OSError, ValueError) as error:
         raise RuntimeError(
             f"the store of the ranks at {address} does not answer "
-            f"({str(error).splitlines()[0]:.200}): let hosts reach each other at that port, or set "
+            f"({first_line(error, 200)}): let hosts reach each other at that port, or set "
             f"{_PORT_VARIABLE} to one where they can, the same on every host"
         ) from error
     return dist.PrefixStore(f"xla_fsdp/{attempt}", store)

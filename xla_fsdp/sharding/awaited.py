@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..ranks.rank import is_pretending
+from ..wording import some_of
 from .freeing import Stamp, stamps
 
 # On a tensor that loaded_later made: True. On a shard or a buffer: its Awaited.
@@ -145,8 +146,7 @@ def require_come(labelled: Sequence[tuple[str, list[Awaited]]], doing: str) -> N
     ]
     names = list(dict.fromkeys(names))
     if names:
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        some = ", ".join(map(repr, names[:SHOWN])) + more
+        some = some_of([repr(name) for name in names], SHOWN)
         raise RuntimeError(
             f"{doing} before {some} had values: param_init_fn=loaded_later leaves these to "
             "load_weights, load_checkpoint, load_full_state_dict or load_state_dict; what none of "

@@ -22,6 +22,7 @@ from ..checkpoint.meeting import Meeting
 from ..planning.tracing.naming import plain
 from ..scan.blocks import ScannedBlocks
 from ..tree import tensors_in
+from ..wording import some_of
 
 _SEEN = "_xla_fsdp_seen"  # on a tensor that is watched
 
@@ -212,11 +213,10 @@ class detect_divergence:
         usual = max(values, key=lambda one: sum(same(one, other) for other in values))
         odd = [rank for rank, value in enumerate(values) if not same(value, usual)]
         if odd:
-            listed = ", ".join(f"rank {rank}: {values[rank]!r}" for rank in odd[:8])
-            more = f" and {len(odd) - 8} more" if len(odd) > 8 else ""
+            listed = some_of([f"rank {rank}: {values[rank]!r}" for rank in odd], 8)
             raise DivergenceError(
                 f"step {step}: {name} must be the same on all ranks, and is {usual!r} but on "
-                f"{listed}{more}. Ranks that differ have other weights, or ran another program",
+                f"{listed}. Ranks that differ have other weights, or ran another program",
                 step, odd, None,
             )  # fmt: skip
         if not math.isfinite(usual):

@@ -104,11 +104,6 @@ class Chip:
         """Peak bfloat16 operations a second of one device."""
         return self.flops / self.devices
 
-    @property
-    def device_hbm_bytes(self) -> int:
-        """Nominal memory of one device, bytes."""
-        return self.hbm_bytes // self.devices
-
     def device_usable_hbm_bytes(self, chip_config: str | None = None) -> int:
         """The most that a program on one device may take of its memory, bytes.
 

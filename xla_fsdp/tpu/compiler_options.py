@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
-from . import this_host
 from .libtpu_flags import ARGUMENTS, library, read, refusal, without, without_dashes, written
 
 OPTIONS: Mapping[str, str] = MappingProxyType({
@@ -28,6 +28,10 @@ OPTIONS: Mapping[str, str] = MappingProxyType({
 # Where activations fit into VMEM a step gets longer (docs/planning.md), so each has to be tried.
 OPERATION_VMEM: Mapping[str, int] = MappingProxyType({"v5e": 49152, "v5p": 49152, "v6e": 98304})
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
+# How this host lists its chips, by PCI device, as JAX has them (jax/_src/hardware_utils.py). v2 and
+# v3 have one number.
+_BUS, _VENDOR = Path("/sys/bus/pci/devices"), "0x1ae0"
+FAMILIES = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
 
 # Nothing, for scripts from when loops needed an option of launch undone.
 FOR_LOOPS: Mapping[str, str] = MappingProxyType({})
@@ -90,7 +94,7 @@ def for_large_products(family: str | None = None) -> Mapping[str, str]:
     ``family``: of the chips, such as "v6e"; default: those of this host. Nothing on v2, v3 and v4,
     and without TPU.
     """
-    kib = OPERATION_VMEM.get(family or this_host.family() or "")
+    kib = OPERATION_VMEM.get(family or this_hosts_family() or "")
     return operation_vmem(kib) if kib else {}
 
 
@@ -121,3 +125,14 @@ def libtpu_init_args(given: str, options: Mapping[str, str] = OPTIONS) -> str:
 def main() -> None:
     """Prints what ``LIBTPU_INIT_ARGS`` is to be: ``python -m xla_fsdp.compiler_options``."""
     print(accepted(libtpu_init_args(os.environ.get(ARGUMENTS, "")))[0])
+
+
+def this_hosts_family(bus: Path = _BUS) -> str | None:
+    """Family of this host's chips, such as "v6e", known before libtpu is loaded; None without TPU,
+    and for v2, v3 and others."""
+    for vendor in sorted(bus.glob("*/vendor")):
+        if vendor.read_text().strip() == _VENDOR:
+            found = FAMILIES.get((vendor.parent / "device").read_text().strip())
+            if found:
+                return found
+    return None

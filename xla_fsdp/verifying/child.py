@@ -14,6 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from ..wording import first_line, in_a_line
 from .stages import Job, Notes, run
 
 _DYING = "the last rank ends here, on purpose"
@@ -55,7 +56,7 @@ def _let_one_die(job: Job) -> None:
         try:
             launch(partial(_end, way=way), (), job.num_devices)
         except RankError as error:
-            said, named = str(error).splitlines()[0], error.rank
+            said, named = first_line(error), error.rank
         seconds = time.monotonic() - began
         notes.add("death", way=way, error=said, rank=named, seconds=seconds)
 
@@ -86,7 +87,9 @@ def _plan(job: Job) -> None:
         try:
             report = plan(steps.planned(size), job.topology, progress=False, ranks=(0,))
         except Exception as error:  # of the compiler, of the slice, a missing extra
-            out.add("unplanned", name=name, error=f"{type(error).__name__}: {error}"[:500])
+            out.add(
+                "unplanned", name=name, error=f"{type(error).__name__}: {in_a_line(error, 500)}"
+            )
             continue
         saved = Path(job.folder) / f"plan-{len(list(Path(job.folder).glob('plan-*')))}.json"
         report.save(saved)

@@ -27,6 +27,7 @@ from ...consolidate.errors import (
 )
 from ...consolidate.format.digests import ChunkDigests
 from ...consolidate.format.store import join
+from ...wording import in_a_line
 from .holding import Card, HostTier, own_card
 
 _PIECE = 1 << 22
@@ -89,7 +90,7 @@ def _handler(tier: HostTier, key: bytes) -> type[socketserver.StreamRequestHandl
                     else:
                         _send(tier, request, self.wfile)
                 except (CheckpointError, KeyError, ValueError, TypeError) as error:
-                    _say(self.wfile, {"error": f"{type(error).__name__}: {error}"[:500]})
+                    _say(self.wfile, {"error": f"{type(error).__name__}: {in_a_line(error, 500)}"})
                     return  # what else was sent is not read
 
     return Handler

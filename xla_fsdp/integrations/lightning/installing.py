@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.fabric.fabric
@@ -26,7 +27,6 @@ from .changed import changes, drop_in
 from .fabric_strategy import FabricStrategy
 from .norms import enter
 from .ranks import RanksAccelerator, let_first_rank_speak
-from .shared_patches import Shared
 from .summary import WholeSummary
 from .trainer_strategy import TrainerStrategy
 
@@ -119,7 +119,40 @@ def _run(original: Any, self: Trainer, *args: Any, **kwargs: Any) -> Any:
 
 # -- what there is one of in a process ---------------------------------------------------------
 
-_shared = Shared()
+
+class _Shared:
+    """A context that the first enters, the last leaves, and all in between share.
+
+    For what Lightning changes in torch for a while, of which several ranks may be in at once:
+    inside ``_replace_dunder_methods`` a class's methods note what they are called with, so that a
+    loader can be built once more with another sampler. It puts them back at its end, and one that
+    entered meanwhile would put back what it has found: the change of the first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside: dict[Any, tuple[int, ExitStack]] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        key = (*args, *sorted(kwargs.items()))
+        with self._lock:
+            count, stack = self._inside.get(key) or (0, ExitStack())
+            if not count:
+                stack.enter_context(original(*args, **kwargs))
+            self._inside[key] = count + 1, stack
+        try:
+            yield
+        finally:
+            with self._lock:
+                count, stack = self._inside.pop(key)
+                if count > 1:
+                    self._inside[key] = count - 1, stack
+                else:
+                    stack.close()
+
+
+_shared = _Shared()
 
 changes.around(lightning.fabric.fabric, "_replace_dunder_methods")(_shared)
 changes.around(lightning.pytorch.trainer.connectors.data_connector, "_replace_dunder_methods")(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ...wording import some_of
 from ..compiling.cache import write_whole
 from ..recorded.trace import RecordedStep, Share
 from ..records import KINDS, PHASES
@@ -213,6 +214,4 @@ def _ratio(modelled: float | None, measured: float | None) -> str:
 
 def _some(names: Iterable[str]) -> str:
     """The first of some names, and how many more there are."""
-    found = sorted(names)
-    shown = ", ".join(short(name, 40) for name in found[:_SHOWN])
-    return shown + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+    return some_of([short(name, 40) for name in sorted(names)], _SHOWN)

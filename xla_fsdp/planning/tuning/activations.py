@@ -100,7 +100,7 @@ class _Reader:
             if opcode in _FUSED | _GIVEN | _WHOLE:
                 continue
             if phase == "forward":
-                self._add_time(found, place, key, name)
+                self._add_time(found, place, name)
             if _again(phase, place.instruction):
                 self._add_again(found, place, name)
         return found
@@ -111,7 +111,7 @@ class _Reader:
         own, caller = scope(place.instruction.op_name), self._callers.get(place.scope)
         return own if any(own) or caller is None else scope(caller.op_name)
 
-    def _add_time(self, found: Activations, place: Place, key: _Key, name: str) -> None:
+    def _add_time(self, found: Activations, place: Place, name: str) -> None:
         instruction = place.instruction
         if instruction.opcode in ("while", "call", "conditional"):
             return  # what they call stands in line

@@ -13,6 +13,7 @@ from torch import nn
 from ...compiled.host_options import HostOptions, host_options
 from ...tpu.calibration import Calibration, calibrated, read
 from ...tpu.topology import Slice, resolve
+from ...wording import in_a_line
 from ..compiling.cache import PlanCache
 from ..compiling.compiler import compile_step, require_extra
 from ..compiling.progress import Progress
@@ -220,7 +221,7 @@ def _scans(
     try:
         asking.trace(ShardingSettings(batch=batch, scan=True, recompute="all"))
     except (ValueError, TypeError, RuntimeError) as error:
-        return False, f"Blocks can not be scanned: {' '.join(str(error).split())[:200]}"
+        return False, f"Blocks can not be scanned: {in_a_line(error, 200)}"
     if len(facts.blocks) > MANY_BLOCKS and "scan" not in wanted:
         return True, (
             f"{len(facts.blocks)} blocks were tried as one loop only, which compiles in a fraction "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ...wording import first_line
 from ..compiling.compiler import CompileError
 from .by_worth import worth_keeping
 from .estimate import Correction, Estimate, Estimates
@@ -160,9 +161,9 @@ class Search:
             found = self.measure(settings)
         except CompileError as error:
             self.compilations += 1
-            self._impossible[settings] = f"the compiler failed: {_first_line(error)}"
+            self._impossible[settings] = f"the compiler failed: {first_line(error)}"
         except (ValueError, RuntimeError) as error:
-            self._impossible[settings] = f"not possible: {_first_line(error)}"
+            self._impossible[settings] = f"not possible: {first_line(error)}"
         else:
             self.compilations += 1
             self._found[settings] = found
@@ -234,11 +235,3 @@ def _rank(trial: Trial, best: ShardingSettings | None) -> tuple[int, float]:
     if trial.measured is not None:
         return (1 if trial.measured.fits else 2), trial.per_sample
     return 3, trial.per_sample
-
-
-def _first_line(error: BaseException) -> str:
-    return next(_lines(str(error)), type(error).__name__)[:300]
-
-
-def _lines(text: str) -> Iterator[str]:
-    return (line.strip() for line in text.splitlines() if line.strip())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...tpu.slices import Groups
+from ...wording import runs
 from .waits import DEVICE
 
 _CHARACTERS = 200_000
@@ -91,20 +92,20 @@ def report(
     why, chosen = named(places)
     head = f"ranks have not gone on for {idle:.0f} s (timeout={timeout:g}); "
     if chosen:
-        head += f"{why}: {ranks(chosen)}{_slices(chosen, slices)}, {chosen[0].line()}"
+        head += f"{why}: {_ranks(chosen)}{_slices(chosen, slices)}, {chosen[0].line()}"
     else:
         head += "all are equally far, and none stands out"
     told: dict[str, list[Place]] = {}
     for place in places:
         told.setdefault(place.line(), []).append(place)
-    text = "".join(f"  {ranks(group)}: {line}\n" for line, group in told.items())
+    text = "".join(f"  {_ranks(group)}: {line}\n" for line, group in told.items())
     stacks: dict[str, list[Place]] = {}
     for place in sorted(places, key=lambda place: place.rank not in chosen):  # those named first
         if place.stack:
             stacks.setdefault(place.stack, []).append(place)
     for stack, group in stacks.items():
         first = group[0].process if len(group) == 1 else f"the first in {group[0].process}"
-        text += f"stack of {ranks(group)}, {first}:\n{stack}"
+        text += f"stack of {_ranks(group)}, {first}:\n{stack}"
     if len(text) > _CHARACTERS:
         text = text[:_CHARACTERS] + "\n... and more that is left out\n"
     return head, text, chosen
@@ -119,13 +120,5 @@ def _slices(places: Sequence[Place], slices: Groups) -> str:
     return f", all of slice{'s' if len(whole) > 1 else ''} {', '.join(map(str, whole))}"
 
 
-def ranks(places: Sequence[Place]) -> str:
-    """Those of ranks 0, 1, 2 and 5 as ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for number in sorted(place.rank for place in places):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank{'s' if len(places) > 1 else ''} {text}"
+def _ranks(places: Sequence[Place]) -> str:
+    return runs("rank", (place.rank for place in places))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch_xla.runtime as xr
 
+from ...wording import first_line
 from .. import spawned
 from ..channel import open_channel
 from ..errors import RankTimeoutError
@@ -152,7 +153,7 @@ class _Watch:
                 what, where, stack = doing(self._thread)
                 head = (
                     f"rank {self._rank} has not gone on for {idle:.0f} s, and hears nothing of the "
-                    f"others: their store was lost ({why.splitlines()[0]:.200}), with the process "
+                    f"others: their store was lost ({first_line(why, 200)}), with the process "
                     "that launched the ranks of the first host"
                 )
                 say(f"{head}\n  rank {self._rank}: {what}, at {where}\n{stack}")

@@ -1,0 +1,39 @@
+"""Pieces of messages: what others said on one line, the first of many names, runs of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def in_a_line(said: object, most: int = 300) -> str:
+    """What an exception or another program said, on one line, at most so many characters of it, and
+    nothing that a terminal would act upon. Of an exception without words, its type."""
+    words = " ".join(str(said).split())
+    if not words and isinstance(said, BaseException):
+        return type(said).__name__
+    words = "".join(char if char.isprintable() else " " for char in words)
+    return words if len(words) <= most else words[:most] + "..."
+
+
+def first_line(said: object, most: int = 300) -> str:
+    """:func:`in_a_line` of the first line alone: a stack in C++, or advice, comes after it."""
+    return in_a_line(str(said).strip().partition("\n")[0] or said, most)
+
+
+def some_of(texts: Sequence[str], most: int, between: str = ", ") -> str:
+    """``a, b and 3 more``."""
+    shown = between.join(texts[:most])
+    left = len(texts) - most
+    return f"{shown}{between.rstrip(', ')} and {left} more" if left > 0 else shown
+
+
+def runs(what: str, numbers: Iterable[int]) -> str:
+    """Of 0, 1, 2 and 5, ``ranks 0-2, 5``; ``what`` is the singular."""
+    ordered, found = sorted(numbers), list[list[int]]()
+    for number in ordered:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found)
+    return f"{what}{'s' if len(ordered) > 1 else ''} {text}"
