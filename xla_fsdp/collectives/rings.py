@@ -19,11 +19,12 @@ from dataclasses import dataclass
 
 # Families of chips on which rings make the step shorter. Permutes run beside compute on v5e and
 # v6e (libtpu 0.0.21), but every step waits for an operation beside it: by the time model workload S
-# takes 27.79 ms with rings of 8 on v5e:2x4 and 27.02 with the compiler's own reduce-scatters,
-# though 100 instead of 66 % of the bytes are sent beside compute. Two of its blocks on v6e:2x4:
-# 6.55 ms with rings, 6.67 without.
+# takes 1.04 times as long with rings of 8 on v5e:2x4 as with the compiler's own reduce-scatters, in
+# one run (2026-11-25, docs/tuning.md). Two of its blocks on v6e:2x4: 0.98 times (2026-11-23,
+# benchmarks/LOG.md).
 OVERLAPPING = ("v6e",)
-# Longer rings through rectangles cost more: on v5e:8x8 workload S took 7 % longer with rings of 16.
+# Longer rings through rectangles cost more: on v5e:8x8 workload S took 1.08 times as long with
+# rings of 16 (2026-11-21, benchmarks/LOG.md).
 LONGEST = 8
 # Around a row that wraps, where both links of a chip go to neighbours.
 SHORTEST_ROW, LONGEST_ROW = 4, 16
