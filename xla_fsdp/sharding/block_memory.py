@@ -19,6 +19,7 @@ import torch_xla
 from torch.overrides import TorchFunctionMode
 
 from ..tree import tensors_in
+from .freeing import fill_
 from .once import placeholder, twin
 
 
@@ -110,7 +111,7 @@ class BlockMemory:
             # What a view is of stays as long as the view does.
             for one in (tensor, tensor._base):
                 if one is not None:
-                    torch_xla._XLAC._replace_xla_tensor(one, torch.zeros_like(one))
+                    fill_([one], [torch.zeros_like(one)])
         raise RuntimeError(
             f"a communication hook kept, or changed in place, tensors of shapes {shapes} that hold "
             "gradients of scanned blocks: these are traced once, in a loop, and outside of it "

@@ -1,8 +1,9 @@
 """Freeing gathered parameters, and keeping what autograd shares with them out of harm's way.
 
-The only module that exchanges the data behind an XLA tensor. An XLA tensor has no storage to
-release: it is freed by resizing it to one element, which drops its hold on the device buffer (or,
-while tracing, on the pending computation) wherever the tensor object is still referenced.
+The only module that exchanges the data behind an XLA tensor, but for ``ranks/cpu/session.py``,
+below it, which marks what an abort left without a value. An XLA tensor has no storage to release:
+it is freed by resizing it to one element, which drops its hold on the device buffer (or, while
+tracing, on the pending computation) wherever the tensor object is still referenced.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from itertools import compress
 import torch
 import torch_xla
 
+from ...sharding.freeing import fill_
 from ...tree import has_own_operators
 
 _FIELDS = re.compile(r"^(TensorID|AliasID|IR): ?(.*)$", re.M)
@@ -149,7 +150,7 @@ def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
         try:
             tensor.copy_(data)
         except RuntimeError:
-            torch_xla._XLAC._replace_xla_tensor(tensor, data)
+            fill_([tensor], [data])
 
 
 def is_xla(tensor: torch.Tensor) -> bool:

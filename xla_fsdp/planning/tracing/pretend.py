@@ -31,6 +31,7 @@ from ...ranks.cpu import call_site
 from ...ranks.cpu.mode import READS, reads_to_host, xla_tensors
 from ...ranks.cpu.patches import Patches
 from ...ranks.rank import pretend, pretending
+from ...sharding.freeing import fill_
 from ...tpu.libtpu_flags import ARGUMENTS
 from ...tpu.topology import Slice
 from .live import assign, is_pending
@@ -147,7 +148,7 @@ def settle(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
             placeholder = as_data(filled, tensor.device)
             assign(tensor, placeholder)
             if is_pending(tensor):  # a view stays a computation on what it is a view of
-                torch_xla._XLAC._replace_xla_tensor(tensor, placeholder)
+                fill_([tensor], [placeholder])
 
 
 def forget_pending() -> None:

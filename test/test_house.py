@@ -1,0 +1,50 @@
+"""What docs/architecture.md says of where something is done, and import-linter cannot see."""
+
+import ast
+
+import pytest
+from conftest import ROOT
+
+SOURCES = sorted((ROOT / "xla_fsdp").rglob("*.py"))
+COLLECTIVES = {
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute",
+    "collective_broadcast", "broadcast_master_param", "reduce_gradients", "optimizer_step",
+}  # fmt: skip
+
+
+def calls(path, owner):
+    """Names of what a file calls of ``owner``, a module by its usual name."""
+    return {
+        node.func.attr
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if ast.unparse(node.func.value).rpartition(".")[2] == owner
+    }
+
+
+@pytest.mark.parametrize(
+    ("owner", "names", "homes"),
+    [
+        pytest.param(
+            "xm", COLLECTIVES,
+            {
+                "collectives/world.py",
+                "integrations/held_shards.py",  # gradients that no wrapper shards
+                "integrations/lightning/collectives.py",  # what a strategy of theirs has
+                "verifying/child.py",  # one in which a rank dies
+            },
+            id="collectives",
+        ),
+        pytest.param(
+            "_XLAC", {"_replace_xla_tensor"}, {"sharding/freeing.py", "ranks/cpu/session.py"},
+            id="exchanged data",
+        ),
+    ],
+)  # fmt: skip
+def test_is_done_in_one_place(owner, names, homes):
+    found = {
+        path.relative_to(ROOT / "xla_fsdp").as_posix()
+        for path in SOURCES
+        if calls(path, owner) & names
+    }
+    assert found == homes
