@@ -10,7 +10,6 @@ import torch_xla
 from torch import nn
 
 from .collectives.order import BackwardPrefetch
-from .collectives.world import World
 from .libraries import adapt
 from .names import is_wrapper, shell_of
 from .offload.attaching import attach
@@ -188,13 +187,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             kwargs = options.as_kwargs()
             recursive_wrap(module, auto_wrap_policy, wrapper_cls, *ignored, True, **kwargs)
         self.fsdp_options = options
-        world = World.current(
-            options.sharding_groups,
-            options.sharding_rank,
-            options.sharding_world_size,
-            options.replication_groups,
-            options.collective_routes,
-        )
+        world = options.world()
         on_device = any(p.device.type == "xla" and not p.is_meta for p in module.parameters())
         builder = UnitBuilder(module, self, options, world)
         self._unit = builder.build()

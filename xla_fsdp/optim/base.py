@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,23 @@ from ..sharding.sharded_tensor import home_of
 from .parts import Parts
 
 
-class ShardedOptimizer(Optimizer):
+class KeepsDtypes(Optimizer):
+    """An optimizer whose state keeps its dtype when it is loaded."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of any optimizer; state keeps its dtype, where torch would cast it to the
+        parameters'."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in zip(saved, own, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                now = self.state[parameter].get(key)
+                if isinstance(now, torch.Tensor) and now.dtype is not value.dtype:
+                    self.state[parameter][key] = value.detach().to(now.device, copy=True)
+
+
+class ShardedOptimizer(KeepsDtypes):
     """An optimizer that needs to know more of a parameter than one element at a time.
 
     Takes what ``model.parameters()`` of a wrapped model gives, and plain parameters as well.
@@ -55,12 +71,6 @@ class ShardedOptimizer(Optimizer):
     def _update(self) -> None:
         raise NotImplementedError
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer; state keeps its dtype, where torch would cast it to the
-        parameters'."""
-        super().load_state_dict(state_dict)
-        keep_dtypes(self, state_dict)
-
     def _trained(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter, Parts]]:
         """All parameters with a gradient and with elements, and their groups."""
         for group in self.param_groups:
@@ -75,17 +85,6 @@ class ShardedOptimizer(Optimizer):
                         f"{Parts(parameter).name} has a {kind} one: give it to another optimizer"
                     )
                 yield group, parameter, Parts(parameter)
-
-
-def keep_dtypes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Undoes, after ``load_state_dict``, its cast of state to the dtypes of the parameters."""
-    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, parameter in zip(saved, own, strict=True):
-        for key, value in state_dict["state"].get(number, {}).items():
-            now = optimizer.state[parameter].get(key)
-            if isinstance(now, torch.Tensor) and now.dtype is not value.dtype:
-                optimizer.state[parameter][key] = value.detach().to(now.device, copy=True)
 
 
 def require_range(

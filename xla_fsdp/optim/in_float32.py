@@ -13,13 +13,13 @@ from torch.optim.optimizer import ParamsT
 from ..sharding.elementwise import check_elementwise
 from ..sharding.freeing import Stamp, stamps
 from ..sharding.sharded_tensor import home_of, set_home
-from .base import keep_dtypes
+from .base import KeepsDtypes
 from .saved import SavesItself, SavesMore, saver_of
 
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-class InFloat32(Optimizer):
+class InFloat32(KeepsDtypes):
     """Has an optimizer of float32 tensors step for parameters in bfloat16 or float16.
 
     The state of the inner optimizer is this one's, so that it is saved and loaded as any other's.
@@ -137,12 +137,6 @@ class InFloat32(Optimizer):
     ) -> dict[str, torch.Tensor]:
         """Gives ``parameter`` its new value; returns state of its own."""
         raise NotImplementedError
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer; state keeps its dtype, where torch would cast it to the
-        parameters'."""
-        super().load_state_dict(state_dict)
-        keep_dtypes(self, state_dict)
 
     @property
     def saver(self) -> SavesItself | None:

@@ -8,9 +8,11 @@ collective hangs, and nothing of it is in any program.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -118,12 +120,11 @@ class _Process:
         self._lock = threading.Lock()
         self._store: dist.Store | None = None
         self._distant = False
-        self._numbers: dict[str, int] = {}
+        self._numbers = defaultdict[str, Iterator[int]](itertools.count)
 
     def number_of(self, use: str) -> int:
         with self._lock:
-            self._numbers[use] = self._numbers.get(use, -1) + 1
-            return self._numbers[use]
+            return next(self._numbers[use])
 
     def store(self, size: int) -> tuple[dist.Store, bool]:
         with self._lock:  # TPU v2 and v3 run two ranks in a process

@@ -7,7 +7,9 @@ process, and everything that differs between them hangs off one :class:`RankCont
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -97,7 +99,7 @@ class RankContext:
         self.as_on_tpu = False
         self._board = board or Board(size)
         self._posts = 0
-        self._numbers: dict[str, int] = {}
+        self._numbers = defaultdict[str, Iterator[int]](itertools.count)
         self._issued = 0
         self._lock = threading.Lock()
 
@@ -170,8 +172,7 @@ class RankContext:
         """How often this rank has asked for ``use`` before: names something that all ranks make,
         each in the same order."""
         with self._lock:
-            self._numbers[use] = self._numbers.get(use, -1) + 1
-            return self._numbers[use]
+            return next(self._numbers[use])
 
     def __deepcopy__(self, memo: dict) -> RankContext:
         return self  # a copy of a model belongs to the same rank

@@ -9,7 +9,6 @@ import torch
 import torch_xla
 from torch import nn
 
-from ..collectives.world import World
 from ..names import WRAPPED_PREFIX, dotted
 from ..offload.attaching import attach
 from ..sharding import metadata
@@ -111,13 +110,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
     ) -> None:
         WrapperMethods.__init__(self)
         self.fsdp_options = options
-        world = World.current(
-            options.sharding_groups,
-            options.sharding_rank,
-            options.sharding_world_size,
-            options.replication_groups,
-            options.collective_routes,
-        )
+        world = options.world()
         compiler_options.require_loops_compile(world.device_kind)
         builder = ScanBuilder(options, world, ignore)
         self._unit = builder.build(blocks, offload, prefetch, keep)

@@ -11,6 +11,7 @@ import torch_xla.runtime as xr
 
 from ..collectives.order import BackwardPrefetch
 from ..collectives.routes import HOWS
+from ..collectives.world import World
 from .cpu_offload import CPUOffload, checked_offload
 from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, meant_by_precision
 from .narrow import checked_gather_dtype
@@ -145,6 +146,16 @@ class FSDPOptions:
         """What floating-point inputs of a forward are cast to; ``root``: of the outermost one."""
         policy = self.mixed_precision
         return self.compute_dtype if policy is None or policy.casts_inputs(root) else None
+
+    def world(self) -> World:
+        """That of the calling rank; see :meth:`World.current` for what it raises."""
+        return World.current(
+            self.sharding_groups,
+            self.sharding_rank,
+            self.sharding_world_size,
+            self.replication_groups,
+            self.collective_routes,
+        )
 
     def as_kwargs(self) -> dict[str, Any]:
         """The options as constructor arguments, to forward to auto-wrapped children."""

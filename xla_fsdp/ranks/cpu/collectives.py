@@ -15,7 +15,7 @@ import torch_xla.core.xla_model as xm
 
 from ..rank import RankContext
 from . import call_site
-from .session import Session
+from .patches import Replacements
 
 Groups = Sequence[Sequence[int]] | None
 
@@ -37,18 +37,10 @@ def _fold(rows: torch.Tensor, combine: Callable) -> torch.Tensor:
     return total
 
 
-class Collectives:
-    """The replacements for one session; each is installed under its own name in ``xm``."""
+class Collectives(Replacements):
+    """Of what computes: collectives as programs of their own on a CPU."""
 
     NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._original = {name: getattr(xm, name) for name in self.NAMES}
-
-    def replacements(self) -> dict[Callable, Callable]:
-        """Original function to replacement."""
-        return {self._original[name]: getattr(self, name) for name in self.NAMES}
 
     def all_reduce(
         self,

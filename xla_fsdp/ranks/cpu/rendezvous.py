@@ -14,21 +14,13 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 
-from .session import Session
+from .patches import Replacements
 
 
-class Rendezvous:
-    """The replacements for one session; each is installed under its own name in ``xm``."""
+class Rendezvous(Replacements):
+    """Of what meets on the host."""
 
     NAMES = ("rendezvous", "xla_rendezvous", "mesh_reduce")
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._original = {name: getattr(xm, name) for name in self.NAMES}
-
-    def replacements(self) -> dict:
-        """Original function to replacement."""
-        return {self._original[name]: getattr(self, name) for name in self.NAMES}
 
     def rendezvous(
         self, tag: str, payload: bytes = b"", replicas: Sequence[int] = ()
