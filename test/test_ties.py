@@ -1,0 +1,103 @@
+"""Weights that two modules share, in a model that is moved before it is wrapped."""
+
+import copy
+
+import torch
+from torch import nn
+
+WIDTH = 6
+
+
+class Tied(nn.Module):
+    """A head with the embedding's weight, and two recurrent layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed = nn.Embedding(9, WIDTH)
+        self.first, self.second = nn.LSTM(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.second.weight_hh_l0 = self.first.weight_hh_l0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        states, _ = self.first(self.embed(tokens))
+        return self.head(self.second(states)[0])
+
+
+def tokens(rank: int) -> torch.Tensor:
+    return torch.randint(9, (5, 2), generator=torch.Generator().manual_seed(rank))
+
+
+def train(model: nn.Module, loss) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = loss(model)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def moved_then_wrapped(rank: int, size: int) -> None:
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import full_state_dict
+
+    plain = Tied()
+    expected = train(
+        plain, lambda model: sum(model(tokens(n)).square().mean() for n in range(size)) / size
+    )
+    for options in ({}, {"flatten_parameters": True}):
+        model = Tied().to(torch_xla.device())
+        assert model.head.weight is model.embed.weight
+        assert model.second._flat_weights[1] is model.first.weight_hh_l0
+        assert len(list(model.parameters())) == len(list(plain.parameters()))
+        model = FSDP(model, **options)
+        own = train(model, lambda model: model(tokens(rank).to(torch_xla.device())).square().mean())
+        del own  # each rank has its own batch: the weights tell
+        for name, value in full_state_dict(model).items():
+            torch.testing.assert_close(value.cpu(), plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+    assert expected[0] > expected[-1]
+
+
+def untouched_elsewhere(rank: int) -> None:
+    import torch_xla
+
+    model = Tied()
+    weight = model.head.weight
+    assert model.to(torch.float64) is model and model.head.weight is weight is model.embed.weight
+    alike = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    alike[1].load_state_dict(copy.deepcopy(alike[0].state_dict()))
+    alike.to(torch_xla.device())
+    assert alike[0].weight is not alike[1].weight
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3)))
+    assert scripted.to(torch.float64)[0].weight.dtype == torch.float64
+
+
+def test_a_model_that_was_moved_trains_as_one(run_ranks):
+    run_ranks(moved_then_wrapped, 2, 2)
+
+
+def test_nothing_else_is_tied(run_ranks):
+    run_ranks(untouched_elsewhere, 1)
+
+
+BEFORE_ANY_NAME = """
+import torch, torch_xla
+import xla_fsdp
+
+model = torch.nn.Module()
+model.a, model.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+model.b.weight = model.a.weight
+model.to(torch_xla.device())
+assert model.a.weight is model.b.weight
+"""
+
+
+def test_from_the_import_on(run_script):
+    done = run_script(BEFORE_ANY_NAME, env={"PJRT_DEVICE": "CPU"})
+    assert done.returncode == 0, done.stderr
