@@ -291,6 +291,15 @@ def scaled_steps(rank):
     model(here(rank)).sum().backward()
     with pytest.raises(RuntimeError, match=r"call optimizer.step\(\)"):
         xm.optimizer_step(optimizer)
+    with pytest.raises(RuntimeError, match=r"of different shards, such as that of '0.weight'"):
+        xm.reduce_gradients(optimizer)
+    with pytest.raises(RuntimeError, match="the first one's shards, such as that of '0.weight'"):
+        xm.broadcast_master_param(model)
+    from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+    twice = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError, match="here they are already, such as those of '0.weight'"):
+        twice.step()
     # Those that a script has which imported them before it imported torch_xla, or wrapped.
     of_torch_xla = torch_xla._patched_functions.clip_grad_norm_
     earlier = of_torch_xla, of_torch_xla._orig

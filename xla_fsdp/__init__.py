@@ -143,7 +143,7 @@ def __getattr__(name: str) -> object:
     if needs_torch_xla and "torch_xla" not in _sys.modules:  # else it did load
         _import_module(".extras", __name__).require_torch_xla()
     if needs_torch_xla:
-        _import_module(".ties", __name__).keep_ties()
+        _import_module(".moves", __name__).watch_moves()
     # Importing torch_xla says on every machine without an accelerator that it will use the CPU.
     root_logger = _getLogger()
     root_logger.addFilter(_is_not_about_the_cpu)
@@ -165,7 +165,7 @@ def __dir__() -> list[str]:
 
 # A model may move before a name of this package is used.
 if "torch_xla" in _sys.modules:
-    _import_module(".ties", __name__).keep_ties()
+    _import_module(".moves", __name__).watch_moves()
 
 # Scripts that are to use it without a line of their own: "1", or names of libraries with commas in
 # between. They are imported by nothing else.

@@ -30,7 +30,8 @@ _OF_THE_WHOLE = frozenset(
 def check_elementwise(optimizer: Optimizer) -> None:
     """Warns if the step is not made of the single elements, and knows nothing of shards.
 
-    Raises RuntimeError for LBFGS, where ranks would not even take the same way.
+    Raises RuntimeError for LBFGS, where ranks would not even take the same way, and for what
+    divides parameters over the ranks once more.
     """
     if getattr(optimizer, "knows_shards", False):  # xla_fsdp.optim, which lies above
         return
@@ -44,6 +45,12 @@ def check_elementwise(optimizer: Optimizer) -> None:
             f"{home.key!r}), how often it calls the closure: ranks would wait for one "
             "another forever. Wrap with sharding_strategy=ShardingStrategy.NO_SHARD, "
             "where every rank has whole parameters, or take another optimizer"
+        )
+    if any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
+        raise RuntimeError(
+            "ZeroRedundancyOptimizer divides parameters, gradients and state over the ranks, and "
+            f"here they are already, such as those of {home.key!r}: it would add up shards of "
+            "different parameters. Make the optimizer that it was given, of model.parameters()"
         )
     remedy = "xla_fsdp.optim has optimizers that ask all ranks: see docs/optimizers.md"
     if known:

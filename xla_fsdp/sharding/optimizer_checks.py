@@ -13,11 +13,11 @@ import warnings
 from collections.abc import Iterator
 from types import FrameType
 
-import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from ..moves import was_left
 from .awaited import require_filled
 from .elementwise import check_elementwise
 from .first_step import TOLD
@@ -25,6 +25,7 @@ from .foreach_steps import choose_foreach
 from .ignored import note_of
 from .sharded_tensor import home_of, require_reduced
 from .torch_clipping import ACCELERATE_AVERAGES, ask_all_ranks
+from .whole_models import refuse_shards
 
 # Frames between the hook and who calls the step: torch's own wrapper, and a scheduler's.
 _FRAMES = 8
@@ -42,6 +43,7 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
     choose_foreach()
     ask_all_ranks()
+    refuse_shards()
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -66,7 +68,16 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def _require_shards(optimizer: Optimizer) -> None:
-    """Raises RuntimeError if parameters are those of before the wrapping."""
+    """Raises RuntimeError if parameters are those of before the wrapping, or before the move."""
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    left = next(filter(was_left, every), None)
+    # Somebody else may still use them, and then they have gradients.
+    if left is not None and all(parameter.grad is None for parameter in every):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} was made before module.to(device), which has "
+            f"replaced its parameters (one of shape {list(left.shape)} on {left.device}) by others "
+            "on the device: it would train nothing. Make it after moving and wrapping"
+        )
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             home = home_of(parameter)
@@ -157,13 +168,10 @@ def has_shards(optimizer: Optimizer) -> bool:
 
 def _caller(frame: FrameType | None) -> str | None:
     """Who has called the step and is wrong for shards, a key of ``_WRONG``, if anybody."""
-    of_xla = xm.optimizer_step.__code__
     for _ in range(_FRAMES):
         frame = frame.f_back if frame is not None else None
         if frame is None:
             break
-        if frame.f_code is of_xla:
-            return "xm.optimizer_step"
         if frame.f_code is GradScaler.step.__code__:
             asks = getattr(frame.f_locals.get("self"), "asks_all_ranks", False)
             return None if asks else "GradScaler"
@@ -189,6 +197,4 @@ _WRONG = {
     "GradScaler": "torch.amp.GradScaler looks for infinities in this rank's shards only, so some "
     "ranks would step and others not: use xla_fsdp.ShardedGradScaler, which asks all ranks",
     "Accelerate": ACCELERATE_AVERAGES,
-    "xm.optimizer_step": "xm.optimizer_step averages gradients over the ranks once more, and they "
-    "are of different shards: call optimizer.step(), and torch_xla.sync() after it",
 }

@@ -12,8 +12,7 @@ import functools
 import inspect
 import sys
 import threading
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn.utils import clip_grad
 from .attributes import shard_of
 from .clipping import Shared, clip_grad_norm_
 from .gathering import GatherNode
+from .redirecting import copied, is_redirected, redirect
 from .sharded_tensor import home_of
 
 _CHANGING = threading.Lock()
@@ -39,37 +39,17 @@ def ask_all_ranks() -> None:
     """Changes what clips by norm, the first time it is called."""
     with _CHANGING:
         total = inspect.unwrap(torch.nn.utils.get_total_norm)
-        if total.__code__ is _call.__code__:
+        if is_redirected(total):
             return
         # Clipping asks for the norm by another name, also where nothing is sharded.
-        names = {"_get_total_norm": _copy(total, {})}
+        names = {"_get_total_norm": torch.no_grad()(copied(total))}
         # The second is torch_xla's, and what scripts find that look it up.
         for module in (clip_grad, torch.nn.utils):
             clip = inspect.unwrap(module.clip_grad_norm_)
-            checked = _checked_clipping(_copy(clip, names))
-            _redirect(clip, checked)
+            checked = _checked_clipping(torch.no_grad()(copied(clip, names)))
+            redirect(clip, checked)
         vars(clip_grad)["clip_grad_norm_"] = vars(torch.nn.utils)["clip_grad_norm_"] = checked
-        _redirect(total, _checked_norm(names["_get_total_norm"]))
-
-
-def _copy(function: types.FunctionType, names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Another function that does the same, and finds ``names`` instead of its module's."""
-    known = {**function.__globals__, **names}
-    copy = types.FunctionType(
-        function.__code__, known, function.__name__, function.__defaults__, function.__closure__
-    )
-    return torch.no_grad()(copy)
-
-
-def _redirect(function: types.FunctionType, to: Callable[..., Any]) -> None:
-    """Has ``function``, which scripts may hold already, do what ``to`` does."""
-    vars(function)["__signature__"] = inspect.signature(function)
-    function.__kwdefaults__ = {"_to": to}
-    function.__code__ = _call.__code__
-
-
-def _call(*args: Any, _to: Callable[..., Any], **kwargs: Any) -> Any:
-    return _to(*args, **kwargs)
+        redirect(total, _checked_norm(names["_get_total_norm"]))
 
 
 def _checked_clipping(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -1,7 +1,8 @@
-"""Weights that two modules share, in a model that is moved before it is wrapped."""
+"""A model that is moved before it is wrapped: weights that two modules share, and optimizers."""
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -76,6 +77,28 @@ def untouched_elsewhere(rank: int) -> None:
     assert alike[0].weight is not alike[1].weight
     scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3)))
     assert scripted.to(torch.float64)[0].weight.dtype == torch.float64
+
+
+def optimizers_of_before(rank: int) -> None:
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model = FSDP(model.to(torch_xla.device()))
+    model(tokens(rank).to(torch_xla.device())).sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"made before module.*shape \[9, 6\] on cpu"
+    ):
+        optimizer.step()
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # it has what to train
+
+
+def test_an_optimizer_that_has_what_was_replaced(run_ranks):
+    run_ranks(optimizers_of_before, 2)
 
 
 def test_a_model_that_was_moved_trains_as_one(run_ranks):
