@@ -88,13 +88,35 @@ def optimizers_of_before(rank: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model = FSDP(model.to(torch_xla.device()))
     model(tokens(rank).to(torch_xla.device())).sum().backward()
-    with pytest.raises(
-        RuntimeError, match=r"made before module.*shape \[9, 6\] on cpu"
-    ):
+    with pytest.raises(RuntimeError, match=r"made before module.*shape \[9, 6\] on cpu"):
         optimizer.step()
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()  # it has what to train
+
+
+def hooks_and_attributes(rank: int) -> None:
+    import torch_xla
+
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model, calls = nn.Linear(2, 2), []
+    model.weight.register_hook(lambda grad: grad * 5)
+    handle = model.bias.register_post_accumulate_grad_hook(lambda bias: calls.append(bias))
+    model.weight.no_decay = True
+    model.to(torch_xla.device())
+    model(torch.ones(1, 2).to(torch_xla.device())).sum().backward()
+    assert model.weight.no_decay and model.weight.grad.flatten().tolist() == [5.0] * 4
+    assert len(calls) == 1 and calls[0] is model.bias
+    handle.remove()
+    model(torch.ones(1, 2).to(torch_xla.device())).sum().backward()
+    assert len(calls) == 1
+    with pytest.raises(RuntimeError, match="'weight' has a hook from before the wrapping"):
+        FSDP(model)
+
+
+def test_what_users_hung_on_a_parameter_moves_with_it(run_ranks):
+    run_ranks(hooks_and_attributes, 1)
 
 
 def test_an_optimizer_that_has_what_was_replaced(run_ranks):

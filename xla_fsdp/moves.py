@@ -2,8 +2,8 @@
 
 Where that can exchange what is in a parameter, as from a CPU to a GPU, it does. For XLA it makes
 new parameters, another in each place. An embedding and the head that shares its weight would be
-trained apart from then on, and an optimizer that has the old parameters would train nothing, both
-without a word.
+trained apart from then on, an optimizer that has the old parameters would train nothing, and hooks
+and attributes of parameters would be gone, all without a word.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _LEFT = "_xla_fsdp_left"
 
 
 def watch_moves() -> None:
-    """Has ``nn.Module.to`` keep shared parameters shared, as it does elsewhere, and note on
-    parameters that they were replaced. A second call changes nothing."""
+    """Has ``nn.Module.to`` keep shared parameters shared and their hooks and attributes, as it does
+    elsewhere, and note on parameters that they were replaced. A second call changes nothing."""
     original = nn.Module.to
     if hasattr(original, _WATCHES):
         return
@@ -32,8 +32,8 @@ def watch_moves() -> None:
         moved = original(self, *args, **kwargs)
         for parameter, ((first, name), *others) in places.items():
             now = first._parameters[name]
-            if now is not parameter:
-                setattr(parameter, _LEFT, True)
+            if now is not parameter and now is not None:
+                _hand_over(parameter, now)
             for module, other in others:
                 if module._parameters[other] is not now:
                     setattr(module, other, now)  # recurrent layers have it in a list, too
@@ -41,6 +41,15 @@ def watch_moves() -> None:
 
     setattr(to, _WATCHES, True)
     nn.Module.to = to  # type: ignore[assignment, method-assign]
+
+
+def _hand_over(parameter: nn.Parameter, now: nn.Parameter) -> None:
+    """Gives the one that is there now what users hung on the one that was."""
+    vars(now).update({**vars(parameter), **vars(now)})
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(parameter, hooks):
+            setattr(now, hooks, getattr(parameter, hooks))
+    setattr(parameter, _LEFT, True)
 
 
 def was_left(parameter: object) -> bool:
