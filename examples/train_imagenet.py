@@ -68,8 +68,7 @@ def main(options: SimpleNamespace) -> None:
     together = max(2, options.batch_size) if options.sync_batch_norm else options.batch_size
     networks.try_out(options.model, options, together, "--model or --num_classes")
     checkpoints.prepare_folder(options)
-    how = (options, options.num_devices, options.model)
-    tuning.launch_plan_or_tune(train, (options, network), *how)
+    tuning.launch_plan_or_tune(train, (options, network), options.model)
 
 
 def set_defaults(options: SimpleNamespace, digits: bool) -> None:
@@ -105,12 +104,13 @@ def train(index: int, options: SimpleNamespace, network: dict) -> None:
     evaluation.vary_by_rank(options.seed)
     state = (model, optimizer, scheduler)
     done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, batches)
-    with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
+    meters = Meters(options, batches, held_out)
+    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
             meters.start_epoch(epoch)
-            with on_device(batches, options) as loader:  # which runs a step with the next batch
-                for images, labels in loader:
+            with on_device(batches, options.prefetch) as loader:
+                for images, labels in loader:  # a step runs with the next batch
                     optimizer.zero_grad()
                     logits = model(images).float()
                     loss = F.cross_entropy(logits, labels, label_smoothing=options.label_smoothing)
@@ -188,7 +188,7 @@ def optimize(model: nn.Module, options: SimpleNamespace, steps: int) -> tuple:
 
 def count_correct(model: nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
     """How many held-out images the model gets right, over all ranks."""
-    with evaluation.evaluating(model), on_device(batches, options) as loader:
+    with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
         hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
         return evaluation.over_all_ranks(hits)
 

@@ -86,8 +86,7 @@ def main(options: SimpleNamespace) -> None:
 
     torch.manual_seed(options.seed)
     network = MnistNetwork()
-    how = (options, options.num_devices, "MNIST network")
-    tuning.launch_plan_or_tune(train, (options, network), *how)
+    tuning.launch_plan_or_tune(train, (options, network), "MNIST network")
 
 
 def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
@@ -132,12 +131,13 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
     evaluation.vary_by_rank(options.seed)
     described, state = {"kind": "mnist"}, (model, optimizer, None)
     done, saved = checkpoints.resume(options, options.ckpt_prefix, state, described, batches)
-    with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
+    meters = Meters(options, batches, held_out)
+    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
             meters.start_epoch(epoch)
             # A step is traced here, and runs when the loader is asked for the next batch.
-            with on_device(batches, options) as loader:
+            with on_device(batches, options.prefetch) as loader:
                 for images, labels in loader:
                     optimizer.zero_grad()
                     loss = F.nll_loss(model(images).float(), labels)
@@ -171,7 +171,7 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
 
 def count_correct(model: nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
     """How many held-out images the model gets right, over all ranks."""
-    with evaluation.evaluating(model), on_device(batches, options) as loader:
+    with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
         hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
         return evaluation.over_all_ranks(hits)
 

@@ -12,9 +12,8 @@ import networks
 import torch
 import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, closing, evaluation, script
+from common import checkpoints, closing, evaluation, launching, script
 from common.batches import on_device
-from common.launching import launch_or_plan
 from common.meters import Meters
 from torchvision.models.resnet import BasicBlock
 
@@ -31,7 +30,7 @@ def main(options: SimpleNamespace) -> None:
     script.fill_in(options, image_size=16)
     networks.try_out("resnet18", options, options.batch_size, "--num_classes")
     checkpoints.prepare_folder(options)
-    launch_or_plan(train, (options,), options, options.num_devices, "ResNet-18")
+    launching.launch_or_plan(train, (options,), "ResNet-18")
 
 
 def train(index: int, options: SimpleNamespace) -> None:  # what each rank runs
@@ -45,12 +44,13 @@ def train(index: int, options: SimpleNamespace) -> None:  # what each rank runs
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     where = (options.ckpt_dir, (model, optimizer, None), network)
     done, saved = checkpoints.resume(options, *where, batches)
-    with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
+    meters = Meters(options, batches, held_out)
+    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
             meters.start_epoch(epoch)
-            with on_device(batches, options) as loader:  # runs a step when it has the next batch
-                for images, labels in loader:
+            with on_device(batches, options.prefetch) as loader:
+                for images, labels in loader:  # a step runs with the next batch
                     optimizer.zero_grad()
                     loss = F.cross_entropy(model(images), labels)
                     loss.backward()  # gradients are averaged over the ranks when it returns
@@ -71,7 +71,7 @@ def train(index: int, options: SimpleNamespace) -> None:  # what each rank runs
 
 
 def count_correct(model: torch.nn.Module, batches: object, options: SimpleNamespace) -> int:
-    with evaluation.evaluating(model), on_device(batches, options) as loader:
+    with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
         hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
         return evaluation.over_all_ranks(hits)
 

@@ -72,8 +72,7 @@ def main(options: SimpleNamespace) -> None:
     network, count = sizes_of(options)
     checkpoints.prepare_folder(options)
     print(title := f"vision transformer, {count:,} parameters", flush=True)
-    how = (options, options.num_devices, title)
-    tuning.launch_plan_or_tune(train, (options, network, count), *how)
+    tuning.launch_plan_or_tune(train, (options, network, count), title)
 
 
 def set_defaults(options: SimpleNamespace, digits: bool) -> None:
@@ -153,12 +152,13 @@ def train(index: int, options: SimpleNamespace, network: dict, parameters: int) 
     network, state = {"kind": "vit", **network}, (model, optimizer, scheduler)
     where = (options.ckpt_dir, state, network)
     done, saved = checkpoints.resume(options, *where, batches)
-    with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
+    meters = Meters(options, batches, held_out)
+    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
             meters.start_epoch(epoch)
-            with on_device(batches, options) as loader:  # which runs a step with the next batch
-                for images, labels in loader:
+            with on_device(batches, options.prefetch) as loader:
+                for images, labels in loader:  # a step runs with the next batch
                     loss = F.cross_entropy(model(images).float(), labels)
                     loss.backward()  # gradients are averaged over the ranks when it returns
                     if options.run_without_fsdp:
@@ -190,7 +190,7 @@ def train(index: int, options: SimpleNamespace, network: dict, parameters: int) 
 
 def count_correct(model: nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
     """How many held-out images the model gets right, over all ranks."""
-    with evaluation.evaluating(model), on_device(batches, options) as loader:
+    with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
         hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
         return evaluation.over_all_ranks(hits)
 

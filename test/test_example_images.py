@@ -352,7 +352,7 @@ class TestFolders:
 def test_curves_that_can_not_be_written_are_refused(common, monkeypatch, logdir, words):
     monkeypatch.setattr("torch_xla.runtime.world_size", lambda: 1)
     monkeypatch.setattr("torch_xla.runtime.global_ordinal", lambda: 0)
-    options = SimpleNamespace(plan=None, logdir=logdir, log_steps=1, profile_steps=None)
+    options = SimpleNamespace(plan=None, logdir=logdir, profile_steps=None)
     batches = torch.utils.data.DataLoader(range(1))
     with pytest.raises(common.script.Stop, match=words) as stop:
         common.meters.Meters(options, batches, batches)
