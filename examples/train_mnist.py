@@ -76,8 +76,7 @@ class MnistNetwork(nn.Module):
 def main(options: SimpleNamespace) -> None:
     wrapping.settle(options)
     tuning.settle(options, *wrapping.SHARDING)
-    if options.fake_data and options.datadir:
-        raise script.Stop("--fake_data excludes --datadir", code=2)
+    script.exclude(options, "fake_data", "datadir")
     lr, num_epochs = (0.01, 2) if options.datadir else (0.02, 12)
     script.fill_in(options, lr=lr, num_epochs=num_epochs)
     checkpoints.prepare_folder(options, "ckpt_prefix")

@@ -152,7 +152,7 @@ class TestImageNet:
             "for model in script.networks.models.list_models(module=script.networks.models):\n"
             "    options = SimpleNamespace(**flags.FLAGS.flag_values_dict())\n"
             "    options.model = model\n"
-            "    script.set_defaults(options, digits=False)\n"
+            "    script.set_defaults(options, script.Source(None, None, 1000, digits=False))\n"
             "    parameter = script.torch.nn.Parameter(script.torch.zeros(1))\n"
             "    net = SimpleNamespace(parameters=lambda: [parameter])\n"
             "    optimizer, scheduler = script.optimize(net, options, steps=10)\n"
