@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import digits
@@ -92,9 +93,10 @@ def validation_loss(model: nn.Module, described: Any, folder: str | None) -> dic
 
     try:
         found = tokens.open_folder(folder or described["folder"])
-        rows = tokens.Rows(found, found.valid, described["length"], "valid.bin")
+        rows = tokens.Rows(found, "valid", described["length"])
         batches = tokens.validation_batches(rows, described["count"], 8, 0, 1)
-        batches = tokens.PREPARED[described["rows"]](batches, found.end)
+        prepared = {"pairs": tokens.pairs, "packed": partial(tokens.packed, end=found.end)}
+        batches = prepared[described["rows"]](batches)
     except (TypeError, KeyError) as error:
         unknown = f"network.json does not say how tokens are read: {script.in_a_line(error)}"
         raise script.Stop(unknown, code=2) from error

@@ -1,8 +1,7 @@
 """Flags of the scripts that train on folders of images, and the batches that come of them."""
 
 import os
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import digits
 import images
@@ -33,75 +32,86 @@ flags.DEFINE_integer(
 script.require("datadir", bool, "is empty; name a folder")
 
 
-def prepare(options: SimpleNamespace) -> bool:
-    """Settles where images come from, before the ranks start; true if it is the digits."""
-    if options.fake_data and options.datadir:
-        raise script.Stop("--fake_data excludes --datadir", code=2)
-    if options.plan and not options.datadir:
-        # A plan is of the full size, and needs no image.
-        options.fake_data = True
-    small = not (options.datadir or options.fake_data)
-    if small:
-        options.datadir = digits.write(DIGITS)
-    options.classes = None
-    if not options.fake_data:
+class Source(NamedTuple):
+    """Where images come from. Without ``datadir`` they are fake."""
+
+    datadir: str | None
+    classes: list[str] | None
+    num_classes: int
+    digits: bool
+
+    @classmethod
+    def find(
+        cls, datadir: str | None, fake: bool, num_classes: int | None, plan: str | None
+    ) -> "Source":
+        """Of what the flags say, before the ranks start."""
+        if fake and datadir:
+            raise script.Stop("--fake_data excludes --datadir", code=2)
+        if fake or (plan and not datadir):  # a plan is of the full size, and needs no image
+            return cls(None, None, num_classes or 1000, digits=False)
+        folder = datadir or digits.write(DIGITS)
         try:
-            options.classes = images.find_classes(options.datadir)
+            classes = images.find_classes(folder)
         except script.Stop as error:
-            again = f"; remove {DIGITS}, which is made again" if small else ""
+            again = "" if datadir else f"; remove {DIGITS}, which is made again"
             raise script.Stop(f"{error.message}{again}", code=2) from error
-        found, wish = len(options.classes), options.num_classes
-        if wish is not None and wish < found:
-            raise script.Stop(f"--num_classes={wish}, but {options.datadir} has {found}", code=2)
-    script.fill_in(options, num_classes=1000 if options.fake_data else len(options.classes))
-    if small or options.fake_data:
-        script.fill_in(options, num_workers=0)
-    script.fill_in(options, min_crop=0.6 if small else 0.08)
-    # Mirrored digits are none.
-    options.flip = not small
-    return small
+        if num_classes is not None and num_classes < len(classes):
+            more = f"but {folder} has {len(classes)}"
+            raise script.Stop(f"--num_classes={num_classes}, {more}", code=2)
+        return cls(folder, classes, num_classes or len(classes), digits=not datadir)
+
+    def describe(self, image_size: int, interpolation: str = "bilinear") -> dict[str, Any]:
+        """How ``images.test_images`` reads those of this run."""
+        return {
+            "kind": "folders",
+            "datadir": self.datadir and os.path.abspath(self.datadir),
+            "classes": self.classes,
+            "image_size": image_size,
+            "interpolation": interpolation,
+            # Digits fill their image.
+            "border": 1.0 if self.digits else 256 / 224,
+        }
+
+    def batches(
+        self,
+        batch_size: int,
+        test_batch_size: int,
+        interpolation: str = "bilinear",
+        *,
+        image_size: int,
+        min_crop: float | None,
+        num_workers: int | None,
+        max_steps: int | None,
+        seed: int,
+    ) -> tuple[DataLoader, DataLoader]:
+        """This rank's training and test batches."""
+        import torch_xla.runtime as xr
+
+        share, vary = (xr.global_ordinal(), xr.world_size()), None
+        if self.datadir is None:
+            train_data = images.FakeImages("train", image_size, self.num_classes)
+            most = max_steps and max_steps * test_batch_size * share[1]
+            test_data = images.FakeImages("val", image_size, self.num_classes, most)
+        else:
+            train_data = images.training_images(self.datadir)
+            least = min_crop or (0.6 if self.digits else 0.08)
+            # Mirrored digits are none.
+            vary = images.RandomPart(image_size, least, not self.digits, interpolation)
+            read = self.describe(image_size, interpolation) | {"datadir": self.datadir}
+            test_data = images.test_images(**{k: v for k, v in read.items() if k != "kind"})
+        if num_workers is None and (self.digits or self.datadir is None):
+            num_workers = 0
+        workers = reading(num_workers)
+        how = {"seed": seed, "max_steps": max_steps, "vary": vary}
+        train = training_batches(train_data, *share, batch_size, **how, **workers)
+        return train, test_batches(test_data, *share, test_batch_size, **workers)
 
 
-def describe(options: SimpleNamespace, interpolation: str = "bilinear") -> dict[str, Any]:
-    """How ``images.test_images`` reads those of this run; fake ones are in no folder."""
-    return {
-        "kind": "folders",
-        "datadir": None if options.fake_data else os.path.abspath(options.datadir),
-        "classes": options.classes,
-        "image_size": options.image_size,
-        "interpolation": interpolation,
-        # Digits fill their image.
-        "border": 256 / 224 if options.flip else 1.0,
-    }
-
-
-def batches(
-    options: SimpleNamespace, batch_size: int, test_batch_size: int, interpolation: str = "bilinear"
-) -> tuple[DataLoader, DataLoader]:
-    """This rank's training and test batches."""
-    import torch_xla.runtime as xr
-
-    share, size, vary = (xr.global_ordinal(), xr.world_size()), options.image_size, None
-    if options.fake_data:
-        train_data = images.FakeImages("train", size, options.num_classes)
-        most = options.max_steps and options.max_steps * test_batch_size * share[1]
-        test_data = images.FakeImages("val", size, options.num_classes, most)
-    else:
-        train_data = images.training_images(options.datadir)
-        vary = images.RandomPart(size, options.min_crop, options.flip, interpolation)
-        read = describe(options, interpolation) | {"datadir": options.datadir}
-        test_data = images.test_images(**{k: v for k, v in read.items() if k != "kind"})
-    how = {"seed": options.seed, "max_steps": options.max_steps, "vary": vary}
-    workers = reading(options)
-    train = training_batches(train_data, *share, batch_size, **how, **workers)
-    return train, test_batches(test_data, *share, test_batch_size, **workers)
-
-
-def reading(options: SimpleNamespace) -> dict[str, Any]:
+def reading(number: int | None) -> dict[str, Any]:
     """How a ``DataLoader`` reads: in which processes."""
     import torch_xla.runtime as xr
 
-    on_cpu, number = xr.device_type() == "CPU", options.num_workers
+    on_cpu = xr.device_type() == "CPU"
     if number is None:
         cores = len(os.sched_getaffinity(0))
         # CPU ranks share the cores of one machine, and each has two loaders.

@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import tokens
@@ -42,32 +41,32 @@ SIZES = {
 VOCABULARY = 128_256
 
 
-def configuration(options: SimpleNamespace, found: tokens.Tokens | None) -> LlamaConfig:
-    """Of the model in ``--folder``, or of a new one. Stops if it does not go with the tokens that
-    were ``found``; a plan needs none."""
-    config = _of_the_folder(options.folder) if options.folder else _new(options, found)
-    longest = config.max_position_embeddings
-    if options.tokens_per_sample > longest:
-        longer = f"--tokens_per_sample={options.tokens_per_sample} is longer than"
-        raise Stop(f"{longer} the model's {longest} positions", code=2)
-    if found and found.vocabulary > config.vocab_size:
-        more = f"{found.folder} has a vocabulary of {found.vocabulary}"
-        raise Stop(f"{more}, more than the model's {config.vocab_size}", code=2)
-    words = tokenizer_of(options.folder)
-    if found and words:
-        if tokens.open_tokenizer(words).get_vocab() != found.tokenizer().get_vocab():
-            other = f"{found.folder} was made with another tokenizer than {words}"
-            raise Stop(f"{other}, and numbers would mean other words: name a new --data", code=2)
-    return config
+def new(
+    size: str, vocabulary: int | None, positions: int, found: tokens.Tokens | None
+) -> LlamaConfig:
+    """Of a model for the tokens that were ``found``, by default with their vocabulary if it is
+    tiny."""
+    sizes = SIZES[size]
+    here = found.vocabulary if found else tokens.byte_level().get_vocab_size()
+    return LlamaConfig(
+        num_hidden_layers=sizes.layers,
+        hidden_size=sizes.width,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.groups,
+        intermediate_size=sizes.inner,
+        vocab_size=vocabulary or (here if size == "tiny" else VOCABULARY),
+        max_position_embeddings=positions,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        bos_token_id=None,
+        eos_token_id=found.end if found else None,
+        dtype=torch.float32,
+        attn_implementation="xla_fsdp",
+    )
 
 
-def tokenizer_of(folder: str | None) -> str | None:
-    """The file in a folder of the hub, if there is one."""
-    path = os.path.join(folder or "", "tokenizer.json")
-    return path if folder and os.path.exists(path) else None
-
-
-def _of_the_folder(folder: str) -> LlamaConfig:
+def of_folder(folder: str) -> LlamaConfig:
+    """Of the model in a folder of the hub."""
     try:
         said = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
         if said.get("model_type") != "llama":
@@ -79,34 +78,36 @@ def _of_the_folder(folder: str) -> LlamaConfig:
     return found
 
 
-def _new(options: SimpleNamespace, found: tokens.Tokens | None) -> LlamaConfig:
-    sizes = SIZES[options.size]
-    here = found.vocabulary if found else tokens.byte_level().get_vocab_size()
-    default = here if options.size == "tiny" else VOCABULARY
-    return LlamaConfig(
-        num_hidden_layers=sizes.layers,
-        hidden_size=sizes.width,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.groups,
-        intermediate_size=sizes.inner,
-        vocab_size=options.vocab_size or default,
-        max_position_embeddings=options.positions or options.tokens_per_sample,
-        rope_theta=500_000.0,
-        rms_norm_eps=1e-5,
-        bos_token_id=None,
-        eos_token_id=found.end if found else None,
-        dtype=torch.float32,
-        attn_implementation="xla_fsdp",
-    )
+def require_fit(
+    config: LlamaConfig, length: int, words: str | None, found: tokens.Tokens | None
+) -> None:
+    """Stops if rows are too long for the model, or if tokens that were ``found`` mean nothing to it
+    or, as its own tokenizer ``words`` shows, something else; a plan needs none."""
+    if length > (longest := config.max_position_embeddings):
+        longer = f"--tokens_per_sample={length} is longer than the model's {longest} positions"
+        raise Stop(longer, code=2)
+    if found and found.vocabulary > config.vocab_size:
+        more = f"{found.folder} has a vocabulary of {found.vocabulary}"
+        raise Stop(f"{more}, more than the model's {config.vocab_size}", code=2)
+    if found and words:
+        if tokens.open_tokenizer(words).get_vocab() != found.tokenizer().get_vocab():
+            other = f"{found.folder} was made with another tokenizer than {words}"
+            raise Stop(f"{other}, and numbers would mean other words: name a new --data", code=2)
 
 
-def make_folder(options: SimpleNamespace) -> None:
-    """``--make_folder``: a model that nobody has trained, and a tokenizer of bytes."""
-    folder = Path(options.make_folder)
+def tokenizer_of(folder: str | None) -> str | None:
+    """The file in a folder of the hub, if there is one."""
+    path = os.path.join(folder or "", "tokenizer.json")
+    return path if folder and os.path.exists(path) else None
+
+
+def make_folder(path: str, config: LlamaConfig, seed: int) -> None:
+    """A model that nobody has trained, and a tokenizer of bytes."""
+    folder = Path(path)
     if folder.exists():
         raise Stop(f"--make_folder={folder} is there already", code=2)
-    torch.manual_seed(options.seed)
-    config, words = _new(options, None), tokens.byte_level()
+    torch.manual_seed(seed)
+    words = tokens.byte_level()
     config._attn_implementation = "sdpa"
     config.eos_token_id = words.token_to_id(tokens.END)
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -171,15 +172,15 @@ def with_adapters(model: nn.Module, rank: int) -> PeftModelForCausalLM:
 
 
 def generate(
-    model: nn.Module, prompt: list[int], config: LlamaConfig, options: SimpleNamespace
+    model: nn.Module, prompt: list, config: LlamaConfig, most: int, temperature: float, seed: int
 ) -> list[int]:
     """The library's own search, with keys and values kept; on every rank the same. It ends with
     the model's positions, beyond which nothing was trained."""
-    torch.manual_seed(options.seed)
-    new = min(options.sample_tokens, config.max_position_embeddings - len(prompt))
+    torch.manual_seed(seed)
+    most = min(most, config.max_position_embeddings - len(prompt))
     ends = config.eos_token_id  # Llama 3.1 has three
-    how = {"do_sample": bool(options.temperature), "temperature": options.temperature or None}
-    how |= {"max_new_tokens": new, "eos_token_id": ends}
+    how = {"do_sample": bool(temperature), "temperature": temperature or None}
+    how |= {"max_new_tokens": most, "eos_token_id": ends}
     how |= {"pad_token_id": ends[0] if isinstance(ends, list) else ends}
     row = torch.tensor([prompt])
     told = model.generate(input_ids=row, attention_mask=torch.ones_like(row), **how)
@@ -221,9 +222,13 @@ class Llama(LlamaForCausalLM):
     """
 
     def loss(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, segments: torch.Tensor,
-        positions: torch.Tensor, reduction: str = "mean",
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        segments: torch.Tensor,
+        positions: torch.Tensor,
+        reduction: str = "mean",
+    ) -> torch.Tensor:
         """The cross entropy of ``labels``, which are the tokens that follow, or -100.
 
         All are (batch, length): ``segments`` the number of the document within its row, of which a

@@ -151,14 +151,10 @@ def try_out(model: str, options: SimpleNamespace, batch_size: int, smaller: str)
         images = f"{batch_size} images of --image_size={size} with --num_classes={classes}"
         reason = in_a_line(error, 200)
         raise Stop(f"{model} can not train on batches of {images}: {reason}", code=2) from error
-    require_for_building(parameters)
+    # It is whole, in float32, before it is sharded.
+    _require(parameters, 4, "before they are sharded", "model or --num_classes")
     if not options.plan:
         require_for_training(parameters, smaller)
-
-
-def require_for_building(parameters: int) -> None:
-    """A model is whole, in float32, before it is sharded."""
-    _require(parameters, 4, "before they are sharded", "model or --num_classes")
 
 
 def sizes_of(options: SimpleNamespace) -> tuple[dict[str, Any], int]:

@@ -14,7 +14,6 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -65,26 +64,30 @@ def byte_level() -> Tokenizer:
     return made
 
 
-def prepare(options: SimpleNamespace, default: str | None = None) -> Tokens:
-    """Those of ``--data``, which is made if it is not there, with ``--tokenizer`` or the one in the
-    file ``default``. Before the ranks start."""
-    folder = options.data or BYTES
+def prepare(
+    folder: str,
+    length: int,
+    *,
+    text: str | None,
+    tokenizer: str | None,
+    end_token: str,
+    default: str | None = None,
+) -> Tokens:
+    """Those of ``folder``, which is made of ``text`` if it is not there, with ``tokenizer`` or the
+    one in the file ``default``. Before the ranks start."""
     if not os.path.exists(os.path.join(folder, "tokens.json")):
-        file = options.tokenizer or default
-        texts = texts_in(options.text) if options.text else shipped_texts()
-        if file:
-            write(folder, texts, open_tokenizer(file), options.end_token)
+        texts = texts_in(text) if text else shipped_texts()
+        if file := tokenizer or default:
+            write(folder, texts, open_tokenizer(file), end_token)
         else:
             write(folder, texts, byte_level(), END)
-    elif options.text or options.tokenizer:
-        given = "--text" if options.text else "--tokenizer"
+    elif text or tokenizer:
+        given = "--text" if text else "--tokenizer"
         raise Stop(f"{folder} has tokens already: leave out {given}, or name another --data", 2)
-    found = open_folder(folder)
+    found = open_rows(folder, length)[0].found
     if (words := found.tokenizer().get_vocab_size()) > found.vocabulary:
         larger = f"{folder}/tokenizer.json knows {words} tokens, and tokens.json says"
         raise Stop(f"{larger} {found.vocabulary}: it is not the one that made them", code=2)
-    Rows(found, found.train, options.tokens_per_sample, "train.bin")
-    Rows(found, found.valid, options.tokens_per_sample, "valid.bin")
     return found
 
 
@@ -180,12 +183,14 @@ def open_tokenizer(path: str) -> Tokenizer:
 
 
 class Rows:
-    """``tokens`` in rows of ``length`` and the one that follows, which is the next row's first."""
+    """The ``part``, "train" or "valid", in rows of ``length`` and the token that follows, which is
+    the next row's first."""
 
-    def __init__(self, found: Tokens, tokens: np.ndarray, length: int, name: str) -> None:
-        self.found, self.tokens, self.length, self.name = found, tokens, length, name
-        if len(tokens) <= length:
-            few = f"{found.folder}/{name} has {len(tokens):,} tokens"
+    def __init__(self, found: Tokens, part: str, length: int) -> None:
+        self.found, self.part, self.length = found, part, length
+        self.tokens = getattr(found, part)
+        if len(self.tokens) <= length:
+            few = f"{found.folder}/{part}.bin has {len(self.tokens):,} tokens"
             raise Stop(f"{few}, too few for --tokens_per_sample={length} and one more", code=2)
 
     def __len__(self) -> int:
@@ -196,54 +201,32 @@ class Rows:
         row = self.tokens[first : first + self.length + 1].astype(np.int64)
         # On an XLA device a number too large would be taken for another, without a word.
         if row.max() >= self.found.vocabulary:
-            wrong = f"{self.found.folder}/{self.name} has token {row.max()} after place {first:,}"
+            file = f"{self.found.folder}/{self.part}.bin"
+            wrong = f"{file} has token {row.max()} after place {first:,}"
             raise Stop(f"{wrong}, beyond the vocabulary of {self.found.vocabulary}", code=2)
         return torch.from_numpy(row)
 
 
-def to_train(
-    options: SimpleNamespace, data: str | None, share: tuple[int, int, int], done: int, count: int,
-    rows: str = "pairs",
-) -> Iterator[tuple[torch.Tensor, ...]]:  # fmt: skip
-    """``count`` batches of one rank, after ``done`` sequences of all.
-
-    ``share``: the rank, how many there are, sequences a batch. Without ``data``, for a plan, all
-    tokens are 0.
-    """
-    rank, ranks, size = share
-    if data is None:
-        nothing = torch.zeros(size, options.tokens_per_sample + 1, dtype=torch.long)
-        return PREPARED[rows]([nothing] * count, 0)
-    found = open_folder(data)
-    all_of_them = Rows(found, found.train, options.tokens_per_sample, "train.bin")
-    how = {"seed": options.seed, "done": done, "batches": count}
-    return PREPARED[rows](training_batches(all_of_them, size, rank, ranks, **how), found.end)
+def describe(held_out: Rows, count: int | None, form: str) -> dict[str, object]:
+    """What is validated with, for evaluate.py; ``form``: "pairs" or "packed"."""
+    how = {"length": held_out.length, "count": count, "rows": form}
+    return {"kind": "tokens", "folder": os.path.abspath(held_out.found.folder), **how}
 
 
-def to_validate(
-    options: SimpleNamespace, data: str, share: tuple[int, int, int], rows: str = "pairs"
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The batches to validate with of one rank."""
-    rank, ranks, size = share
-    found = open_folder(data)
-    held_out = Rows(found, found.valid, options.tokens_per_sample, "valid.bin")
-    batches = validation_batches(held_out, options.valid_samples, size, rank, ranks)
-    return PREPARED[rows](batches, found.end)
-
-
-def describe(options: SimpleNamespace, data: str, rows: str = "pairs") -> dict[str, object]:
-    """What is validated with, for evaluate.py."""
-    how = {"length": options.tokens_per_sample, "count": options.valid_samples, "rows": rows}
-    return {"kind": "tokens", "folder": os.path.abspath(data), **how}
-
-
-def encode_prompt(found: Tokens, options: SimpleNamespace) -> list[int]:
+def encode_prompt(found: Tokens, prompt: str, length: int) -> list[int]:
     """``--prompt`` as tokens, none if it is empty."""
-    prompt = found.tokenizer().encode(options.prompt, add_special_tokens=False).ids
-    if len(prompt) >= options.tokens_per_sample:
-        many = f"--prompt has {len(prompt)} tokens"
-        raise Stop(f"{many}, and --tokens_per_sample={options.tokens_per_sample}", code=2)
-    return prompt
+    numbers = found.tokenizer().encode(prompt, add_special_tokens=False).ids
+    if len(numbers) >= length:
+        many = f"--prompt has {len(numbers)} tokens"
+        raise Stop(f"{many}, and --tokens_per_sample={length}", code=2)
+    return numbers
+
+
+def open_rows(folder: str | None, length: int) -> tuple[Rows, Rows]:
+    """Those to train on, and those to validate with. Without a folder, for a plan, one each."""
+    row = np.zeros(length + 1, "<u2")
+    found = open_folder(folder) if folder else Tokens("", row, row, vocabulary=1, end=0)
+    return Rows(found, "train", length), Rows(found, "valid", length)
 
 
 def training_batches(
@@ -276,7 +259,7 @@ def validation_batches(
         yield torch.stack([rows[place] if place < count else filling for place in places])
 
 
-def pairs(batches: Iterable[torch.Tensor], end: int) -> Iterator[tuple[torch.Tensor, ...]]:
+def pairs(batches: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
     """Of rows with a token more than their length: tokens and, as labels, those that follow."""
     for rows in batches:
         labels = rows[:, 1:]
@@ -288,15 +271,12 @@ def packed(batches: Iterable[torch.Tensor], end: int) -> Iterator[tuple[torch.Te
 
     The first token of a document is no label: nothing before it tells of it.
     """
-    for tokens, labels in pairs(batches, end):
+    for tokens, labels in pairs(batches):
         after_end = torch.nn.functional.pad(tokens[:, :-1] == end, (1, 0))
         places = torch.arange(tokens.shape[1]).expand_as(tokens)
         first = torch.where(after_end, places, 0).cummax(1).values
         segments = after_end.cumsum(1)
         yield tokens, labels.masked_fill(tokens == end, IGNORED), segments, places - first
-
-
-PREPARED = {"pairs": pairs, "packed": packed}
 
 
 def loss_of_frequencies(found: Tokens) -> float:

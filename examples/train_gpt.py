@@ -19,11 +19,12 @@ import torch
 from absl import flags
 from common import checkpoints, closing, evaluation, tuning
 from common.batches import on_device
-from common.script import DEFINE_number, Stop, fill_in, run
+from common.schedules import polynomial
+from common.script import DEFINE_number, Stop, exclude, fill_in, given, run
 from networks import require_for_training
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from updates import Updates, betas, decay
+from updates import Updates, betas
 
 import xla_fsdp
 
@@ -39,19 +40,21 @@ flags.DEFINE_bool("no_reshard_after_forward", False, "keep full parameters for t
 flags.DEFINE_bool("checkpoint_activations", None, "recompute blocks; default: if scanned")
 flags.DEFINE_bool("offload_activations", False, "inputs of blocks wait on the host")
 flags.DEFINE_bool("scan_blocks", None, "blocks as one loop, compiled once; default: if possible")
-flags.FLAGS.set_default("ckpt_dir", "runs/gpt/ckpt")
+flags.DEFINE_string("ckpt_dir", "runs/gpt/ckpt", "folder of the checkpoints, shared by all hosts")
 
 
 def main(options: SimpleNamespace) -> None:
     tuning.settle(options, *tuning.OF_BLOCKS.split())
     set_defaults(options)
-    found = None if options.plan else tokens.prepare(options)
+    length = options.tokens_per_sample
+    how = {"text": options.text, "tokenizer": options.tokenizer, "end_token": options.end_token}
+    found = None if options.plan else tokens.prepare(options.data, length, **how)
     here = found.vocabulary if found else tokens.byte_level().get_vocab_size()
     fill_in(options, vocab_size=here if options.arch == "tiny" else gpt.VOCABULARY)
     if found and here > options.vocab_size:
         more = f"more than --vocab_size={options.vocab_size}"
         raise Stop(f"{found.folder} has a vocabulary of {here}, {more}", code=2)
-    prompt = tokens.encode_prompt(found, options) if found else []
+    prompt = tokens.encode_prompt(found, options.prompt, length) if found else []
     # Logits do not exist whole where they are large; the loop over their parts knows no float16.
     options.fused = options.vocab_size > 8192 and not options.fp16
     size = gpt.FAMILY[options.arch]
@@ -59,34 +62,28 @@ def main(options: SimpleNamespace) -> None:
     count = gpt.count_parameters(options.vocab_size, options.positions, size)
     checkpoints.prepare_folder(options)
     print(title := f"GPT {options.arch}, {count:,} parameters", flush=True)
-    args = (options, network, count, found and found.folder, prompt)
-    tuning.launch_plan_or_tune(train, args, options, options.num_devices, title)
+    tuning.launch_plan_or_tune(train, (options, network, count, prompt), title)
 
 
 def set_defaults(options: SimpleNamespace) -> None:
     """Those of fairseq's run with 13 billion parameters, or of one that a CPU trains in minutes."""
-    no_loop = ["--no_reshard_after_forward"] * options.no_reshard_after_forward
-    no_loop += ["--nocheckpoint_activations"] * (options.checkpoint_activations is False)
-    no_loop += ["--stream"] * options.stream
-    excluded = [("--fp16", "--compute_dtype")] * bool(options.fp16 and options.compute_dtype)
-    excluded += [("--scan_blocks", one) for one in no_loop if options.scan_blocks]
-    alone = no_loop[options.no_reshard_after_forward :] if options.offload_activations else []
-    excluded += [("--offload_activations", one) for one in alone]
-    excluded += [("--stream", one) for one in no_loop[:-1] if options.stream and "reshard" in one]
-    if excluded:
-        raise Stop(" excludes ".join(excluded[0]), code=2)
+    no_loop = ["no_reshard_after_forward", "nocheckpoint_activations", "stream"]
+    exclude(options, "fp16", "compute_dtype")
+    exclude(options, "scan_blocks", *no_loop)
+    exclude(options, "offload_activations", "nocheckpoint_activations", "stream")
+    exclude(options, "stream", "no_reshard_after_forward")
+    fill_in(options, scan_blocks=not given(options, *no_loop), data=tokens.BYTES)
     fill_in(options, compute_dtype="float16" if options.fp16 else None)
     if options.arch == "tiny":
         fill_in(options, tokens_per_sample=64, positions=130, max_update=300, lr=3e-3)
         fill_in(options, warmup_updates=30, compute_dtype="float32", valid_samples=256)
     fill_in(options, tokens_per_sample=2048, positions=gpt.POSITIONS, max_update=10, lr=1e-4)
     fill_in(options, warmup_updates=5, compute_dtype="bfloat16")
-    fill_in(options, total_num_update=options.max_update)
+    fill_in(options, total_num_update=options.max_update, checkpoint_activations=options.stream)
     if options.tokens_per_sample > options.positions:
         longer = f"--tokens_per_sample={options.tokens_per_sample} is longer than"
         raise Stop(f"{longer} the model's --positions={options.positions}", code=2)
     options.cpu_offload |= options.stream
-    fill_in(options, scan_blocks=not no_loop, checkpoint_activations=options.stream)
 
 
 def build(options: SimpleNamespace, network: dict) -> nn.Module:
@@ -113,15 +110,13 @@ def build(options: SimpleNamespace, network: dict) -> nn.Module:
     return wrap(gpt.GPT(**network, join=join, **layers))
 
 
-def train(
-    index: int, options: SimpleNamespace, network: dict, count: int, data: str | None, prompt: list
-) -> None:
-    """What each rank runs; ``data``: the folder of the tokens, of which a plan needs none."""
+def train(index: int, options: SimpleNamespace, network: dict, count: int, prompt: list) -> None:
+    """What each rank runs."""
     import torch_xla  # not at the top of the file: launch has to set up the runtime before
     import torch_xla.runtime as xr
 
     rank, ranks, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
-    if data:
+    if not options.plan:
         require_for_training(count, "--arch")
     torch.manual_seed(options.seed)  # the same weights on every rank
     with tuning.applied(options):
@@ -129,7 +124,9 @@ def train(
     how = {"betas": betas(options.adam_betas), "weight_decay": options.weight_decay}
     how |= {"lr": options.lr, "fused": options.cpu_offload or None}  # torch's for the CPU
     optimizer = torch.optim.AdamW(model.parameters(), **how)
-    scheduler = LambdaLR(optimizer, decay(options))
+    how = {"warmup": options.warmup_updates, "total": options.total_num_update}
+    how |= {"power": options.power, "end": options.end_learning_rate / options.lr}
+    scheduler = LambdaLR(optimizer, partial(polynomial, **how))
     scaler = xla_fsdp.ShardedGradScaler(options.fp16_init_scale, enabled=options.fp16)
     evaluation.vary_by_rank(options.seed)
     network, state = {"kind": "gpt", **network}, (model, optimizer, scheduler)
@@ -139,12 +136,14 @@ def train(
         update, saved, sequences = loaded.step, loaded.path, loaded.extra["sequences"]
         if loaded.extra["scaler"]:
             scaler.load_state_dict(loaded.extra["scaler"])
-    share = (rank, ranks, options.batch_size)
+    share, together = (options.batch_size, rank, ranks), options.batch_size * ranks
     rest = (options.max_update - update) * options.update_freq
-    batches = tokens.to_train(options, data, share, sequences, rest)
-    meters = Updates(options, tokens=options.update_freq * options.batch_size * ranks * length)
-    watch, total = checkpoints.preemption(options), 0.0
-    with meters, watch as preempted, on_device(batches, options) as loader:
+    rows, held_out = tokens.open_rows(None if options.plan else options.data, length)
+    how = {"seed": options.seed, "done": sequences, "batches": rest}
+    batches = tokens.pairs(tokens.training_batches(rows, *share, **how))
+    meters = Updates(options, optimizer, scaler, tokens=options.update_freq * together * length)
+    watch, total = xla_fsdp.Preemption(options.preemption_grace), 0.0
+    with meters, watch as preempted, on_device(batches, options.prefetch) as loader:
         for number, (numbers, labels) in enumerate(loader, 1):  # a step runs with the next batch
             loss = model(numbers, labels) / options.update_freq
             scaler.scale(loss).backward()  # gradients are averaged over the ranks when it returns
@@ -156,13 +155,13 @@ def train(
             scaler.step(optimizer)
             scaler.update()
             update, total, mean = update + 1, 0.0, total
-            sequences += options.update_freq * options.batch_size * ranks
-            meters.update(update, mean, norm, optimizer, scaler)
+            sequences += options.update_freq * together
+            last, taken_away = update == options.max_update, preempted()
+            meters.update(update, mean, norm, show=last or update % options.log_steps == 0)
             scheduler.step()
             optimizer.zero_grad()
-            last, taken_away = update == options.max_update, preempted()
             if last or update % options.validate_interval_updates == 0:
-                meters.validated(update, *validate(model, options, data, share))
+                meters.validated(update, *validate(model, options, held_out, share))
             if last or taken_away or update % options.save_interval_updates == 0:
                 extra = {"network": network, "sequences": sequences, "scaler": scaler.state_dict()}
                 how = {"step": update, "extra": extra, "keep_last": options.keep_ckpts}
@@ -170,24 +169,25 @@ def train(
             if taken_away:  # --resume goes on from here
                 preempted.exit()
     if not rest:  # the run before was ended after its last update
-        meters.validated(update, *validate(model, options, data, share))
+        meters.validated(update, *validate(model, options, held_out, share))
     if prompt:
         with evaluation.evaluating(model):
             how = (options.sample_tokens, length, torch_xla.device(), options.temperature)
             told = gpt.complete(model, prompt, *how, options.seed, torch_xla.sync)
     if rank == 0:  # all ranks' parts become one model, in which plain torch must find the same loss
-        found = tokens.open_folder(data)
         if prompt:
-            print(f"sample: {found.tokenizer().decode(told)!r}")
-        folder = closing.consolidate(options, saved, network, tokens.describe(options, data))
-        others = {"loss by frequencies alone": f"{tokens.loss_of_frequencies(found):.4f}"}
-        closing.summarize_loss("GPT, fully sharded", options, meters, saved, folder, others)
+            print(f"sample: {rows.found.tokenizer().decode(told)!r}")
+        read = tokens.describe(held_out, options.valid_samples, "pairs")
+        folder = closing.consolidate(options, saved, network, read)
+        others = {"loss by frequencies alone": f"{tokens.loss_of_frequencies(rows.found):.4f}"}
+        closing.summarize("GPT, fully sharded", options, meters, saved, folder, others)
 
 
-def validate(model: nn.Module, options: SimpleNamespace, data: str, share: tuple) -> tuple:
+def validate(model: nn.Module, options: SimpleNamespace, rows: tokens.Rows, share: tuple) -> tuple:
     """The mean loss of a held-out token over all ranks, and how many tokens there are."""
-    batches, total, counted = tokens.to_validate(options, data, share), 0, 0
-    with evaluation.evaluating(model), on_device(batches, options) as loader:
+    batches = tokens.pairs(tokens.validation_batches(rows, options.valid_samples, *share))
+    total, counted = 0, 0
+    with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
         for numbers, labels in loader:
             total = total + model(numbers, labels, reduction="sum")
             counted = counted + (labels != tokens.IGNORED).sum()

@@ -18,7 +18,6 @@ joined into one model in plain torch, which examples/evaluate.py evaluates. --he
 from functools import partial
 from types import SimpleNamespace
 
-import image_batches
 import networks
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,7 @@ from common import checkpoints, closing, evaluation, schedules, tuning
 from common.batches import on_device
 from common.meters import Meters
 from common.script import DEFINE_number, Stop, fill_in, run
+from image_batches import Source
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -62,22 +62,22 @@ ADAMW = ("convnext", "maxvit", "swin", "vit")
 def main(options: SimpleNamespace) -> None:
     wrapping.settle(options)
     tuning.settle(options, *wrapping.SHARDING)
-    set_defaults(options, digits=image_batches.prepare(options))
+    data = Source.find(options.datadir, options.fake_data, options.num_classes, options.plan)
+    set_defaults(options, data)
     network = {"model": options.model, "num_classes": options.num_classes}
     # Statistics of one image will do if there are others on other ranks.
     together = max(2, options.batch_size) if options.sync_batch_norm else options.batch_size
     networks.try_out(options.model, options, together, "--model or --num_classes")
     checkpoints.prepare_folder(options)
-    how = (options, options.num_devices, options.model)
-    tuning.launch_plan_or_tune(train, (options, network), *how)
+    tuning.launch_plan_or_tune(train, (options, data, network), options.model)
 
 
-def set_defaults(options: SimpleNamespace, digits: bool) -> None:
+def set_defaults(options: SimpleNamespace, data: Source) -> None:
     """The published run's values, or for the digits such that a CPU trains for some minutes."""
-    if digits:
+    if data.digits:
         fill_in(options, model="resnet18", image_size=16, batch_size=25, num_epochs=6, lr=0.05)
         fill_in(options, eval_interval=1, num_warmup_epochs=1, lr_scheduler_type="cosine")
-    fill_in(options, model="resnet50")
+    fill_in(options, model="resnet50", num_classes=data.num_classes)
     name = options.model
     fill_in(options, optimizer="adamw" if name.startswith(ADAMW) else "sgd")
     if options.optimizer == "sgd":
@@ -88,12 +88,13 @@ def set_defaults(options: SimpleNamespace, digits: bool) -> None:
     fill_in(options, num_epochs=100, eval_interval=10, lr_scheduler_divide_every_n_epochs=30)
 
 
-def train(index: int, options: SimpleNamespace, network: dict) -> None:
+def train(index: int, options: SimpleNamespace, data: Source, network: dict) -> None:
     """What each rank runs."""
     import torch_xla  # not at the top of the file: launch has to set up the runtime before
 
-    sizes = (options.batch_size, options.test_set_batch_size)
-    batches, held_out = image_batches.batches(options, *sizes)
+    how = {"num_workers": options.num_workers, "max_steps": options.max_steps, "seed": options.seed}
+    how |= {"image_size": options.image_size, "min_crop": options.min_crop}
+    batches, held_out = data.batches(options.batch_size, options.test_set_batch_size, **how)
     network = {"kind": "torchvision", **network}
 
     torch.manual_seed(options.seed)  # the same weights on every rank
@@ -105,12 +106,13 @@ def train(index: int, options: SimpleNamespace, network: dict) -> None:
     evaluation.vary_by_rank(options.seed)
     state = (model, optimizer, scheduler)
     done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, batches)
-    with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
+    meters = Meters(options, batches, held_out)
+    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
             meters.start_epoch(epoch)
-            with on_device(batches, options) as loader:  # which runs a step with the next batch
-                for images, labels in loader:
+            with on_device(batches, options.prefetch) as loader:
+                for images, labels in loader:  # a step runs with the next batch
                     optimizer.zero_grad()
                     logits = model(images).float()
                     loss = F.cross_entropy(logits, labels, label_smoothing=options.label_smoothing)
@@ -138,7 +140,7 @@ def train(index: int, options: SimpleNamespace, network: dict) -> None:
 
     # All ranks' parts in one model, which plain torch must find as good.
     if meters.rank == 0:
-        folder = closing.consolidate(options, saved, network, image_batches.describe(options))
+        folder = closing.consolidate(options, saved, network, data.describe(options.image_size))
         closing.summarize(f"{options.model}, fully sharded", options, meters, saved, folder)
     accuracy, target = 100 * meters.correct / meters.images, options.target_accuracy
     if target and accuracy < target:
@@ -188,7 +190,7 @@ def optimize(model: nn.Module, options: SimpleNamespace, steps: int) -> tuple:
 
 def count_correct(model: nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
     """How many held-out images the model gets right, over all ranks."""
-    with evaluation.evaluating(model), on_device(batches, options) as loader:
+    with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
         hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
         return evaluation.over_all_ranks(hits)
 

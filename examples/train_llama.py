@@ -8,12 +8,12 @@
     PJRT_DEVICE=TPU python examples/train_llama.py --folder=/shared/llama --data=/shared/tokens \\
         --ckpt_dir=/shared/run --resume                   # on every host of a pod: examples/pod/
 
-A row of --tokens_per_sample tokens holds documents, none of which sees another. Attention is flash
-attention, logits never exist whole, and blocks are one loop of the program unless adapters are in
-them. What is consolidated at the end is a folder of the hub. --batch_size is that of a rank.
+A row of --tokens_per_sample tokens holds documents, none of which sees another. Logits never exist
+whole, and blocks are one loop of the program unless adapters are in them. What is consolidated at
+the end is a folder of the hub. --batch_size is that of a rank.
 """
 
-import os
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +23,15 @@ import torch
 from absl import flags
 from common import checkpoints, closing, evaluation, tuning
 from common.batches import on_device
+from common.schedules import polynomial
 from common.script import Stop, fill_in, run
 from networks import require_for_training
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from updates import Updates, betas, decay
+from updates import Updates, betas
 
 import xla_fsdp
+from xla_fsdp.integrations.peft import save_merged
 
 flags.DEFINE_enum("size", "tiny", list(llama.SIZES), "of a new model")
 flags.DEFINE_string("folder", None, "go on from this model: config.json and safetensors files")
@@ -41,22 +43,26 @@ flags.DEFINE_enum("compute_dtype", None, ["float32", "bfloat16"], "default: bflo
 flags.DEFINE_bool("offload_activations", False, "inputs of blocks wait on the host")
 flags.DEFINE_list("keep", [], "scanned: not computed again; attention, self_attn.q_proj, ...")
 flags.DEFINE_bool("scan_blocks", None, "blocks as one loop, compiled once; default: if no LoRA")
-flags.FLAGS.set_default("ckpt_dir", "runs/llama/ckpt")
+flags.DEFINE_string("ckpt_dir", "runs/llama/ckpt", "folder of the checkpoints, shared by all hosts")
 
 
 def main(options: SimpleNamespace) -> None:
     tuning.settle(options, "scan_blocks", "keep", "offload_activations", "lora_rank")
     set_defaults(options)
+    length = options.tokens_per_sample
+    new = partial(llama.new, options.size, options.vocab_size, options.positions or length)
     if options.make_folder:
-        return llama.make_folder(options)
-    found = None if options.plan else tokens.prepare(options, llama.tokenizer_of(options.folder))
-    config = llama.configuration(options, found)
-    prompt = tokens.encode_prompt(found, options) if found else []
+        return llama.make_folder(options.make_folder, new(None), options.seed)
+    words = llama.tokenizer_of(options.folder)
+    how = {"text": options.text, "tokenizer": options.tokenizer, "end_token": options.end_token}
+    found = None if options.plan else tokens.prepare(options.data, length, **how, default=words)
+    config = llama.of_folder(options.folder) if options.folder else new(found)
+    llama.require_fit(config, length, words, found)
+    prompt = tokens.encode_prompt(found, options.prompt, length) if found else []
     checkpoints.prepare_folder(options)
     count = llama.count_parameters(config, options.keep)
     print(title := f"LLaMA, {count:,} parameters", flush=True)
-    args = (options, config, count, found and found.folder, prompt)
-    tuning.launch_plan_or_tune(train, args, options, options.num_devices, title)
+    tuning.launch_plan_or_tune(train, (options, config, count, prompt), title)
 
 
 def set_defaults(options: SimpleNamespace) -> None:
@@ -64,7 +70,7 @@ def set_defaults(options: SimpleNamespace) -> None:
     if options.size == "tiny":
         fill_in(options, tokens_per_sample=128, compute_dtype="float32", valid_samples=128, lr=3e-3)
     fill_in(options, tokens_per_sample=2048 if options.size == "1B" else 8192, lr=3e-4)
-    fill_in(options, compute_dtype="bfloat16", max_update=300, warmup_updates=30)
+    fill_in(options, compute_dtype="bfloat16", max_update=300, warmup_updates=30, data=tokens.BYTES)
     fill_in(options, total_num_update=options.max_update, scan_blocks=not options.lora_rank)
     if options.lora_rank and (options.scan_blocks or not options.folder):
         raise Stop("--lora_rank needs --folder, and excludes --scan_blocks", code=2)
@@ -82,7 +88,6 @@ def build(options: SimpleNamespace, config: Any, sharding: Any, new: bool) -> nn
     model = inner = llama.without_values(config)
     if options.lora_rank:
         model = llama.with_adapters(inner, options.lora_rank)
-
     begin = llama.beginning(model, inner, new)  # each submodule gets values when its turn comes
     how = {"compute_dtype": getattr(torch, options.compute_dtype), "param_init_fn": begin}
     # One loop of the program, or block by block: as the flags or a file of --tune say.
@@ -95,16 +100,12 @@ def build(options: SimpleNamespace, config: Any, sharding: Any, new: bool) -> nn
     return model
 
 
-def train(
-    index: int, options: SimpleNamespace, config: Any, count: int, data: str | None, prompt: list
-) -> None:
-    """What each rank runs; ``data``: the folder of the tokens, of which a plan needs none."""
+def train(index: int, options: SimpleNamespace, config: Any, count: int, prompt: list) -> None:
+    """What each rank runs."""
     import torch_xla.runtime as xr  # not at the top of the file, as launch sets up the runtime
 
-    from xla_fsdp.integrations.peft import save_merged
-
     rank, ranks, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
-    if data:
+    if not options.plan:
         require_for_training(count, "--size")
     torch.manual_seed(options.seed)  # the same weights on every rank
     with tuning.applied(options):
@@ -112,25 +113,27 @@ def train(
     how = {"betas": betas(options.adam_betas), "weight_decay": options.weight_decay}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.lr, **how)
-    scheduler = LambdaLR(optimizer, decay(options))
+    how = {"warmup": options.warmup_updates, "total": options.total_num_update}
+    how |= {"power": options.power, "end": options.end_learning_rate / options.lr}
+    scheduler = LambdaLR(optimizer, partial(polynomial, **how))
     evaluation.vary_by_rank(options.seed)
     network, state = llama.known_by(config, options.lora_rank), (model, optimizer, scheduler)
     loaded = checkpoints.load(options, options.ckpt_dir, state, network, options.max_update)
     update, saved, sequences = 0, "", 0
     if loaded:
         update, saved, sequences = loaded.step, loaded.path, loaded.extra["sequences"]
-    elif options.folder and data:
-        llama.load(model, options.folder)
-    share = (rank, ranks, options.batch_size)
+    share, together = (options.batch_size, rank, ranks), options.batch_size * ranks
     rest = (options.max_update - update) * options.update_freq
-    batches = tokens.to_train(options, data, share, sequences, rest, "packed")
-    meters = Updates(options, tokens=options.update_freq * options.batch_size * ranks * length)
-    if options.folder and data and not loaded:  # what is to become better
-        meters.validated(0, *validate(model, options, data, share))
-    watch, total = checkpoints.preemption(options), 0.0
-    # The loader runs a step when it has the next batch.
-    with meters, watch as preempted, on_device(batches, options) as loader:
-        for number, packed in enumerate(loader, 1):
+    rows, held_out = tokens.open_rows(None if options.plan else options.data, length)
+    how = {"seed": options.seed, "done": sequences, "batches": rest}
+    batches = tokens.packed(tokens.training_batches(rows, *share, **how), rows.found.end)
+    meters = Updates(options, optimizer, tokens=options.update_freq * together * length)
+    if options.folder and not loaded and not options.plan:
+        llama.load(model, options.folder)  # what is to become better
+        meters.validated(0, *validate(model, options, held_out, share))
+    watch, total = xla_fsdp.Preemption(options.preemption_grace), 0.0
+    with meters, watch as preempted, on_device(batches, options.prefetch) as loader:
+        for number, packed in enumerate(loader, 1):  # a step runs with the next batch
             loss = model.loss(*packed) / options.update_freq
             loss.backward()  # gradients are averaged over the ranks when it returns
             total = total + loss.detach()
@@ -139,13 +142,13 @@ def train(
             norm = model.clip_grad_norm_(options.clip_norm or float("inf"))
             optimizer.step()
             update, total, mean = update + 1, 0.0, total
-            sequences += options.update_freq * options.batch_size * ranks
-            meters.update(update, mean, norm, optimizer)
+            sequences += options.update_freq * together
+            last, taken_away = update == options.max_update, preempted()
+            meters.update(update, mean, norm, show=last or update % options.log_steps == 0)
             scheduler.step()
             optimizer.zero_grad()
-            last, taken_away = update == options.max_update, preempted()
             if last or update % options.validate_interval_updates == 0:
-                meters.validated(update, *validate(model, options, data, share))
+                meters.validated(update, *validate(model, options, held_out, share))
             if last or taken_away or update % options.save_interval_updates == 0:
                 how = {"step": update, "extra": {"network": network, "sequences": sequences}}
                 how |= {"keep_last": options.keep_ckpts}
@@ -153,8 +156,7 @@ def train(
             if taken_away:  # --resume goes on from here
                 preempted.exit()
     if not rest:  # the run before was ended after its last update
-        meters.validated(update, *validate(model, options, data, share))
-
+        meters.validated(update, *validate(model, options, held_out, share))
     if prompt:
         single, loop = model, {"scan": False, "scan_prefetch": False, "keep": ()}
         singly = options.sharding.changed(blocks_per_unit=1, **loop)
@@ -162,30 +164,31 @@ def train(
             single = build(options, config, singly, new=False)
             xla_fsdp.load_checkpoint(options.ckpt_dir, single, restore_rng=False, step=update)
         with evaluation.evaluating(single):
-            told = llama.generate(single, prompt, config, options)
-    # All ranks' parts become one model, in which plain torch must find the same loss.
-    folder, described = closing.folder_of(options, saved), tokens.describe(options, data, "packed")
+            how = (options.sample_tokens, options.temperature, options.seed)
+            told = llama.generate(single, prompt, config, *how)
+    folder = closing.folder_of(options, saved)
     if folder and options.lora_rank:
-        model.save_pretrained(os.path.join(folder, "adapter"))
-        save_merged(model, os.path.join(folder, "weights"))
-    if rank == 0:
-        found = tokens.open_folder(data)
+        model.save_pretrained(f"{folder}/adapter")
+        save_merged(model, f"{folder}/weights")
+    if rank == 0:  # all ranks' parts become one model, in which plain torch must find the same loss
         if prompt:
-            print(f"sample: {found.tokenizer().decode(told)!r}")
+            print(f"sample: {rows.found.tokenizer().decode(told)!r}")
         if folder:
-            closing.describe(folder, network, described)
+            read = tokens.describe(held_out, options.valid_samples, "packed")
+            closing.describe(folder, network, read)
             if not options.lora_rank:
-                llama.reopen_folder(os.path.join(folder, "weights"))
-                closing.consolidate(options, saved, network, described)
-            llama.complete_folder(os.path.join(folder, "weights"), config, found)
-        others = {"loss by frequencies alone": f"{tokens.loss_of_frequencies(found):.4f}"}
-        closing.summarize_loss("LLaMA, fully sharded", options, meters, saved, folder, others)
+                llama.reopen_folder(f"{folder}/weights")
+                closing.consolidate(options, saved, network, read)
+            llama.complete_folder(f"{folder}/weights", config, rows.found)
+        others = {"loss by frequencies alone": f"{tokens.loss_of_frequencies(rows.found):.4f}"}
+        closing.summarize("LLaMA, fully sharded", options, meters, saved, folder, others)
 
 
-def validate(model: nn.Module, options: SimpleNamespace, data: str, share: tuple) -> tuple:
+def validate(model: nn.Module, options: SimpleNamespace, rows: tokens.Rows, share: tuple) -> tuple:
     """The mean loss of a held-out token over all ranks, and how many tokens there are."""
-    batches, total, counted = tokens.to_validate(options, data, share, "packed"), 0, 0
-    with evaluation.evaluating(model), on_device(batches, options) as loader:
+    batches = tokens.validation_batches(rows, options.valid_samples, *share)
+    batches, total, counted = tokens.packed(batches, rows.found.end), 0, 0
+    with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
         for packed in loader:
             total = total + model.loss(*packed, reduction="sum")
             counted = counted + (packed[1] != tokens.IGNORED).sum()

@@ -76,8 +76,7 @@ class MnistNetwork(nn.Module):
 def main(options: SimpleNamespace) -> None:
     wrapping.settle(options)
     tuning.settle(options, *wrapping.SHARDING)
-    if options.fake_data and options.datadir:
-        raise script.Stop("--fake_data excludes --datadir", code=2)
+    script.exclude(options, "fake_data", "datadir")
     lr, num_epochs = (0.01, 2) if options.datadir else (0.02, 12)
     script.fill_in(options, lr=lr, num_epochs=num_epochs)
     checkpoints.prepare_folder(options, "ckpt_prefix")
@@ -86,8 +85,7 @@ def main(options: SimpleNamespace) -> None:
 
     torch.manual_seed(options.seed)
     network = MnistNetwork()
-    how = (options, options.num_devices, "MNIST network")
-    tuning.launch_plan_or_tune(train, (options, network), *how)
+    tuning.launch_plan_or_tune(train, (options, network), "MNIST network")
 
 
 def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
@@ -132,12 +130,13 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
     evaluation.vary_by_rank(options.seed)
     described, state = {"kind": "mnist"}, (model, optimizer, None)
     done, saved = checkpoints.resume(options, options.ckpt_prefix, state, described, batches)
-    with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
+    meters = Meters(options, batches, held_out)
+    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
             meters.start_epoch(epoch)
             # A step is traced here, and runs when the loader is asked for the next batch.
-            with on_device(batches, options) as loader:
+            with on_device(batches, options.prefetch) as loader:
                 for images, labels in loader:
                     optimizer.zero_grad()
                     loss = F.nll_loss(model(images).float(), labels)
@@ -171,7 +170,7 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
 
 def count_correct(model: nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
     """How many held-out images the model gets right, over all ranks."""
-    with evaluation.evaluating(model), on_device(batches, options) as loader:
+    with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
         hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
         return evaluation.over_all_ranks(hits)
 

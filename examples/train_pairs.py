@@ -12,7 +12,8 @@ with the seed the order of the data is the same on any number of them.
 
 import argparse
 import json
-import os
+import zipfile
+from pathlib import Path
 
 import pairs
 import torch
@@ -33,11 +34,6 @@ from transformers import (
 import xla_fsdp
 
 
-def main() -> None:
-    """What the launcher calls on every rank."""
-    train(arguments())
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data_dir", help="train.tsv and dev.tsv of MRPC; default: made up")
@@ -51,9 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--pairs", type=int, default=2000, help="to make up; a fifth for tests")
     parser.add_argument("--checkpointing_steps", type=int, help="steps between checkpoints")
-    parser.add_argument(
-        "--resume_from_checkpoint", help="a folder step_N, or latest, if there is one"
-    )
+    parser.add_argument("--resume_from_checkpoint", help="step_N, or latest, if there is one")
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args()
     if args.max_length is None:
@@ -63,7 +57,9 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def train(args: argparse.Namespace) -> None:
+def main() -> None:
+    """What the launcher calls on every rank."""
+    args = arguments()
     # The batches of all ranks together are those of one process: so are the steps of the schedule.
     loading = DataLoaderConfiguration(
         split_batches=True, use_seedable_sampler=True, data_seed=args.seed
@@ -72,8 +68,8 @@ def train(args: argparse.Namespace) -> None:
         gradient_accumulation_steps=args.gradient_accumulation_steps, dataloader_config=loading
     )
     set_seed(args.seed)
-    folder = args.data_dir or os.path.join(args.output_dir, "data")
-    words = args.model or os.path.join(args.output_dir, "tokenizer")
+    output = Path(args.output_dir)
+    folder, words = args.data_dir or str(output / "data"), args.model or str(output / "tokenizer")
     checkpoint = checkpoint_of(args)
     if accelerator.is_main_process and checkpoint is None:
         if args.data_dir is None:
@@ -95,52 +91,49 @@ def train(args: argparse.Namespace) -> None:
         model, optimizer, train_loader, dev_loader, scheduler
     )
 
-    done = 0
+    done = 0 if checkpoint is None else steps_of(checkpoint)
     if checkpoint is not None:
         accelerator.load_state(checkpoint)
-        done = steps_of(checkpoint)
-    preempted = xla_fsdp.Preemption()
     results: list[dict] = []
-    for epoch in range(done // len(train_loader), args.epochs):
-        model.train()
-        train_loader.set_epoch(epoch)
-        rest, losses = train_loader, []
-        if done % len(train_loader):
-            rest = accelerator.skip_first_batches(train_loader, done % len(train_loader))
-            rest.set_epoch(epoch)
-        for batch in rest:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            losses.append(loss.detach())  # fetched after the epoch, so that no step waits for it
-            done += 1
-            # Its machine is taken away: --resume_from_checkpoint=latest goes on from here.
-            leave = accelerator.sync_gradients and preempted()
-            if leave or args.checkpointing_steps and done % args.checkpointing_steps == 0:
-                accelerator.save_state(os.path.join(args.output_dir, f"step_{done}"))
-            if leave:
-                preempted.exit()
-        mean = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
-        results.append({"epoch": epoch, "loss": mean, **evaluate(accelerator, model, dev_loader)})
-        found = "epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.3f}, F1 {f1:.3f}"
-        if accelerator.is_main_process:
-            print(found.format(**results[-1]), flush=True)
-    preempted.close()
+    with xla_fsdp.Preemption() as preempted:
+        for epoch in range(done // len(train_loader), args.epochs):
+            model.train()
+            train_loader.set_epoch(epoch)
+            rest, losses = train_loader, []
+            if done % len(train_loader):
+                rest = accelerator.skip_first_batches(train_loader, done % len(train_loader))
+                rest.set_epoch(epoch)
+            for batch in rest:
+                with accelerator.accumulate(model):
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                losses.append(loss.detach())  # fetched after the epoch: no step waits for it
+                done += 1
+                # Its machine is taken away: --resume_from_checkpoint=latest goes on from here.
+                leave = accelerator.sync_gradients and preempted()
+                if leave or args.checkpointing_steps and done % args.checkpointing_steps == 0:
+                    accelerator.save_state(str(output / f"step_{done}"))
+                if leave:
+                    preempted.exit()
+            mean = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
+            found = {"epoch": epoch, "loss": mean} | evaluate(accelerator, model, dev_loader)
+            results.append(found)
+            if accelerator.is_main_process:
+                shown = "epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.3f}, F1 {f1:.3f}"
+                print(shown.format(**found), flush=True)
 
-    target = os.path.join(args.output_dir, "model")
     # Asked for on every rank, whole on the first one's host; on the device if nothing is sharded.
     state = {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()}
     how = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
-    accelerator.unwrap_model(model).save_pretrained(target, state_dict=state, **how)
+    accelerator.unwrap_model(model).save_pretrained(output / "model", state_dict=state, **how)
     if accelerator.is_main_process:
-        tokenizer.save_pretrained(target)
-        with open(os.path.join(args.output_dir, "results.json"), "w", encoding="utf-8") as file:
-            json.dump(results, file)
+        tokenizer.save_pretrained(output / "model")
+        (output / "results.json").write_text(json.dumps(results), encoding="utf-8")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -149,13 +142,21 @@ def checkpoint_of(args: argparse.Namespace) -> str | None:
     """What ``--resume_from_checkpoint`` names; None where ``latest`` finds none yet."""
     if args.resume_from_checkpoint != "latest":
         return args.resume_from_checkpoint
-    names = os.listdir(args.output_dir) if os.path.isdir(args.output_dir) else []
-    saved = [os.path.join(args.output_dir, name) for name in names if name.startswith("step_")]
-    return max(saved, key=steps_of, default=None)
+    saved = filter(is_complete, Path(args.output_dir).glob("step_*"))
+    return max(map(str, saved), key=steps_of, default=None)
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether its save came to the end: to the manifest or, of a model that is not sharded, to the
+    random states, the end of whose file lists what is in it."""
+    if (folder / "xla_fsdp").is_dir():
+        return xla_fsdp.latest(folder / "xla_fsdp") is not None
+    whole = zipfile.is_zipfile(folder / "random_states_0.pkl")
+    return whole and (folder / "model.safetensors").exists()
 
 
 def steps_of(folder: str) -> int:
-    return int(os.path.basename(os.path.normpath(folder)).removeprefix("step_"))
+    return int(Path(folder).name.removeprefix("step_"))
 
 
 def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The smallest example: a ResNet that wraps itself, layer by layer, by a policy.
+"""The smallest example: a policy wraps a ResNet, block by block, each gathered, used and freed.
 
 python examples/train_resnet_auto_wrap.py             # digits on 4 ranks of any machine's CPU
 python examples/train_resnet_auto_wrap.py --plan=v3-8 # what the same needs on a TPU
@@ -7,15 +7,13 @@ python examples/train_resnet_auto_wrap.py --plan=v3-8 # what the same needs on a
 from functools import partial
 from types import SimpleNamespace
 
-import image_batches
 import networks
 import torch
-import torch.nn.functional as F
 from absl import flags
-from common import checkpoints, closing, evaluation, script
+from common import checkpoints, closing, evaluation, launching, script
 from common.batches import on_device
-from common.launching import launch_or_plan
 from common.meters import Meters
+from image_batches import Source
 from torchvision.models.resnet import BasicBlock
 
 import xla_fsdp
@@ -27,32 +25,34 @@ flags.DEFINE_string("ckpt_dir", "runs/resnet/ckpt", "folder of the checkpoints, 
 
 
 def main(options: SimpleNamespace) -> None:
-    image_batches.prepare(options)
-    script.fill_in(options, image_size=16)
+    data = Source.find(options.datadir, options.fake_data, options.num_classes, options.plan)
+    script.fill_in(options, image_size=16, num_classes=data.num_classes)
     networks.try_out("resnet18", options, options.batch_size, "--num_classes")
     checkpoints.prepare_folder(options)
-    launch_or_plan(train, (options,), options, options.num_devices, "ResNet-18")
+    launching.launch_or_plan(train, (options, data), "ResNet-18")
 
 
-def train(index: int, options: SimpleNamespace) -> None:  # what each rank runs
-    batches, held_out = image_batches.batches(options, options.batch_size, options.batch_size)
+def train(index: int, options: SimpleNamespace, data: Source) -> None:  # what each rank runs
+    how = {"num_workers": options.num_workers, "max_steps": options.max_steps, "seed": options.seed}
+    how |= {"image_size": options.image_size, "min_crop": options.min_crop}
+    batches, held_out = data.batches(options.batch_size, options.batch_size, **how)
     network = {"kind": "torchvision", "model": "resnet18", "num_classes": options.num_classes}
     torch.manual_seed(options.seed)  # the same weights on every rank
-    # Every residual block becomes a unit: gathered, used, freed, one after the other.
     policy = partial(xla_fsdp.transformer_auto_wrap_policy, transformer_layer_cls={BasicBlock})
     model = networks.torchvision_model("resnet18", options.num_classes)
     model = xla_fsdp.XlaFullyShardedDataParallel(model, auto_wrap_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     where = (options.ckpt_dir, (model, optimizer, None), network)
     done, saved = checkpoints.resume(options, *where, batches)
-    with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
+    meters = Meters(options, batches, held_out)
+    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
             meters.start_epoch(epoch)
-            with on_device(batches, options) as loader:  # runs a step when it has the next batch
-                for images, labels in loader:
+            with on_device(batches, options.prefetch) as loader:
+                for images, labels in loader:  # a step runs with the next batch
                     optimizer.zero_grad()
-                    loss = F.cross_entropy(model(images), labels)
+                    loss = torch.nn.functional.cross_entropy(model(images), labels)
                     loss.backward()  # gradients are averaged over the ranks when it returns
                     optimizer.step()
                     meters.step(loss, optimizer)
@@ -66,12 +66,12 @@ def train(index: int, options: SimpleNamespace) -> None:  # what each rank runs
     if done == options.num_epochs:  # the run before was ended after its last epoch
         meters.nothing_left(saved, count_correct(model, held_out, options))
     if meters.rank == 0:
-        folder = closing.consolidate(options, saved, network, image_batches.describe(options))
+        folder = closing.consolidate(options, saved, network, data.describe(options.image_size))
         closing.summarize("ResNet-18, wrapped by a policy", options, meters, saved, folder)
 
 
 def count_correct(model: torch.nn.Module, batches: object, options: SimpleNamespace) -> int:
-    with evaluation.evaluating(model), on_device(batches, options) as loader:
+    with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
         hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
         return evaluation.over_all_ranks(hits)
 

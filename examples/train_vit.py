@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 
-import image_batches
 import torch
 import torch.nn.functional as F
 from absl import flags
@@ -27,7 +26,8 @@ from common import checkpoints, closing, evaluation, tuning
 from common.batches import on_device
 from common.meters import Meters
 from common.schedules import half_cosine
-from common.script import DEFINE_number, Stop, fill_in, run
+from common.script import DEFINE_number, Stop, exclude, fill_in, given, run
+from image_batches import Source
 from networks import VisionTransformer, require_for_training, sizes_of
 from torch import nn
 from torch.utils.data import DataLoader
@@ -68,31 +68,30 @@ SHARDING += ["shard_on_cpu", "scan_blocks"]
 def main(options: SimpleNamespace) -> None:
     if tuning.settle(options, *SHARDING):
         options.scan_blocks = False
-    set_defaults(options, digits=image_batches.prepare(options))
+    data = Source.find(options.datadir, options.fake_data, options.num_classes, options.plan)
+    set_defaults(options, data)
     network, count = sizes_of(options)
     checkpoints.prepare_folder(options)
     print(title := f"vision transformer, {count:,} parameters", flush=True)
-    how = (options, options.num_devices, title)
-    tuning.launch_plan_or_tune(train, (options, network, count), *how)
+    tuning.launch_plan_or_tune(train, (options, data, network, count), title)
 
 
-def set_defaults(options: SimpleNamespace, digits: bool) -> None:
+def set_defaults(options: SimpleNamespace, data: Source) -> None:
     """Those of the run with 10 billion parameters, or of one that a CPU trains in minutes."""
-    if digits:
+    if data.digits:
         fill_in(options, image_size=16, patch_size=4, embed_dim=128, num_heads=4, num_blocks=2)
         fill_in(options, batch_size=32, num_epochs=12, lr=2e-3, warmup_steps=50)
         fill_in(options, compute_dtype="float32", ckpt_epoch_interval=4, test_epoch_interval=4)
     fill_in(options, image_size=224, patch_size=14, embed_dim=5120, num_heads=32, num_blocks=32)
     fill_in(options, batch_size=1024, num_epochs=300, lr=1e-3, warmup_steps=10_000)
     fill_in(options, compute_dtype="bfloat16", ckpt_epoch_interval=10, test_epoch_interval=10)
+    fill_in(options, num_classes=data.num_classes)
     # Blocks become one loop unless a flag says what a loop can not have.
-    asked = [f"--{name}" for name in SHARDING[:4] if getattr(options, name)]
-    asked = ["--noshard_on_cpu"] * (not options.shard_on_cpu) + asked
-    if options.run_without_fsdp and asked[0] not in ("--no_grad_ckpt", "--run_without_fsdp"):
-        raise Stop(f"--run_without_fsdp wraps nothing: it excludes {asked[0]}", code=2)
-    fill_in(options, scan_blocks=not asked)
-    if options.scan_blocks and asked:
-        raise Stop(f"--scan_blocks excludes {asked[0]}", code=2)
+    no_loop = ["noshard_on_cpu", *SHARDING[:4]]
+    exclude(options, "scan_blocks", *no_loop)
+    fill_in(options, scan_blocks=not given(options, *no_loop))
+    if options.run_without_fsdp and (of_units := given(options, *no_loop[:3])):
+        raise Stop(f"--run_without_fsdp wraps nothing: it excludes {of_units[0]}", code=2)
 
 
 def build(options: SimpleNamespace, network: dict, device: torch.device) -> nn.Module:
@@ -125,21 +124,23 @@ def build(options: SimpleNamespace, network: dict, device: torch.device) -> nn.M
     return model.to(device) if options.run_without_fsdp else wrap(model)
 
 
-def train(index: int, options: SimpleNamespace, network: dict, parameters: int) -> None:
+def train(index: int, options: SimpleNamespace, data: Source, network: dict, count: int) -> None:
     import torch_xla  # not at the top of the file: launch has to set up the runtime before
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
     if not options.plan:
         copies = xr.world_size() if options.run_without_fsdp else 1
-        require_for_training(parameters * copies, "--embed_dim or --num_blocks")
+        require_for_training(count * copies, "--embed_dim or --num_blocks")
     # Of all ranks, as the published run counts; settings count those of one.
     ranks = 1 if options.sharding and options.sharding.batch else xr.world_size()
     batch_size, left = divmod(options.batch_size, ranks)
     if left:
         whole = f"--batch_size={options.batch_size} can not be divided"
         raise Stop(f"{whole} over {ranks} ranks", code=2)
-    batches, held_out = image_batches.batches(options, batch_size, batch_size, "bicubic")
+    how = {"num_workers": options.num_workers, "max_steps": options.max_steps, "seed": options.seed}
+    how |= {"image_size": options.image_size, "min_crop": options.min_crop}
+    batches, held_out = data.batches(batch_size, batch_size, "bicubic", **how)
     torch.manual_seed(options.seed)  # the same weights on every rank
     with tuning.applied(options):
         model = build(options, network, torch_xla.device())
@@ -153,12 +154,13 @@ def train(index: int, options: SimpleNamespace, network: dict, parameters: int) 
     network, state = {"kind": "vit", **network}, (model, optimizer, scheduler)
     where = (options.ckpt_dir, state, network)
     done, saved = checkpoints.resume(options, *where, batches)
-    with Meters(options, batches, held_out) as meters, checkpoints.preemption(options) as preempted:
+    meters = Meters(options, batches, held_out)
+    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # shuffles anew
             meters.start_epoch(epoch)
-            with on_device(batches, options) as loader:  # which runs a step with the next batch
-                for images, labels in loader:
+            with on_device(batches, options.prefetch) as loader:
+                for images, labels in loader:  # a step runs with the next batch
                     loss = F.cross_entropy(model(images).float(), labels)
                     loss.backward()  # gradients are averaged over the ranks when it returns
                     if options.run_without_fsdp:
@@ -181,16 +183,15 @@ def train(index: int, options: SimpleNamespace, network: dict, parameters: int) 
                 saved = xla_fsdp.save_checkpoint(options.ckpt_dir, *state, step=epoch, **how)
     if done == options.num_epochs:  # the run before was ended after its last epoch
         meters.nothing_left(saved, count_correct(model, held_out, options))
-
     if meters.rank == 0:  # all ranks' parts become one model, which plain torch must find as good
-        read = image_batches.describe(options, "bicubic")
+        read = data.describe(options.image_size, "bicubic")
         folder = closing.consolidate(options, saved, network, read)
         closing.summarize("Vision transformer, fully sharded", options, meters, saved, folder)
 
 
 def count_correct(model: nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
     """How many held-out images the model gets right, over all ranks."""
-    with evaluation.evaluating(model), on_device(batches, options) as loader:
+    with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
         hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
         return evaluation.over_all_ranks(hits)
 

@@ -102,13 +102,12 @@ def test_a_large_test_batch_reads_every_image_once(common, ranks):
 def test_cpu_ranks_share_the_cores(run_script):
     done = run_script(
         "import os, sys; sys.path.insert(0, sys.argv[1])\n"
-        "from types import SimpleNamespace\n"
         "import image_batches\n"
         "import torch_xla.runtime as xr\n"
         "def workers(kind, ranks, cores, wish=None):\n"
         "    xr.device_type, xr.world_size = lambda: kind, lambda: ranks\n"
         "    os.sched_getaffinity = lambda _: range(cores)\n"
-        "    how = image_batches.reading(SimpleNamespace(num_workers=wish))\n"
+        "    how = image_batches.reading(wish)\n"
         "    return how.get('num_workers', 0), how.get('multiprocessing_context')\n"
         "for case in (('CPU', 4, 2), ('CPU', 4, 16), ('CPU', 1, 64), ('CPU', 4, 2, 3),\n"
         "             ('TPU', 8, 96), ('TPU', 256, 96)):\n"

@@ -152,7 +152,7 @@ class TestImageNet:
             "for model in script.networks.models.list_models(module=script.networks.models):\n"
             "    options = SimpleNamespace(**flags.FLAGS.flag_values_dict())\n"
             "    options.model = model\n"
-            "    script.set_defaults(options, digits=False)\n"
+            "    script.set_defaults(options, script.Source(None, None, 1000, digits=False))\n"
             "    parameter = script.torch.nn.Parameter(script.torch.zeros(1))\n"
             "    net = SimpleNamespace(parameters=lambda: [parameter])\n"
             "    optimizer, scheduler = script.optimize(net, options, steps=10)\n"
@@ -252,9 +252,8 @@ class TestVisionTransformer:
 
 
 def test_the_smallest_example_trains_and_agrees(run):
-    script = EXAMPLES / "train_resnet_auto_wrap.py"
-    assert len(script.read_text().splitlines()) <= 80
-    rows = table(run(script.name, "--max_steps=2", "--num_epochs=1", "--num_devices=2"))
+    flags = ("--max_steps=2", "--num_epochs=1", "--num_devices=2")
+    rows = table(run("train_resnet_auto_wrap.py", *flags))
     assert rows["agree"] == "yes"
 
 
@@ -352,7 +351,7 @@ class TestFolders:
 def test_curves_that_can_not_be_written_are_refused(common, monkeypatch, logdir, words):
     monkeypatch.setattr("torch_xla.runtime.world_size", lambda: 1)
     monkeypatch.setattr("torch_xla.runtime.global_ordinal", lambda: 0)
-    options = SimpleNamespace(plan=None, logdir=logdir, log_steps=1, profile_steps=None)
+    options = SimpleNamespace(plan=None, logdir=logdir, profile_steps=None)
     batches = torch.utils.data.DataLoader(range(1))
     with pytest.raises(common.script.Stop, match=words) as stop:
         common.meters.Meters(options, batches, batches)

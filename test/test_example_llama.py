@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,8 +135,7 @@ def test_plain_torch_sees_no_other_document(tmp_path):
 def test_the_sizes(common):
     llama, millions = common.llama, {}
     for size in llama.SIZES:
-        options = SimpleNamespace(size=size, vocab_size=None, positions=2048)
-        model = llama.without_values(llama._new(options, None))
+        model = llama.without_values(llama.new(size, None, 2048, None))
         millions[size] = round(sum(one.numel() for one in model.parameters()) / 1e6)
         assert not any(buffer.is_meta for buffer in model.buffers())
     attention.uninstall()
@@ -153,15 +151,14 @@ def test_a_sample_ends_with_the_positions(common):
         intermediate_size=8, max_position_embeddings=16, eos_token_id=[98, 97], **sizes
     )
     torch.manual_seed(0)
-    options = SimpleNamespace(seed=1, temperature=0.0, sample_tokens=60)
-    told = llama.generate(llama.LlamaForCausalLM(config).eval(), [1, 2, 3], config, options)
+    model = llama.LlamaForCausalLM(config).eval()
+    told = llama.generate(model, [1, 2, 3], config, most=60, temperature=0.0, seed=1)
     assert told[:3] == [1, 2, 3] and len(told) == 16
 
 
 def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
     tokens, llama = common.tokens, common.llama
-    made = SimpleNamespace(size="tiny", vocab_size=None, positions=64, seed=1)
-    llama.make_folder(SimpleNamespace(make_folder=str(tmp_path / "made"), **vars(made)))
+    llama.make_folder(str(tmp_path / "made"), llama.new("tiny", None, 64, None), seed=1)
     text = ["some text " * 500]
     tokens.write(str(tmp_path / "data"), text, tokens.byte_level(), tokens.END)
     other = tokens.byte_level()

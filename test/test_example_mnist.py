@@ -154,18 +154,19 @@ def test_wrong_inputs_end_in_one_line(refused, monkeypatch):
 @pytest.mark.parametrize("device", ["GPU", "cpu", ""])
 def test_a_device_that_ranks_can_not_have_is_refused(example, monkeypatch, device):
     monkeypatch.setenv("PJRT_DEVICE", device)
-    options = SimpleNamespace(plan=None, compilation_cache="none", profile_steps=None)
+    options = SimpleNamespace(plan=None)
     with pytest.raises(example.script.Stop, match=f"PJRT_DEVICE={device}: .*TPU and CPU") as stop:
-        example.tuning.launch_or_plan(print, (), options, 1, "")
+        example.tuning.launch_or_plan(print, (options,), "")
     assert stop.value.code == 2
 
 
 def test_a_wrong_number_of_ranks_in_the_environment_is_refused(example, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setenv("CPU_NUM_DEVICES", "abc")
-    options = SimpleNamespace(plan=None, compilation_cache="none", profile_steps=None)
+    options = SimpleNamespace(plan=None, num_devices=None)
+    options.compilation_cache, options.profile_steps = "none", None
     with pytest.raises(example.script.Stop, match="CPU_NUM_DEVICES.*abc") as stop:
-        example.tuning.launch_or_plan(print, (), options, None, "")
+        example.tuning.launch_or_plan(print, (options,), "")
     assert stop.value.code == 2 and "\n" not in stop.value.message
 
 
@@ -217,10 +218,10 @@ def test_disagreement_is_an_error(example, monkeypatch, capsys, tmp_path):
     again = {"correct": 88, "images": 100, "accuracy": 0.88}
     monkeypatch.setattr(closing, "evaluate_in_plain_torch", lambda folder: again)
     monkeypatch.setattr(closing, "count_parameters", lambda saved: 10)
-    options = SimpleNamespace(num_epochs=1, no_ckpt_consolidation=False, compilation_cache="none")
-    meters = SimpleNamespace(
-        world_size=1, loss=0.1, seconds=1.0, samples_per_second=100.0, correct=90, images=100
-    )
+    options = SimpleNamespace(no_ckpt_consolidation=False, compilation_cache="none")
+    meters = example.Meters.__new__(example.Meters)  # without ranks
+    how = {"world_size": 1, "length": 1, "loss": 0.1, "seconds": 1.0, "speed": 100.0}
+    vars(meters).update(how, correct=90, images=100, samples=100)
     folder = closing.consolidate(options, str(saved), {"kind": "mnist"}, {"kind": "mnist"})
     assert folder == str(tmp_path / "ckpt_consolidated") and ran == ["consolidation"]
     Path(folder, "weights").mkdir()

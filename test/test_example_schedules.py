@@ -40,6 +40,13 @@ def test_half_a_cosine_to_nought(common):
     assert min(rates) > 0 and after == pytest.approx(0, abs=1e-12)
 
 
+def test_the_decay_is_that_of_fairseq(common):
+    factor = partial(common.schedules.polynomial, warmup=5, total=25, end=0.1)
+    linear = [factor(step, power=1.0) for step in (0, 4, 5, 15, 25, 99)]
+    assert linear == pytest.approx([0.2, 1.0, 1.0, 0.55, 0.1, 0.1])
+    assert factor(15, power=2.0) == pytest.approx(0.1 + 0.9 / 4)
+
+
 @pytest.mark.parametrize("kind", ["step", "cosine"])
 def test_goes_on_by_epochs_and_as_the_flags_say_now(common, kind):
     """Epochs of 20 steps, and after the second, on half the ranks, of 40; another rate."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -114,8 +115,33 @@ def test_the_documented_command_is_plain_training(scripts, run_ranks, tmp_path):
 
     compare(0)
     latest = 2 * STEPS // SAVED * SAVED
+    # A save that was cut off is passed over, though it is the newest.
+    cut = shutil.copytree(tmp_path / f"step_{latest}", tmp_path / f"step_{latest + SAVED}")
+    for manifest in (cut / "xla_fsdp").rglob("manifest.json"):
+        manifest.unlink()
     run_ranks(resumed, 1, str(tmp_path), ["--resume_from_checkpoint=latest"], timeout=400)
     compare(latest)
+
+
+def test_goes_on_from_the_latest_save_that_came_to_its_end(scripts, tmp_path):
+    """Of a model that is not sharded; Accelerate writes its random states last."""
+    _, script = scripts
+    args = Namespace(resume_from_checkpoint="latest", output_dir=str(tmp_path / "new"))
+    assert script.checkpoint_of(args) is None
+    for step in (4, 12, 8):
+        (tmp_path / f"new/step_{step}").mkdir(parents=True)
+        (tmp_path / f"new/step_{step}/model.safetensors").touch()
+        torch.save({"step": step}, tmp_path / f"new/step_{step}/random_states_0.pkl")
+    assert script.checkpoint_of(args) == str(tmp_path / "new/step_12")
+    os.truncate(tmp_path / "new/step_12/random_states_0.pkl", 100)
+    assert script.checkpoint_of(args) == str(tmp_path / "new/step_8")
+    (tmp_path / "new/step_8/random_states_0.pkl").unlink()
+    assert script.checkpoint_of(args) == str(tmp_path / "new/step_4")
+    # Random states alone: of ranks, before there was anything of their parts.
+    (tmp_path / "new/step_4/model.safetensors").unlink()
+    assert script.checkpoint_of(args) is None
+    # Whoever names one gets that.
+    assert script.checkpoint_of(Namespace(resume_from_checkpoint="step_12")) == "step_12"
 
 
 def test_what_is_no_mrpc_is_refused(scripts, tmp_path):

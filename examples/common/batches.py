@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
 
 from absl import flags
 
@@ -12,8 +11,9 @@ flags.DEFINE_integer("prefetch", 8, "batches a rank that wait on the device", lo
 
 
 @contextlib.contextmanager
-def on_device(batches: Iterable, options: SimpleNamespace) -> Iterator[Iterator]:
-    """Batches on the device, with ``torch_xla.sync()`` after each; raises what reading raised."""
+def on_device(batches: Iterable, prefetch: int) -> Iterator[Iterator]:
+    """Batches on the device, with ``torch_xla.sync()`` after each; raises what reading raised.
+    ``prefetch`` of them wait there."""
     import torch_xla
     import torch_xla.distributed.parallel_loader as pl
 
@@ -31,7 +31,7 @@ def on_device(batches: Iterable, options: SimpleNamespace) -> Iterator[Iterator]
         if errors:
             raise errors[0]
 
-    loader = pl.ParallelLoader(read(), [device], device_prefetch_size=options.prefetch)
+    loader = pl.ParallelLoader(read(), [device], device_prefetch_size=prefetch)
     try:
         yield run()
     finally:

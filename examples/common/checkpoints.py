@@ -115,11 +115,6 @@ def load(
     return found
 
 
-def preemption(options: SimpleNamespace) -> "xla_fsdp.Preemption":
-    """Tells the ranks when their machine is taken away, while a ``with`` holds it."""
-    return xla_fsdp.Preemption(options.preemption_grace)
-
-
 def save_and_exit(
     preempted: "xla_fsdp.Preemption",
     options: SimpleNamespace,

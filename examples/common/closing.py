@@ -14,7 +14,6 @@ from rich.table import Table
 
 import xla_fsdp
 
-from .meters import Meters, perplexity
 from .script import Stop
 
 flags.DEFINE_bool("no_ckpt_consolidation", False, "leave it at the files of the ranks")
@@ -61,85 +60,47 @@ def evaluate_in_plain_torch(folder: str) -> dict[str, Any]:
 
 
 def summarize(
-    title: str, options: SimpleNamespace, meters: Meters, saved: str, folder: str | None
+    title: str,
+    options: SimpleNamespace,
+    meters: Any,
+    saved: str,
+    folder: str | None,
+    others: dict[str, str] | None = None,
 ) -> None:
     """Has plain torch evaluate the model that was consolidated in ``folder``, and prints a table.
 
-    Plain torch must get as many images right as the sharded model did, but for one in 2000 that is
-    on the border, or one in 50 where that computed in a narrow dtype.
+    ``meters`` are ``Meters`` or ``Updates``, and know whether plain torch finds the same as they
+    have of the sharded model; it must. ``others``: further rows.
     """
-    correct, images, parameters = meters.correct, meters.images, count_parameters(saved)
-    rows = {"epochs": str(options.num_epochs)}
-    speed = {"samples/s, last epoch": f"{meters.samples_per_second:,.0f}"}
-    rows |= _of_the_run(options, meters, saved, parameters, speed)
-    rows["accuracy, sharded"] = f"{correct / images:.2%} ({correct} of {images})"
-    agree, again = True, {}
-    if folder:
-        rows |= _of_the_folder(folder)
-        read = json.loads(Path(folder, "network.json").read_text())["images"]
-        # Fake images are in no folder.
-        known = read["kind"] == "mnist" or read["datadir"] is not None
-        if not known:
-            rows["in plain torch"] += " --datadir=DIR"
-        elif parameters * images <= EVALUATED:
-            again = evaluate_in_plain_torch(folder)
-            # XLA and torch sum in other orders: an image on the border may fall on either side.
-            exact = getattr(options, "compute_dtype", "float32") == "float32"
-            agree = abs(again["correct"] - correct) <= max(1, images // (2000 if exact else 50))
-            del rows["in plain torch"]
-            same = f"{again['accuracy']:.2%} ({again['correct']} of {images})"
-            rows |= {"accuracy, plain torch": same, "agree": "yes" if agree else "no"}
-    _print(title, rows)
-    if not agree:
-        two = f"the sharded model got {correct} of {images} right, the consolidated one"
-        wrong = "the checkpoint is not the model that was trained"
-        raise Stop(f"{two} {again['correct']}: {wrong}")
-
-
-def summarize_loss(
-    title: str, options: SimpleNamespace, meters: Any, saved: str, folder: str | None,
-    others: dict[str, str],
-) -> None:  # fmt: skip
-    """The same of a language model, by its validation loss, which plain torch must find as well, to
-    the rounding of the dtype that the sharded model computed in. ``others``: further rows."""
-    loss, parameters = meters.valid_loss, count_parameters(saved)
-    rows = {"updates": str(options.max_update)}
-    speed = {"tokens/s, last updates": f"{meters.speed:,.0f}"}
-    rows |= _of_the_run(options, meters, saved, parameters, speed) | others
-    rows["validation loss, sharded"] = f"{loss:.4f} (perplexity {perplexity(loss)})"
-    again, apart = loss, {"float32": 2e-4, "float16": 1e-2, "bfloat16": 2e-2}[options.compute_dtype]
-    if folder:
-        rows |= _of_the_folder(folder)
-        if parameters * meters.valid_tokens <= EVALUATED:
-            again = evaluate_in_plain_torch(folder)["loss"]
-            del rows["in plain torch"]
-            rows["validation loss, plain torch"] = f"{again:.4f}"
-            rows["agree"] = "yes" if abs(again - loss) <= apart * max(1, loss) else "no"
-    _print(title, rows)
-    if rows.get("agree") == "no":
-        wrong = "the checkpoint is not the model that was trained"
-        raise Stop(f"the sharded model's loss is {loss}, the consolidated one's {again}: {wrong}")
-
-
-def _of_the_run(
-    options: SimpleNamespace, meters: Any, saved: str, parameters: int, speed: dict[str, str]
-) -> dict[str, str]:
-    rows = {"parameters": f"{parameters:,}", "ranks": str(meters.world_size)}
-    rows["programs"] = _programs(options.compilation_cache)
+    parameters = count_parameters(saved)
+    rows = {meters.UNIT: str(meters.length), "parameters": f"{parameters:,}"}
+    rows |= {"ranks": str(meters.world_size), "programs": _programs(options.compilation_cache)}
     if meters.loss is not None:  # this run trained
-        rows |= {"training time": f"{meters.seconds:.1f} s", **speed}
+        rows |= {"training time": f"{meters.seconds:.1f} s", meters.SPEED: f"{meters.speed:,.0f}"}
         rows["final training loss"] = f"{meters.loss:.4f}"
     rows["checkpoint"] = saved
     if "://" in saved:
         command = "python -m xla_fsdp.consolidate --ckpt_prefix"
-        return rows | {"to consolidate": f"{command} {saved} --save_path model"}
-    return rows | {"size, each rank": _sizes(saved)}
-
-
-def _of_the_folder(folder: str) -> dict[str, str]:
-    size = sum(file.stat().st_size for file in Path(folder, "weights").iterdir())
-    rows = {"consolidated": f"{folder} ({size / 1024:,.0f} KiB)"}
-    return rows | {"in plain torch": f"python examples/evaluate.py {folder}"}
+        rows["to consolidate"] = f"{command} {saved} --save_path model"
+    else:
+        rows["size, each rank"] = _sizes(saved)
+    rows |= (others or {}) | {f"{meters.RESULT}, sharded": meters.result}
+    same, two = True, ""
+    if folder:
+        size = sum(file.stat().st_size for file in Path(folder, "weights").iterdir())
+        rows["consolidated"] = f"{folder} ({size / 1024:,.0f} KiB)"
+        read = json.loads(Path(folder, "network.json").read_text()).get("images", {})
+        fake = read.get("kind") == "folders" and read["datadir"] is None  # in no folder
+        if fake or parameters * meters.samples > EVALUATED:
+            command = f"python examples/evaluate.py {folder}"
+            rows["in plain torch"] = f"{command} --datadir=DIR" if fake else command
+        else:
+            dtype = getattr(options, "compute_dtype", "float32")
+            found, same, two = meters.compare(evaluate_in_plain_torch(folder), dtype)
+            rows |= {f"{meters.RESULT}, plain torch": found, "agree": "yes" if same else "no"}
+    _print(title, rows)
+    if not same:
+        raise Stop(f"{two}: the checkpoint is not the model that was trained")
 
 
 def _print(title: str, rows: dict[str, str]) -> None:

@@ -42,15 +42,14 @@ flags.register_multi_flags_validator(
 )
 
 
-def launch_or_plan(
-    train: Callable, args: tuple, options: SimpleNamespace, num_devices: int | None, title: str
-) -> None:
+def launch_or_plan(train: Callable, args: tuple, title: str) -> None:
     """Runs ``train(rank, *args)`` on every rank; with ``--plan``, plans its training step.
 
-    A plan that does not fit ends the script with code 3.
+    The first of ``args`` is ``options``. A plan that does not fit ends the script with code 3.
     """
+    options: SimpleNamespace = args[0]
     if options.plan:
-        return _plan(train, args, options, title)
+        return _plan(train, args, title)
     device = os.environ.get("PJRT_DEVICE")
     # None: launch takes a TPU if there is one, else the CPU. CUDA and NEURON come with plugins.
     if device is not None and device.split("_")[0] not in ("CPU", "TPU", "CUDA", "NEURON"):
@@ -58,7 +57,7 @@ def launch_or_plan(
         raise Stop(f"PJRT_DEVICE={device}: {ranks}", code=2)
     _keep_programs(options)
     try:
-        xla_fsdp.launch(train, args, num_devices)
+        xla_fsdp.launch(train, args, options.num_devices)
     except ValueError as error:
         # Under torchrun this process is the rank, and the error may be its own.
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -80,7 +79,8 @@ def refusals(flag: str, options: SimpleNamespace) -> Iterator[None]:
         raise Stop(f"{flag}: {message} (options go into LIBTPU_INIT_ARGS)") from error
 
 
-def _plan(train: Callable, args: tuple, options: SimpleNamespace, title: str) -> None:
+def _plan(train: Callable, args: tuple, title: str) -> None:
+    options: SimpleNamespace = args[0]
     for path in options.plan_report:
         parent = os.path.dirname(path) or "."
         there = os.path.isdir(parent) and os.access(parent, os.W_OK)

@@ -1,4 +1,4 @@
-"""What rank 0 shows: a bar while an epoch runs, a line when it ends, TensorBoard curves."""
+"""What rank 0 shows: a bar, a line when an epoch ends, TensorBoard curves."""
 
 import math
 import resource
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from absl import flags
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -30,28 +30,86 @@ def _are_steps(text: str) -> bool:
 require("profile_steps", _are_steps, "must be a:b with a < b, such as 10:13")
 
 
-class Meters:
-    """Loss, accuracy, speed and memory of a training run, of all ranks together.
+class Shown:
+    """Where a run that is no plan is shown: the bar, on a terminal only, ``--logdir`` and, within a
+    ``with``, ``--profile_steps``."""
 
-    The bar is drawn on a terminal only; a log file gets one line an epoch. ``loss`` is the mean of
-    the latest epoch, and ``correct`` of the ``images`` held out were right after it.
-    """
-
-    def __init__(self, options: SimpleNamespace, batches: DataLoader, held_out: DataLoader) -> None:
+    def __init__(self, options: SimpleNamespace) -> None:
         import torch_xla.runtime as xr
 
         self.rank, self.world_size = xr.global_ordinal(), xr.world_size()
-        self.log_steps = options.log_steps
-        self.steps, self.images = len(batches), len(held_out.dataset)
+        self.loss: float | None = None
+        self.seconds = self.speed = 0.0
+        self._shows = self.rank == 0 and not options.plan
+        self._console = Console(stderr=True, quiet=not self._shows)
+        self._bar: Progress | None = None
+        self._profile = self._writer = None
+        if options.profile_steps and not options.plan:
+            steps = tuple(map(int, options.profile_steps.split(":")))
+            self._profile = xla_fsdp.profile(options.logdir or "runs/profile", steps)
+        if options.logdir and self._shows:
+            from torch.utils.tensorboard import SummaryWriter
+
+            try:
+                self._writer = SummaryWriter(options.logdir)
+            except (OSError, ValueError, ImportError) as error:
+                wrong = f"{in_a_line(error)}; name another folder"
+                raise Stop(f"--logdir={options.logdir}: {wrong}", code=2) from error
+
+    def _start_bar(self, text: str, total: int, status: str, done: int = 0) -> None:
+        if self._shows and self._console.is_terminal:
+            texts = ("{task.description}", "{task.fields[status]}")
+            columns = (texts[0], BarColumn(), MofNCompleteColumn(), texts[1])
+            how = {"console": self._console, "auto_refresh": False, "transient": True}
+            self._bar = Progress(*columns, **how)
+            self._bar.add_task(text, total=total, completed=done, status=status)
+            self._bar.start()
+
+    def _move_bar(self, done: int, status: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, refresh=True, status=status)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _write(self, curves: dict[str, float], step: int) -> None:
+        if self._writer is not None:
+            for name, value in curves.items():
+                self._writer.add_scalar(name, value, step)
+
+    def __enter__(self) -> Any:
+        if self._profile is not None:
+            self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._profile is not None:
+            self._profile.__exit__(*error)
+        self._close_bar()
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Meters(Shown):
+    """Loss, accuracy, speed and memory of training by epochs, of all ranks together.
+
+    A log file gets one line an epoch. ``loss`` is the mean of the latest epoch, and ``correct`` of
+    the ``images`` held out were right after it.
+    """
+
+    UNIT, SPEED, RESULT = "epochs", "samples/s, last epoch", "accuracy"
+
+    def __init__(self, options: SimpleNamespace, batches: DataLoader, held_out: DataLoader) -> None:
+        super().__init__(options)
+        self.log_steps, self.length = options.log_steps, options.num_epochs
+        self.steps = len(batches)
+        self.images = self.samples = len(held_out.dataset)
         self._batches = batches
         share = min(len(batches.sampler), self.steps * batches.batch_size)  # a rank and epoch
         self.samples_per_step = share * self.world_size / self.steps
-        self.loss = self.correct = self._bar = None
-        self.seconds = self.samples_per_second = 0.0
-        self._profile = open_profile(options)
-        show = self.rank == 0 and not options.plan
-        self._console = Console(stderr=True, quiet=not show)
-        self._writer = open_curves(options, show)
+        self.correct: int | None = None
 
     def start_epoch(self, number: int) -> None:
         import torch_xla
@@ -60,9 +118,8 @@ class Meters:
         # Steps of this epoch that an earlier run has made.
         self._before = self._step = self._batches.sampler.had // self._batches.batch_size
         self._total = torch.zeros((), device=torch_xla.device())
-        if self._console.is_terminal and not self._console.quiet:
-            status = "compiling" if self.loss is None else ""
-            self._bar = start_bar(self._console, f"epoch {number}", self.steps, status, self._step)
+        status = "compiling" if self.loss is None else ""
+        self._start_bar(f"epoch {number}", self.steps, status, self._step)
 
     def step(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
         """A step was traced, at the rate that the optimizer still has."""
@@ -86,9 +143,7 @@ class Meters:
         made = (step - self._before) * self.samples_per_step
         speed = made / (time.perf_counter() - self._start)
         used, memory = memory_in_use()
-        if self._bar is not None:
-            status = f"loss {loss.item():.4f}, {speed:,.0f} samples/s, {memory}"
-            self._bar.update(self._bar.task_ids[0], completed=step, refresh=True, status=status)
+        self._move_bar(step, f"loss {loss.item():.4f}, {speed:,.0f} samples/s, {memory}")
         curves = {"train/loss": loss.item(), "train/samples_per_second": speed}
         curves |= {"train/learning_rate": rate, "memory/bytes": used}
         self._write(curves, (self.epoch - 1) * self.steps + step)
@@ -102,7 +157,7 @@ class Meters:
         self.loss = total / made / self.world_size
         seconds = time.perf_counter() - self._start
         self.seconds += seconds
-        self.samples_per_second = made * self.samples_per_step / seconds
+        self.speed = made * self.samples_per_step / seconds
         self._close_bar()
         if not math.isfinite(self.loss):
             raise Stop(f"the loss is {self.loss} in epoch {self.epoch}: choose a lower --lr")
@@ -113,71 +168,33 @@ class Meters:
         if correct is not None:
             curves["test/accuracy"] = correct / self.images
             evaluated = f"accuracy {correct / self.images:.2%}, "
-        shown = f"{evaluated}{self.samples_per_second:,.0f} samples/s, {memory_in_use()[1]}"
+        shown = f"{evaluated}{self.speed:,.0f} samples/s, {memory_in_use()[1]}"
         line = f"epoch {self.epoch}: loss {self.loss:.4f}, {shown}"
         self._console.print(line, highlight=False, soft_wrap=True)
         self._write(curves, self.epoch * self.steps)
         if self._writer is not None:
             self._writer.flush()
 
+    @property
+    def result(self) -> str:
+        return f"{self.correct / self.images:.2%} ({self.correct} of {self.images})"
+
+    def compare(self, again: dict[str, Any], dtype: str) -> tuple[str, bool, str]:
+        """What plain torch finds, whether that is the same, and in what the two differ.
+
+        XLA and torch sum in other orders: an image on the border may fall on either side. That is
+        one in 2000, or one in 50 where the sharded model computed in a narrow ``dtype``.
+        """
+        mine, right, images = self.correct, again["correct"], self.images
+        same = abs(right - mine) <= max(1, images // (2000 if dtype == "float32" else 50))
+        two = f"the sharded model got {mine} of {images} right, the consolidated one {right}"
+        return f"{again['accuracy']:.2%} ({right} of {images})", same, two
+
     def nothing_left(self, saved: str, correct: int) -> None:
         """The run before ended after its last epoch, which is only evaluated."""
         self.correct = correct
         if self.rank == 0:
             print(f"{saved} is the last epoch's: nothing is left to train", flush=True)
-
-    def _write(self, curves: dict[str, float], step: int) -> None:
-        if self._writer is not None:
-            for name, value in curves.items():
-                self._writer.add_scalar(name, value, step)
-
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def __enter__(self) -> "Meters":
-        if self._profile is not None:
-            self._profile.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._profile is not None:
-            self._profile.__exit__(*error)
-        self._close_bar()
-        if self._writer is not None:
-            self._writer.close()
-
-
-def start_bar(console: Console, text: str, total: int, status: str, done: int = 0) -> Progress:
-    """A bar with one task, which is gone when it stops."""
-    texts = [TextColumn("{task.description}"), TextColumn("{task.fields[status]}")]
-    columns = (texts[0], BarColumn(), MofNCompleteColumn(), texts[1])
-    bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
-    bar.add_task(text, total=total, completed=done, status=status)
-    bar.start()
-    return bar
-
-
-def open_curves(options: SimpleNamespace, show: bool) -> Any:
-    """What writes TensorBoard's files to ``--logdir``, if that is given and this rank is to."""
-    if not options.logdir or not show:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    try:
-        return SummaryWriter(options.logdir)
-    except (OSError, ValueError, ImportError) as error:
-        wrong = f"{in_a_line(error)}; name another folder"
-        raise Stop(f"--logdir={options.logdir}: {wrong}", code=2) from error
-
-
-def open_profile(options: SimpleNamespace) -> "xla_fsdp.profile | None":
-    """What records ``--profile_steps``, if that is given; within a ``with``, told of each step."""
-    if not options.profile_steps or options.plan:
-        return None
-    first, _, last = options.profile_steps.partition(":")
-    return xla_fsdp.profile(options.logdir or "runs/profile", (int(first), int(last)))
 
 
 def memory_in_use() -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Factors on the learning rate, by step: a warm-up, then steps or half a cosine down."""
+"""Factors on the learning rate, by step: a warm-up, then steps, half a cosine or a power down."""
 
 import math
 from typing import Any
@@ -26,6 +26,14 @@ def half_cosine(step: int, warmup: int, total: int) -> float:
     if step < warmup:  # a run that is shorter than its warm-up ends within it
         return warm_up(step, warmup)
     return (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup)))) / 2
+
+
+def polynomial(step: int, warmup: int, total: int, power: float, end: float) -> float:
+    """Up to 1 in ``warmup`` steps, then down to ``end``, by a ``power`` of what is left."""
+    if step < warmup:
+        return warm_up(step, warmup)
+    left = max(0.0, (total - step) / max(1, total - warmup))
+    return max(SMALLEST, end + (1 - end) * left**power)
 
 
 def settings(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -68,6 +68,23 @@ def fill_in(options: SimpleNamespace, **defaults: object) -> None:
             setattr(options, name, value)
 
 
+def given(options: SimpleNamespace, *flags: str) -> list[str]:
+    """Those of ``flags`` that are set, with two dashes; a "noflag" is one that is set to false."""
+
+    def is_set(name: str) -> bool:
+        if hasattr(options, name):
+            return bool(getattr(options, name))
+        return getattr(options, name.removeprefix("no")) is False
+
+    return [f"--{name}" for name in flags if is_set(name)]
+
+
+def exclude(options: SimpleNamespace, flag: str, *others: str) -> None:
+    """Refuses ``flag`` together with one of the ``others``, all named as in :func:`given`."""
+    if given(options, flag) and (found := given(options, *others)):
+        raise Stop(f"--{flag} excludes {found[0]}", code=2)
+
+
 def require(flag: str, condition: Callable, message: str) -> None:
     """Refuses values of ``flag`` for which ``condition(value)`` is false."""
     flags.register_validator(flag, lambda value: value is None or condition(value), message)

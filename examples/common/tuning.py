@@ -10,7 +10,7 @@ import xla_fsdp
 from xla_fsdp.compiler_options import add_to_environment
 
 from .launching import launch_or_plan, refusals
-from .script import Stop, in_a_line, require
+from .script import Stop, exclude, in_a_line, require
 
 OF_BLOCKS = "scan_blocks checkpoint_activations offload_activations stream no_reshard_after_forward"
 TUNE = "search how this very run is sharded fastest on a TPU slice, e.g. v3-8, instead of running "
@@ -32,8 +32,7 @@ def settle(options: SimpleNamespace, *others: str) -> bool:
     ``others``: flags that say the same otherwise, which exclude them.
     """
     options.sharding = None
-    if options.tune and options.plan:
-        raise Stop("--tune excludes --plan", code=2)
+    exclude(options, "tune", "plan")
     if options.tune_batch and not options.tune:
         raise Stop("--tune_batch needs --tune", code=2)
     given = "--tune" if options.tune else "--settings" if options.settings else ""
@@ -61,16 +60,14 @@ def applied(options: SimpleNamespace) -> Iterator[None]:
         raise Stop(f"--settings={options.settings}: {in_a_line(error)}", code=2) from error
 
 
-def launch_plan_or_tune(
-    train: Callable, args: tuple, options: SimpleNamespace, num_devices: int | None, title: str
-) -> None:
+def launch_plan_or_tune(train: Callable, args: tuple, title: str) -> None:
     """``launch_or_plan``; with ``--tune``, searches the settings for ``train(rank, *args)``.
 
-    The first of ``args`` is ``options``, and ``options.sharding`` says how to shard. If nothing
-    fits, the script ends with code 3.
+    ``options.sharding`` says how to shard. If nothing fits, the script ends with code 3.
     """
+    options: SimpleNamespace = args[0]
     if not options.tune:
-        return launch_or_plan(train, args, options, num_devices, title)
+        return launch_or_plan(train, args, title)
 
     def step(settings: xla_fsdp.ShardingSettings) -> None:
         import torch_xla.runtime as xr
