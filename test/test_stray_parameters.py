@@ -83,8 +83,15 @@ def objects_kept_from_before(rank):
     assert wrapped(holder)(torch.ones(2, WIDE).to("xla")).shape == (2, 3)
     holder = nn.Linear(WIDE, 3, bias=False)
     holder.weight = before[2]
+    x = torch.ones(2, WIDE)
+    expected = wrapped(holder)(x.to("xla"))
+    holder = nn.Linear(WIDE, 3, bias=False)
+    holder.weight = before[2]
+    assert torch.equal(wrapped(holder.to("xla"))(x.to("xla")), expected)
+    holder = nn.Linear(WIDE, 3, bias=False)
+    holder.weight = before[2]
     with pytest.raises(RuntimeError, match="'weight' of Linear is tied .*, and was moved since"):
-        wrapped(holder.to("xla"))
+        wrapped(holder._apply(lambda tensor: tensor.to("xla")))
 
 
 def read_in_hooks(rank):
