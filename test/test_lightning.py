@@ -10,8 +10,14 @@ import torch_xla.runtime as xr
 from conftest import ROOT
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_models import CLIP, Block, Pair, Words, fit, loader, rows, strategy, trainer_for
 from safetensors.torch import load_file
 
@@ -101,6 +107,47 @@ def test_training_is_that_of_one_process(run_ranks, reference, folder, ranks):
     lines = list(csv.DictReader(log.read_text().splitlines()))
     losses = [float(line["loss_step"]) for line in lines if line["loss_step"]]
     assert losses == pytest.approx(reference["value"]["losses"], abs=1e-5)
+
+
+# -- averages of weights -----------------------------------------------------------------------
+
+
+class Averaged(Words):
+    """As the refusal of callbacks that average recommends."""
+
+    def on_fit_start(self):
+        average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        self.averages = [torch.optim.swa_utils.AveragedModel(self.blocks, multi_avg_fn=average)]
+
+    def on_train_batch_end(self, *args):
+        self.averages[0].update_parameters(self.blocks)
+
+
+def averaging(rank, folder):
+    trainer = trainer_for(folder / str(rank), strategy())
+    found, model = fit(trainer, xr.world_size(), Averaged())
+    return found["losses"], full_state_dict(model.averages[0].module)
+
+
+def test_a_module_averages_its_weights(run_ranks, tmp_path):
+    _, expected = fit(trainer_for(tmp_path / "plain", devices=1), model=Averaged())
+    for _, found in run_ranks(averaging, 2, tmp_path, timeout=TIMEOUT):
+        if found:  # the first rank has it
+            torch.testing.assert_close(
+                found, expected.averages[0].module.state_dict(), rtol=1e-4, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [StochasticWeightAveraging(1e-2), WeightAveraging(), EMAWeightAveraging()],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_averages_of_whole_models_are_refused(callback):
+    told = f"{type(callback).__name__} copies the model before .* in on_fit_start"
+    with pytest.raises(MisconfigurationException, match=told):
+        callback.setup(L.Trainer(strategy=strategy(), logger=False), Words(), "fit")
+    callback.setup(L.Trainer(accelerator="cpu", devices=1, logger=False), Words(), "fit")
 
 
 # -- resuming, on another number of ranks ------------------------------------------------------

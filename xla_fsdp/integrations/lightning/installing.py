@@ -17,10 +17,15 @@ from lightning.fabric.accelerators import CPUAccelerator, XLAAccelerator
 from lightning.fabric.connector import _Connector
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import (
+    ModelSummary,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ...sharding.around import is_sharded
 from .changed import changes, drop_in
@@ -176,6 +181,22 @@ def _rank_zero_first(original: Any, self: Fabric, local: bool = False) -> Iterat
     yield
     if first:
         self.barrier("rank_zero_first")
+
+
+@changes.around(StochasticWeightAveraging, "setup")
+@changes.around(WeightAveraging, "setup")
+def _set_up_averaging(
+    original: Any, self: Any, trainer: Trainer, pl_module: Any, stage: str
+) -> None:
+    if stage == "fit" and _is_ours(trainer.strategy):
+        raise MisconfigurationException(
+            f"{type(self).__name__} copies the model before it is sharded, and would average whole "
+            "parameters with shards. Leave the callback out; average in the module: make a "
+            "torch.optim.swa_utils.AveragedModel of self.net, or what it is called, in "
+            "on_fit_start, when it is sharded, keep it in a list, so that it is no part of the "
+            "module, and call its update_parameters(self.net) in on_train_batch_end"
+        )
+    original(self, trainer, pl_module, stage)
 
 
 @changes.around(ModelSummary, "_summary")
