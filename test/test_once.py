@@ -53,6 +53,42 @@ def test_a_function_is_traced_once_for_each_shape(elsewhere):
     elsewhere(traced_once)
 
 
+def while_a_program_runs():
+    """What it makes may get its memory between two looks of torch_xla: seen once in many runs."""
+    import torch_xla
+
+    lowering, made = torch_xla._XLAC.lowering, []
+
+    class Context:
+        def __init__(self, name):
+            self.real = original(name)
+            made.append(name)
+
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+        def device_parameter_id_tensor_mapping(self):
+            if len(made) == 1:
+                raise RuntimeError(
+                    "Check failed: param_id.has_value(): Parameter ID must exist for"
+                )
+            return self.real.device_parameter_id_tensor_mapping()
+
+    original, lowering.LoweringContext = lowering.LoweringContext, Context
+    try:
+        once, function, calls = counted(world())
+        x, y = (torch.arange(n).float().to(world().device) for n in (4, 3))
+        doubled, _ = once("f", function, [x, y], "key")
+    finally:
+        lowering.LoweringContext = original
+    assert made == ["f", "f"] and len(calls) == 1
+    assert doubled.cpu().tolist() == [3, 5, 7]
+
+
+def test_a_program_under_way_does_not_disturb(elsewhere):
+    elsewhere(while_a_program_runs)
+
+
 def as_many_as_are_of_use():
     """Lengths that come once (generated text) do not stay in memory."""
     from xla_fsdp.sharding import once as module

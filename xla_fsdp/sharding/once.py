@@ -97,6 +97,11 @@ class _Known(NamedTuple):
     operands: list[int | torch.Tensor]  # numbers of arguments, and tensors that it uses besides
 
 
+# Of a tensor that a program under way has made since the lowering began: torch_xla knows tensors by
+# their memory, and this one had none.
+_ARRIVED = "Parameter ID must exist"
+
+
 class Traced:
     """Traced tensors as a computation, and where its parameters come from.
 
@@ -109,6 +114,17 @@ class Traced:
     """
 
     def __init__(self, name: str, arguments: Tensors, outputs: Tensors) -> None:
+        try:
+            self._lower(name, arguments, outputs)
+        except RuntimeError as error:
+            if _ARRIVED not in str(error):
+                raise
+            xlac = torch_xla._XLAC
+            # Not the devices of other ranks: what runs there may wait for this rank's next program.
+            xlac._xla_wait_device_ops(xlac._xla_real_devices([xlac._xla_get_default_device()]))
+            self._lower(name, arguments, outputs)
+
+    def _lower(self, name: str, arguments: Tensors, outputs: Tensors) -> None:
         context = torch_xla._XLAC.lowering.LoweringContext(name)
         context.build(outputs)
         self.computation = xb.computation_from_module_proto(name, context.hlo())
