@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
+def printable(text: str) -> str:
+    """``text`` without line ends and anything that a terminal would act upon."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def in_a_line(said: object, most: int = 300) -> str:
     """What an exception or another program said, on one line, at most so many characters of it, and
     nothing that a terminal would act upon. Of an exception without words, its type."""
     words = " ".join(str(said).split())
     if not words and isinstance(said, BaseException):
         return type(said).__name__
-    words = "".join(char if char.isprintable() else " " for char in words)
+    words = printable(words)
     return words if len(words) <= most else words[:most] + "..."
 
 

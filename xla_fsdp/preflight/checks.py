@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..wording import runs
+from ..wording import printable, runs
 
 _GROUPS = 6  # different findings that a line shows
 
@@ -51,11 +51,6 @@ def failed(name: str, found: str, expected: str, remedy: str) -> Check:
 
 def skipped(name: str, found: str) -> Check:
     return Check(Status.SKIPPED, name, found)
-
-
-def printable(text: str) -> str:
-    """``text`` without line ends and anything that a terminal would act upon."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def by_worker(findings: Mapping[int, str]) -> str:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ..extras import MissingExtraError
+from ..wording import printable
 from .api import DISCOVERY_URL
-from .checks import Status, printable
+from .checks import Status
 from .errors import UsageError
 from .run import run
 from .template import GCLOUD

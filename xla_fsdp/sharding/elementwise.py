@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-from .sharded_tensor import ShardedTensor, home_of
+from .sharded_tensor import homes_of
 
 # Optimizers that compute with whole matrices or norms, by the names of their classes.
 _NOT_ELEMENTWISE = frozenset(
@@ -35,7 +35,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
     """
     if getattr(optimizer, "knows_shards", False):  # xla_fsdp.optim, which lies above
         return
-    home = next(_divided(optimizer), None)
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    home = next((home for home in homes_of(parameters) if home.divided), None)
     if home is None:
         return
     known = [c.__name__ for c in type(optimizer).__mro__ if c.__name__ in _NOT_ELEMENTWISE]
@@ -67,14 +68,6 @@ def check_elementwise(optimizer: Optimizer) -> None:
             f"thing. Wrap with sharding_strategy=ShardingStrategy.NO_SHARD if it does; {remedy}",
             stacklevel=2,
         )
-
-
-def _divided(optimizer: Optimizer) -> Iterator[ShardedTensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            home = home_of(parameter)
-            if home is not None and home.world is not None and home.world.size > 1:
-                yield home
 
 
 def _asked_for(kind: type) -> Iterator[str]:

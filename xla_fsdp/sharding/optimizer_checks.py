@@ -10,10 +10,11 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 import torch_xla.runtime as xr
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -23,7 +24,7 @@ from .elementwise import check_elementwise
 from .first_step import TOLD
 from .foreach_steps import choose_foreach
 from .ignored import note_of
-from .sharded_tensor import home_of, require_reduced
+from .sharded_tensor import home_of, homes_of, require_reduced
 from .torch_clipping import ACCELERATE_AVERAGES, ask_all_ranks
 from .whole_models import refuse_shards
 
@@ -49,10 +50,11 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     number = sum(len(group["params"]) for group in optimizer.param_groups)
     if optimizer.__dict__.get(_SEEN) != number:
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        _require_not_left(optimizer, every)
         _require_shards(optimizer)
         if _SEEN not in optimizer.__dict__:
             _require_order(optimizer)
-        every = [p for group in optimizer.param_groups for p in group["params"]]
         require_filled(every, f"{type(optimizer).__name__}.step() came")
         check_elementwise(optimizer)
         for around in _optimizers_around(optimizer, sys._getframe()):
@@ -67,9 +69,9 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         raise RuntimeError(_WRONG[caller])
 
 
-def _require_shards(optimizer: Optimizer) -> None:
-    """Raises RuntimeError if parameters are those of before the wrapping, or before the move."""
-    every = [p for group in optimizer.param_groups for p in group["params"]]
+def _require_not_left(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
+    """Raises RuntimeError if ``every`` parameter of it is without gradient, and one of before the
+    model was moved."""
     left = next(filter(was_left, every), None)
     # Somebody else may still use them, and then they have gradients.
     if left is not None and all(parameter.grad is None for parameter in every):
@@ -78,6 +80,10 @@ def _require_shards(optimizer: Optimizer) -> None:
             f"replaced its parameters (one of shape {list(left.shape)} on {left.device}) by others "
             "on the device: it would train nothing. Make it after moving and wrapping"
         )
+
+
+def _require_shards(optimizer: Optimizer) -> None:
+    """Raises RuntimeError if parameters are those of before the wrapping."""
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             home = home_of(parameter)
@@ -163,7 +169,7 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
 def has_shards(optimizer: Optimizer) -> bool:
     """Whether one of its parameters is a shard."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return any(home_of(parameter) is not None for parameter in parameters)
+    return next(homes_of(parameters), None) is not None
 
 
 def _caller(frame: FrameType | None) -> str | None:

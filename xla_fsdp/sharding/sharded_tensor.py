@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,6 +83,11 @@ class ShardedTensor:
     reordered: bool = False  # its values came from files that list parameters in another order
 
     @property
+    def divided(self) -> bool:
+        """Whether other ranks have other shards of it."""
+        return self.world is not None and self.world.size > 1
+
+    @property
     def source(self) -> torch.Tensor:
         """What this rank sends in a gather."""
         return self.shard if self.copy is None else self.copy.value
@@ -142,6 +147,11 @@ def home_of(parameter: object) -> ShardedTensor | None:
             "more, so what it is a part of is not known: keep the model as long as its parameters"
         )
     return tensor
+
+
+def homes_of(parameters: Iterable[object]) -> Iterator[ShardedTensor]:
+    """:func:`home_of` of those that have one."""
+    return filter(None, map(home_of, parameters))
 
 
 def number_at_home(parameter: nn.Parameter) -> int:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from .redirecting import copied, is_redirected, redirect
-from .sharded_tensor import ShardedTensor, home_of
+from .sharded_tensor import ShardedTensor, homes_of
 
 _CHANGING = threading.Lock()
 
@@ -45,13 +45,11 @@ def _refuse(
 
 
 def _divided_of_model(model: nn.Module) -> Iterator[ShardedTensor]:
-    homes = filter(None, map(home_of, model.parameters()))
-    return (home for home in homes if home.world is not None and home.world.size > 1)
+    return (home for home in homes_of(model.parameters()) if home.divided)
 
 
 def _shards_of_optimizer(optimizer: Optimizer) -> Iterator[ShardedTensor]:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return filter(None, map(home_of, parameters))
+    return homes_of(p for group in optimizer.param_groups for p in group["params"])
 
 
 _BROADCAST = (
