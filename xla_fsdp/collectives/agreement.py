@@ -12,7 +12,6 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
 from ..ranks.rank import is_pretending
-from . import token
 from .host_data import as_data
 from .world import World
 
@@ -64,5 +63,5 @@ def _apart(world: World) -> Iterator[None]:
     if world.context is None:
         yield
         return
-    with token.set_aside(str(world.device)), world.context.apart():
+    with world.context.apart():
         yield

@@ -1,19 +1,29 @@
-"""torch_xla's token, through which each collective of a device waits for the one before."""
+"""What collectives depend on besides their operands."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
+import torch
 import torch_xla
+
+from ..ranks.rank import current_rank
+from .host_data import as_data
 
 
 @contextlib.contextmanager
-def set_aside(device: str) -> Iterator[None]:
+def set_aside(device: torch.device) -> Iterator[None]:
     """Collectives traced within wait for none from before, and none afterwards for them."""
-    token = torch_xla._XLAC._get_all_reduce_token(device)
-    torch_xla._XLAC._set_all_reduce_token(device, None)
+    rank = current_rank()
+    order = None if rank is None else rank.order
+    token = torch_xla._XLAC._get_all_reduce_token(str(device))
+    torch_xla._XLAC._set_all_reduce_token(str(device), None)
     try:
-        yield
+        if order is None:
+            yield
+        else:
+            with order.apart(lambda: as_data(torch.tensor(False), device)):
+                yield
     finally:
-        torch_xla._XLAC._set_all_reduce_token(device, token)
+        torch_xla._XLAC._set_all_reduce_token(str(device), token)

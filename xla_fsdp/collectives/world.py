@@ -244,7 +244,7 @@ class World:
             return value
         if self.context is None:
             named = _named("all_reduce", label)
-            self._forget_token()
+            value = self._ordered(value)
             total = xm.all_reduce(kind, value, groups=lists(groups), pin_layout=False)
             del named
             return total  # type: ignore[return-value]  # a list of a list only
@@ -258,10 +258,11 @@ class World:
         if size == 1:
             return shard
         named = _named("all_gather", label)
-        self._forget_token()
+        channel = self._channel("all_gather", shard, label)
         full = torch_xla._XLAC._xla_all_gather(
-            shard, 0, size, groups, False, self._channel("all_gather", shard, label), None,
-        )  # fmt: skip
+            self._ordered(shard), 0, size, groups, False, channel, None
+        )
+        self._add_to_order(full)
         del named
         return full
 
@@ -269,12 +270,13 @@ class World:
         self, full: torch.Tensor, groups: list[list[int]], label: str, scale: float
     ) -> torch.Tensor:
         named = _named("reduce_scatter", label)
-        self._forget_token()
+        channel = self._channel("reduce_scatter", full, label)
+        operand = self._ordered(full)
         token = torch_xla._XLAC._get_all_reduce_token(self._device_name)
         shard = torch_xla._XLAC._xla_reduce_scatter(
-            xm.REDUCE_SUM, full, token, scale, 0, len(groups[0]), groups, False,
-            self._channel("reduce_scatter", full, label), None,
-        )[0]  # fmt: skip
+            xm.REDUCE_SUM, operand, token, scale, 0, len(groups[0]), groups, False, channel, None
+        )[0]
+        self._add_to_order(shard)
         del named
         return shard
 
@@ -290,15 +292,24 @@ class World:
         return moved
 
     def _permute(self, value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
-        self._forget_token()
+        if self.context is None:
+            value = self._ordered(value)
         return xm.collective_permute(value, [list(pair) for pair in pairs])
 
-    def _forget_token(self) -> None:
+    def _ordered(self, operand: torch.Tensor) -> torch.Tensor:
+        """``operand`` of a collective. On CPU ranks it depends on the collective before."""
+        order = None if self.context is None else self.context.order
+        if order is not None:
+            return order.after_the_last(operand)
         # torch_xla has every collective wait for the one before, through a token that it adds, as
         # zero, to what is sent: no two overlap, and full gradients are rewritten. On TPU all ranks
-        # run one program, in one order. CPU ranks keep the token, for want of threads to wait in.
-        if self.context is None:
-            torch_xla._XLAC._set_all_reduce_token(self._device_name, None)
+        # run one program, in one order.
+        torch_xla._XLAC._set_all_reduce_token(self._device_name, None)
+        return operand
+
+    def _add_to_order(self, result: torch.Tensor) -> None:
+        if self.context is not None and self.context.order is not None:
+            self.context.order.add(result)
 
     def _channel(self, kind: str, tensor: torch.Tensor, label: str) -> int | None:
         if self.context is None:

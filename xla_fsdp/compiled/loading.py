@@ -17,14 +17,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import platform
 import struct
-import sys
-from collections.abc import Iterable
-from importlib.metadata import version
 from typing import NoReturn
 
-import numpy as np
+from .symbols import symbols_of
 
 _SERIALIZED = "ESt17basic_string_viewIcSt11char_traitsIcEESt8optionalINS_14CompileOptionsEE"
 _DESERIALIZE = "_ZN3xla10PjRtClient21DeserializeExecutable" + _SERIALIZED
@@ -33,13 +29,6 @@ _LOAD = (
     "St14default_deleteIS2_EERKNS_11LoadOptionsE"
 )
 _CLIENTS = {"CPU": "13PjRtCpuClient", "TPU": "14PjRtCApiClient"}
-_ENTRY_POINT = "PyInit__XLAC"
-
-_SYMBOL_TABLE = 2  # sh_type of the section with the symbols
-_SYMBOL = np.dtype(
-    [("name", "<u4"), ("info", "u1"), ("other", "u1"), ("section", "<u2")]
-    + [("value", "<u8"), ("size", "<u8")]
-)
 
 
 def repair(platform_name: str) -> None:
@@ -50,66 +39,32 @@ def repair(platform_name: str) -> None:
     Raises:
         NotImplementedError: not possible with this torch_xla, processor or operating system.
     """
-    found = version("torch_xla")
-    machine = f"{sys.platform} {platform.machine()}"
-    if not found.startswith("2.9.") or machine != "linux x86_64":
-        _refuse(f"this is torch_xla {found} on {machine}, not torch_xla 2.9 on linux x86_64")
-    import _XLAC
-
     client = _CLIENTS[platform_name]
     table_name = f"_ZTVN3xla{client}E"
     both_steps = f"_ZN3xla{client}24LoadSerializedExecutable{_SERIALIZED}RKNS_11LoadOptionsE"
-    names = [table_name, _DESERIALIZE, _LOAD, both_steps, _ENTRY_POINT]
-    symbols = _symbols(_XLAC.__file__, names)
-    # Where the library lies in memory.
-    entry_point = getattr(ctypes.CDLL(_XLAC.__file__), _ENTRY_POINT)
-    entry = ctypes.cast(entry_point, ctypes.c_void_p).value
-    assert entry is not None  # a function that was found is somewhere
-    base = entry - symbols[_ENTRY_POINT][0]
+    try:
+        symbols = symbols_of([table_name, _DESERIALIZE, _LOAD, both_steps])
+    except NotImplementedError as error:
+        _refuse(str(error))
 
     address, size = symbols[table_name]
-    table = (ctypes.c_uint64 * (size // 8)).from_address(base + address)
+    table = (ctypes.c_uint64 * (size // 8)).from_address(address)
     places = []
     for name in (_DESERIALIZE, _LOAD):
-        unable = base + symbols[name][0]
+        unable = symbols[name].address
         places.append([place for place, entry in enumerate(table) if entry == unable])
     if not any(places):
         return  # repaired before
-    if [len(found) for found in places] != [1, 1] or not _is_read_only(base + address):
+    if [len(found) for found in places] != [1, 1] or not _is_read_only(address):
         _refuse(f"the functions of xla::{client[2:]} are not as expected")
-    deserialize, load = _functions(base + symbols[both_steps][0])
-    _write(base + address, size, table, {places[0][0]: deserialize, places[1][0]: load})
+    deserialize, load = _functions(symbols[both_steps].address)
+    _write(address, size, table, {places[0][0]: deserialize, places[1][0]: load})
 
 
 def _refuse(reason: str) -> NoReturn:
     raise NotImplementedError(
         f"compiled programs can not be kept on disk: {reason}. Train without the compilation cache"
     )
-
-
-def _symbols(path: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Address and size of each, from the table of symbols of a 64-bit ELF file."""
-    found = {}
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        start = struct.unpack_from("<Q", data, 0x28)[0]
-        size, count = struct.unpack_from("<HH", data, 0x3A)
-        # name, type, flags, address, offset, size, link, ...
-        sections = [
-            struct.unpack_from("<IIQQQQIIQQ", data, start + place * size) for place in range(count)
-        ]
-        table = next((one for one in sections if one[1] == _SYMBOL_TABLE), None)
-        if table is None:
-            _refuse(f"{path} was stripped of its symbols")
-        strings = sections[table[6]]
-        first, last = strings[4], strings[4] + strings[5]
-        symbols = np.frombuffer(data[table[4] : table[4] + table[5]], _SYMBOL)
-        for name in names:
-            place = data.find(b"\0" + name.encode() + b"\0", first, last) + 1
-            rows = symbols[symbols["name"] == place - first] if place else symbols[:0]
-            if len(rows) != 1:
-                _refuse(f"{path} has {len(rows)} symbols {name}, not one")
-            found[name] = (int(rows["value"][0]), int(rows["size"][0]))
-    return found
 
 
 def _functions(both_steps: int) -> tuple[int, int]:

@@ -10,11 +10,13 @@ import contextlib
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from .collective_order import CollectiveOrder
 
 
 class Collective(NamedTuple):
@@ -79,6 +81,7 @@ class RankContext:
         slices: ordinals of the ranks of each slice that the launch simulates; ``()``: of one.
         as_on_tpu: trace what a TPU would get, see ``World.as_on_tpu`` (collectives/world.py).
             For tests, which have no TPU.
+        order: chains the rank's collectives; ``None`` for a single rank, and as on a TPU.
     """
 
     def __init__(
@@ -97,11 +100,21 @@ class RankContext:
         self.stepping = False
         self.slices = slices
         self.as_on_tpu = False
+        self._order: CollectiveOrder | None = None
         self._board = board or Board(size)
         self._posts = 0
         self._numbers = defaultdict[str, Iterator[int]](itertools.count)
         self._issued = 0
         self._lock = threading.Lock()
+
+    @property
+    def order(self) -> CollectiveOrder | None:
+        """See the class."""
+        return None if self.as_on_tpu else self._order
+
+    def keep_order(self, first: Callable[[], torch.Tensor]) -> None:
+        """Chains the collectives from here on, see :class:`CollectiveOrder`."""
+        self._order = CollectiveOrder(self.device, first)
 
     def next_channel(
         self,
@@ -144,6 +157,8 @@ class RankContext:
         with self._lock:
             self.pending = []
             self._issued = 0
+        if self._order is not None:
+            self._order.end()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -153,7 +168,8 @@ class RankContext:
             before = self.pending, self._issued
             self.pending, self._issued = [], 0
         try:
-            yield
+            with self.order.apart() if self.order is not None else contextlib.nullcontext():
+                yield
         finally:
             with self._lock:
                 self.pending, self._issued = before

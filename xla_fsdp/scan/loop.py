@@ -18,6 +18,7 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 
 from ..collectives import token
+from ..ranks.rank import current_rank
 from ..sharding.block_memory import BlockMemory
 from ..sharding.once import Tensors, Traced, placeholder, twin
 
@@ -83,7 +84,13 @@ def loop(
     operands = [*carry, *stacked, *constants, *kept, *traced.body.hoisted.values()]
     depth = stacked[0].shape[0]
     computation = _While(traced, depth, reverse, ahead, min(unroll, depth)).build(operands)
+    rank = current_rank()
+    order = None if rank is None else rank.order
+    if order is not None and rank.pending:
+        operands[0] = order.after_the_last(operands[0])
     outputs = torch_xla._XLAC._xla_user_computation("xla::scan_blocks", operands, computation)
+    if order is not None:
+        order.add(outputs[0])
     first, second = len(carry), len(carry) + len(traced.results)
     written = [row.kept for row in rows if row.written]
     with torch.no_grad():
@@ -240,7 +247,7 @@ def _fresh_trace(device: torch.device, seed: int | None) -> Iterator[None]:
     name, xlac = str(device), torch_xla._XLAC
     thread_device = xlac._xla_get_default_device()
     xlac._xla_set_default_device(name)
-    with token.set_aside(name):
+    with token.set_aside(device):
         state = xm.get_rng_state(name)
         # Setting the state makes the seed a value that is there; it may be one that is pending.
         xm.set_rng_state(state if seed is None else seed, name)

@@ -78,7 +78,7 @@ class Once:
         torch_xla._XLAC._xla_set_default_device(device)  # autograd's threads have another
         try:
             # Or collectives in here would be tied to those outside.
-            with token.set_aside(device):
+            with token.set_aside(self._world.device):
                 arguments = [_placeholder_of(tensor, device) for tensor in tensors]
                 pairs = zip(arguments, tensors, strict=True)
                 if any(argument.dtype != tensor.dtype for argument, tensor in pairs):

@@ -100,6 +100,20 @@ class Barrier:
         with self._changed:
             return self._stop(failure)
 
+    def stop_different(self, elsewhere: dict[int, str]) -> None:
+        """Makes every rank unwind, because ranks wait for each other at different places.
+
+        Args:
+            elsewhere: what ranks wait in that are not here.
+        """
+        with self._changed:
+            self._stop(self._mismatch(elsewhere))
+
+    def waiting(self) -> set[int]:
+        """The ranks that wait here."""
+        with self._changed:
+            return set(self._meeting.arrivals)
+
     def watch(self) -> None:
         """Gives up on ranks that keep others waiting; called now and then by the launcher."""
         with self._changed:
@@ -119,11 +133,6 @@ class Barrier:
         with self._changed:
             return self._places()
 
-    def waiting_since(self) -> float | None:
-        """When the first of the ranks now waiting came (``time.monotonic``), ``None`` if none."""
-        with self._changed:
-            return self._first_wait if self._meeting.arrivals else None
-
     def _stop(self, failure: BaseException) -> bool:
         if self.failure is not None:
             return False
@@ -141,8 +150,9 @@ class Barrier:
         first = next(arrivals).key
         return all(other.key == first for other in arrivals)
 
-    def _mismatch(self) -> RankError:
-        text = f"ranks wait for each other at different places:\n{self._places()}"
+    def _mismatch(self, elsewhere: dict[int, str] | None = None) -> RankError:
+        places = self._places(elsewhere or {})
+        text = f"ranks wait for each other at different places:\n{places}"
         difference = _first_difference(self._meeting.arrivals)
         if difference:
             text += f"\n{difference}"
@@ -152,12 +162,13 @@ class Barrier:
         )
         return CollectiveMismatchError(text)
 
-    def _places(self) -> str:
+    def _places(self, elsewhere: dict[int, str] | None = None) -> str:
         lines = []
         for rank in range(self.size):
             arrival = self._meeting.arrivals.get(rank)
             if arrival is None:
-                lines.append(f"  rank {rank}: running, at {self._locate(rank)}")
+                what = (elsewhere or {}).get(rank, "running")
+                lines.append(f"  rank {rank}: {what}, at {self._locate(rank)}")
                 continue
             line = f"  rank {rank}: {arrival.what}, at {arrival.where}"
             if arrival.steps:

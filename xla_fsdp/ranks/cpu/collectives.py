@@ -113,10 +113,11 @@ class Collectives(Replacements):
         def scatter(value: torch.Tensor) -> torch.Tensor:
             kind = f"reduce_scatter({reduce_type})"
             channel = self._channel(context, kind, value, groups)
-            return self._original["reduce_scatter"](
-                reduce_type, value, scale, scatter_dim % value.dim(), shard_count,
-                groups=self._groups(groups), pin_layout=False, channel_id=channel,
+            mine = self._original["reduce_scatter"](
+                reduce_type, _ordered(context, value), scale, scatter_dim % value.dim(),
+                shard_count, groups=self._groups(groups), pin_layout=False, channel_id=channel,
             )  # fmt: skip
+            return _added(context, mine)
 
         with torch.no_grad():
             if isinstance(input, torch.Tensor):
@@ -215,9 +216,11 @@ class Collectives(Replacements):
         kind: str = "all_gather",
     ) -> torch.Tensor:
         channel = self._channel(context, kind, value, groups)
-        return self._original["all_gather"](
-            value, dim, groups=self._groups(groups), pin_layout=False, channel_id=channel
-        )
+        rows = self._original["all_gather"](
+            _ordered(context, value), dim, groups=self._groups(groups), pin_layout=False,
+            channel_id=channel,
+        )  # fmt: skip
+        return _added(context, rows)
 
     @staticmethod
     def _channel(context: RankContext, kind: str, value: torch.Tensor, groups: Groups) -> int:
@@ -241,6 +244,16 @@ class Collectives(Replacements):
         if device is not None and device.type != "xla":
             return None  # torch_xla's own complaint says it best
         return self._session.rank_of(device)
+
+
+def _ordered(context: RankContext, operand: torch.Tensor) -> torch.Tensor:
+    return operand if context.order is None else context.order.after_the_last(operand)
+
+
+def _added(context: RankContext, result: torch.Tensor) -> torch.Tensor:
+    if context.order is not None:
+        context.order.add(result)
+    return result
 
 
 def _pick(rows: torch.Tensor, index: int) -> torch.Tensor:

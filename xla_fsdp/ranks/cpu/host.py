@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,8 +29,6 @@ from .session import Session, drop_pending
 _INTERRUPT_AFTER = 1.5
 _LEAVE_AFTER = 3.5
 _POLL_SECONDS = 0.2
-# XLA warns after 5 seconds in a collective and aborts the process after 15.
-_REPORT_AFTER = 9.0
 
 
 def run_ranks(
@@ -46,14 +43,14 @@ def run_ranks(
         KeyboardInterrupt: as usual; the ranks are stopped first.
     """
     runtime.start(size)
-    session = Session(size, timeout, slices)
+    runtime.gate.open_for(size)
+    session = Session(size, timeout, runtime.gate, slices)
     caller_device = torch_xla._XLAC._xla_get_default_device()
     caller_seed = torch_xla._XLAC._xla_get_rng_seed(caller_device)
     patches = Patches()
     fresh_state = FreshState(session)
     ended = threading.Semaphore(0)
     threads = [RankThread(session, c, fn, tuple(args), ended.release) for c in session.contexts]
-    session.garbage.watch()
     try:
         _install(session, patches, caller_seed)
         for thread in threads:
@@ -75,12 +72,12 @@ def run_ranks(
 
 def _wait(session: Session, threads: list[RankThread], ended: threading.Semaphore) -> None:
     stopping_since: float | None = None
-    interrupted = reported = False
+    interrupted = False
     while any(thread.is_alive() for thread in threads):
         ended.acquire(timeout=_POLL_SECONDS)
         session.barrier.watch()
+        session.stop_if_deadlocked()
         if session.barrier.failure is None:
-            reported = reported or _report_slow(session)
             continue
         now = time.monotonic()
         stopping_since = stopping_since or now
@@ -88,24 +85,10 @@ def _wait(session: Session, threads: list[RankThread], ended: threading.Semaphor
             return
         if now - stopping_since > _INTERRUPT_AFTER and not interrupted:
             interrupted = True
+            session.gate.close()
             for rank, thread in enumerate(threads):
                 if thread.is_alive() and not session.dispatching[rank]:
                     _raise_in(thread, RankStopped)
-
-
-def _report_slow(session: Session) -> bool:
-    # A cut that no hook sees (an operator that falls back to the CPU) cannot be stopped, only told.
-    since = session.barrier.waiting_since()
-    if since is None or time.monotonic() - since < _REPORT_AFTER:
-        return False
-    if any(context.pending for context in session.contexts):
-        print(
-            f"xla_fsdp.launch: ranks have waited for {_REPORT_AFTER:g} s; if a rank is stuck in a "
-            f"collective, XLA will abort the process:\n{session.barrier.places()}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return True
 
 
 def _raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
@@ -146,13 +129,14 @@ def _clean_up(
         context.active = False
     runtime.leftover = [thread for thread in threads if thread.is_alive()]
     patches.undo()
-    session.garbage.unwatch()
     session.generators.restore_caller()
     torch_xla._XLAC._xla_set_replication_devices([])
     if runtime.leftover:
         runtime.unfinished = session.contexts
         _skip_destructors()
         return
+    if session.barrier.failure is not None:
+        session.end_programs()
     runtime.settle_autograd_threads()
     drop_pending(session.contexts)
 

@@ -13,6 +13,7 @@ import torch_xla.runtime as xr
 from ...compiled.cache import keep_by_default
 from ..rank import RankContext
 from .session import drop_pending
+from .start_gate import StartGate
 
 # Who launches ranks, or pretends to be one, changes what torch_xla believes in the whole process.
 ONE_AT_A_TIME = threading.Lock()
@@ -27,12 +28,14 @@ class CpuRuntime:
     Attributes:
         launching: held for the length of a launch.
         leftover: rank threads that a failed launch could not stop.
+        gate: where programs with collectives wait for each other.
         unfinished: the ranks of that launch, whose collectives are still on the devices.
     """
 
     def __init__(self) -> None:
         self.launching = ONE_AT_A_TIME
         self.leftover: list[threading.Thread] = []
+        self.gate = StartGate()
         self.unfinished: list[RankContext] = []
         self._started_here = False
         self._anchors: list[torch.Tensor] = []

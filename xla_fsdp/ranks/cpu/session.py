@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 
 from ...tpu.slices import equal_parts
 from ...tree import has_own_operators
@@ -26,8 +27,8 @@ from ..errors import Preempted
 from ..rank import Board, Collective, RankContext, _set_current_rank, current_rank
 from . import call_site
 from .barrier import Arrival, Barrier
-from .garbage import Garbage
 from .rng import RankGenerators
+from .start_gate import StartGate
 
 _T = TypeVar("_T")
 _XLAC = torch_xla._XLAC
@@ -44,14 +45,16 @@ class Session:
         contexts: one a rank; rank r runs on device ``xla:r``.
         barrier: where they meet.
         generators: their random states.
-        garbage: what no rank refers to any more.
         thread_idents: the ranks' threads, once they run.
         dispatching: which ranks must not be interrupted, because others depend on their program.
+        dispatched: how many programs with collectives each rank has dispatched.
+        gate: where these programs wait for those of the other ranks.
         preempted: what the ranks' functions ended with, if the machine is being taken away.
     """
 
-    def __init__(self, size: int, timeout: float, slices: int = 1) -> None:
+    def __init__(self, size: int, timeout: float, gate: StartGate, slices: int = 1) -> None:
         self.size = size
+        self.gate = gate
         board, parts = Board(size), equal_parts(size, slices)
         self.contexts = [
             RankContext(r, size, torch.device("xla", r), board, parts) for r in range(size)
@@ -60,9 +63,9 @@ class Session:
             size, timeout, lambda rank: call_site.of_thread(self.thread_idents[rank])
         )
         self.generators = RankGenerators(self.contexts)
-        self.garbage = Garbage()
         self.thread_idents: list[int | None] = [None] * size
         self.dispatching = [False] * size
+        self.dispatched = [0] * size
         self.preempted: Preempted | None = None
         # torch_xla's own functions, kept here because the module's names are replaced meanwhile.
         self._step_marker = _XLAC._xla_step_marker
@@ -70,6 +73,9 @@ class Session:
         self._sync_live = _XLAC._xla_sync_live_tensors
         self._real_devices = _XLAC._xla_get_devices()  # "CPU:0", ...
         self._reading = threading.RLock()
+        if size > 1:
+            for context in self.contexts:
+                context.keep_order(_start_of_program(gate, context))
 
     def rank_of(self, device: Any = None) -> RankContext | None:
         """The rank of this thread, else the owner of ``device``; ``None`` for strangers."""
@@ -191,37 +197,67 @@ class Session:
         if results:
             self.sync_tensors(context, "its function returned", results)
 
+    def stop_if_deadlocked(self) -> None:
+        """Stops ranks that wait for one whose program nobody else will run.
+
+        An operator that torch_xla computes on the CPU cuts the graph inside of XLA, where no hook
+        sees it. If its program has collectives and all other ranks wait at the barrier, none of
+        them can start a program that this one could meet.
+        """
+        unseen, waiting = [], self.barrier.waiting()
+        for rank, (started, dispatched) in enumerate(
+            zip(self.gate.started, self.dispatched, strict=True)
+        ):
+            if started > dispatched and self.gate.is_waiting(rank):
+                unseen.append(rank)
+            elif rank not in waiting or started < dispatched:
+                return
+        if unseen:
+            self.barrier.stop_different(
+                dict.fromkeys(unseen, "an operator that reads pending collectives")
+            )
+
+    def end_programs(self) -> None:
+        """The launch failed: ends programs that wait for those of other ranks."""
+        self.gate.close()
+        for context in self.contexts:
+            # The error of such a program is that of the next call that waits for the device.
+            with contextlib.suppress(RuntimeError):
+                self._wait_for_device(context)
+
     def _wait_for_device(self, context: RankContext) -> None:
         _XLAC._xla_wait_device_ops(devices=[self._real_devices[context.rank]])
 
     def _run_all(
         self, context: RankContext, arrival: Arrival, dispatch: Callable[[], None]
     ) -> None:
+        # Alive until the program is dispatched, so that all that is pending is part of it.
+        end = None if context.order is None else context.order.end()
         self._together(context, arrival, dispatch)
+        del end
         context.forget()
 
     def _together(
         self, context: RankContext, arrival: Arrival, dispatch: Callable[[], None]
     ) -> None:
         # One program with collectives at a time: the next has the same channel ids, and XLA would
-        # let a device join a collective of both. It also keeps ranks close, and XLA gives a rank
-        # only 15 seconds to join.
+        # let a device join a collective of both.
         self._wait_for_device(context)
         turn = _Turn() if context.rank == 0 else None
         turn = self.barrier.meet(context.rank, replace(arrival, payload=turn))[0]
         leads = context.rank == 0
-        with self.garbage.alike() if leads else contextlib.nullcontext():
-            self.dispatching[context.rank] = True
-            try:
-                # From here to the end of this block nothing may stop a rank: XLA would wait for it.
-                if leads:
-                    turn.take(dispatch)
-                elif turn.follow():
-                    dispatch()
-            finally:
-                self.dispatching[context.rank] = False
-            # Nobody goes on, and perhaps blocks with the GIL held, before everybody has dispatched.
-            self.barrier.meet(context.rank, Arrival(arrival.what, "dispatched", arrival.where))
+        self.dispatching[context.rank] = True
+        self.dispatched[context.rank] += context.order is not None
+        try:
+            # From here to the end of this block nothing may stop a rank: others wait for it.
+            if leads:
+                turn.take(dispatch)
+            elif turn.follow():
+                dispatch()
+        finally:
+            self.dispatching[context.rank] = False
+        # Nobody goes on, and perhaps blocks with the GIL held, before everybody has dispatched.
+        self.barrier.meet(context.rank, Arrival(arrival.what, "dispatched", arrival.where))
 
     def _collectives_in(
         self, context: RankContext, tensors: Sequence[torch.Tensor]
@@ -230,6 +266,16 @@ class Session:
             return ()
         text = _XLAC._get_xla_tensors_text(list(tensors))
         return tuple((kind, shape) for shape, kind in _COLLECTIVE_NODE.findall(text))
+
+
+def _start_of_program(gate: StartGate, context: RankContext) -> Callable[[], torch.Tensor]:
+    def start() -> torch.Tensor:
+        # Data, not a constant: all ranks share one program.
+        rank = torch.tensor([context.rank], dtype=torch.int32)
+        sent: Any = xm.send_cpu_data_to_device([rank], context.device)
+        return gate.wait_for_all(sent[0])
+
+    return start
 
 
 class _Turn:

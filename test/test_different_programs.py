@@ -1,0 +1,224 @@
+"""Ranks whose programs differ run together, if they trace the same collectives."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+
+def gather(value):
+    import torch_xla.core.xla_model as xm
+
+    return xm.all_gather(value.to("xla"))
+
+
+def test_a_rank_that_keeps_others_waiting_for_longer_than_xla_does(run_script):
+    """Rank 1 reaches its program 12 s after rank 0's has started, as if it had compiled meanwhile.
+    XLA ends the process after 10 s."""
+    result = run_script(
+        """
+import time, torch, torch_xla
+import torch_xla.core.xla_model as xm
+from xla_fsdp import launch
+
+dispatch = torch_xla._XLAC._xla_step_marker
+
+def late(device, *args, **kwargs):
+    if device == "xla:1":
+        time.sleep(12)
+    dispatch(device, *args, **kwargs)
+
+torch_xla._XLAC._xla_step_marker = late
+
+def step(rank):
+    gathered = xm.all_gather(torch.full((2,), rank + 1.5).to("xla"))
+    torch_xla.sync()
+    return gathered.tolist()
+
+print(launch(step, (), 2))
+"""
+    )
+    assert result.stdout == f"{[[1.5, 1.5, 2.5, 2.5]] * 2}\n", result.stderr
+
+
+def test_a_rank_whose_program_cannot_be_compiled(run_script):
+    """Rank 0's program has started by then and waits for one that will not come."""
+    result = run_script(
+        """
+import torch, torch_xla
+import torch_xla.core.xla_model as xm
+from xla_fsdp import RankError, launch
+
+dispatch = torch_xla._XLAC._xla_step_marker
+fail = True
+
+def failing(device, *args, **kwargs):
+    if device == "xla:1" and fail:
+        raise RuntimeError("does not compile")
+    dispatch(device, *args, **kwargs)
+
+torch_xla._XLAC._xla_step_marker = failing
+
+def step(rank):
+    gathered = xm.all_gather(torch.full((2,), rank + 1.5).to("xla"))
+    torch_xla.sync()
+    return gathered.tolist()
+
+try:
+    launch(step, (), 2)
+except RankError as error:
+    assert error.rank == 1 and "does not compile" in str(error), error
+    fail = False
+    print(launch(step, (), 2))
+"""
+    )
+    assert result.stdout == f"{[[1.5, 1.5, 2.5, 2.5]] * 2}\n", result.stderr
+
+
+class Experts(nn.Module):
+    """Ranks route to other experts, and compute different operators."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x):
+        first, second = (expert(x) for expert in self.experts)
+        if self.rank:
+            return first * 0.25 + second
+        return torch.sort(torch.tanh(first), -1).values + second * 0.5
+
+
+def batch(rank, step, rows=8):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(rows, 6, generator=generator)
+
+
+def longer_batches(rank):
+    return lambda step: batch(rank, step, 4 + 3 * rank)
+
+
+def layers(rank):
+    return [nn.Linear(6, 6) for _ in range(3)]
+
+
+def experts(rank):
+    return [Experts(rank), nn.Linear(6, 6)]
+
+
+def forwards(parameters, rank):
+    return parameters
+
+
+def by_rank(parameters, rank):
+    return parameters[::-1] if rank else parameters
+
+
+def plain_losses(build, data, size, steps):
+    """The losses of each rank, and the weights, of one process that computes for all of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*build(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    losses = [[] for _ in range(size)]
+    for step in range(steps):
+        for rank in range(size):
+            for module in model.modules():
+                if isinstance(module, Experts):
+                    module.rank = rank
+            loss = model(data(rank)(step)).square().mean()
+            (loss / size).backward()
+            losses[rank].append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return losses
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["wrapped", "scanned"])
+@pytest.mark.parametrize(
+    "build, data, order",
+    [
+        (layers, lambda rank: functools.partial(batch, rank), by_rank),
+        (layers, longer_batches, forwards),
+        (experts, lambda rank: functools.partial(batch, rank), forwards),
+    ],
+    ids=["optimizers in another order", "batches of another length", "routing by rank"],
+)
+def test_losses_are_those_of_one_process(run_ranks, build, data, order, scanned):
+    def train(rank):
+        import torch_xla
+
+        from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+        from xla_fsdp import scan_blocks
+
+        torch.manual_seed(0)
+        units = build(rank)
+        if scanned and build is layers:
+            model = scan_blocks(units)
+        else:
+            model = FSDP(nn.Sequential(*[FSDP(unit) for unit in units]))
+        parameters = order(list(model.parameters()), rank)
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+        losses = []
+        for step in range(3):
+            loss = model(data(rank)(step).to(torch_xla.device())).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch_xla.sync()
+            losses.append(loss.item())
+        return losses
+
+    want = plain_losses(build, data, 2, 3)
+    assert run_ranks(train, 2) == [pytest.approx(one, rel=1e-5) for one in want]
+
+
+def test_a_result_that_one_rank_alone_refers_to(run_ranks):
+    def step(rank):
+        import torch_xla
+
+        found = []
+        for number in range(3):
+            first = gather(torch.full((2,), rank + 1.5))
+            second = gather(first * 2)
+            kept = [second] if rank else []
+            del second
+            torch_xla.sync()
+            found.append([first.tolist(), [one.sum().item() for one in kept], number])
+        return found
+
+    gathered = [1.5, 1.5, 2.5, 2.5]
+    assert run_ranks(step, 2) == [
+        [[gathered, [32.0] * rank, n] for n in range(3)] for rank in (0, 1)
+    ]
+
+
+def test_values_go_through_as_they_are(run_ranks):
+    """What orders collectives must not change an operand, whatever the collective before gave."""
+    special = [float("nan"), float("inf"), -float("inf"), -0.0, 2e-38]
+
+    def step(rank):
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        gathered = [gather(torch.tensor(special)[start:]) for start in range(len(special))]
+        kinds = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.int32]
+        gathered += [gather(torch.tensor([1, 0, 1], dtype=kind)) for kind in kinds]
+        gathered.append(gather(torch.tensor([1.5 + 2j])))
+        scattered = xm.reduce_scatter("sum", torch.tensor(special[:2]).to("xla"), 1.0, 0, 2)
+        gathered.append(gather(torch.ones(2) + 0 * scattered.detach()[:0].sum()))
+        torch_xla.sync()
+        return [value.cpu() for value in gathered]
+
+    want = [torch.tensor(special[start:] * 2) for start in range(len(special))]
+    kinds = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.int32]
+    want += [torch.tensor([1, 0, 1] * 2, dtype=kind) for kind in kinds]
+    want += [torch.tensor([1.5 + 2j] * 2), torch.ones(4)]
+    for got in run_ranks(step, 2):
+        assert len(got) == len(want)
+        for one, other in zip(got, want, strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+            if one.is_floating_point():
+                assert torch.equal(torch.signbit(one), torch.signbit(other))
