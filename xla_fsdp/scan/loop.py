@@ -85,8 +85,8 @@ def loop(
     depth = stacked[0].shape[0]
     computation = _While(traced, depth, reverse, ahead, min(unroll, depth)).build(operands)
     rank = current_rank()
-    order = None if rank is None else rank.order
-    if order is not None and rank.pending:
+    order = rank.order if rank is not None and rank.pending else None
+    if order is not None:
         operands[0] = order.after_the_last(operands[0])
     outputs = torch_xla._XLAC._xla_user_computation("xla::scan_blocks", operands, computation)
     if order is not None:
