@@ -7,7 +7,6 @@ import torch
 from hf_models import (
     BATCH,
     CLIP,
-    LAYERS,
     STEPS,
     Trained,
     assert_alike,
@@ -18,6 +17,7 @@ from hf_models import (
     plain,
     rows,
 )
+from hf_trainers import accelerator_for, by_class
 
 TIMEOUT = 400
 
@@ -34,29 +34,6 @@ def reference():
         return known[key]
 
     return find
-
-
-def accelerator_for(mixed_precision="no", steps=1, **plugin):
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    import xla_fsdp.integrations.accelerate  # noqa: F401
-
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    return Accelerator(
-        fsdp_plugin=FullyShardedDataParallelPlugin(**plugin),
-        mixed_precision=mixed_precision,
-        gradient_accumulation_steps=steps,
-    )
-
-
-def by_class(name):
-    return {
-        "auto_wrap_policy": "transformer_based_wrap",
-        "transformer_cls_names_to_wrap": [LAYERS[name]],
-    }
 
 
 def loader_for(name, accelerator, micro=1):

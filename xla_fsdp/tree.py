@@ -65,11 +65,24 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
+# On a tensor: wrappers do not cast it when it is an input.
+_KEEPS_DTYPE = "_xla_fsdp_keeps_dtype"
+
+
+def keep_dtype(tensor: torch.Tensor) -> None:
+    """Has :func:`cast_floats` leave ``tensor`` as it is."""
+    setattr(tensor, _KEEPS_DTYPE, True)
+
+
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor in it in ``dtype``."""
-    return map_tensors(
-        lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, value
-    )
+    """``value`` with every floating-point tensor in it in ``dtype``, but for those of
+    :func:`keep_dtype`."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        stays = not tensor.is_floating_point() or tensor.dtype == dtype
+        return tensor if stays or getattr(tensor, _KEEPS_DTYPE, False) else tensor.to(dtype)
+
+    return map_tensors(cast, value)
 
 
 def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:

@@ -69,6 +69,10 @@ def _load(
             f"adapter {adapter_name!r} would be new to a wrapped model, whose parameters are "
             f"sharded: add it before wrapping; there are {sorted(model.peft_config)}"
         )
+    if model.peft_config[adapter_name].is_prompt_learning:
+        holder, _ = outermost(model.prompt_encoder)
+        with summon_full_params(holder, recurse=False):
+            return original(model, model_id, adapter_name, is_trainable=is_trainable, **kwargs)
     return load_adapter_weights(model, model_id, adapter_name)
 
 

@@ -1,13 +1,16 @@
 """What a Trainer saves of a sharded model, and loads again on any number of ranks.
 
-A folder ``checkpoint-N`` has what ``from_pretrained`` reads (whole weights, configuration) and, in
-``xla_fsdp/``, a checkpoint of this package with model, optimizer and scheduler.
+A folder ``checkpoint-N`` has what ``from_pretrained`` reads (full weights or adapters, and the
+configuration) and, in ``xla_fsdp/``, a checkpoint of this package with model, optimizer and
+scheduler.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import random
+import shutil
 import warnings
 import zlib
 from typing import Any
@@ -16,8 +19,11 @@ import numpy
 import torch
 import torch_xla.core.xla_model as xm
 import transformers.trainer
+from accelerate.utils import clean_state_dict_for_safetensors
+from safetensors.torch import save_file
+from torch import nn
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer import TRAINING_ARGS_NAME, _is_peft_model
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from ..checkpoint.full_optimizer import load_full_optim_state_dict
@@ -25,33 +31,55 @@ from ..checkpoint.full_state import full_state_dict
 from ..checkpoint.loading import load_checkpoint
 from ..checkpoint.meeting import Meeting
 from ..checkpoint.saving import save_checkpoint
+from ..checkpoint.weights import load_weights
+from ..consolidate.format.reader import ShardedCheckpoint
 
 FOLDER = "xla_fsdp"
 
 
 def save_whole(trainer: Trainer, folder: str) -> None:
-    """``Trainer.save_model``: the first rank writes whole weights as ``save_pretrained`` does."""
-    state = full_state_dict(trainer.model)
+    """``Trainer.save_model``: the first rank writes what a Trainer in one process writes.
+
+    Full weights and the configuration; of a model with adapters of peft, these and their
+    configuration; of another module its ``state_dict()``. Then the tokenizer and the arguments.
+    """
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    safe = trainer.args.save_safetensors
+    state: dict[str, Any] = {}
+    knows_shards = isinstance(model, PreTrainedModel) or _is_peft_model(model)
+    if knows_shards:
+        model.save_pretrained(folder, safe_serialization=safe)
+    else:
+        state = full_state_dict(trainer.model)
 
     def write() -> None:
         os.makedirs(folder, exist_ok=True)
         torch.save(trainer.args, os.path.join(folder, TRAINING_ARGS_NAME))
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        safe = trainer.args.save_safetensors
-        if isinstance(model, PreTrainedModel):
-            model.save_pretrained(folder, state_dict=state, safe_serialization=safe)
-        elif safe:
-            from accelerate.utils import clean_state_dict_for_safetensors
-            from safetensors.torch import save_file
-
+        if not knows_shards and safe:
             whole = clean_state_dict_for_safetensors(state)
             save_file(whole, os.path.join(folder, SAFE_WEIGHTS_NAME), metadata={"format": "pt"})
-        else:
+        elif not knows_shards:
             torch.save(state, os.path.join(folder, WEIGHTS_NAME))
-        if trainer.processing_class is not None:
-            trainer.processing_class.save_pretrained(folder)
+        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
 
     Meeting().first("save the model", write)
+
+
+def load_whole(trainer: Trainer, model: nn.Module, folder: str) -> None:
+    """Loads what :func:`save_whole` wrote into a sharded ``model``; must be called on every rank.
+
+    Raises:
+        CheckpointError: the weights are damaged, or do not fit.
+        ValueError: the adapters do not fit.
+    """
+    inner: Any = trainer.accelerator.unwrap_model(model)
+    if not _is_peft_model(inner):
+        load_weights(model, folder)
+        return
+    for adapter in inner.peft_config:
+        inner.load_adapter(os.path.join(folder, "" if adapter == "default" else adapter), adapter)
 
 
 def save_training(trainer: Trainer, folder: str) -> None:
@@ -63,6 +91,19 @@ def save_training(trainer: Trainer, folder: str) -> None:
         trainer.lr_scheduler,
         step=trainer.state.global_step,
     )
+
+
+def remove_training(folder: str) -> None:
+    """Removes what an earlier run saved beside the model in a checkpoint's folder; must be called
+    on every rank. Otherwise resuming would load that run's optimizer and model."""
+
+    def remove() -> None:
+        shutil.rmtree(os.path.join(folder, FOLDER), ignore_errors=True)
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state*.pth"):
+            for path in glob.glob(os.path.join(glob.escape(folder), name)):
+                os.remove(path)
+
+    Meeting().first("remove what another run saved", remove)
 
 
 def load_training(trainer: Trainer, folder: str) -> None:
@@ -106,28 +147,53 @@ def load_random_state(trainer: Trainer, folder: str) -> None:
 
     On another number of ranks: Python's and numpy's of the first rank, and for torch and XLA seeds
     that follow from its state and the number of the rank, so that two resumptions draw the same.
+    Warns of what the checkpoint lacks.
     """
-    saved, rank = ranks_that_saved(folder), trainer.args.process_index
-    if not saved:
-        return
+    saved, rank = _ranks_that_saved(folder), trainer.args.process_index
     same = saved == trainer.args.world_size
-    own = rank if same else 0
-    name = "rng_state.pth" if saved == 1 else f"rng_state_{own}.pth"
+    name = "rng_state.pth" if saved == 1 else f"rng_state_{rank if same else 0}.pth"
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        warnings.warn(
+            f"{folder} has no random state ({name}). Random numbers, such as those of dropout, "
+            "follow from the seed in the arguments and differ from those of an uninterrupted run",
+            stacklevel=2,
+        )
+        return
     with transformers.trainer.safe_globals():
-        state = torch.load(os.path.join(folder, name))
+        state = torch.load(path)
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
+    torch_state, xla_state = state["cpu"].numpy().tobytes(), state.get("xla")
+    if xla_state is None:
+        warnings.warn(
+            f"{path} has no random state of XLA, because it was saved without torch_xla. Random "
+            "numbers on the device follow from the random state of torch in it and differ from "
+            "those of an uninterrupted run",
+            stacklevel=2,
+        )
     if same:
         torch.random.set_rng_state(state["cpu"])
-        xm.set_rng_state(state["xla"])
     else:
-        torch.manual_seed(_seed(state["cpu"].numpy().tobytes(), rank))
-        xm.set_rng_state(_seed(str(state["xla"]).encode(), rank))
+        torch.manual_seed(_seed(torch_state, rank))
+    if xla_state is None:
+        xm.set_rng_state(_seed(torch_state, rank))
+    elif same:
+        xm.set_rng_state(xla_state)
+    else:
+        xm.set_rng_state(_seed(str(xla_state).encode(), rank))
 
 
-def ranks_that_saved(folder: str) -> int:
-    """How many ranks have saved their random states in a checkpoint's folder."""
-    return sum(1 for name in os.listdir(folder) if name.startswith("rng_state"))
+def _ranks_that_saved(folder: str) -> int | None:
+    """How many ranks saved the random states of a checkpoint; ``None``: several, not recorded.
+
+    The manifest of this package records it. A Trainer without sharding writes ``rng_state.pth`` if
+    it is the only process.
+    """
+    ours = os.path.join(folder, FOLDER)
+    if os.path.isdir(ours):
+        return ShardedCheckpoint(ours).manifest.world_size
+    return 1 if os.path.exists(os.path.join(folder, "rng_state.pth")) else None
 
 
 def _seed(state: bytes, rank: int) -> int:

@@ -10,15 +10,18 @@ and a checkpoint resumes with optimizer, scheduler and random state on any numbe
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import transformers.trainer
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..checkpoint.weights import load_weights
 from ..names import WRAPPED
 from ..sharding.around import is_sharded
 from . import accelerate as _accelerate  # first: it changes the Accelerator of every Trainer
@@ -27,10 +30,12 @@ from .sharding import downcasting, restore, sharding_of, use_sharding
 from .trainer_checkpoints import (
     load_random_state,
     load_training,
-    ranks_that_saved,
+    load_whole,
+    remove_training,
     save_training,
     save_whole,
 )
+from .trainer_losses import accumulating, global_loss
 from .trainer_settings import sharding_of_arguments
 
 __all__ = ["Trainer", "install", "uninstall"]
@@ -93,6 +98,30 @@ def _optimizer(original: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str,
     return cls, options
 
 
+# -- the loss ----------------------------------------------------------------------------------
+
+
+@changes.around(Trainer, "training_step")
+def _training_step(original: Any, self: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+    with accumulating(self):
+        return original(self, *args, **kwargs)
+
+
+@changes.around(Trainer, "compute_loss")
+def _compute_loss(
+    original: Any,
+    self: Trainer,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    compute = functools.partial(original, self, model, inputs, return_outputs)
+    if not self.is_fsdp_xla_v1_enabled:
+        return compute(num_items_in_batch)
+    return global_loss(self, compute, num_items_in_batch)
+
+
 # -- saving and loading ------------------------------------------------------------------------
 
 
@@ -110,6 +139,14 @@ def _save_optimizer(original: Any, self: Trainer, output_dir: str) -> None:
     return save_training(self, output_dir)
 
 
+@changes.around(Trainer, "_save_checkpoint")
+def _save_checkpoint(original: Any, self: Trainer, model: nn.Module, trial: Any) -> None:
+    if self.args.save_only_model and is_sharded(self.model):
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        remove_training(os.path.join(self._get_output_dir(trial=trial), name))
+    return original(self, model, trial)
+
+
 @changes.around(Trainer, "_load_optimizer_and_scheduler")
 def _load_optimizer(original: Any, self: Trainer, checkpoint: str | None) -> None:
     if checkpoint is None or not is_sharded(self.model):
@@ -124,14 +161,14 @@ def _load_model(
     model = self.model if model is None else model
     if not is_sharded(model):
         return original(self, resume_from_checkpoint, model)
-    load_weights(model, resume_from_checkpoint)
+    load_whole(self, model, resume_from_checkpoint)
 
 
 @changes.around(Trainer, "_load_best_model")
 def _load_best_model(original: Any, self: Trainer) -> None:
     if not is_sharded(self.model):
         return original(self)
-    load_weights(self.model, self.state.best_model_checkpoint)
+    load_whole(self, self.model, self.state.best_model_checkpoint)
 
 
 @changes.around(Trainer, "_load_rng_state")
@@ -143,14 +180,14 @@ def _load_rng_state(original: Any, self: Trainer, checkpoint: str | None) -> Non
 
 @changes.around(Trainer, "_inner_training_loop")
 def _training_loop(original: Any, self: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """It takes the batch of a rank from the checkpoint, whatever the arguments say now.
+    """The Trainer would take ``per_device_train_batch_size`` from the checkpoint.
 
-    On another number of ranks the batch of all would be another one, and so the steps.
+    On another number of ranks the global batch and the number of steps would then be others. The
+    arguments decide, unless ``auto_find_batch_size`` found the batch.
     """
-    folder = kwargs.get("resume_from_checkpoint")
-    if folder and self.is_fsdp_xla_v1_enabled and not self.args.auto_find_batch_size:
-        if ranks_that_saved(folder) not in (0, self.args.world_size):
-            kwargs["batch_size"] = self.args.train_batch_size
+    resuming = kwargs.get("resume_from_checkpoint") is not None
+    if resuming and self.is_fsdp_xla_v1_enabled and not self.args.auto_find_batch_size:
+        kwargs["batch_size"] = self.args.train_batch_size
     return original(self, *args, **kwargs)
 
 

@@ -1,0 +1,466 @@
+"""Combinations of integration, adapter, loss, saving, resuming and number of ranks, compared with
+plain torch in one process on the global batch. docs/hugging-face.md shows the table."""
+
+import functools
+import os
+import pathlib
+
+import pytest
+import torch
+from hf_models import BATCH, Trained, assert_alike, batch_of, build, optimizer_for, rows
+from hf_trainers import InOrder, accelerator_for, by_class, trainer_for
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
+
+TIMEOUT = 400
+STEPS, SAVED = 3, 2
+
+# -- what is combined --------------------------------------------------------------------------
+
+
+class IgnoresItems(LlamaForCausalLM):
+    """Accepts ``num_items_in_batch`` and does not use it."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = super().forward(input_ids=input_ids).logits
+        return {"loss": cross_entropy(logits, labels, "mean"), "logits": logits}
+
+
+def cross_entropy(logits, labels, reduction):
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction=reduction
+    )
+
+
+def uses_items(outputs, labels, num_items_in_batch):
+    return cross_entropy(outputs["logits"], labels, "sum") / num_items_in_batch
+
+
+def ignores_items(outputs, labels, num_items_in_batch):
+    return cross_entropy(outputs["logits"], labels, "mean")
+
+
+def uses_items_in_part(outputs, labels, num_items_in_batch):
+    penalty = outputs["logits"].square().mean()
+    return uses_items(outputs, labels, num_items_in_batch) + 0.1 * penalty
+
+
+FUNCTIONS = {f.__name__: f for f in (uses_items, ignores_items, uses_items_in_part)}
+# Means over a rank's labels are the global mean only if ranks have equally many.
+RAGGED = ("model", "uses_items", "uses_items_in_part")
+
+ADAPTERS = {
+    "lora": {},
+    "modules_to_save": {"modules_to_save": ["lm_head", "input_layernorm"]},
+    "token_indices": {"trainable_token_indices": [3, 5, 7]},
+}
+
+
+def model_for(adapter, loss):
+    model = build("llama")
+    if loss == "model ignores items":
+        model.__class__ = IgnoresItems
+    if adapter == "none":
+        return model
+    torch.manual_seed(1)
+    if adapter == "prompt":
+        prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        return get_peft_model(model, prompt)
+    config = LoraConfig(
+        r=2,
+        target_modules=["q_proj", "down_proj"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        **ADAPTERS[adapter],
+    )
+    return get_peft_model(model, config)
+
+
+def data_for(loss):
+    found = [dict(row) for row in rows("llama")]
+    if loss in RAGGED:
+        for number, row in enumerate(found):
+            row["labels"] = row["labels"].clone()
+            row["labels"][: number % 5] = -100
+    return found
+
+
+def loss_of(model, loss, batch):
+    """In plain torch, on the global batch."""
+    items = (batch["labels"] != -100).sum()
+    if loss == "model":
+        return model(**batch, num_items_in_batch=items).loss
+    if loss == "model ignores items":
+        return model(**batch)["loss"]
+    labels = batch["labels"]
+    outputs = model(input_ids=batch["input_ids"])
+    if loss == "smoothing":
+        return LabelSmoother(0.1)(outputs, labels, shift_labels=True)
+    return FUNCTIONS[loss](outputs, labels, items)
+
+
+@functools.cache
+def reference(adapter, loss, fresh_at=None):
+    """Losses and norms of the steps, and the weights after each. ``fresh_at``: the step that makes
+    a new optimizer, as after a checkpoint without optimizer state."""
+    model, data = model_for(adapter, loss).train(), data_for(loss)
+    trained, weights = Trained(), []
+    for step in range(STEPS):
+        if step in (0, fresh_at):
+            optimizer = optimizer_for([p for p in model.parameters() if p.requires_grad])
+            optimizer.param_groups[0]["weight_decay"] = 0.0
+        value = loss_of(model, loss, batch_of(data[step * BATCH : (step + 1) * BATCH]))
+        value.backward()
+        trained.losses.append(value.item())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        trained.norms.append(norm.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append({name: v.detach().clone() for name, v in model.state_dict().items()})
+    return trained, weights
+
+
+def expected(cell, first=0, last=STEPS):
+    _, adapter, loss, _, save = cell
+    fresh_at = first if save == "save_only_model" and first else None
+    trained, weights = reference(adapter, loss, fresh_at)
+    losses, norms = trained.losses[first:last], trained.norms[first:last]
+    if save == "best":
+        model, last = model_for(adapter, loss), 1
+        model.load_state_dict(weights[0])
+        with torch.no_grad():
+            losses = [*losses, loss_of(model.eval(), loss, batch_of(rows("llama", 16))).item()]
+    return Trained(losses, norms, weights[last - 1])
+
+
+# -- on ranks ----------------------------------------------------------------------------------
+
+
+def arguments_for(cell):
+    _, _, loss, _, save = cell
+    given = {
+        "learning_rate": 0.02,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "lr_scheduler_type": "constant",
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": SAVED,
+        "label_smoothing_factor": 0.1 if loss == "smoothing" else 0.0,
+        "save_only_model": save == "save_only_model",
+    }
+    if save == "best":  # the first step's, whose loss is the highest
+        given |= {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+        given |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+        given |= {"greater_is_better": True}
+    return given
+
+
+def with_trainer(cell, folder, checkpoint=None):
+    import xla_fsdp
+
+    _, adapter, loss, micro, save = cell
+    trainer, noted = trainer_for(
+        "llama",
+        folder,
+        micro,
+        model=model_for(adapter, loss),
+        more={"compute_loss_func": FUNCTIONS.get(loss), "train_dataset": data_for(loss)},
+        **arguments_for(cell),
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(os.path.join(folder, "model"))
+    assert trainer.state.global_step == STEPS
+    kept = [value.item() for value in trainer.kept]
+    losses = [sum(kept[at : at + micro]) for at in range(0, len(kept), micro)]
+    if save == "best":
+        losses.append(trainer.evaluate()["eval_loss"])
+    return Trained(losses, noted.norms, xla_fsdp.full_state_dict(trainer.model))
+
+
+def with_accelerate(cell, folder, checkpoint=None):
+    _, adapter, loss, micro, save = cell
+    accelerator = accelerator_for(steps=micro, **by_class("llama"))
+    model = model_for(adapter, loss).train()
+    optimizer = optimizer_for([p for p in model.parameters() if p.requires_grad])
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    size = BATCH // accelerator.num_processes // micro
+    loader = torch.utils.data.DataLoader(data_for(loss), batch_size=size, collate_fn=batch_of)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    first = 0
+    if checkpoint is not None:
+        accelerator.load_state(checkpoint)
+        first = SAVED
+        loader = accelerator.skip_first_batches(loader, first * micro)
+    trained, losses, batches = Trained(), [], iter(loader)
+    for step in range(first, STEPS):
+        together = [next(batches) for _ in range(micro)]
+        items = sum((batch["labels"] != -100).sum() for batch in together)
+        items = accelerator.gather(items).sum()
+        for batch in together:
+            with accelerator.accumulate(model):
+                labels = batch["labels"]
+                if loss == "model":  # divided by items: multiplied as Accelerate's guide says
+                    value = model(**batch, num_items_in_batch=items).loss
+                    value = value * micro * accelerator.num_processes
+                elif loss == "smoothing":
+                    outputs = model(input_ids=batch["input_ids"])
+                    value = LabelSmoother(0.1)(outputs, labels, shift_labels=True)
+                else:
+                    value = model(**batch)["loss"]
+                accelerator.backward(value)
+                losses.append(accelerator.reduce(value.detach(), "mean") / micro)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.losses.append(sum(one.item() for one in losses))
+        trained.norms.append(norm.item())
+        losses = []
+        if step + 1 == SAVED:
+            accelerator.save_state(os.path.join(folder, f"checkpoint-{SAVED}"))
+    trained.weights = state = accelerator.get_state_dict(model)
+    inner = accelerator.unwrap_model(model)
+    path = os.path.join(folder, "model")
+    if save == "get_state_dict":
+        main = accelerator.is_main_process
+        inner.save_pretrained(path, state_dict=state, is_main_process=main)
+    elif save == "save_model":
+        accelerator.save_model(model, path)
+    else:
+        inner.save_pretrained(path)
+    accelerator.wait_for_everyone()
+    return trained
+
+
+WITH = {"Trainer": with_trainer, "Accelerate": with_accelerate}
+
+
+def several(rank, folder, cells, checkpoints=None):
+    found = []
+    for number, cell in enumerate(cells):
+        path = os.path.join(folder, str(number))
+        checkpoint = None
+        if checkpoints:
+            checkpoint = os.path.join(checkpoints, str(number), f"checkpoint-{SAVED}")
+        found.append(WITH[cell[0]](cell, path, checkpoint))
+    return found
+
+
+# -- the table ---------------------------------------------------------------------------------
+
+# Number of ranks, and of ranks that resume (0: none): integration, adapter, loss, micro-batches,
+# and how the model is saved.
+TABLE = {
+    (1, 2): [
+        ("Trainer", "lora", "model", 1, "save_model"),
+        ("Trainer", "none", "smoothing", 2, "save_model"),
+    ],
+    (2, 4): [
+        ("Trainer", "none", "model", 2, "save_model"),
+        ("Trainer", "none", "smoothing", 1, "save_only_model"),
+        ("Trainer", "lora", "smoothing", 2, "save_model"),
+        ("Trainer", "lora", "uses_items", 1, "save_only_model"),
+        ("Trainer", "modules_to_save", "model", 1, "save_model"),
+        ("Trainer", "token_indices", "model", 1, "save_model"),
+        ("Accelerate", "lora", "model", 2, "save_pretrained"),
+        ("Accelerate", "modules_to_save", "smoothing", 1, "get_state_dict"),
+    ],
+    (4, 2): [
+        ("Trainer", "lora", "ignores_items", 1, "save_model"),
+        ("Trainer", "none", "model ignores items", 2, "save_only_model"),
+        ("Trainer", "none", "uses_items_in_part", 2, "save_model"),
+        ("Accelerate", "none", "model", 1, "save_model"),
+        ("Accelerate", "lora", "smoothing", 2, "save_model"),
+        ("Accelerate", "token_indices", "model ignores items", 1, "save_pretrained"),
+    ],
+    (2, 2): [
+        ("Trainer", "lora", "model", 1, "save_only_model"),
+        ("Trainer", "modules_to_save", "uses_items_in_part", 1, "save_model"),
+    ],
+    (2, 0): [
+        ("Trainer", "lora", "model", 1, "best"),
+        ("Trainer", "modules_to_save", "smoothing", 1, "best"),
+        ("Trainer", "token_indices", "ignores_items", 1, "best"),
+        ("Trainer", "none", "smoothing", 1, "best"),
+        ("Trainer", "prompt", "model", 1, "best"),
+    ],
+}
+
+
+def compare(cells, of_ranks, folder, first=0):
+    wrong = []
+    for number, cell in enumerate(cells):
+        ranks = [found[number] for found in of_ranks]
+        losses = [sum(step) / len(step) for step in zip(*(r.losses for r in ranks), strict=True)]
+        right = expected(cell, first)
+        try:
+            assert_alike(Trained(losses, ranks[0].norms, ranks[0].weights), right)
+            check_files(cell, folder / str(number) / "model", right.weights)
+        except Exception as error:
+            wrong.append(f"{cell}, from step {first}: {error!r:.300}")
+    assert not wrong, "\n".join(wrong)
+
+
+def check_files(cell, folder, weights):
+    """The files are those that one process writes, and the libraries load them."""
+    integration, adapter, loss, _, save = cell
+    there = {path.name for path in folder.iterdir()} - {"training_args.bin"}
+    if save == "save_model" and integration == "Accelerate":
+        assert there == {"model.safetensors"}
+        found = load_file(folder / "model.safetensors")
+    elif adapter == "none":
+        assert there == {"config.json", "generation_config.json", "model.safetensors"}
+        found = type(model_for(adapter, loss)).from_pretrained(folder).state_dict()
+    else:
+        assert there == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+        if integration == "Trainer":
+            (weights_there,) = {path.name for path in folder.parent.glob("checkpoint-3/*model*")}
+            assert weights_there == "adapter_model.safetensors"
+        plain = model_for(adapter, loss)
+        plain.load_state_dict(weights)
+        plain.save_pretrained(folder.parent / "plain")
+        saved = load_file(folder / "adapter_model.safetensors")
+        assert saved.keys() == load_file(folder.parent / "plain/adapter_model.safetensors").keys()
+        base = model_for("none", loss)
+        found = PeftModel.from_pretrained(base, folder).state_dict()
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4, msg=name)
+
+
+# How docs/hugging-face.md names them.
+NAMES = {
+    "none": "no adapter",
+    "lora": "LoRA",
+    "modules_to_save": "LoRA, `modules_to_save`",
+    "token_indices": "LoRA, `trainable_token_indices`",
+    "prompt": "prompt tuning",
+    "model": "the model's",
+    "model ignores items": "the model's, ignores `num_items_in_batch`",
+    "smoothing": "label smoothing",
+    "uses_items": "`compute_loss_func`",
+    "ignores_items": "`compute_loss_func`, ignores `num_items_in_batch`",
+    "uses_items_in_part": "`compute_loss_func`, in part by `num_items_in_batch`",
+    ("Trainer", "save_model"): "`save_model`, checkpoint",
+    ("Trainer", "save_only_model"): "`save_only_model`",
+    ("Trainer", "best"): "best model at the end",
+    ("Accelerate", "save_model"): "`save_state`, `save_model`",
+    ("Accelerate", "save_pretrained"): "`save_state`, `save_pretrained`",
+    ("Accelerate", "get_state_dict"): (
+        "`save_state`, `save_pretrained(state_dict=get_state_dict(...))`"
+    ),
+}
+
+
+def test_the_documentation_lists_the_cells():
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "hugging-face.md").read_text()
+    assert text.count("| Trainer | ") + text.count("| Accelerate | ") == 1 + sum(
+        len(cells) for cells in TABLE.values()
+    )
+    for (ranks, again), cells in TABLE.items():
+        for integration, adapter, loss, micro, save in cells:
+            how, where = NAMES[integration, save], f"{ranks} → {again}" if again else ranks
+            row = f"| {NAMES[adapter]} | {NAMES[loss]} | {micro} | {how} | {where} |"
+            assert f"| {integration} {row}" in text
+
+
+@pytest.mark.parametrize("ranks,again", TABLE)
+def test_a_cell_is_plain_training(run_ranks, tmp_path, ranks, again):
+    cells = TABLE[ranks, again]
+    found = run_ranks(several, ranks, str(tmp_path / "first"), cells, timeout=TIMEOUT)
+    compare(cells, found, tmp_path / "first")
+    if again:
+        folders = str(tmp_path / "again"), str(tmp_path / "first")
+        found = run_ranks(several, again, folders[0], cells, folders[1], timeout=TIMEOUT)
+        compare(cells, found, tmp_path / "again", SAVED)
+
+
+# -- from elsewhere ----------------------------------------------------------------------------
+
+LORA = ("Trainer", "lora", "model", 1, "save_model")
+
+
+def in_one_process(folder):
+    """Runs in a process that cannot import torch_xla, as on a machine without it."""
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=BATCH, adam_epsilon=1e-3, **arguments_for(LORA)
+    )
+    trainer = InOrder(
+        model_for("lora", "model"),
+        arguments,
+        train_dataset=data_for("model"),
+        data_collator=batch_of,
+    )
+    trainer.train()
+    trainer.save_model(os.path.join(folder, "model"))
+
+
+def from_one_process(rank, folder, checkpoint):
+    from rank_warnings import warnings_of_ranks
+
+    with warnings_of_ranks(rank) as said:
+        found = with_trainer(LORA, folder, checkpoint)
+    if rank == 0:
+        assert any("has no random state of XLA" in text for text in said), said
+    return [found]
+
+
+def test_a_checkpoint_of_a_machine_without_torch_xla(run_script, run_ranks, tmp_path):
+    done = run_script(
+        "import sys\n"
+        "sys.modules['torch_xla'] = None\n"
+        f"sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        "import test_hf_combinations\n"
+        f"test_hf_combinations.in_one_process({str(tmp_path)!r})\n"
+    )
+    assert done.returncode == 0, done.stderr
+    check_files(LORA, tmp_path / "model", expected(LORA).weights)
+    checkpoint = tmp_path / f"checkpoint-{SAVED}"
+    assert "xla" not in torch.load(checkpoint / "rng_state.pth", weights_only=False)
+    again = tmp_path / "again"
+    found = run_ranks(from_one_process, 2, str(again / "0"), str(checkpoint), timeout=TIMEOUT)
+    compare([LORA], found, again, SAVED)
+
+
+def in_an_old_folder(rank, folder):
+    """Saves only the model into a folder that has the full checkpoint of another run."""
+    from rank_warnings import warnings_of_ranks
+
+    cell = ("Trainer", "none", "model", 1, "save_model")
+    with_trainer(cell, folder)
+    cell = (*cell[:2], "smoothing", 1, "save_only_model")
+    with_trainer(cell, folder)
+    with warnings_of_ranks(rank) as said:
+        found = with_trainer(cell, folder, os.path.join(folder, f"checkpoint-{SAVED}"))
+    if rank == 0:
+        for lacking in ("no state of the optimizer", "no random state"):
+            assert any(lacking in text for text in said), said
+    return [found]
+
+
+def test_save_only_model_leaves_nothing_of_another_run(run_ranks, tmp_path):
+    found = run_ranks(in_an_old_folder, 2, str(tmp_path / "0"), timeout=TIMEOUT)
+    compare([("Trainer", "none", "smoothing", 1, "save_only_model")], found, tmp_path, SAVED)
+
+
+class NotesDtype(IgnoresItems):
+    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, **kwargs):
+        self.noted = num_items_in_batch.dtype, num_items_in_batch.item()
+        return super().forward(input_ids, labels)
+
+
+def in_bfloat16(rank, folder):
+    model = model_for("none", "model")
+    model.__class__ = NotesDtype
+    trainer, _ = trainer_for("llama", folder, 2, model=model, bf16=True, max_steps=1)
+    trainer.train()
+    return model.noted
+
+
+def test_the_number_of_items_is_not_rounded_to_bfloat16(run_ranks, tmp_path):
+    noted = torch.float32, rows("llama")[0]["labels"].numel() * BATCH / 4
+    assert run_ranks(in_bfloat16, 2, str(tmp_path), timeout=TIMEOUT) == [noted] * 2
