@@ -67,6 +67,37 @@ class Scheduled(Tagger):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Normed(Tagger):
+    """With a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone[1].norm = nn.BatchNorm1d(4)  # words
+
+
+class Toggled(Tagger):
+    """Two optimizers in turn, the other's parameters frozen meanwhile."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            outputs = self.head(self.backbone(batch[0]).mean(1))
+            loss = F.cross_entropy(outputs, batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+
+    def validation_step(self, *batch):
+        pass
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(each.parameters(), 0.1) for each in (self.backbone, self.head)]
+
+
 class Finetuning(callbacks.BaseFinetuning):
     def freeze_before_training(self, module):
         self.freeze(module.backbone)
@@ -102,7 +133,11 @@ class Side:
         model = model or Tagger()
         trainer.fit(model, self.loader, self.loader, weights_only=False, **options)
         (seen,) = (each.found for each in trainer.callbacks if isinstance(each, Losses))
-        return {"losses": seen, "weights": self.weights(trainer, model), "step": trainer.global_step}
+        return {
+            "losses": seen,
+            "weights": self.weights(trainer, model),
+            "step": trainer.global_step,
+        }
 
     def weights(self, trainer, model):
         if self.ranks:
@@ -144,6 +179,32 @@ def best_and_last_sharded(side):
     return best_and_last(side, "sharded")
 
 
+def saved_and_resumed(side, make, **model):
+    """Trains three epochs, and once more from the second; ``make``: a callback of each Trainer."""
+    found = {}
+    for state in ("full", "sharded"):
+        folder = side.folder / f"{make.__name__}-{state}"
+        options = {"state": state, "limit_train_batches": 1, "max_epochs": 3}
+        kept = callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        found[state] = side.fit(side.trainer(make(), kept, **options), Tagger(**model))
+        callback = make()
+        again, path = side.trainer(callback, **options), folder / "epoch=1.ckpt"
+        found[f"{state} again"] = side.fit(again, Tagger(**model), ckpt_path=path)
+        groups = again.optimizers[0].param_groups
+        found[f"{state} rates"] = [group["lr"] for group in groups]
+        found[f"{state} waited"] = getattr(callback, "wait_count", 0)
+    return found
+
+
+def early_stopping_resumed(side):
+    """EarlyStopping, of which a checkpoint knows how long it has waited."""
+
+    def stopping():
+        return callbacks.EarlyStopping("val_loss", patience=2)
+
+    return saved_and_resumed(side, stopping, lr=0.5)
+
+
 def accumulation_scheduler(side):
     """GradientAccumulationScheduler: one batch a step, then two; clipped by norm."""
     schedule = callbacks.GradientAccumulationScheduler({1: 2})
@@ -159,6 +220,31 @@ def learning_rates(side):
     if xr.global_ordinal() == 0:
         lines = csv.DictReader((side.folder / "rates/version_0/metrics.csv").open())
         found["rates"] = [float(line["lr-Adam"]) for line in lines if line["lr-Adam"]]
+    return found
+
+
+def throughput(side):
+    """ThroughputMonitor and DeviceStatsMonitor; it counts what its own rank has seen."""
+    log = CSVLogger(side.folder, name="throughput", version=0)
+    monitor = callbacks.ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)
+    told = monitor, callbacks.DeviceStatsMonitor()
+    found = side.fit(side.trainer(*told, logger=log, log_every_n_steps=1, **STEPS))
+    if xr.global_ordinal() == 0:
+        lines = csv.DictReader((side.folder / "throughput/version_0/metrics.csv").open())
+        seen = [float(line["train/samples"]) for line in lines if line["train/samples"]]
+        found["samples"] = [own * (side.ranks or 1) for own in seen]
+    return found
+
+
+def manual(side):
+    """Manual optimization, in which optimizers are toggled; saved and resumed."""
+    found = {}
+    for state in ("full", "sharded"):
+        folder, options = side.folder / f"manual-{state}", {"limit_train_batches": 2}
+        kept = callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        side.fit(side.trainer(kept, state=state, max_epochs=1, **options), Toggled())
+        again = side.trainer(state=state, max_epochs=2, **options)
+        found[state] = side.fit(again, Toggled(), ckpt_path=folder / "epoch=0.ckpt")
     return found
 
 
@@ -195,22 +281,19 @@ def finetuning(side):
     return found | {"groups": [len(group["params"]) for group in groups]}
 
 
+def finetuning_batch_norm(side):
+    """The same, with a batch norm that is trained from the start, over all ranks."""
+    options = {"max_epochs": 3, "limit_train_batches": 1, "sync_batchnorm": side.ranks > 1}
+    return side.fit(side.trainer(Finetuning(), **options), Normed())
+
+
 def finetuning_resumed(side):
-    """BackboneFinetuning, and again from the second epoch's file and folder."""
-    found = {}
-    for state in ("full", "sharded"):
-        folder, options = side.folder / f"tuned-{state}", {"limit_train_batches": 1, "max_epochs": 3}
+    """BackboneFinetuning, whose checkpoints know the groups that it has added."""
 
-        def told():
-            yield callbacks.BackboneFinetuning(1, lambda epoch: 1.5)
-            yield callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    def tuning():
+        return callbacks.BackboneFinetuning(1, lambda epoch: 1.5)
 
-        found[state] = side.fit(side.trainer(*told(), state=state, **options))
-        again = side.trainer(*told(), state=state, **options)
-        found[f"{state} again"] = side.fit(again, ckpt_path=folder / "epoch=1.ckpt")
-        groups = again.optimizers[0].param_groups
-        found[f"{state} rates"] = [group["lr"] for group in groups]
-    return found
+    return saved_and_resumed(side, tuning)
 
 
 def tuner(side):
@@ -309,9 +392,13 @@ CELLS = {
         timer,
         best_and_last,
         best_and_last_sharded,
+        early_stopping_resumed,
         accumulation_scheduler,
         learning_rates,
+        throughput,
+        manual,
         resuming,
+        finetuning_batch_norm,
         finetuning_resumed,
         tuner,
         rate_finder,

@@ -11,6 +11,8 @@ from typing import Any
 import lightning.fabric.fabric
 import lightning.fabric.strategies
 import lightning.fabric.strategies.xla_fsdp
+import lightning.fabric.utilities.throughput
+import lightning.pytorch.callbacks.throughput_monitor
 import lightning.pytorch.trainer.connectors.data_connector
 from lightning.fabric import Fabric
 from lightning.fabric.accelerators import CPUAccelerator, XLAAccelerator
@@ -36,7 +38,7 @@ from ...sharding.optimizer_checks import has_shards
 from .changed import changes, drop_in
 from .fabric_strategy import FabricStrategy
 from .norms import enter
-from .ranks import RanksAccelerator, let_first_rank_speak
+from .ranks import RanksAccelerator, let_first_rank_speak, on_cpu
 from .summary import WholeSummary
 from .trainer_strategy import TrainerStrategy
 
@@ -215,6 +217,13 @@ def _filter_on_optimizer(original: Any, optimizer: Any, params: Any) -> list[Any
     params = list(params)
     original(optimizer, [p for p in params if id(p) in held])  # for its warning
     return [p for p in params if id(p) not in held]
+
+
+@changes.around(lightning.fabric.utilities.throughput, "get_available_flops")
+@changes.around(lightning.pytorch.callbacks.throughput_monitor, "get_available_flops")
+def _available_flops(original: Any, device: Any, dtype: Any) -> int | None:
+    """Of any XLA device it asks the metadata server which TPU it is."""
+    return None if device.type == "xla" and on_cpu() else original(device, dtype)
 
 
 @changes.around(_LRCallback, "on_train_batch_end")
