@@ -146,7 +146,7 @@ class Side:
 
 
 def stopping_early(side):
-    """EarlyStopping, and a learning rate that makes it worse at once."""
+    """EarlyStopping, and a learning rate that makes it worse."""
     stop = callbacks.EarlyStopping("val_loss", patience=1)
     trainer = side.trainer(stop, max_epochs=5, limit_train_batches=1, num_sanity_val_steps=1)
     found = side.fit(trainer, Tagger(lr=0.5))

@@ -202,7 +202,7 @@ for _averaging in (StochasticWeightAveraging, WeightAveraging):
 _refuse(
     ModelPruning,
     list(TrainerFn),
-    "would prune each rank's shards by themselves, and save them. Leave the callback out and "
+    "would prune each rank's shards separately, and save them. Leave the callback out and "
     "prune the module with torch.nn.utils.prune before trainer.fit: the masks are buffers, which "
     "training applies and checkpoints have",
 )
