@@ -12,10 +12,12 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
+    ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_models import CLIP, Block, Pair, Words, fit, loader, rows, strategy, trainer_for
@@ -138,16 +140,31 @@ def test_a_module_averages_its_weights(run_ranks, tmp_path):
             )
 
 
+AVERAGES = "copies the model before .* in on_fit_start"
+
+
 @pytest.mark.parametrize(
-    "callback",
-    [StochasticWeightAveraging(1e-2), WeightAveraging(), EMAWeightAveraging()],
-    ids=lambda callback: type(callback).__name__,
+    "callback, why",
+    [
+        (StochasticWeightAveraging(1e-2), AVERAGES),
+        (WeightAveraging(), AVERAGES),
+        (EMAWeightAveraging(), AVERAGES),
+        # lightning_cells.py does what this message and the one below recommend.
+        (ModelPruning("l1_unstructured"), "would prune each rank's shards .* before trainer.fit"),
+    ],
+    ids=lambda value: type(value).__name__,
 )
-def test_averages_of_whole_models_are_refused(callback):
-    told = f"{type(callback).__name__} copies the model before .* in on_fit_start"
-    with pytest.raises(MisconfigurationException, match=told):
+def test_callbacks_that_replace_parameters_are_refused(callback, why):
+    with pytest.raises(MisconfigurationException, match=f"{type(callback).__name__} {why}"):
         callback.setup(L.Trainer(strategy=strategy(), logger=False), Words(), "fit")
     callback.setup(L.Trainer(accelerator="cpu", devices=1, logger=False), Words(), "fit")
+
+
+@pytest.mark.parametrize("tune", [Tuner.lr_find, Tuner.scale_batch_size])
+def test_a_tuner_outside_of_ranks_is_refused(tune, tmp_path):
+    trainer = L.Trainer(strategy=strategy(), logger=False, default_root_dir=tmp_path)
+    with pytest.raises(RuntimeError, match=r"call it inside xla_fsdp\.launch"):
+        tune(Tuner(trainer), Words(), loader(1))
 
 
 # -- resuming, on another number of ranks ------------------------------------------------------

@@ -34,6 +34,7 @@ def load_checkpoint(
     restore_rng: bool = True,
     missing_ok: bool = False,
     step: int | None = None,
+    weights: bool = True,
 ) -> LoadedCheckpoint | None:
     """Loads what :func:`save_checkpoint` saved; call on every rank.
 
@@ -51,6 +52,8 @@ def load_checkpoint(
             of their own :func:`latest` one may have found what others do not see yet.
         step: the last that was saved of this step in the folder ``path``, not the newest.
         restore_rng: restore torch's and XLA's random states, if as many ranks saved them.
+        weights: load parameters and buffers. Otherwise ``model`` only says whose state the
+            optimizer has, and is left as it is.
 
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: there is none.
@@ -68,7 +71,7 @@ def load_checkpoint(
 
     def read() -> Prepared:
         reader = Reader(open_found(found), meeting)
-        return prepare(reader, model, optimizer, scheduler, strict, restore_rng)
+        return prepare(reader, model, optimizer, scheduler, strict, restore_rng, weights)
 
     return take_effect(meeting, meeting.each("read the checkpoint", read), seed)
 

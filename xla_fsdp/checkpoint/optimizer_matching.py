@@ -14,7 +14,7 @@ from ..consolidate.errors import ModelMismatchError
 from .inventory import Held, Inventory
 from .matching import listed, raise_if_any
 from .optimizer_forms import MemberValues, by_number, saver_of
-from .optimizers import Groups, elementwise_keys, options
+from .optimizers import Groups, elementwise_keys
 from .stored import Stored, same_bits
 
 # Options that say how to compute, not what: those of the machine that goes on.
@@ -171,7 +171,7 @@ def _match_groups(
             )
         elif new.get("maximize") and "maximize" not in group:
             problems.append(f"was trained with maximize, which {type(optimizer).__name__} lacks")
-        elif lacking := sorted(options(group).keys() - new.keys() - _LATE) if each else []:
+        elif lacking := sorted(optimizer.defaults.keys() - new.keys() - _LATE) if each else []:
             problems.append(
                 f"its groups lack {listed(lacking)}: it is of another kind of optimizer than "
                 f"{type(optimizer).__name__}"

@@ -132,6 +132,7 @@ def prepare(
     scheduler: Any,
     strict: bool,
     restore_rng: bool,
+    weights: bool = True,
 ) -> Prepared:
     """Matches and reads everything, changes nothing; arguments, errors: ``load_checkpoint``."""
     manifest, label, source = reader.checkpoint.manifest, reader.label, reader.source
@@ -169,8 +170,8 @@ def prepare(
     extra = values.decode(manifest.extra, source)
     return Prepared(
         result=LoadedCheckpoint(label, manifest.step, extra, manifest.world_size),
-        tensors=list(new_values(inventory, match)),
-        extra_state=match.extra_state,
+        tensors=list(new_values(inventory, match)) if weights else [],
+        extra_state=match.extra_state if weights else {},
         optimizer=state,
         scheduler=scheduler,
         scheduler_state=scheduler_state,

@@ -49,7 +49,7 @@ def from_first(world: World, value: torch.Tensor) -> torch.Tensor:
         firsts.append((world.sum_over_replicas, first_replica))
     with _apart(world):
         for add, first in firsts:
-            mine = as_data(torch.tensor([first]), world.device)
+            mine = as_data(torch.tensor(first), world.device)  # 0-d, as the value may be
             wire = add(torch.where(mine, wire, torch.zeros_like(wire)), "from the first")
         wire = wire.to(value.dtype)
         torch_xla._XLAC._xla_sync_multi([wire], [], wait=False)

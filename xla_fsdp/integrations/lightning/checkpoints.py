@@ -88,26 +88,27 @@ def read(strategy: Any, path: Any, weights_only: bool | None) -> dict[str, Any]:
 
 
 def load_model(strategy: Any, checkpoint: Mapping[str, Any], strict: bool) -> None:
-    """The model, and from a folder the optimizers, too, which is read once."""
     folder = checkpoint.get(_FOLDER)
     if folder is None:
         load_full_state_dict(strategy.model, checkpoint["state_dict"], strict=strict)
-        return
-    optimizers = strategy.optimizers if "optimizer_states" in checkpoint else []
-    both = joined(optimizers) if optimizers else None
-    load_checkpoint(folder, strategy.model, both, strict=strict, restore_rng=False)
-    give_back(both)
+    else:
+        load_checkpoint(folder, strategy.model, strict=strict, restore_rng=False)
 
 
 def load_optimizers(strategy: Any, checkpoint: Mapping[str, Any]) -> None:
-    if _FOLDER in checkpoint:
-        return  # with the model
     states = checkpoint["optimizer_states"]
     if len(states) != len(strategy.optimizers):
         raise ValueError(
             f"the checkpoint has the state of {len(states)} optimizers, and configure_optimizers "
             f"returned {len(strategy.optimizers)}"
         )
+    if states and _FOLDER in checkpoint:
+        both = joined(strategy.optimizers)
+        strict = strategy.lightning_module.strict_loading
+        options = {"strict": strict, "restore_rng": False, "weights": False}
+        load_checkpoint(checkpoint[_FOLDER], strategy.model, both, **options)
+        give_back(both)
+        return
     for optimizer, state in zip(strategy.optimizers, states, strict=True):
         load_full_optim_state_dict(strategy.model, optimizer, state)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import lightning.fabric.fabric
 import lightning.fabric.strategies
 import lightning.fabric.strategies.xla_fsdp
+import lightning.fabric.utilities.throughput
+import lightning.pytorch.callbacks.throughput_monitor
 import lightning.pytorch.trainer.connectors.data_connector
 from lightning.fabric import Fabric
 from lightning.fabric.accelerators import CPUAccelerator, XLAAccelerator
@@ -18,20 +20,25 @@ from lightning.fabric.connector import _Connector
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelPruning,
     ModelSummary,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ...sharding.around import is_sharded
+from ...sharding.optimizer_checks import has_shards
 from .changed import changes, drop_in
 from .fabric_strategy import FabricStrategy
 from .norms import enter
-from .ranks import RanksAccelerator, let_first_rank_speak
+from .ranks import RanksAccelerator, let_first_rank_speak, on_cpu
 from .summary import WholeSummary
 from .trainer_strategy import TrainerStrategy
 
@@ -113,15 +120,6 @@ changes.around(_Connector, "_check_config_and_set_final_flags")(_with_ranks)
 changes.around(_AcceleratorConnector, "_check_config_and_set_final_flags")(_with_ranks)
 
 
-@changes.around(Trainer, "_run")
-def _run(original: Any, self: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """It forgets ``weights_only`` where a strategy restores after the setup."""
-    if _is_ours(self.strategy):
-        given = args[2] if len(args) > 2 else kwargs.get("weights_only")
-        self.strategy.weights_only = given
-    return original(self, *args, **kwargs)
-
-
 # -- what there is one of in a process ---------------------------------------------------------
 
 
@@ -183,20 +181,60 @@ def _rank_zero_first(original: Any, self: Fabric, local: bool = False) -> Iterat
         self.barrier("rank_zero_first")
 
 
-@changes.around(StochasticWeightAveraging, "setup")
-@changes.around(WeightAveraging, "setup")
-def _set_up_averaging(
-    original: Any, self: Any, trainer: Trainer, pl_module: Any, stage: str
+def _refuse(callback: type, stages: Collection[str], why: str) -> None:
+    @changes.around(callback, "setup")
+    def set_up(original: Any, self: Any, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        if stage in stages and _is_ours(trainer.strategy):
+            raise MisconfigurationException(f"{type(self).__name__} {why}")
+        original(self, trainer, pl_module, stage)
+
+
+for _averaging in (StochasticWeightAveraging, WeightAveraging):
+    _refuse(
+        _averaging,
+        ["fit"],
+        "copies the model before it is sharded, and would average whole "
+        "parameters with shards. Leave the callback out; average in the module: make a "
+        "torch.optim.swa_utils.AveragedModel of self.net, or what it is called, in "
+        "on_fit_start, when it is sharded, keep it in a list, so that it is no part of the "
+        "module, and call its update_parameters(self.net) in on_train_batch_end",
+    )
+_refuse(
+    ModelPruning,
+    list(TrainerFn),
+    "would prune each rank's shards separately, and save them. Leave the callback out and "
+    "prune the module with torch.nn.utils.prune before trainer.fit: the masks are buffers, which "
+    "training applies and checkpoints have",
+)
+
+
+@changes.around(BaseFinetuning, "filter_on_optimizer")
+def _filter_on_optimizer(original: Any, optimizer: Any, params: Any) -> list[Any]:
+    """It compares by torch.equal, and two shards of one rank may both be all padding."""
+    if not has_shards(optimizer):
+        return original(optimizer, params)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    params = list(params)
+    original(optimizer, [p for p in params if id(p) in held])  # for its warning
+    return [p for p in params if id(p) not in held]
+
+
+@changes.around(lightning.fabric.utilities.throughput, "get_available_flops")
+@changes.around(lightning.pytorch.callbacks.throughput_monitor, "get_available_flops")
+def _available_flops(original: Any, device: Any, dtype: Any) -> int | None:
+    """Of any XLA device it asks the metadata server which TPU it is."""
+    return None if device.type == "xla" and on_cpu() else original(device, dtype)
+
+
+@changes.around(_LRCallback, "on_train_batch_end")
+def _record_mean_loss(
+    original: Any, self: Any, trainer: Trainer, pl_module: Any, outputs: Any, *batch: Any
 ) -> None:
-    if stage == "fit" and _is_ours(trainer.strategy):
-        raise MisconfigurationException(
-            f"{type(self).__name__} copies the model before it is sharded, and would average whole "
-            "parameters with shards. Leave the callback out; average in the module: make a "
-            "torch.optim.swa_utils.AveragedModel of self.net, or what it is called, in "
-            "on_fit_start, when it is sharded, keep it in a list, so that it is no part of the "
-            "module, and call its update_parameters(self.net) in on_train_batch_end"
-        )
-    original(self, trainer, pl_module, stage)
+    """It records the loss of the first rank's batch only."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if loss is not None and _is_ours(trainer.strategy):
+        outputs = trainer.strategy.reduce(loss)
+    original(self, trainer, pl_module, outputs, *batch)
 
 
 @changes.around(ModelSummary, "_summary")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies.launchers.xla import _XLALauncher
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _MultiProcessingLauncher,
     _WorkerOutput,
@@ -56,6 +57,12 @@ class TrainerLauncher(_MultiProcessingLauncher):
                 "this Trainer has been fitted, and its ranks are gone with their optimizers: make "
                 "another Trainer and call fit(ckpt_path=...), or call fit twice inside "
                 "xla_fsdp.launch"
+            )
+        tuners = (LearningRateFinder, BatchSizeFinder)
+        if any(isinstance(each, tuners) and each._early_exit for each in trainer.callbacks):
+            raise RuntimeError(
+                "a Tuner outside of the ranks does not learn what the ranks find: call it inside "
+                "xla_fsdp.launch, or give the Trainer a LearningRateFinder callback"
             )
         found = _on_all_ranks(self._strategy, _run_trainer, (trainer, function, args, kwargs), {})
         self._already_fit |= trainer.state.fn == "fit"

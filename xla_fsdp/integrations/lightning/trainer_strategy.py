@@ -68,7 +68,9 @@ class TrainerStrategy(Talking, ParallelStrategy):
         self.settings = Settings(
             auto_wrap_policy, activation_checkpointing_policy, state_dict_type, options
         )
-        self.weights_only: bool | None = None  # of the checkpoint that is resumed from
+        # A checkpoint's model that was loaded before the setup, and whether names must match.
+        self._restored: tuple[Mapping[str, Any], bool] | None = None
+        self._is_set_up = False
         super().__init__(
             accelerator, parallel_devices, RanksEnvironment(), checkpoint_io, precision_plugin
         )
@@ -112,6 +114,10 @@ class TrainerStrategy(Talking, ParallelStrategy):
         with _EmptyInit(enabled=bool(empty_init)):
             yield
 
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        self._restored, self._is_set_up = None, False
+
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
@@ -125,6 +131,10 @@ class TrainerStrategy(Talking, ParallelStrategy):
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._is_set_up = True
+        if self._restored is not None:
+            self.load_model_state_dict(*self._restored)
+            self._restored = None
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
         precision = self.precision_plugin.precision
@@ -196,10 +206,6 @@ class TrainerStrategy(Talking, ParallelStrategy):
 
     # -- checkpoints ---------------------------------------------------------------------------
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Of the whole model, on the first rank; nothing where each rank writes its own."""
         return checkpoints.state_of_model(self)
@@ -215,11 +221,14 @@ class TrainerStrategy(Talking, ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        asked = self.weights_only if weights_only is None else weights_only
-        return checkpoints.read(self, checkpoint_path, asked)
+        return checkpoints.read(self, checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        checkpoints.load_model(self, checkpoint, strict)
+        """Before the setup, as the Trainer calls it: once the model is sharded, in the setup."""
+        if self._is_set_up:
+            checkpoints.load_model(self, checkpoint, strict)
+        else:
+            self._restored = checkpoint, strict
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         checkpoints.load_optimizers(self, checkpoint)

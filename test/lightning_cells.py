@@ -1,0 +1,415 @@
+"""What people combine in Lightning: each cell trains two or three steps and returns what it saw.
+
+A cell is called once with a :class:`Side` of plain Lightning, and once on each rank.
+"""
+
+import copy
+import csv
+import datetime
+import random
+
+import lightning as L
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torch_xla.runtime as xr
+from lightning.pytorch import callbacks
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
+from lightning_models import WIDTH, WORDS, Block, Losses, loader
+from torch import nn
+
+from xla_fsdp import full_state_dict
+from xla_fsdp.integrations.lightning import FabricStrategy, TrainerStrategy
+
+STEPS = {"max_epochs": 1, "limit_train_batches": 2}
+BF16 = {"precision": "bf16-mixed"}
+
+
+class Tagger(L.LightningModule):
+    """A backbone and a head. On several ranks most biases are padding in all shards but one."""
+
+    def __init__(self, lr=1e-2):
+        super().__init__()
+        torch.manual_seed(3)
+        self.lr, self.batch_size, self.steps = lr, 2, []
+        self.backbone = nn.Sequential(nn.Embedding(WORDS, WIDTH), Block(WIDTH))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, words):
+        return self.head(self.backbone(words).mean(1))
+
+    def training_step(self, batch, index):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch, index):
+        return self(batch[0])
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(loader(1).dataset, batch_size=self.batch_size)
+
+    def configure_optimizers(self):
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.Adam(trained, lr=self.lr, eps=1e-2)  # not the sign of what is rounded
+
+
+class Scheduled(Tagger):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Normed(Tagger):
+    """With a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone[1].norm = nn.BatchNorm1d(4)  # words
+
+
+class Toggled(Tagger):
+    """Two optimizers in turn, the other's parameters frozen meanwhile."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            outputs = self.head(self.backbone(batch[0]).mean(1))
+            loss = F.cross_entropy(outputs, batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+
+    def validation_step(self, *batch):
+        pass
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(each.parameters(), 0.1) for each in (self.backbone, self.head)]
+
+
+class Finetuning(callbacks.BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(module.backbone)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=1e-2)
+
+
+class Side:
+    """Plain Lightning in one process (``ranks`` is 0), or ours on one of ``ranks`` ranks."""
+
+    def __init__(self, folder, ranks):
+        self.root, self.ranks = folder, ranks
+        self.folder = folder / str(ranks)
+
+    @property
+    def loader(self):
+        return loader(self.ranks or 1)
+
+    def trainer(self, *told, state="full", **options):
+        ours = TrainerStrategy(auto_wrap_policy={Block}, state_dict_type=state)
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+        quiet |= {"num_sanity_val_steps": 0, "enable_checkpointing": False}
+        if any(isinstance(each, callbacks.ModelCheckpoint) for each in told):
+            del quiet["enable_checkpointing"]
+        where = {"accelerator": "cpu", "devices": "auto" if self.ranks else 1}
+        where |= {"strategy": ours if self.ranks else "auto", "default_root_dir": self.folder}
+        return L.Trainer(callbacks=[Losses(), *told], **where, **(quiet | options))
+
+    def fit(self, trainer, model=None, **options):
+        """What was seen in training."""
+        model = model or Tagger()
+        trainer.fit(model, self.loader, self.loader, weights_only=False, **options)
+        (seen,) = (each.found for each in trainer.callbacks if isinstance(each, Losses))
+        return {
+            "losses": seen,
+            "weights": self.weights(trainer, model),
+            "step": trainer.global_step,
+        }
+
+    def weights(self, trainer, model):
+        if self.ranks:
+            return full_state_dict(trainer.strategy.model)
+        return copy.deepcopy(model.state_dict())
+
+
+def stopping_early(side):
+    """EarlyStopping, and a learning rate that makes it worse."""
+    stop = callbacks.EarlyStopping("val_loss", patience=1)
+    trainer = side.trainer(stop, max_epochs=5, limit_train_batches=1, num_sanity_val_steps=1)
+    found = side.fit(trainer, Tagger(lr=0.5))
+    return found | {"stopped": stop.stopped_epoch, "best": stop.best_score.item()}
+
+
+def timer(side):
+    """Timer: over before the second step."""
+    timer = callbacks.Timer(datetime.timedelta(seconds=0), interval="step")
+    return side.fit(side.trainer(timer, max_epochs=1))
+
+
+def best_and_last(side, state="full"):
+    """ModelCheckpoint: the best of three epochs, which is tested, and the last."""
+    kept = callbacks.ModelCheckpoint(
+        side.folder / f"best-{state}", "{epoch}", "val_loss", save_last=True, save_top_k=1
+    )
+    trainer = side.trainer(kept, state=state, max_epochs=3, limit_train_batches=1)
+    found = side.fit(trainer, Tagger(lr=0.1))
+    files = sorted(path.name for path in (side.folder / f"best-{state}").iterdir())
+    tested = {}
+    for which in ("best", "last"):
+        told = {"ckpt_path": which, "verbose": False, "weights_only": False}
+        tested[which] = trainer.test(Tagger(), side.loader, **told)[0]["val_loss"]
+    return found | {"files": files, "score": kept.best_model_score.item(), "tested": tested}
+
+
+def best_and_last_sharded(side):
+    """The same, saved as folders."""
+    return best_and_last(side, "sharded")
+
+
+def saved_and_resumed(side, make, **model):
+    """Trains three epochs, and once more from the second; ``make``: a callback of each Trainer."""
+    found = {}
+    for state in ("full", "sharded"):
+        folder = side.folder / f"{make.__name__}-{state}"
+        options = {"state": state, "limit_train_batches": 1, "max_epochs": 3}
+        kept = callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        found[state] = side.fit(side.trainer(make(), kept, **options), Tagger(**model))
+        callback = make()
+        again, path = side.trainer(callback, **options), folder / "epoch=1.ckpt"
+        found[f"{state} again"] = side.fit(again, Tagger(**model), ckpt_path=path)
+        groups = again.optimizers[0].param_groups
+        found[f"{state} rates"] = [group["lr"] for group in groups]
+        found[f"{state} waited"] = getattr(callback, "wait_count", 0)
+    return found
+
+
+def early_stopping_resumed(side):
+    """EarlyStopping, of which a checkpoint knows how long it has waited."""
+
+    def stopping():
+        return callbacks.EarlyStopping("val_loss", patience=2)
+
+    return saved_and_resumed(side, stopping, lr=0.5)
+
+
+def accumulation_scheduler(side):
+    """GradientAccumulationScheduler: one batch a step, then two; clipped by norm."""
+    schedule = callbacks.GradientAccumulationScheduler({1: 2})
+    options = {"max_epochs": 2, "limit_train_batches": 2, "gradient_clip_val": 0.2}
+    return side.fit(side.trainer(schedule, **options))
+
+
+def learning_rates(side):
+    """LearningRateMonitor, of a schedule by steps, in a log of one rank."""
+    log = CSVLogger(side.folder, name="rates", version=0)
+    monitor = callbacks.LearningRateMonitor("step")
+    found = side.fit(side.trainer(monitor, logger=log, log_every_n_steps=1, **STEPS), Scheduled())
+    if xr.global_ordinal() == 0:
+        lines = csv.DictReader((side.folder / "rates/version_0/metrics.csv").open())
+        found["rates"] = [float(line["lr-Adam"]) for line in lines if line["lr-Adam"]]
+    return found
+
+
+def throughput(side):
+    """ThroughputMonitor and DeviceStatsMonitor; it counts what its own rank has seen."""
+    log = CSVLogger(side.folder, name="throughput", version=0)
+    monitor = callbacks.ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)
+    told = monitor, callbacks.DeviceStatsMonitor()
+    found = side.fit(side.trainer(*told, logger=log, log_every_n_steps=1, **STEPS))
+    if xr.global_ordinal() == 0:
+        lines = csv.DictReader((side.folder / "throughput/version_0/metrics.csv").open())
+        seen = [float(line["train/samples"]) for line in lines if line["train/samples"]]
+        found["samples"] = [own * (side.ranks or 1) for own in seen]
+    return found
+
+
+def manual(side):
+    """Manual optimization, in which optimizers are toggled; saved and resumed."""
+    found = {}
+    for state in ("full", "sharded"):
+        folder, options = side.folder / f"manual-{state}", {"limit_train_batches": 2}
+        kept = callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        side.fit(side.trainer(kept, state=state, max_epochs=1, **options), Toggled())
+        again = side.trainer(state=state, max_epochs=2, **options)
+        found[state] = side.fit(again, Toggled(), ckpt_path=folder / "epoch=0.ckpt")
+    return found
+
+
+def saving_for_resume(side):
+    """Within an epoch: after one step of two batches, with a schedule; a file and a folder."""
+    found = {}
+    for state in ("full", "sharded"):
+        kept = callbacks.ModelCheckpoint(
+            side.folder / state, "{step}", save_top_k=-1, every_n_train_steps=1
+        )
+        options = {"accumulate_grad_batches": 2, "max_epochs": 2} | BF16
+        found[state] = side.fit(side.trainer(kept, state=state, **options), Scheduled())
+    return found
+
+
+def resuming(side):
+    """From those, on another number of ranks; ours from a folder, too."""
+    saved = side.root / ("4" if side.ranks else "0")
+    options = {"accumulate_grad_batches": 2, "max_epochs": 2} | BF16
+    found = {}
+    for state in ("full", "sharded") if side.ranks else ("full", "full"):
+        path = saved / state / "step=1.ckpt"
+        found[state] = side.fit(side.trainer(**options), Scheduled(), ckpt_path=path)
+    if not side.ranks:
+        found["sharded"] = found["full"]
+    return found
+
+
+def finetuning(side):
+    """BaseFinetuning: a frozen backbone that joins in the second epoch."""
+    trainer = side.trainer(Finetuning(), max_epochs=3, limit_train_batches=1)
+    found = side.fit(trainer)
+    groups = trainer.optimizers[0].param_groups
+    return found | {"groups": [len(group["params"]) for group in groups]}
+
+
+def finetuning_batch_norm(side):
+    """The same, with a batch norm that is trained from the start, over all ranks."""
+    options = {"max_epochs": 3, "limit_train_batches": 1, "sync_batchnorm": side.ranks > 1}
+    return side.fit(side.trainer(Finetuning(), **options), Normed())
+
+
+def finetuning_resumed(side):
+    """BackboneFinetuning, whose checkpoints know the groups that it has added."""
+
+    def tuning():
+        return callbacks.BackboneFinetuning(1, lambda epoch: 1.5)
+
+    return saved_and_resumed(side, tuning)
+
+
+def tuner(side):
+    """Tuner.lr_find: what it finds, and that it leaves no traces; then a fit with what it found."""
+    L.seed_everything(5, verbose=False)
+    trainer, model = side.trainer(max_epochs=2), Scheduled(lr=1e-3)
+    found = Tuner(trainer).lr_find(
+        model, side.loader, num_training=6, min_lr=1e-3, max_lr=1e-1, early_stop_threshold=None
+    )
+    seen = {"found": found.results, "suggestion": found.suggestion(1), "lr": model.lr}
+    seen["restored"] = side.weights(trainer, model)
+    seen["state"] = len(trainer.optimizers[0].state)
+    seen["random"] = [torch.rand(()).item(), random.random(), float(np.random.rand())]
+    seen["files"] = [path.name for path in side.folder.glob(".lr_find*")]
+    return seen | {"trained": side.fit(trainer, model)}
+
+
+def rate_finder(side):
+    """LearningRateFinder, which trains on with the rate that it has found."""
+    finder = callbacks.LearningRateFinder(
+        1e-3, 1e-1, num_training_steps=5, early_stop_threshold=None
+    )
+    model = Tagger(lr=1e-3)
+    trainer = side.trainer(finder, max_epochs=2, accumulate_grad_batches=2)
+    found = side.fit(trainer, model)
+    return found | {"found": finder.optimal_lr.results, "lr": model.lr}
+
+
+def batch_size(side):
+    """Tuner.scale_batch_size, on one rank; Lightning refuses it on several."""
+    trainer, model = side.trainer(max_epochs=1, limit_val_batches=0), Tagger()
+    model.val_dataloader = model.train_dataloader
+    size = Tuner(trainer).scale_batch_size(model, steps_per_trial=1, init_val=2, max_trials=3)
+    return {"size": size, "model": model.batch_size, "weights": side.weights(trainer, model)}
+
+
+def pruned_before(side):
+    """As the refusal of ModelPruning recommends."""
+    model = Tagger()
+    nn.utils.prune.l1_unstructured(model.backbone[1].inner, "weight", 0.5)
+    kept = callbacks.ModelCheckpoint(side.folder / "pruned", "{epoch}")
+    found = side.fit(side.trainer(kept, **STEPS), model)
+    saved = torch.load(side.folder / "pruned/epoch=0.ckpt", weights_only=False)
+    return found | {"saved": saved["state_dict"]}
+
+
+def bfloat16(side):
+    """bf16-true, with a schedule: weights, gradients and state."""
+    return side.fit(side.trainer(precision="bf16-true", **STEPS), Scheduled())
+
+
+def fabric(side):
+    """Fabric: two batches a step, clipped, saved after the first step and loaded."""
+    return {precision: with_fabric(side, precision) for precision in ("32-true", "bf16-mixed")}
+
+
+def with_fabric(side, precision):
+    ours = FabricStrategy(auto_wrap_policy={Block}) if side.ranks else "auto"
+    where = {"strategy": ours, "accelerator": "cpu", "devices": "auto" if side.ranks else 1}
+    fabric = L.Fabric(precision=precision, **where)
+    fabric.launch()
+    data = fabric.setup_dataloaders(side.loader, use_distributed_sampler=False)
+    path, found = side.folder / f"fabric-{precision}", []
+
+    def made():
+        module = Tagger()
+        return fabric.setup(module, module.configure_optimizers())
+
+    model, optimizer = made()
+    for index, (words, labels) in enumerate(data):
+        stepping = index % 2 == 1
+        with fabric.no_backward_sync(model, enabled=not stepping):
+            loss = F.cross_entropy(model(words), labels)
+            fabric.backward(loss / 2)
+        found.append(fabric.all_reduce(loss.detach()).item())
+        if stepping:
+            fabric.clip_gradients(model, optimizer, max_norm=0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+        if index == 1:
+            fabric.save(path, {"model": model, "optimizer": optimizer})
+            model, optimizer = made()
+            fabric.load(path, {"model": model, "optimizer": optimizer})
+    module = model._forward_module
+    return {
+        "losses": found,
+        "weights": full_state_dict(module) if side.ranks else dict(module.state_dict()),
+    }
+
+
+# By the number of ranks; in this order, since two ranks resume what four have saved.
+CELLS = {
+    4: [finetuning, saving_for_resume, fabric],
+    2: [
+        stopping_early,
+        timer,
+        best_and_last,
+        best_and_last_sharded,
+        early_stopping_resumed,
+        accumulation_scheduler,
+        learning_rates,
+        throughput,
+        manual,
+        resuming,
+        finetuning_batch_norm,
+        finetuning_resumed,
+        tuner,
+        rate_finder,
+        pruned_before,
+        bfloat16,
+        fabric,
+    ],
+    1: [batch_size, resuming, finetuning_resumed, tuner],
+}
+
+
+def on_ranks(rank, folder):
+    side = Side(folder, xr.world_size())
+    return {cell.__name__: cell(side) for cell in CELLS[side.ranks]}
