@@ -28,7 +28,7 @@ from .sharding.gathering import computing, computing_passes
 from .sharding.ignored import mark_ignored
 from .sharding.mixed_precision import MixedPrecision
 from .sharding.optimizer_checks import watch_optimizers
-from .sharding.options import FSDPOptions
+from .sharding.options import FSDPOptions, known_options
 from .sharding.saved_parameters import parameters_saved_as_recipes
 from .sharding.strategy import ShardingStrategy
 from .sharding.transforms import require_plain_call, require_uncompiled
@@ -123,16 +123,13 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             the same without rings; ``"rings"``: with rings wherever chips lie in one, and those of
             192 MiB and more around whole rows of up to 16 chips that wrap, then across them;
             ``"at_once"``: all as the compiler does them. No effect elsewhere.
-        gather_dtype: ``torch.int8`` or ``torch.float8_e4m3fn``: matrices of more than 131,072
-            elements are gathered in 8 bits an element and a scale for each block of up to 256, and
-            computed with in ``compute_dtype``: docs/narrow-gathers.md. Default: in the latter.
         pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
-            accepted and without effect. Layouts are never pinned (a pinned gather is an all-reduce
-            of twice the bytes); every unit gathers and reduces its parameters together.
+            accepted without effect, for scripts of torch_xla's class.
 
     Raises:
         RuntimeError: the module is already wrapped, or has no ``forward``.
-        ValueError, TypeError: an option has a value that is not allowed.
+        ValueError, TypeError: an option has a value that is not allowed, was removed, or does not
+            exist.
     """
 
     def __init__(
@@ -171,8 +168,9 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         ignored_parameters: Iterable[nn.Parameter] | None = None,
         ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
         collective_routes: str = "modelled",
-        gather_dtype: torch.dtype | None = None,
+        **others: Any,
     ):
+        known_options(others, type(self).__name__)
         _require_wrappable(module)
         _require_functions(
             auto_wrap_policy=auto_wrap_policy, auto_wrapper_callable=auto_wrapper_callable
