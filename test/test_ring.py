@@ -54,19 +54,17 @@ def test_rows_that_wrap_around():
     assert rings_of([row[:8]], places, (16, 16)) is None
 
 
-def test_large_gradients_go_around_rows_where_rings_are_asked_for():
+def test_large_gradients_go_around_rows_that_wrap_on_v5e():
     size, row_bytes = 20480 * 5120 * 2, 5120 * 2
-    for name in ("v5litepod-256", "v6e-256"):
-        ways, usual = Routes(resolve(name), "rings"), Routes(resolve(name))
-        along, across = ways.scatter(size, row_bytes).stages
-        assert ways.rings(along, size).size == 16 == len(across[0])
-        assert not any(usual.rings(g, size) for g in usual.scatter(size, row_bytes).stages)
-        for less in (size * 3 // 4, 8 << 20):
-            assert ways.scatter(less, row_bytes) == usual.scatter(less, row_bytes)
-            assert not any(ways.rings(g, less) for g in ways.scatter(less, row_bytes).stages)
-        assert ways.gather(size) == usual.gather(size)
-    # On a closed torus of three axes one axis after the other would take longer.
-    assert len(Routes(resolve("v4-128"), "rings").scatter(size, row_bytes).stages) == 1
+    ways = Routes(resolve("v5litepod-256"))
+    along, across = ways.scatter(size, row_bytes).stages
+    assert ways.rings(along, size).size == 16 == len(across[0])
+    for less in (size * 3 // 4, 8 << 20):
+        assert not any(ways.rings(g, less) for g in ways.scatter(less, row_bytes).stages)
+    # Nowhere else: open rows, and slices on which it was not measured.
+    for name in ("v5litepod-128", "v5litepod-64", "v6e-256", "v4-128"):
+        ways = Routes(resolve(name))
+        assert not any(ways.rings(g, size) for g in ways.scatter(size, row_bytes).stages)
 
 
 @pytest.mark.parametrize(

@@ -118,11 +118,9 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             see :meth:`average_ignored_gradients`. ``ignored_states`` is torch FSDP's name for
             either. Policies leave them alone too.
         collective_routes: how collectives over all ranks of a TPU slice go over its links.
-            ``"modelled"``: over one axis after the other where the model of the links says that it
-            is worth it, and large gradients around rings on chips where that pays; ``"stages"``:
-            the same without rings; ``"rings"``: with rings wherever chips lie in one, and those of
-            192 MiB and more around whole rows of up to 16 chips that wrap, then across them;
-            ``"at_once"``: all as the compiler does them. No effect elsewhere.
+            ``"auto"``: over one axis after the other where the model of the links says that it is
+            worth it, and large gradients around rings of chips where that makes the step shorter;
+            ``"default"``: all as the compiler does them. No effect elsewhere. See docs/torus.md.
         pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
             accepted without effect, for scripts of torch_xla's class.
 
@@ -167,7 +165,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_parameters: Iterable[nn.Parameter] | None = None,
         ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
-        collective_routes: str = "modelled",
+        collective_routes: str = "auto",
         **others: Any,
     ):
         known_options(others, type(self).__name__)

@@ -23,6 +23,10 @@ from dataclasses import dataclass
 # one run (2026-11-25, docs/tuning.md). Two of its blocks on v6e:2x4: 0.98 times (2026-11-23,
 # benchmarks/LOG.md).
 OVERLAPPING = ("v6e",)
+# Families on which gradients of 192 MiB and more go around whole rows of chips, and then across the
+# rows, where both axes wrap. ViT-10B on v5e:16x16, gathered ahead: 762 ms a step for 806
+# (2026-11-24, benchmarks/LOG.md). On v6e it was not measured.
+ROWS = ("v5e",)
 # Longer rings through rectangles cost more: on v5e:8x8 workload S took 1.08 times as long with
 # rings of 16 (2026-11-21, benchmarks/LOG.md).
 LONGEST = 8
@@ -72,18 +76,19 @@ def rings_of(
     groups: Sequence[Sequence[int]],
     places: Sequence[tuple[int, ...]],
     rows: Sequence[int] = (),
+    rectangles: bool = True,
 ) -> Rings | None:
     """A ring through the chips of each group, over links between neighbours only.
 
     ``places``: ``(x, y)`` of the chip of every rank. ``rows``: chips along x and along y, where
-    the last is a neighbour of the first; 0, or none, where it is not. ``None`` if the groups are
-    neither such whole rows nor rectangles of chips with two rows at least and an even number of
-    rows or columns, one rank each.
+    the last is a neighbour of the first; 0, or none, where it is not. ``rectangles``: of chips,
+    with two rows at least and an even number of rows or columns, one rank each. ``None`` if a group
+    is neither such a whole row nor such a rectangle.
     """
     rings = []
     for group in groups:
         at = [places[rank] for rank in group]
-        path = _row(at, rows) or _closed(at)
+        path = _row(at, rows) or (_closed(at) if rectangles else None)
         if path is None:
             return None
         rings.append(tuple(group[number] for number in path))

@@ -10,7 +10,7 @@ import torch
 import torch_xla.runtime as xr
 
 from ..collectives.order import BackwardPrefetch
-from ..collectives.routes import HOWS
+from ..collectives.routes import require_how
 from ..collectives.world import World
 from .cpu_offload import CPUOffload, checked_offload
 from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, meant_by_precision
@@ -63,7 +63,7 @@ class FSDPOptions:
     device_mesh: Any = None
     mixed_precision: MixedPrecision | None = None
     cpu_offload: CPUOffload | None = None
-    collective_routes: str = "modelled"
+    collective_routes: str = "auto"
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -81,11 +81,7 @@ class FSDPOptions:
         if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
             allowed = ", ".join(str(one) for one in BackwardPrefetch)
             raise TypeError(f"backward_prefetch must be {allowed} or None, got {prefetch!r}")
-        if self.collective_routes not in HOWS:
-            raise ValueError(
-                f"collective_routes must be one of {', '.join(HOWS)}; "
-                f"got {self.collective_routes!r}"
-            )
+        require_how(self.collective_routes)
         if self.param_init_fn is not None and not callable(self.param_init_fn):
             raise TypeError(
                 f"param_init_fn must be a function of one module, got {self.param_init_fn!r}"
