@@ -30,7 +30,7 @@ from ..tpu.links import Links
 from ..tpu.slices import Groups
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from ..tpu.traffic import OneCollective
-from .rings import OVERLAPPING, ROWS, Rings, rings_of
+from .rings import ROWS, Rings, rings_of
 
 # Ways to go: digits of a rank by stage. Every digit is the range of one coordinate, or part of it.
 _Stages = tuple[tuple[int, ...], ...]
@@ -89,23 +89,22 @@ class Routes:
 
     def __init__(self, slice: Slice) -> None:
         self.slice = slice
-        self._rectangles = slice.chip.family in OVERLAPPING
         around = slice.chip.family in ROWS and all(slice.wraps)
         self._rows = slice.shape[:2] if around else ()
         self._links = Links(slice)
         # Asked for every collective of every step, of a few sizes.
         self._known: dict[tuple[str, int, int], Route] = {}
-        self._rings: dict[tuple[Groups, bool], Rings | None] = {}
+        self._rings: dict[Groups, Rings | None] = {}
 
     def rings(self, groups: Groups, number_of_bytes: int) -> Rings | None:
         """Rings for a reduction of so many bytes beside compute within ``groups``, on slices where
         that makes the step shorter."""
-        asked = groups, number_of_bytes >= _ROW_BYTES
-        if asked not in self._rings:
+        if not self._rows or number_of_bytes < _ROW_BYTES:
+            return None
+        if groups not in self._rings:
             places = [place[:2] for place in self.slice.coordinates()]
-            rows = self._rows if asked[1] else ()
-            self._rings[asked] = rings_of(groups, places, rows, self._rectangles)
-        return self._rings[asked]
+            self._rings[groups] = rings_of(groups, places, self._rows)
+        return self._rings[groups]
 
     def scatter(self, number_of_bytes: int, row_bytes: int = 256) -> Route:
         """The fastest reduce-scatter of so many bytes (what each rank brings in), in such rows."""
