@@ -104,7 +104,6 @@ def _model():
 def run(flags: str, steps: int) -> dict:
     """One start with ``flags``; what it took."""
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": flags}
-    environment["XLA_FSDP_COMPILATION_CACHE_FOLDER"] = "none"
     command = [sys.executable, "-m", "benchmarks.first_steps", "--child", f"--steps={steps}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=True)
     marks, losses = json.loads(done.stdout.splitlines()[-1])

@@ -42,7 +42,7 @@ def plan(
     """The report of one plan, and as text."""
     with tempfile.TemporaryDirectory() as folder:
         path, how = Path(folder, "plan.json"), "--noscan_blocks"
-        if way == "scanned" and reshard is True and routes == "modelled":
+        if way == "scanned" and reshard is True and routes == "auto":
             how = "--scan_blocks"
         elif way != "singly":
             how = f"--settings={Path(folder, 'settings.json')}"
@@ -91,9 +91,7 @@ def main() -> None:
     parser.add_argument("slices", nargs="*", default=SLICES, help=f"default: {' '.join(SLICES)}")
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: scanned")
     parser.add_argument("--reshard", type=int, default=True, help="reshard_after_forward of loops")
-    parser.add_argument(
-        "--routes", default="modelled", choices=HOWS, help="collective_routes of loops"
-    )
+    parser.add_argument("--routes", default="auto", choices=HOWS, help="collective_routes of loops")
     parser.add_argument("--batch_size", type=int, default=1024, help="images a step, of all ranks")
     arguments, flags = parser.parse_known_args()
     require_slices(parser, arguments.slices)

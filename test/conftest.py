@@ -24,11 +24,11 @@ os.environ.setdefault(
     "--xla_cpu_parallel_codegen_split_count=1 "
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",
 )
-# Programs that this run has compiled are there for all its processes, and gone with it: no run
-# depends on an earlier one. Workers of pytest-xdist inherit the folder of the process they are of.
-if "XLA_FSDP_COMPILATION_CACHE_FOLDER" not in os.environ:
+# Programs that this run has compiled are there for all its ranks, and gone with it: no run depends
+# on an earlier one. Workers of pytest-xdist inherit the folder of the process they are of.
+if "TEST_PROGRAMS" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="programs-", ignore_cleanup_errors=True)
-    os.environ["XLA_FSDP_COMPILATION_CACHE_FOLDER"] = _programs.name
+    os.environ["TEST_PROGRAMS"] = _programs.name
 # One process more than processors: tests wait for launchers, time limits and disks.
 os.environ.setdefault("PYTEST_XDIST_AUTO_NUM_WORKERS", str(min(4, (os.cpu_count() or 1) + 1)))
 # Small tensors: the threads of torch would mostly wait for each other.
@@ -51,6 +51,12 @@ test_moving""".split()
 
 # What test modules import, and what they are made of, stays: no collection need look through it.
 gc.disable()
+
+
+def pytest_configure():
+    from xla_fsdp.testing import keep_programs  # a plugin: not before pytest has loaded it
+
+    keep_programs(os.environ["TEST_PROGRAMS"])
 
 
 def pytest_collection_finish():
@@ -92,6 +98,9 @@ def run_example(tmp_path, script_server, plain_server, cache_of_examples):
     def run(script, *flags, timeout=400, **environment):
         cache = {"XDG_CACHE_HOME": str(cache_of_examples)}
         environment = {**os.environ, **cache, **environment}
+        own = any("compilation_cache" in flag or "profile_steps" in flag for flag in flags)
+        if script.startswith("train") and not own:
+            flags = (*flags, f"--compilation_cache={cache_of_examples / 'programs'}")
         server = plain_server if script == "evaluate.py" else script_server
         return server.run(
             [EXAMPLES / script, *flags], cwd=tmp_path, env=environment, timeout=timeout,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from xla_fsdp.compiled import loading, store, symbols
+from xla_fsdp.compiled import cache, loading, symbols
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -80,6 +80,52 @@ def kept(folder):
     return sorted(path for path in folder.glob("*/*") if path.is_file() and path.suffix == "")
 
 
+PLAIN = """
+import json, torch, xla_fsdp
+
+def add(rank):
+    return (torch.ones(3).to("xla") * 2).sum().item()
+
+if __name__ == "__main__":
+    assert xla_fsdp.launch(add, num_devices=1) == [6.0]
+    print(json.dumps(xla_fsdp.compilation_counts()))
+"""
+
+
+def test_nothing_is_kept_by_default(run_script, tmp_path):
+    folder, variable = tmp_path / "cache", "XLA_FSDP_COMPILATION_CACHE_FOLDER"
+    for named in ("", "none"):
+        done = run_script(PLAIN, env={"XDG_CACHE_HOME": str(folder), variable: named})
+        assert done.returncode == 0, done.stderr
+        compiled, loaded = json.loads(done.stdout)
+        assert compiled > 0 and not loaded and not folder.exists()
+    done = run_script(PLAIN, env={variable: str(folder)})
+    assert done.returncode == 1 and not folder.exists()
+    assert f"{variable}={folder} has no effect any more" in done.stderr
+    assert "call xla_fsdp.enable_compilation_cache(folder) before launch" in done.stderr
+    done = run_script(TRAINING, folder, "relu", env={variable: str(folder)})  # the remedy
+    assert done.returncode == 0 and kept(folder), done.stderr
+
+
+def test_workers_of_this_suite_keep_programs_where_conftest_says(run_ranks):
+    def count(rank, length):
+        import torch
+
+        import xla_fsdp
+
+        assert torch.ones(length).to("xla").sum().item() == length
+        return xla_fsdp.compilation_counts().compiled
+
+    folder = Path(os.environ["TEST_PROGRAMS"])
+    length = 1000 + os.getpid() % 1000  # of a program that no other test needs
+    before, (compiled,) = kept(folder), run_ranks(count, 1, length)
+    assert compiled > 0
+    until = time.monotonic() + 60
+    while len(kept(folder)) == len(before):  # a worker looks every second
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
 def test_a_second_start_compiles_nothing_and_trains_the_same(run_script, tmp_path):
     folder = tmp_path / "programs"
 
@@ -112,7 +158,7 @@ def test_a_second_start_compiles_nothing_and_trains_the_same(run_script, tmp_pat
     large.write_bytes(data)
     half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
     empty.write_bytes(b"")
-    dead = large.parent / f"run-{store._host()}-{2**22 + 1}-abc"
+    dead = large.parent / f"run-{cache._host()}-{2**22 + 1}-abc"
     dead.mkdir()
     (dead / "17").write_bytes(b"half a")
     (large.parent / "17").write_bytes(b"not ours")
@@ -170,7 +216,7 @@ def test_an_example_refuses_a_folder_in_one_line(script_server, tmp_path):
     done = script_server.run(example, cwd=tmp_path, env=os.environ, timeout=180)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and not done.stdout
-    assert f"--compilation_cache={blocked}: compiled programs can not be kept in" in done.stderr
+    assert f"--compilation_cache={blocked}: compiled programs cannot be kept in" in done.stderr
     assert "name a folder of your own" in done.stderr
 
 
@@ -179,11 +225,11 @@ def opened(tmp_path, monkeypatch):
     """``opened(limit)``: another process's view of one store; ended with the test."""
     runs = []
     # Files are kept when a test says so: on a slow machine the second would be over at any time.
-    monkeypatch.setattr(store, "_SECONDS_BETWEEN_LOOKS", 3600.0)
+    monkeypatch.setattr(cache, "_SECONDS_BETWEEN_LOOKS", 3600.0)
 
     def open_run(limit=1 << 30, began=lambda: True):
         place = tmp_path.resolve() / "store"
-        runs.append(store.open_run(place, "cpu-1", {"a": "b"}, limit, began))
+        runs.append(cache.open_run(place, "cpu-1", {"a": "b"}, limit, began))
         return runs[-1]
 
     yield open_run
@@ -218,7 +264,7 @@ class TestStore:
     def test_after_a_start_that_died_while_loading_the_next_one_loads_nothing(
         self, opened, tmp_path, monkeypatch
     ):
-        monkeypatch.setattr(store, "_SECONDS_BETWEEN_LOOKS", 0.1)
+        monkeypatch.setattr(cache, "_SECONDS_BETWEEN_LOOKS", 0.1)
         first = opened()
         (first.folder / "123").write_bytes(b"deadly")
         first.end()
@@ -232,7 +278,7 @@ class TestStore:
             time.sleep(0.1)
         assert not list(kind.glob("loading-*"))
         second.end()
-        (kind / f"loading-{store._host()}-4194305").touch()  # no process has this number
+        (kind / f"loading-{cache._host()}-4194305").touch()  # no process has this number
         (kind / "loading-elsewhere-4194305").touch()
         with pytest.warns(UserWarning, match="ended before its first program was loaded"):
             third = opened()
@@ -297,22 +343,20 @@ class TestRefusals:
         """The function, in a process whose runtime has not started."""
         import torch_xla
 
-        from xla_fsdp.compiled import cache as compile_cache
-
         monkeypatch.setenv("PJRT_DEVICE", "CPU")
         for name in ("_xla_runtime_is_initialized", "_xla_computation_cache_is_initialized"):
             monkeypatch.setattr(torch_xla._XLAC, name, lambda: False)
         monkeypatch.setattr(loading, "repair", lambda platform: None)
-        monkeypatch.setattr(compile_cache.xr, "initialize_cache", lambda path, readonly: None)
-        monkeypatch.setattr(compile_cache.xr, "get_num_cached_compilation_graph", lambda: 0)
-        return compile_cache.enable_compilation_cache
+        monkeypatch.setattr(cache.xr, "initialize_cache", lambda path, readonly: None)
+        monkeypatch.setattr(cache.xr, "get_num_cached_compilation_graph", lambda: 0)
+        return cache.enable_compilation_cache
 
     def test_a_folder_that_can_not_be_written(self, enable, monkeypatch, tmp_path):
         def refuse(*args, **kwargs):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-        monkeypatch.setattr(store.tempfile, "mkstemp", refuse)
-        with pytest.raises(OSError, match=r"can not be kept in .*Read-only.*name a folder"):
+        monkeypatch.setattr(cache.tempfile, "mkstemp", refuse)
+        with pytest.raises(OSError, match=r"cannot be kept in .*Read-only.*name a folder"):
             enable(tmp_path)
 
     def test_a_folder_that_anybody_can_write(self, enable, tmp_path):
@@ -344,10 +388,8 @@ class TestRefusals:
 
 
 def test_programs_of_another_kind_are_not_used(monkeypatch):
-    from xla_fsdp.compiled import kind as kinds
-
     def kind(on="CPU", part="0 of 1"):
-        return kinds.describe_kind(on, part)
+        return cache.describe_kind(on, part)
 
     before = kind()
     assert before == kind(part="1 of 2")
@@ -356,10 +398,10 @@ def test_programs_of_another_kind_are_not_used(monkeypatch):
         monkeypatch.setenv(name, "--x")
         assert kind() != before
         monkeypatch.undo()
-    monkeypatch.setattr(kinds, "version", lambda package: "0")
+    monkeypatch.setattr(cache, "version", lambda package: "0")
     assert kind() != before
     monkeypatch.undo()
-    monkeypatch.setattr(kinds, "_processor", lambda: "another")
+    monkeypatch.setattr(cache, "_processor", lambda: "another")
     assert kind() != before
 
 

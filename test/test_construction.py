@@ -455,3 +455,37 @@ def wrong_arguments(rank):
 
 def test_wrong_arguments_say_what_to_do(run_ranks):
     run(run_ranks, wrong_arguments)
+
+
+def options_by_name(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import fully_shard, scan_blocks
+    from xla_fsdp.integrations.lightning.settings import Settings
+    from xla_fsdp.integrations.sharding import Sharding
+
+    makers = {
+        "XlaFullyShardedDataParallel": lambda **options: FSDP(mlp(), **options),
+        "scan_blocks": lambda **options: scan_blocks([nn.Linear(4, 4)], **options),
+        "fully_shard": lambda **options: fully_shard(mlp(), **options),
+        "the wrapper": lambda **options: Sharding(options=options).shard(mlp()),
+        "the strategy": lambda **options: Settings(None, None, "full", options).wrap(mlp(), "32"),
+    }
+    torch_xlas = {
+        "pin_layout_in_collective_ops": False,
+        "reduce_scatter_bucket_size_mb": 8,
+        "coalesce_all_gather_ops": True,
+    }
+    removed = {"gather_dtype": (torch.int8, {"compute_dtype": torch.bfloat16})}
+    for name, make in makers.items():
+        make(**torch_xlas)
+        with pytest.raises(TypeError, match=f"{name} has no option 'compute_type'. Its options"):
+            make(compute_type=torch.bfloat16)
+        for option, (value, remedy) in removed.items():
+            with pytest.raises(ValueError, match=f"{option} was removed: .*{next(iter(remedy))}"):
+                make(**{option: value})
+            if name != "fully_shard":  # it says dtypes by mp_policy
+                make(**remedy)
+
+
+def test_options_are_known_removed_or_without_effect_everywhere(run_ranks):
+    run(run_ranks, options_by_name)

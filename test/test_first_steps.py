@@ -1,6 +1,4 @@
-"""What makes the first steps on CPU ranks cheap: one program for all of them, and it is kept."""
-
-import json
+"""What makes the first steps on CPU ranks cheap: one program for all of them."""
 
 import pytest
 import torch
@@ -8,7 +6,6 @@ import torch_xla
 from torch import nn, optim
 
 import xla_fsdp
-from xla_fsdp.compiled import cache as compile_cache
 from xla_fsdp.testing import run_in_ranks
 
 OPTIMIZERS = {
@@ -88,83 +85,3 @@ def test_other_constants_stay_constants(run_ranks):
 
     (texts,) = run_ranks(texts, 1)
     assert ["device_data" in text for text in texts] == [True, True, False, False]
-
-
-STARTS = """
-import json, torch, xla_fsdp
-
-def add(rank):
-    return (torch.ones(3).to("xla") * 2).sum().item()
-
-if __name__ == "__main__":
-    assert xla_fsdp.launch(add, num_devices=1) == [6.0]
-    print(json.dumps(xla_fsdp.compilation_counts()))
-"""
-
-
-def test_launch_keeps_programs(run_script, tmp_path):
-    def start(flags):
-        env = {"XLA_FLAGS": flags, "PJRT_DEVICE": "CPU", "XDG_CACHE_HOME": str(tmp_path)}
-        env["XLA_FSDP_COMPILATION_CACHE_FOLDER"] = ""
-        done = run_script(STARTS, env=env)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout), len(list(tmp_path.glob("xla_fsdp/ranks/cpu-*/*-*-*")))
-
-    level = "--xla_backend_optimization_level="
-    (compiled, cached), kept = start(f"{level}0")
-    assert compiled > 0 and cached == 0 and kept == compiled
-    assert start(f"{level}0") == ([0, compiled], kept)
-    assert start(f"{level}1") == ([compiled, 0], 2 * kept)
-
-
-class TestWhereProgramsAreKept:
-    NAME = "XLA_FSDP_COMPILATION_CACHE_FOLDER"
-
-    @pytest.fixture
-    def opened(self, monkeypatch):
-        """Folders that were opened, each refused if its name says so."""
-        folders = []
-
-        def open_(folder, part, limit):
-            folders.append((folder, limit))
-            if folder.name == "full":
-                raise OSError(28, "No space left on device; name a folder")
-            if folder.name == "elsewhere":
-                raise NotImplementedError
-
-        xlac = torch_xla._XLAC
-        monkeypatch.setattr(xlac, "_xla_computation_cache_is_initialized", lambda: False)
-        monkeypatch.setattr(compile_cache, "_open", open_)
-        # Undone at the end, with what the function sets.
-        monkeypatch.setenv("XLA_FSDP_COMPILATION_CACHE", "")
-        return folders
-
-    def test_in_a_folder_that_is_named(self, opened, monkeypatch, tmp_path):
-        monkeypatch.setenv(self.NAME, str(tmp_path))
-        compile_cache.keep_by_default()
-        compile_cache.keep_by_default()
-        assert opened == [(tmp_path, 1 << 30)]
-
-    def test_nowhere(self, opened, monkeypatch):
-        monkeypatch.setenv(self.NAME, "none")
-        compile_cache.keep_by_default()
-        monkeypatch.setenv(self.NAME, "")
-        monkeypatch.setenv("XLA_PERSISTENT_CACHE_PATH", "/torch_xla's")
-        compile_cache.keep_by_default()
-        assert opened == []
-
-    def test_a_folder_that_is_named_must_be_usable(self, opened, monkeypatch, tmp_path):
-        monkeypatch.setenv(self.NAME, str(tmp_path / "full"))
-        with pytest.raises(OSError, match="No space left"):
-            compile_cache.keep_by_default()
-
-    def test_without_the_usual_folder_there_is_a_warning(self, opened, monkeypatch, tmp_path):
-        monkeypatch.delenv(self.NAME)
-        monkeypatch.setattr(compile_cache, "_in_the_users_cache", lambda name: tmp_path / "full")
-        with pytest.warns(UserWarning, match=f"name a folder, or set {self.NAME} to one, or to"):
-            compile_cache.keep_by_default()
-
-    def test_where_it_is_impossible_programs_are_compiled(self, opened, monkeypatch, tmp_path):
-        monkeypatch.setenv(self.NAME, str(tmp_path / "elsewhere"))
-        compile_cache.keep_by_default()
-        assert len(opened) == 1

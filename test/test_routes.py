@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xla_fsdp.collectives.routes import Routes, attributes_of, routes_for
+from xla_fsdp.collectives.routes import Routes, attributes_of, require_how, routes_for
 from xla_fsdp.tpu.topology import names, resolve
 
 MB = 10**6
@@ -189,17 +189,23 @@ def fingerprint_on(rank, name):
     return fingerprint(trace_step(step, rank, 64, name and resolve(name)).program.hlo)
 
 
-def test_a_caller_may_have_them_otherwise():
-    def rings(name, how):
-        routes = Routes(resolve(name), how)
-        return routes.rings(routes.scatter(8 * MB).stages[0], 8 * MB) is not None
-
-    ways = ("modelled", "stages", "rings")
-    assert [rings("v5e:2x4", how) for how in ways] == [False, False, True]
-    assert [rings("v6e:2x4", how) for how in ways] == [True, False, True]
-    assert [rings("v3-8", how) for how in ways] == [False, False, False]
+def test_a_caller_may_have_them_as_the_compiler_does():
     slice_ = resolve("v5e:8x8")
     described = slice_.chip.device_kind, attributes_of(slice_)
-    assert routes_for(*described, "at_once") is None
-    for how in ways:
-        assert routes_for(*described, how).scatter(8 * MB) == Routes(slice_).scatter(8 * MB)
+    assert routes_for(*described, "default") is None
+    for how in ((), ("auto",)):
+        assert routes_for(*described, *how).scatter(8 * MB) == Routes(slice_).scatter(8 * MB)
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        *[(old, f"{old}' was removed: pass 'auto'") for old in ("modelled", "stages", "rings")],
+        ("at_once", "at_once' was removed: pass 'default'; allowed are 'auto' or 'default'"),
+        ("fast", "must be 'auto' or 'default', got 'fast'"),
+        (None, "must be 'auto' or 'default', got None"),
+    ],
+)
+def test_other_ways_raise_with_what_to_pass(how, said):
+    with pytest.raises(ValueError, match=f"collective_routes.*{said}"):
+        require_how(how)

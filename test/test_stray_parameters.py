@@ -261,7 +261,6 @@ def options(rank):
 
     refused("auto_wrap_policy must be a function or None, got 3", auto_wrap_policy=3)
     refused("auto_wrapper_callable must be a function or None", auto_wrapper_callable="FSDP")
-    refused("reduce_scatter_bucket_size_mb must be a number", reduce_scatter_bucket_size_mb="8")
     # Ranks with different shards would average the gradients of these.
     refused("replication_groups=.* must name each rank of", replication_groups=[[0, 1]])
     refused("replication_groups=.* must name each rank of", replication_groups=[[0, 2], [1, 3]])

@@ -32,7 +32,7 @@ WIDTH, INNER, ROWS = 256, 1024, 512
 def test_settings_go_through_json_and_a_file(tmp_path):
     settings = ShardingSettings(
         batch=16, scan=True, recompute="all", offload=True, reshard_after_forward=4, shard_ranks=8,
-        backward_prefetch="post", collective_routes="at_once", operation_vmem=98304,
+        backward_prefetch="post", collective_routes="default", operation_vmem=98304,
     )  # fmt: skip
     assert ShardingSettings.from_json(settings.to_json()) == settings
     by_number = ShardingSettings(blocks_per_unit=2, kept_blocks=(0, 1, 6, 7))
@@ -75,7 +75,7 @@ def test_a_file_of_something_else_is_refused(change, message):
         ({"recompute": True}, r'recompute must be "none", "all" or a number.*got True'),
         ({"reshard_after_forward": 1}, "reshard_after_forward must be True, False or .*; got 1"),
         ({"backward_prefetch": "BACKWARD_PRE"}, 'must be "pre" or "post" or "none"'),
-        ({"collective_routes": "fast"}, "collective_routes must be .*at_once.*got 'fast'"),
+        ({"collective_routes": "fast"}, "collective_routes must be .*default.*got 'fast'"),
         ({"scan": True}, "scan=True and recompute='none' exclude each other"),
         ({"scan": True, "recompute": "all", "kept_blocks": 2}, "scan=True and kept_blocks=2"),
         ({"offload": True}, "offload=True and recompute='none' exclude each other"),
@@ -227,24 +227,24 @@ def test_units_are_told_one_by_one_to_keep_their_parameters():
 
 def test_on_the_best_what_is_modelled_faster_is_tried_first():
     """The budget has one compilation for what is tried on the best of the rest."""
-    tensors, where = (OnWire(20 << 20, 2**13),), resolve("v5litepod-8")
+    tensors, where = (OnWire(20 << 20, 2**13),), resolve("v5litepod-16")
     step = facts(held=GIB / 100)
     units = [dataclasses.replace(one, gathered=tensors, reduced=tensors) for one in step.units]
     step = dataclasses.replace(step, units=tuple(units))
     estimates = Estimates({"blocks": step}, where)
     fixed = {"units": ["blocks"], "scan": [False], "recompute": ["none"], "shard_ranks": [None]}
     fixed |= {"reshard_after_forward": [False]}
-    for routes in (["modelled", "rings"], ["modelled"]):
+    for routes in (["default", "auto"], ["default"]):
         search = checked_search({**fixed, "collective_routes": routes})
         compiler = Compiler(estimates)
         Search(
             Space.of(step, where, (None,), False, search), estimates, compiler, 10 * GIB, 3
         ).run()
         rest = compiler.asked[1:]
-        # Rings hide reductions. Without them: more VMEM, of which the analysis knows nothing, and
+        # Stages are faster. Without them: more VMEM, of which the analysis knows nothing, and
         # not gathers that wait.
         assert rest[0] == compiler.asked[0].changed(
-            **{"collective_routes": "rings"} if "rings" in routes else {"operation_vmem": 49152}
+            **{"collective_routes": "auto"} if "auto" in routes else {"operation_vmem": 49152}
         )
         assert all(one.forward_prefetch for one in rest)
 

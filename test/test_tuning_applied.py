@@ -48,7 +48,7 @@ WAYS = {
     "hybrid": ShardingSettings(shard_ranks=2, reshard_after_forward=False),
     "no prefetch": ShardingSettings(
         forward_prefetch=False, backward_prefetch="none", limit_all_gathers=False,
-        collective_routes="at_once",
+        collective_routes="default",
     ),
 }  # fmt: skip
 
@@ -162,7 +162,9 @@ def refused(rank):
     scanned = settings.changed(scan=True, recompute="all")
     with pytest.raises(ValueError, match="scan=True: the blocks are not all of one nn.Sequential"):
         scanned.wrap(Network(lambda blocks: nn.ModuleList(blocks)))
-    with pytest.raises(ValueError, match="collective_routes must be one of modelled, stages"):
+    with pytest.raises(
+        ValueError, match="collective_routes must be 'auto' or 'default', got 'fast'"
+    ):
         from xla_fsdp import XlaFullyShardedDataParallel
 
         XlaFullyShardedDataParallel(Network(), collective_routes="fast")

@@ -21,6 +21,7 @@ Without pytest: :func:`run_in_ranks`.
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "RankError",
     "RankTimeoutError",
     "WorkerDiedError",
+    "keep_programs",
     "run_in_ranks",
 ]
 
@@ -59,12 +61,21 @@ def run_in_ranks(
 
     Raises:
         RankError: a rank raised; ``__cause__`` is its exception, if that can be pickled.
-        CollectiveMismatchError: ranks can not meet; see :func:`xla_fsdp.launch`.
+        CollectiveMismatchError: ranks cannot meet; see :func:`xla_fsdp.launch`.
         RankTimeoutError: ``timeout`` is over; the message has the stacks of the worker's threads.
         WorkerDiedError: the worker process ended, for example by an abort inside XLA.
-        TypeError, ValueError: wrong ``num_ranks``, or something that can not be pickled.
+        TypeError, ValueError: wrong ``num_ranks``, or something that cannot be pickled.
     """
     return _workers.run(fn, num_ranks, args, kwargs, timeout)
+
+
+def keep_programs(folder: str | os.PathLike[str]) -> None:
+    """Has the worker processes that start from now on keep compiled programs in ``folder``.
+
+    Each of them calls :func:`xla_fsdp.enable_compilation_cache` where that is possible, so that a
+    program that one has compiled the others load.
+    """
+    _workers.programs = os.fspath(folder)
 
 
 try:

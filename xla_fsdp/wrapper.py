@@ -28,7 +28,7 @@ from .sharding.gathering import computing, computing_passes
 from .sharding.ignored import mark_ignored
 from .sharding.mixed_precision import MixedPrecision
 from .sharding.optimizer_checks import watch_optimizers
-from .sharding.options import FSDPOptions
+from .sharding.options import FSDPOptions, known_options
 from .sharding.saved_parameters import parameters_saved_as_recipes
 from .sharding.strategy import ShardingStrategy
 from .sharding.transforms import require_plain_call, require_uncompiled
@@ -118,21 +118,16 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             see :meth:`average_ignored_gradients`. ``ignored_states`` is torch FSDP's name for
             either. Policies leave them alone too.
         collective_routes: how collectives over all ranks of a TPU slice go over its links.
-            ``"modelled"``: over one axis after the other where the model of the links says that it
-            is worth it, and large gradients around rings on chips where that pays; ``"stages"``:
-            the same without rings; ``"rings"``: with rings wherever chips lie in one, and those of
-            192 MiB and more around whole rows of up to 16 chips that wrap, then across them;
-            ``"at_once"``: all as the compiler does them. No effect elsewhere.
-        gather_dtype: ``torch.int8`` or ``torch.float8_e4m3fn``: matrices of more than 131,072
-            elements are gathered in 8 bits an element and a scale for each block of up to 256, and
-            computed with in ``compute_dtype``: docs/narrow-gathers.md. Default: in the latter.
+            ``"auto"``: over one axis after the other where the model of the links says that it is
+            worth it, and large gradients around rings of chips where that makes the step shorter;
+            ``"default"``: all as the compiler does them. No effect elsewhere. See docs/torus.md.
         pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
-            accepted and without effect. Layouts are never pinned (a pinned gather is an all-reduce
-            of twice the bytes); every unit gathers and reduces its parameters together.
+            accepted without effect, for scripts of torch_xla's class.
 
     Raises:
         RuntimeError: the module is already wrapped, or has no ``forward``.
-        ValueError, TypeError: an option has a value that is not allowed.
+        ValueError, TypeError: an option has a value that is not allowed, was removed, or does not
+            exist.
     """
 
     def __init__(
@@ -170,9 +165,10 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_parameters: Iterable[nn.Parameter] | None = None,
         ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
-        collective_routes: str = "modelled",
-        gather_dtype: torch.dtype | None = None,
+        collective_routes: str = "auto",
+        **others: Any,
     ):
+        known_options(others, type(self).__name__)
         _require_wrappable(module)
         _require_functions(
             auto_wrap_policy=auto_wrap_policy, auto_wrapper_callable=auto_wrapper_callable

@@ -1,7 +1,6 @@
-"""Ranks are started, or with ``--plan`` planned; compiled programs are kept for the next start."""
+"""Ranks are started, or with ``--plan`` planned; compiled programs may be kept."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,14 +14,13 @@ from .script import Stop, in_a_line, require
 
 PLAN = "plan this very run for a TPU slice, e.g. v3-8, v4-128 or v5e:2x4, instead of running it; "
 PLAN += "needs no TPU. Exit code 0 if it fits, 3 if it does not"
-CACHE = "keep compiled programs in this folder, so that the next start need not compile; default: "
-CACHE += "~/.cache/xla_fsdp/compiled; none: keep nothing"
+CACHE = "keep compiled programs in this folder, so that the next start need not compile"
 flags.DEFINE_integer("num_devices", None, "ranks; default: 4 on CPU, all on TPU", 1, 8)
 flags.DEFINE_string("plan", None, PLAN)
 flags.DEFINE_multi_string("plan_report", [], "write the plan there: .json, .png, .html; repeatable")
 CALIBRATION = "for a plan: figures of such chips that preflight --measure wrote into this file"
 flags.DEFINE_string("calibration", None, CALIBRATION)
-flags.DEFINE_string("compilation_cache", "", CACHE)
+flags.DEFINE_string("compilation_cache", "none", CACHE)
 require("plan", bool, "must name a slice, such as v3-8")
 require(
     "calibration",
@@ -34,7 +32,7 @@ require(
     lambda paths: all(path.endswith((".json", ".png", ".html")) for path in paths),
     "must end in .json, .png or .html",
 )
-require("compilation_cache", lambda x: not x or x.strip(), "is blank; name a folder, or none")
+require("compilation_cache", str.strip, "is blank; name a folder, or none")
 flags.register_multi_flags_validator(
     ["plan", "plan_report"],
     lambda given: given["plan"] or not given["plan_report"],
@@ -107,22 +105,14 @@ def _plan(train: Callable, args: tuple, title: str) -> None:
 
 
 def _keep_programs(options: SimpleNamespace) -> None:
-    """``options.compilation_cache`` becomes the folder, or "none"."""
-    wish, options.compilation_cache = options.compilation_cache, "none"
+    """``options.compilation_cache`` becomes the folder, or stays "none"."""
+    folder = options.compilation_cache
+    if folder == "none":
+        return
     if options.profile_steps:
-        if wish not in ("", "none"):
-            both = "--profile_steps: what is kept there may have been compiled without names"
-            raise Stop(f"--compilation_cache={wish} excludes {both}", code=2)
-        os.environ["XLA_FSDP_COMPILATION_CACHE_FOLDER"] = "none"  # launch keeps some by default
-        return
-    enable = xla_fsdp.enable_compilation_cache  # imports torch_xla, which settles on a device
-    if wish == "none":
-        return
+        both = "--profile_steps: what is kept there may have been compiled without names"
+        raise Stop(f"--compilation_cache={folder} excludes {both}", code=2)
     try:
-        options.compilation_cache = str(enable(wish or None))
+        options.compilation_cache = str(xla_fsdp.enable_compilation_cache(folder))
     except (OSError, ValueError, NotImplementedError) as error:
-        reason = in_a_line(error)
-        if wish:
-            raise Stop(f"--compilation_cache={wish}: {reason}", code=2) from error
-        # Without the default folder the script just compiles.
-        print(f"no compilation cache: {reason}", file=sys.stderr)
+        raise Stop(f"--compilation_cache={folder}: {in_a_line(error)}", code=2) from error

@@ -24,7 +24,6 @@ import torch_xla
 
 # What a scalar can stand in for.
 _CAN_WAIT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_NARROW = (torch.int8, torch.float8_e4m3fn)
 
 
 class BackwardPrefetch(enum.Enum):
@@ -109,11 +108,9 @@ class Order:
         ``but_one``: the one before that.
         """
         event = self._last_but_one if but_one else self.last
-        if event is None or shard.dtype not in _CAN_WAIT + _NARROW:
+        if event is None or shard.dtype not in _CAN_WAIT:
             return shard
-        # Beside a number of Python's, 8 bits would become float32.
-        zero = shard.new_zeros(()) if shard.dtype in _NARROW else 0.0
-        return torch.where(event, zero, shard)
+        return torch.where(event, 0.0, shard)
 
     def gathered(self, full: torch.Tensor) -> None:
         """What came out of the gather whose turn it was."""

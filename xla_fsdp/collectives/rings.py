@@ -1,7 +1,7 @@
 """A reduce-scatter around a ring of neighbouring chips, made of permutes.
 
 The TPU compiler runs a reduce-scatter while everything else waits. Permutes it starts, and goes on
-to compute. So on chips that can (:data:`OVERLAPPING`) large gradients go around a ring: the part
+to compute. So on slices that gain (:data:`ROWS`) large gradients go around a ring: the part
 of rank r starts at its neighbour, and every chip on the way adds its own values, until it comes to
 r after n-1 steps. As many bytes as a reduce-scatter sends. One half of every part goes one way
 round and the other half the other way, so that both links of a chip are in use.
@@ -17,15 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Families of chips on which rings make the step shorter. Permutes run beside compute on v5e and
-# v6e (libtpu 0.0.21), but every step waits for an operation beside it: by the time model workload S
-# takes 1.04 times as long with rings of 8 on v5e:2x4 as with the compiler's own reduce-scatters, in
-# one run (2026-11-25, docs/tuning.md). Two of its blocks on v6e:2x4: 0.98 times (2026-11-23,
-# benchmarks/LOG.md).
-OVERLAPPING = ("v6e",)
-# Longer rings through rectangles cost more: on v5e:8x8 workload S took 1.08 times as long with
-# rings of 16 (2026-11-21, benchmarks/LOG.md).
-LONGEST = 8
+# Families on which gradients of 192 MiB and more go around whole rows of chips, and then across the
+# rows, where both axes wrap. ViT-10B on v5e:16x16, gathered ahead: 762 ms a step for 806
+# (2026-11-24, benchmarks/LOG.md). On v6e:16x16 it was not measured. Rings of 4 to 8 chips through
+# rectangles made steps longer: two blocks of workload S on v6e:2x4 6.75 ms for 6.49 (2026-11-26),
+# four on v5e:2x4 1.04 times as long (2026-11-25, docs/tuning.md).
+ROWS = ("v5e",)
 # Around a row that wraps, where both links of a chip go to neighbours.
 SHORTEST_ROW, LONGEST_ROW = 4, 16
 
@@ -69,21 +66,17 @@ class Rings:
 
 
 def rings_of(
-    groups: Sequence[Sequence[int]],
-    places: Sequence[tuple[int, ...]],
-    rows: Sequence[int] = (),
+    groups: Sequence[Sequence[int]], places: Sequence[tuple[int, ...]], rows: Sequence[int]
 ) -> Rings | None:
     """A ring through the chips of each group, over links between neighbours only.
 
-    ``places``: ``(x, y)`` of the chip of every rank. ``rows``: chips along x and along y, where
-    the last is a neighbour of the first; 0, or none, where it is not. ``None`` if the groups are
-    neither such whole rows nor rectangles of chips with two rows at least and an even number of
-    rows or columns, one rank each.
+    ``places``: ``(x, y)`` of the chip of every rank, one rank each. ``rows``: chips along x and
+    along y, where the last is a neighbour of the first; 0 where it is not. ``None`` if a group is
+    no such whole row.
     """
     rings = []
     for group in groups:
-        at = [places[rank] for rank in group]
-        path = _row(at, rows) or _closed(at)
+        path = _row([places[rank] for rank in group], rows)
         if path is None:
             return None
         rings.append(tuple(group[number] for number in path))
@@ -98,23 +91,3 @@ def _row(places: Sequence[tuple[int, ...]], rows: Sequence[int]) -> list[int] | 
         if straight and SHORTEST_ROW <= length == len(along) == len(places) <= LONGEST_ROW:
             return [along[at] for at in range(length)]
     return None
-
-
-def _closed(places: Sequence[tuple[int, ...]]) -> list[int] | None:
-    """Numbers of ``places`` in the order of a closed path through neighbours."""
-    by_place = {place: number for number, place in enumerate(places)}
-    xs, ys = ([*sorted({place[axis] for place in places})] for axis in range(2))
-    consecutive = all(axis == [*range(axis[0], axis[0] + len(axis))] for axis in (xs, ys))
-    if len(by_place) != len(places) or len(places) != len(xs) * len(ys) or not consecutive:
-        return None
-    if min(len(xs), len(ys)) < 2 or len(places) % 2 or len(places) > LONGEST:
-        return None
-    if len(ys) % 2:  # rows must be even in number
-        return _closed([(place[1], place[0]) for place in places])
-    # Up and down the rows without their first chips, and back along these.
-    path = []
-    for number, y in enumerate(ys):
-        row = [(x, y) for x in xs[1:]]
-        path += row if number % 2 == 0 else row[::-1]
-    path += [(xs[0], y) for y in reversed(ys)]
-    return [by_place[place] for place in path]

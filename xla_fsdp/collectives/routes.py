@@ -30,14 +30,16 @@ from ..tpu.links import Links
 from ..tpu.slices import Groups
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from ..tpu.traffic import OneCollective
-from .rings import OVERLAPPING, Rings, rings_of
+from .rings import ROWS, Rings, rings_of
 
 # Ways to go: digits of a rank by stage. Every digit is the range of one coordinate, or part of it.
 _Stages = tuple[tuple[int, ...], ...]
 
-# How a caller may have collectives go: as modelled; in stages where these are modelled to be worth
-# it, and never around rings; the same, and around rings wherever chips lie in one; all at once.
-HOWS = ("modelled", "stages", "rings", "at_once")
+# How a caller may have collectives go: the fastest way by the model of the links, and large
+# gradients around rings on slices where that makes the step shorter; or all as the compiler does.
+HOWS = ("auto", "default")
+# What was allowed before, and what to pass instead. Kept for one release.
+_REMOVED = {"modelled": "auto", "stages": "auto", "rings": "auto", "at_once": "default"}
 
 # The compiler combines fewer of what comes in stages, and moves what it padded: on v3-8 stages that
 # are modelled 7 % faster each made a step 5 % slower.
@@ -56,6 +58,17 @@ _MANY_RANKS, _SMALL_BYTES, _REDUCING = 64, 1 << 24, ("v2", "v3")
 _PADDED_BYTES, _PADDED_ROWS = 1 << 23, 32
 
 
+def require_how(how: object) -> None:
+    """Raises ValueError if ``collective_routes`` must not be ``how``."""
+    allowed = " or ".join(map(repr, HOWS))
+    if isinstance(how, str) and how in _REMOVED:
+        raise ValueError(
+            f"collective_routes={how!r} was removed: pass {_REMOVED[how]!r}; allowed are {allowed}"
+        )
+    if how not in HOWS:
+        raise ValueError(f"collective_routes must be {allowed}, got {how!r}")
+
+
 @dataclass(frozen=True)
 class Route:
     """How one collective over all ranks of a slice is done.
@@ -72,31 +85,26 @@ class Route:
 
 
 class Routes:
-    """The ways to gather and reduce-scatter over all ranks of one slice.
+    """The ways to gather and reduce-scatter over all ranks of one slice."""
 
-    ``how``: one of :data:`HOWS` but the last, which is to have no routes.
-    """
-
-    def __init__(self, slice: Slice, how: str = "modelled") -> None:
+    def __init__(self, slice: Slice) -> None:
         self.slice = slice
-        self._able = how == "rings" or (how == "modelled" and slice.chip.family in OVERLAPPING)
-        closed = zip(slice.shape, slice.wraps, strict=True)
-        rows = [length if wraps and how == "rings" else 0 for length, wraps in closed]
-        self._rows = rows[:2]
+        around = slice.chip.family in ROWS and all(slice.wraps)
+        self._rows = slice.shape[:2] if around else ()
         self._links = Links(slice)
         # Asked for every collective of every step, of a few sizes.
         self._known: dict[tuple[str, int, int], Route] = {}
-        self._rings: dict[tuple[Groups, bool], Rings | None] = {}
+        self._rings: dict[Groups, Rings | None] = {}
 
     def rings(self, groups: Groups, number_of_bytes: int) -> Rings | None:
-        """Rings for a reduction of so many bytes beside compute within ``groups``, on chips that
-        can."""
-        asked = groups, number_of_bytes >= _ROW_BYTES
-        if asked not in self._rings:
+        """Rings for a reduction of so many bytes beside compute within ``groups``, on slices where
+        that makes the step shorter."""
+        if not self._rows or number_of_bytes < _ROW_BYTES:
+            return None
+        if groups not in self._rings:
             places = [place[:2] for place in self.slice.coordinates()]
-            rows = self._rows if asked[1] else ()
-            self._rings[asked] = rings_of(groups, places, rows) if self._able else None
-        return self._rings[asked]
+            self._rings[groups] = rings_of(groups, places, self._rows)
+        return self._rings[groups]
 
     def scatter(self, number_of_bytes: int, row_bytes: int = 256) -> Route:
         """The fastest reduce-scatter of so many bytes (what each rank brings in), in such rows."""
@@ -120,7 +128,7 @@ class Routes:
             # Of equals the first, which has the fewest stages.
             staged = min(others, key=lambda route: route.seconds, default=at_once)
             worth = staged.seconds < _WORTH * at_once.seconds
-            if not worth and kind == "reduce-scatter" and any(self._rows):
+            if not worth and kind == "reduce-scatter" and self._rows:
                 ringed = [r for r in others if self.rings(r.stages[0], number_of_bytes)]
                 staged = min(ringed, key=lambda route: route.seconds, default=at_once)
                 worth = staged.seconds < _AS_LONG * at_once.seconds
@@ -193,7 +201,7 @@ def reduction_stages(
 
 
 def routes_for(
-    kind: str, attributes: Sequence[Mapping[str, object]], how: str = "modelled"
+    kind: str, attributes: Sequence[Mapping[str, object]], how: str = "auto"
 ) -> Routes | None:
     """The ways on the slice that a runtime describes, or None where that is none we know.
 
@@ -202,7 +210,7 @@ def routes_for(
     (``global_runtime_device_attributes``). None as well if ranks are elsewhere than on a slice, and
     where all is to go at once. ``how``: one of :data:`HOWS`.
     """
-    if how == "at_once":
+    if how == "default":
         return None
     if len({one.get("slice_index", 0) for one in attributes}) > 1:
         return None  # the compiler itself goes over slices first, or last
@@ -213,13 +221,11 @@ def routes_for(
             x, y, z = map(int, coords)
             core = int(str(one.get("core_on_chip", 0)))
             devices.append((str(one.get("name", "")), x, y, z, core))
-    return _routes_among(kind, tuple(devices), how)
+    return _routes_among(kind, tuple(devices))
 
 
 @lru_cache(maxsize=4)
-def _routes_among(
-    kind: str, devices: tuple[tuple[str, int, int, int, int], ...], how: str
-) -> Routes | None:
+def _routes_among(kind: str, devices: tuple[tuple[str, int, int, int, int], ...]) -> Routes | None:
     """The ways between devices, each with its name, where it is, and its core. Every unit of a
     model asks."""
     chip = next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
@@ -233,7 +239,7 @@ def _routes_among(
     shape = [1 + max(place[axis] for place in places.values()) for axis in range(3)]
     name = "x".join(map(str, shape[: chip.torus_dimension]))
     try:
-        routes = _routes_of(f"{chip.family}:{name}", how)
+        routes = _routes_of(f"{chip.family}:{name}")
     except UnknownTopologyError:
         return None
     return routes if dict(enumerate(routes.slice.coordinates())) == places else None
@@ -250,8 +256,8 @@ def attributes_of(slice: Slice) -> list[dict[str, object]]:
 
 
 @lru_cache(maxsize=4)
-def _routes_of(name: str, how: str) -> Routes:
-    return Routes(resolve(name), how)
+def _routes_of(name: str) -> Routes:
+    return Routes(resolve(name))
 
 
 def _orders(lengths: tuple[int, ...], cores: bool) -> Iterator[tuple[tuple[int, ...], _Stages]]:

@@ -72,7 +72,7 @@ class World:
         sharding_rank: int | None = None,
         sharding_world_size: int | None = None,
         replication_groups: Sequence[Sequence[int]] | None = None,
-        collective_routes: str = "modelled",
+        collective_routes: str = "auto",
     ) -> World:
         """The world of the calling rank; the arguments are those of the FSDP constructor.
 

@@ -3,6 +3,10 @@
 docs/communication-hooks.md says what a hook is given, and what these send and keep.
 """
 
+from __future__ import annotations
+
+from typing import NoReturn
+
 from ..sharding.grad_bucket import GradBucket
 from .default_hooks import (
     allreduce_hook,
@@ -10,14 +14,22 @@ from .default_hooks import (
     fp16_compress_hook,
     reduce_scatter_hook,
 )
-from .power_sgd import PowerSGDState, powerSGD_hook
 
 __all__ = [
     "GradBucket",
-    "PowerSGDState",
     "allreduce_hook",
     "bf16_compress_hook",
     "fp16_compress_hook",
-    "powerSGD_hook",
     "reduce_scatter_hook",
 ]
+
+_REMOVED = ("PowerSGDState", "powerSGD_hook")  # for one release
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _REMOVED:
+        raise ImportError(
+            f"{name} was removed: no step was shorter with PowerSGD. Use bf16_compress_hook, or a "
+            "hook of your own: docs/communication-hooks.md"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

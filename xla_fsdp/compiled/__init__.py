@@ -1,5 +1,4 @@
-"""Compiled programs on disk, for :mod:`xla_fsdp.compiled.cache`.
+"""What a host tells the compiler, and compiled programs on disk.
 
-``loading`` lets torch_xla read them back; ``store`` keeps them, in ``files`` whose names tell what
-must be in them; ``kind`` says which may run in each other's place.
+``cache`` keeps programs in files that are checked before use; ``loading`` lets torch_xla read them.
 """

@@ -1,22 +1,48 @@
 """Compiled programs kept on disk, so that the next start of a job need not compile.
 
-torch_xla has such a cache, which in version 2.9 writes programs and can not load them
-(:mod:`xla_fsdp.compiled.loading` says why and mends it) and which trusts its files blindly
-(:mod:`xla_fsdp.compiled.store` puts checked ones in front of it). Its key covers the program, the
-devices and the flags of XLA; that of a folder in the store what is missing from it.
+torch_xla has such a cache, which in version 2.9 writes programs and cannot load them
+(:mod:`xla_fsdp.compiled.loading` says why and mends it), and which trusts its files blindly: a
+process that is killed while it writes, or a flipped bit, would have the next one load a damaged
+program, and one flipped byte silently changed losses. So torch_xla never sees the
+kept files themselves::
+
+    compiled/                            the store
+      cpu-1f0c92ab44d0e871/              programs of one kind, that may run in each other's place
+        about.json                         what the kind is
+        8675...-582808-9be3...             a program: torch_xla's name, size and digest
+        run-HOST-PID-XXXX/                 what torch_xla of one process sees
+          8675...                            the same file (a hard link), checked before
+        loading-HOST-PID                   that process has not loaded its first program yet
+
+A process that ends before that may have died of it. The next one loads nothing, once.
+
+A new program gets its digest and its name in the store once torch_xla has closed its file. Names in
+the store appear in one step, so that any number of processes and hosts may use it at once.
+
+torch_xla's own key has the program in it, the devices and their number, the flags of XLA, and
+whether arguments are overwritten. The name of a kind stands for what is missing from it.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
 import hashlib
 import json
 import os
+import platform
+import re
+import shutil
+import socket
 import stat
+import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,20 +50,29 @@ import torch.distributed as dist
 import torch_xla
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
+import xxhash
 from torch_xla._internal import tpu
 
-from . import loading, store
-from .kind import describe_kind
+from ..tpu.compiler_options import libtpu_init_args
+from ..tpu.libtpu_flags import ARGUMENTS
+from . import loading
 
 # "PID:FOLDER", where the process PID keeps programs.
 _STORE = "XLA_FSDP_COMPILATION_CACHE"
-# What torch_xla's cache is told, and only read when it is made.
+# What torch_xla's cache reads once, when it is made.
 _TORCH_XLA = ("XLA_PERSISTENT_CACHE_PATH", "XLA_PERSISTENT_CACHE_READ_ONLY")
-# For who did not ask for it: "none", or a folder.
-_BY_DEFAULT = "XLA_FSDP_COMPILATION_CACHE_FOLDER"
+_REMOVED = "XLA_FSDP_COMPILATION_CACHE_FOLDER"
 _LIMIT = 8 << 30
-# All programs that fit are read at every start, however short.
-_LIMIT_BY_DEFAULT = 1 << 30
+# Raised when what is kept changes.
+_FORMAT = "1"
+_KEPT = re.compile(r"(\d+)-(\d+)-([0-9a-f]{32})")
+_RUN = re.compile(r"run-(.+)-(\d+)-[^-]+")
+_LOADING = re.compile(r"loading-(.+)-(\d+)")
+_SECONDS_BETWEEN_LOOKS = 1.0
+# Below this, a file that is shorter than it should be is likely.
+_LEAST_FREE_BYTES = 64 << 20
+_DAY = 24 * 3600.0  # seconds
+_FORGET_RUNS_AFTER = 30 * _DAY
 # One thread of a process opens the store.
 _opening = threading.Lock()
 
@@ -75,11 +110,12 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
         ValueError: ``path`` is empty.
         RuntimeError: XLA's runtime was started before, or another folder is in use.
         NotImplementedError: impossible with this torch_xla or on this machine. Nothing was changed.
-        OSError: the folder can not be created or written, or anybody can write there: the programs
+        OSError: the folder cannot be created or written, or anybody can write there: the programs
             in it are run.
     """
     if path is None:
-        path = _in_the_users_cache("compiled")
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        path = Path(base) / "xla_fsdp" / "compiled"
     if isinstance(path, str) and not path.strip():
         raise ValueError(f"path must name a folder, or be None for the default one; got {path!r}")
     folder = Path(path).absolute()
@@ -95,36 +131,23 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
             "enable_compilation_cache was called after XLA's runtime had started; call it in the "
             "main program before launch and before anything touches an XLA device"
         )
-    _open(folder, _part_by_environment(), _LIMIT)
+    _open(folder, _part_by_environment())
     os.environ[_STORE] = f"{os.getpid()}:{folder}"
     return folder
 
 
-def keep_by_default() -> None:
-    """What :func:`launch` does for ranks on a CPU, before it starts XLA's runtime.
+def require_folder_is_chosen() -> None:
+    """Raises ValueError if the environment names a folder, as it could before.
 
-    Programs are kept in ``$XLA_FSDP_COMPILATION_CACHE_FOLDER``, or in ``xla_fsdp/ranks`` of the
-    user's cache; up to 1 GiB. "none" there, :func:`enable_compilation_cache` or torch_xla's own
-    cache leave this one out.
-
-    Raises:
-        OSError: the folder that the variable names can not be used.
+    Kept for one release: programs are machine code, and whoever wants them kept calls
+    :func:`enable_compilation_cache`.
     """
-    wish = os.environ.get(_BY_DEFAULT, "").strip()
-    chosen = wish == "none" or _folder_in_use() is not None or _TORCH_XLA[0] in os.environ
-    if chosen or torch_xla._XLAC._xla_computation_cache_is_initialized():
-        return
-    folder = Path(wish).absolute() if wish else _in_the_users_cache("ranks")
-    try:
-        _open(folder, _part_by_environment(), _LIMIT_BY_DEFAULT)
-    except NotImplementedError:
-        return  # programs are compiled, as ever
-    except OSError as error:
-        if wish:
-            raise
-        warnings.warn(f"{error.strerror}, or set {_BY_DEFAULT} to one, or to none", stacklevel=2)
-        return
-    os.environ[_STORE] = f"{os.getpid()}:{folder}"
+    folder = os.environ.get(_REMOVED, "").strip()
+    if folder not in ("", "none") and _folder_in_use() is None:
+        raise ValueError(
+            f"{_REMOVED}={folder} has no effect any more: launch keeps no programs by itself. "
+            "Unset it, and call xla_fsdp.enable_compilation_cache(folder) before launch"
+        )
 
 
 def compilation_counts() -> CompilationCounts:
@@ -140,11 +163,6 @@ def in_spawned_processes(fn: Callable) -> Callable:
     return fn if folder is None else partial(_with_store, folder, fn)
 
 
-def _in_the_users_cache(name: str) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "xla_fsdp" / name
-
-
 def _folder_in_use() -> str | None:
     process, _, folder = os.environ.get(_STORE, "").partition(":")
     return folder if process == str(os.getpid()) else None
@@ -154,14 +172,14 @@ def _with_store(folder: str, fn: Callable, *args: Any) -> Any:
     with _opening:  # TPU v2 and v3 run two ranks in a process
         if not torch_xla._XLAC._xla_computation_cache_is_initialized():
             try:
-                _open(Path(folder), f"{xr.process_index()} of {xr.process_count()}", _LIMIT)
+                _open(Path(folder), f"{xr.process_index()} of {xr.process_count()}")
             except (OSError, NotImplementedError) as error:
                 # What this process can do without is no reason to stop the others.
                 warnings.warn(f"no compilation cache in this process: {error}", stacklevel=2)
     return fn(*args)
 
 
-def _open(folder: Path, part: str, limit: int) -> None:
+def _open(folder: Path, part: str) -> None:
     on = _platform()
     loading.repair(on)
     about = describe_kind(on, part)
@@ -173,11 +191,11 @@ def _open(folder: Path, part: str, limit: int) -> None:
                 errno.EPERM, "anybody can put programs there, which you would run"
             )
         kind = f"{on.lower()}-{digest[:16]}"
-        run = store.open_run(folder.resolve(), kind, about, limit, _has_a_program)
+        run = open_run(folder.resolve(), kind, about, _LIMIT, _has_a_program)
     except OSError as error:
         raise type(error)(
             error.errno,
-            f"compiled programs can not be kept in {folder} ({error.strerror}); name a folder of "
+            f"compiled programs cannot be kept in {folder} ({error.strerror}); name a folder of "
             "your own, with space left",
         ) from error
     # Overrides what the user may have set: without checks that is not used.
@@ -206,3 +224,317 @@ def _part_by_environment() -> str:
     if dist.is_torchelastic_launched():
         return f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
     return "0 of 1"
+
+
+# -- which programs may run in each other's place --------------------------------------------------
+
+
+def describe_kind(on: str, part: str) -> dict[str, str]:
+    """What programs that may run in each other's place have in common, by names for people.
+
+    Seen to be missing from torch_xla's key on CPU: versions and processor.
+
+    Args:
+        on: CPU or TPU.
+        part: which of the processes that run one program.
+    """
+    about = {
+        "format": _FORMAT,
+        "platform": on,
+        "machine": platform.machine(),
+        # Processes on TPU compile for other devices each.
+        "process": part if on == "TPU" else "any",
+        ARGUMENTS: libtpu_init_args(os.environ.get(ARGUMENTS, "")),
+        "TPU_LIBRARY_PATH": os.environ.get("TPU_LIBRARY_PATH", ""),
+        "TPU_MEGACORE": os.environ.get("TPU_MEGACORE", ""),
+    }
+    for package in ("torch", "torch_xla", "libtpu"):
+        try:
+            about[package] = version(package)
+        except PackageNotFoundError:
+            about[package] = "none"
+    if on == "CPU":
+        about["processor"] = _processor()
+    for name, value in sorted(os.environ.items()):
+        if name.startswith("XLA_") and name not in (_STORE, *_TORCH_XLA):
+            about[name] = value
+    return about
+
+
+def _processor() -> str:
+    # XLA compiles for the instructions that the processor at hand has.
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        first = file.read().partition("\n\n")[0]
+    fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    flags = " ".join(sorted(fields.get("flags", fields.get("Features", "")).split()))
+    names = [fields[name] for name in ("model name", "cpu family", "model") if name in fields]
+    return f"{' / '.join(names)}, {hashlib.sha256(flags.encode()).hexdigest()}"
+
+
+# -- the files ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    """A file of the store, as its name says it is."""
+
+    path: Path
+    name: str  # torch_xla's
+    size: int
+    digest: str
+
+    @classmethod
+    def at(cls, path: Path) -> Program | None:
+        match = _KEPT.fullmatch(path.name)
+        return cls(path, match[1], int(match[2]), match[3]) if match else None
+
+    def is_whole(self) -> bool:
+        try:
+            return self.path.stat().st_size == self.size and _digest_of(self.path) == self.digest
+        except OSError:
+            return False
+
+
+def _entries_of(folder: Path) -> list[os.DirEntry]:
+    """What is in ``folder``; nothing if it is gone."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def _programs_in(kind: Path) -> list[Program]:
+    """The programs in a folder of the store, not looked at yet."""
+    found = (Program.at(Path(entry.path)) for entry in _entries_of(kind))
+    return [program for program in found if program is not None]
+
+
+def _digest_of(path: Path) -> str:
+    """For damage, not for malice: who writes to the store can write digests too."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while data := file.read(1 << 20):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _link(source: Path, target: Path) -> None:
+    """Gives a file a second name, in one step.
+
+    Raises:
+        OSError: ``target`` is there already, or ``source`` no more.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        if not source.exists():
+            raise
+        # A file system without hard links.
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+        os.close(descriptor)
+        try:
+            shutil.copyfile(source, temporary)
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def _open_files() -> set[str]:
+    """Paths of the files that this process has open."""
+    found = set()
+    for entry in _entries_of(Path("/proc/self/fd")):
+        try:
+            found.add(os.readlink(entry.path))
+        except OSError:
+            pass  # closed meanwhile
+    return found
+
+
+class Run:
+    """What one process sees of the store, and adds to it, until the process ends.
+
+    Attributes:
+        folder: for torch_xla.
+    """
+
+    def __init__(self, kind: Path, began: Callable[[], bool]) -> None:
+        self._kind, self._began = kind, began
+        self.folder = Path(tempfile.mkdtemp(prefix=f"run-{_host()}-{os.getpid()}-", dir=kind))
+        self._loading = kind / f"loading-{_host()}-{os.getpid()}"
+        programs = [] if _died_while_loading(kind) else _programs_in(kind)
+        self._known = set(filter(None, map(self._take, programs)))
+        if self._known:
+            self._loading.touch()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="compiled-programs")
+        self._thread.start()
+        self._process = os.getpid()
+        atexit.register(self.end)
+
+    def keep_new(self) -> None:
+        """Adds the programs to the store that torch_xla has finished writing."""
+        new = [
+            entry.path
+            for entry in _entries_of(self.folder)
+            if (entry.name, entry.inode()) not in self._known
+        ]
+        if not new:
+            return
+        # Looked up after the files: one that is not open now has been closed, and it is not opened
+        # again.
+        unfinished = _open_files()
+        for path in map(Path, new):
+            if str(path) not in unfinished:
+                self._known.add((path.name, path.stat().st_ino))
+                self._keep(path)
+
+    def end(self) -> None:
+        """Keeps what is new, and takes the folder away."""
+        if os.getpid() != self._process:
+            return  # a fork of the process
+        self._ending.set()
+        self._thread.join()
+        atexit.unregister(self.end)
+        self._loading.unlink(missing_ok=True)
+        try:
+            self.keep_new()
+        except OSError:
+            pass  # what is not kept is compiled again
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _watch(self) -> None:
+        # A process that is killed does not come to its end: keeps every program soon.
+        while not self._ending.wait(_SECONDS_BETWEEN_LOOKS):
+            try:
+                if self._began():
+                    self._loading.unlink(missing_ok=True)
+                self.keep_new()
+            except OSError:
+                pass
+
+    def _take(self, program: Program) -> tuple[str, int] | None:
+        # Read in full at every start: nothing else would notice what happened to it meanwhile.
+        if not program.is_whole():
+            program.path.unlink(missing_ok=True)
+            return None
+        path = self.folder / program.name
+        try:
+            _link(program.path, path)
+            return path.name, path.stat().st_ino
+        except OSError:
+            return None  # another process has removed it, or has another program of this name
+
+    def _keep(self, path: Path) -> None:
+        size = path.stat().st_size
+        # torch_xla does not notice a full disk.
+        if not size or shutil.disk_usage(self.folder).free < _LEAST_FREE_BYTES:
+            return
+        kept = self._kind / f"{path.name}-{size}-{_digest_of(path)}"
+        try:
+            _link(path, kept)
+        except FileExistsError:
+            return
+        for other in self._kind.glob(f"{path.name}-*"):
+            # torch_xla could not load that one, or another process was quicker.
+            if other != kept:
+                other.unlink(missing_ok=True)
+
+
+def open_run(
+    store: Path, name: str, about: Mapping[str, str], limit: int, began: Callable[[], bool]
+) -> Run:
+    """Starts a run on the programs of one kind.
+
+    Args:
+        store: created if need be.
+        name: of the kind; ``about`` says in full what it is.
+        limit: bytes that the store may take up. The oldest programs of all kinds are removed.
+        began: whether this process has loaded, or compiled, a program.
+
+    Raises:
+        OSError: the store cannot be written.
+    """
+    kind = store / name
+    kind.mkdir(parents=True, exist_ok=True)
+    _remove_dead_runs(store)
+    _make_room(store, limit)
+    kind.mkdir(exist_ok=True)  # may have been empty
+    _write_about(kind, about)
+    return Run(kind, began)
+
+
+def _died_while_loading(kind: Path) -> bool:
+    """Whether a process of this host ended before it had its first program. Forgets it."""
+    found = False
+    for entry in _entries_of(kind):
+        match = _LOADING.fullmatch(entry.name)
+        # A container starts again with the same numbers: this process has no mark yet.
+        if match and (_is_gone(match) or match.groups() == (_host(), str(os.getpid()))):
+            Path(entry.path).unlink(missing_ok=True)
+            found = True
+    if found:
+        warnings.warn(
+            "the last start ended before its first program was loaded: compiling all of them "
+            "again. Should that come back, train without the compilation cache",
+            stacklevel=2,
+        )
+    return found
+
+
+def _is_gone(match: re.Match[str]) -> bool:
+    """Whether ``match``, of a host and a process, names a process of this host that has ended."""
+    return match[1] == _host() and not Path("/proc", match[2]).exists()
+
+
+def _host() -> str:
+    return re.sub(r"[^\w.]", "_", socket.gethostname())
+
+
+def _make_room(store: Path, limit: int) -> None:
+    aged = []
+    for kind in store.iterdir():
+        if kind.is_dir():
+            for program in _programs_in(kind):
+                try:
+                    aged.append((program.path.stat().st_mtime, program))
+                except FileNotFoundError:
+                    pass  # another process was here
+    total = 0
+    for _, program in sorted(aged, key=lambda pair: pair[0], reverse=True):
+        total += program.size
+        if total > limit:
+            program.path.unlink(missing_ok=True)
+
+
+def _remove_dead_runs(store: Path) -> None:
+    for run in store.glob("*/run-*"):
+        match = _RUN.fullmatch(run.name)
+        if match is None:
+            continue
+        try:
+            # Of other hosts nothing is known. A run that loses its folder only stops keeping.
+            dead = _is_gone(match) or time.time() - run.stat().st_mtime > _FORGET_RUNS_AFTER
+        except FileNotFoundError:
+            continue
+        if dead:
+            shutil.rmtree(run, ignore_errors=True)
+    for temporary in store.glob("*/*.tmp"):
+        try:
+            if time.time() - temporary.stat().st_mtime > _DAY:
+                temporary.unlink()
+        except FileNotFoundError:
+            pass  # another process was here
+
+
+def _write_about(kind: Path, about: Mapping[str, str]) -> None:
+    path = kind / "about.json"
+    if not path.exists():
+        descriptor, temporary = tempfile.mkstemp(dir=kind, suffix=".tmp")
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(dict(about), file, indent=1)
+        os.replace(temporary, path)

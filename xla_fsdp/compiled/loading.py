@@ -63,7 +63,7 @@ def repair(platform_name: str) -> None:
 
 def _refuse(reason: str) -> NoReturn:
     raise NotImplementedError(
-        f"compiled programs can not be kept on disk: {reason}. Train without the compilation cache"
+        f"compiled programs cannot be kept on disk: {reason}. Train without the compilation cache"
     )
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ..names import SHELL, is_wrapper
-from ..sharding.options import FSDPOptions
-from ..wrapper import XlaFullyShardedDataParallel
+from ..sharding.options import known_options
 from .module import FSDPModule, become_sharded
 from .policies import MixedPrecisionPolicy, OffloadPolicy, checked_precision, meant_by_offload
 from .shell import Shell
@@ -102,7 +100,6 @@ def fully_shard(
 
 
 def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    known = inspect.signature(XlaFullyShardedDataParallel.__init__).parameters
     for name, value in options.items():
         if name in _OTHERWISE:
             raise ValueError(
@@ -113,9 +110,7 @@ def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
                 f"{name}={value!r} is not possible in fully_shard: leave it out, or wrap with "
                 "XlaFullyShardedDataParallel"
             )
-        if name not in known or name not in FSDPOptions.__dataclass_fields__:
-            raise TypeError(f"fully_shard has no argument {name!r} (given as {value!r})")
-    return dict(options)
+    return known_options(options, "fully_shard")
 
 
 def _about_resharding(value: Any) -> dict[str, Any]:

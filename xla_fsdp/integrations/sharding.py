@@ -17,7 +17,7 @@ from torch import nn
 from ..ranks.rank import current_rank
 from ..ranks.slices import slices_of_ranks
 from ..remat import checkpoint_module
-from ..sharding.options import FSDPOptions
+from ..sharding.options import known_options
 from ..sharding.strategy import ShardingStrategy
 from ..tree import cast_floats
 from ..wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
@@ -59,12 +59,7 @@ class Sharding:
     output_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        unknown = set(self.options) - set(FSDPOptions.__dataclass_fields__)
-        if unknown:
-            raise ValueError(
-                f"{', '.join(sorted(unknown))}: the wrapper has no such option; it has "
-                f"{', '.join(FSDPOptions.__dataclass_fields__)}"
-            )
+        known_options(self.options, "the wrapper")
 
     def shard(self, model: nn.Module) -> XlaFullyShardedDataParallel:
         """``model``, wrapped. Its parameters may be on the CPU, the device or the meta device.

@@ -4,8 +4,8 @@ The import takes seconds, a fork milliseconds. Python's own fork server would ru
 module again; this one knows nothing of it. It starts neither a thread nor an XLA runtime, so that
 what it forks may.
 
-Requests and replies are pickled, one a packet: ``("start", size, environment)`` with the two
-descriptors that the worker gets, answered by its process id, and ``("wait", pid, seconds)``,
+Requests and replies are pickled, one a packet: ``("start", size, programs, environment)`` with the
+two descriptors that the worker gets, answered by its process id, and ``("wait", pid, seconds)``,
 answered by how it ended, or None if it has not.
 """
 
@@ -47,11 +47,13 @@ class ForkServer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def start(self, size: int, connection: int, output: int) -> ForkedProcess:
+    def start(self, size: int, programs: str | None, connection: int, output: int) -> ForkedProcess:
         """A worker of ``size`` ranks, which talks over the socket of descriptor ``connection`` and
-        prints into ``output``. It gets this process's environment of now."""
+        prints into ``output``. It gets this process's environment of now, and keeps compiled
+        programs in the folder ``programs``."""
         environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(size)}
-        return ForkedProcess(self, self._ask(("start", size, environment), connection, output))
+        request = ("start", size, programs, environment)
+        return ForkedProcess(self, self._ask(request, connection, output))
 
     def wait(self, pid: int, seconds: float) -> int | None:
         """How the worker ended, as ``Popen.returncode``; None if it has not within that time."""
@@ -124,13 +126,13 @@ def main() -> NoReturn:
         pid = os.fork()
         if pid == 0:
             server.close()
-            size, environment = request
+            size, programs, environment = request
             os.environ.clear()
             os.environ.update(environment)
             connection, output = descriptors
             os.dup2(output, 1)
             os.dup2(output, 2)
-            worker.serve(connection, size)
+            worker.serve(connection, size, programs)
         for descriptor in descriptors:
             os.close(descriptor)
         server.send(pickle.dumps(pid))

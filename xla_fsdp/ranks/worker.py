@@ -6,6 +6,7 @@ Requests and replies are pickled tuples over a socket: ``(sys_path, cwd, call)``
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
 import os
@@ -22,16 +23,23 @@ import cloudpickle
 import torch
 import torch_xla
 
+from ..compiled.cache import enable_compilation_cache
 from .errors import RankError, portable
 from .launch import _runtime, launch
 
 
-def serve(descriptor: int, size: int) -> NoReturn:
-    """Runs what comes over the socket as ``size`` ranks, until it is closed."""
+def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
+    """Runs what comes over the socket as ``size`` ranks, until it is closed.
+
+    ``programs``: a folder to keep compiled programs in, if this machine can load them.
+    """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     connection = Connection(descriptor)
+    if programs is not None:
+        with contextlib.suppress(NotImplementedError):
+            enable_compilation_cache(programs)
     random_state = torch.get_rng_state()
     xla_seed: int | None = None
     environment: dict[str, str] = {}

@@ -38,9 +38,14 @@ class WorkerDiedError(RankError):
 
 
 class WorkerPool:
-    """At most one idle worker for each number of ranks, and at most two idle ones in all."""
+    """At most one idle worker for each number of ranks, and at most two idle ones in all.
+
+    Attributes:
+        programs: a folder in which workers keep compiled programs; ``None``: they keep none.
+    """
 
     def __init__(self) -> None:
+        self.programs: str | None = None
         self._idle: list[_Worker] = []  # least recently used first
         self._server: ForkServer | None = None
 
@@ -90,7 +95,7 @@ class WorkerPool:
     def _start(self, size: int) -> _Worker:
         if self._server is None or not self._server.alive():
             self._server = ForkServer()
-        return _Worker(self._server, size)
+        return _Worker(self._server, size, self.programs)
 
     def _give_back(self, worker: _Worker) -> None:
         if worker.usable:
@@ -109,14 +114,14 @@ class _Worker:
         usable: whether another call may be sent to it.
     """
 
-    def __init__(self, server: ForkServer, size: int) -> None:
+    def __init__(self, server: ForkServer, size: int, programs: str | None) -> None:
         self.size = size
         self.usable = True
         self.fresh = True
         self._output = tempfile.TemporaryFile()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = server.start(size, theirs.fileno(), self._output.fileno())
+            self._process = server.start(size, programs, theirs.fileno(), self._output.fileno())
         self._connection = Connection(ours.detach())
 
     def alive(self) -> bool:

@@ -14,7 +14,7 @@ from ..offload.attaching import attach
 from ..sharding import metadata
 from ..sharding.first_step import require_values
 from ..sharding.optimizer_checks import watch_optimizers
-from ..sharding.options import FSDPOptions
+from ..sharding.options import FSDPOptions, known_options
 from ..sharding.transforms import require_plain_call
 from ..tpu import compiler_options
 from ..tree import cast_floats
@@ -158,7 +158,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
 
 
 def _checked(options: dict[str, Any]) -> FSDPOptions:
-    checked = FSDPOptions(**options)
+    checked = FSDPOptions(**known_options(options, "scan_blocks"))
     if not checked.reshard_after_forward:
         raise ValueError(
             "reshard_after_forward=False is not possible in scan_blocks: the loop of the forward "

@@ -100,7 +100,7 @@ def _require_hook(hook: object) -> None:
         raise TypeError(
             f"{_called(hook)} is torch's, which calls torch.distributed's process groups: take the "
             "one of that name in xla_fsdp.comm_hooks (bf16_compress_hook, fp16_compress_hook, "
-            "allreduce_hook, reduce_scatter_hook, powerSGD_hook with PowerSGDState)"
+            "allreduce_hook, reduce_scatter_hook), or write one"
         )
     try:
         inspect.signature(hook).bind(None, None)

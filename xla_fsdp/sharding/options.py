@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,16 +10,29 @@ import torch
 import torch_xla.runtime as xr
 
 from ..collectives.order import BackwardPrefetch
-from ..collectives.routes import HOWS
+from ..collectives.routes import require_how
 from ..collectives.world import World
 from .cpu_offload import CPUOffload, checked_offload
 from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, meant_by_precision
-from .narrow import checked_gather_dtype
 from .secondary import checked_reshard
 from .strategy import ShardingStrategy, checked_mesh, meant_by_strategy, mesh_of_slices
 
 # Options that say which ranks share what.
 _GROUPS = ("sharding_groups", "sharding_rank", "sharding_world_size", "replication_groups")
+
+# Arguments of torch_xla's class that scripts may pass and that do nothing here. Layouts are never
+# pinned (a pinned gather is an all-reduce of twice the bytes), and every unit gathers and reduces
+# its parameters together.
+WITHOUT_EFFECT = (
+    "pin_layout_in_collective_ops",
+    "reduce_scatter_bucket_size_mb",
+    "coalesce_all_gather_ops",
+)
+# Options that were removed, and what to do instead. Kept for one release.
+_REMOVED = {
+    "gather_dtype": "gathers in 8 bits made no step shorter. Leave it out; "
+    "compute_dtype=torch.bfloat16 gathers in 16 bits",
+}
 
 
 @dataclass(frozen=True)
@@ -43,9 +56,6 @@ class FSDPOptions:
     sharding_rank: int | None = None
     sharding_world_size: int | None = None
     shard_param_on_dim_0: bool = False
-    pin_layout_in_collective_ops: bool = True
-    reduce_scatter_bucket_size_mb: int | None = 0
-    coalesce_all_gather_ops: bool = False
     param_init_fn: Callable[[torch.nn.Module], None] | None = None
     replication_groups: Sequence[Sequence[int]] | None = None
     sync_module_states: bool = False
@@ -53,8 +63,7 @@ class FSDPOptions:
     device_mesh: Any = None
     mixed_precision: MixedPrecision | None = None
     cpu_offload: CPUOffload | None = None
-    collective_routes: str = "modelled"
-    gather_dtype: torch.dtype | None = None
+    collective_routes: str = "auto"
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -68,26 +77,14 @@ class FSDPOptions:
             if value is not None and value not in COMPUTE_DTYPES:
                 allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
                 raise ValueError(f"{name} must be one of {allowed} or None, got {value!r}")
-        checked_gather_dtype(self.gather_dtype, self.flatten_parameters)
         prefetch = self.backward_prefetch
         if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
             allowed = ", ".join(str(one) for one in BackwardPrefetch)
             raise TypeError(f"backward_prefetch must be {allowed} or None, got {prefetch!r}")
-        if self.collective_routes not in HOWS:
-            raise ValueError(
-                f"collective_routes must be one of {', '.join(HOWS)}; "
-                f"got {self.collective_routes!r}"
-            )
+        require_how(self.collective_routes)
         if self.param_init_fn is not None and not callable(self.param_init_fn):
             raise TypeError(
                 f"param_init_fn must be a function of one module, got {self.param_init_fn!r}"
-            )
-        bucket = self.reduce_scatter_bucket_size_mb
-        if bucket is not None and (
-            isinstance(bucket, bool) or not isinstance(bucket, (int, float))
-        ):
-            raise TypeError(
-                f"reduce_scatter_bucket_size_mb must be a number or None, got {bucket!r}"
             )
         self._settle_groups()
         size = self.sharding_world_size or xr.world_size()
@@ -160,3 +157,21 @@ class FSDPOptions:
     def as_kwargs(self) -> dict[str, Any]:
         """The options as constructor arguments, to forward to auto-wrapped children."""
         return {option.name: getattr(self, option.name) for option in fields(self)}
+
+
+def known_options(
+    given: Mapping[str, Any], owner: str, others: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Those of ``given`` that have an effect; ``others`` are options of ``owner`` alone.
+
+    Raises:
+        ValueError: one was removed.
+        TypeError: one never was an option.
+    """
+    has = [*others, *FSDPOptions.__dataclass_fields__]
+    for name in given:
+        if name in _REMOVED:
+            raise ValueError(f"{name} was removed: {_REMOVED[name]}")
+        if name not in has and name not in WITHOUT_EFFECT:
+            raise TypeError(f"{owner} has no option {name!r}. Its options are {', '.join(has)}")
+    return {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}

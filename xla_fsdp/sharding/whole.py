@@ -51,7 +51,7 @@ def gathered(
     unit: Unit, tensors: Sequence[ShardedTensor], shards: Sequence[torch.Tensor]
 ) -> dict[ShardedTensor, list[torch.Tensor]]:
     """The members of every one of ``tensors`` in full, in the dtype of their ``shards``."""
-    exact = replace(unit.options, compute_dtype=None, mixed_precision=None, gather_dtype=None)
+    exact = replace(unit.options, compute_dtype=None, mixed_precision=None)
     wire = Wire(exact, unit.world)
     wire.label = unit.wire.label
     # What stands for a shard on the wire need be no Parameter.

@@ -10,7 +10,7 @@ while another is computed with. On CPU ranks, where starting costs next to nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -18,7 +18,6 @@ from ..collectives.order import Order, after
 from ..collectives.world import World
 from .full_precision import along_with_wide
 from .layout import LANES, Layout
-from .loads import Load, loads_of
 from .options import FSDPOptions
 from .secondary import Secondary
 from .sharded_tensor import ShardedTensor, computed_in
@@ -88,19 +87,17 @@ class Wire:
         nothing else decides, and a parameter gathered before its turn takes up memory.
         ``secondary``: gathered from, if it holds something; else a forward fills it.
         """
-        loads = self._loads(tensors)
-        parts = self._gathers(loads)
+        parts, dtypes = self.gathered_parts(tensors), self._gathered_dtypes(tensors)
         if backward:
             parts.sort(key=lambda part: (len(part) < 2, -part[0]))
         world = self.world
         kept: dict[int, torch.Tensor] = {}
         if secondary is not None and secondary.pieces:
             world, kept = secondary.world, secondary.pieces
-        sent = {} if kept else {i: load.before(tensors) for i, load in enumerate(loads)}
         packed = [
             (kept[part[0]], tuple(kept[part[0]].shape))
             if kept
-            else _packed([sent[i] for i in part], [loads[i].shape for i in part])
+            else _packed([tensors[i] for i in part])
             for part in parts
         ]
         shards = [shard for shard, _ in packed]
@@ -108,7 +105,6 @@ class Wire:
         in_turn = self.world.as_on_tpu
         if in_turn:
             shards = after(shards, events)
-        arrived: dict[int, torch.Tensor] = {}
         full: dict[int, list[torch.Tensor]] = {}
         for part, shard, (_, shape) in zip(parts, shards, packed, strict=True):
             # First of all the waiting, that of the barrier and this one: the compiler drops the
@@ -116,23 +112,17 @@ class Wire:
             # before they wait (reshape it to the tiles of the wire, cast it), it does once and
             # keeps in between.
             shard = order.turn(shard).view(shape) if in_turn else torch.view_copy(shard, shape)
-            load = loads[part[0]]
             if not kept:
-                shard = load.encoded(shard, sent)
-            name = self.name([tensors[loads[i].number] for i in part])
-            gathered = world.all_gather(shard, name)
+                shard = shard.to(dtypes[part[0]])
+            gathered = world.all_gather(shard, self.name([tensors[i] for i in part]))
             if secondary is not None and not kept and not backward:
                 gathered = secondary.keep(part[0], gathered)
             if in_turn:
                 order.gathered(gathered)
-            shapes = [loads[i].shape for i in part]
-            arrived |= zip(part, _unpacked(gathered, shapes, self.world.size), strict=True)
-            for number in {loads[i].number: None for i in part}:
-                whole = loads[number].decoded(arrived)
-                if whole is not None:
-                    dtype = self.compute_dtype(tensors[number])
-                    split = tensors[number].layout.split(whole)
-                    full[number] = [value.to(dtype) for value in split]
+            layouts = [tensors[i].layout for i in part]
+            for i, whole in zip(part, _unpacked(gathered, layouts), strict=True):
+                dtype = self.compute_dtype(tensors[i])
+                full[i] = [value.to(dtype) for value in tensors[i].layout.split(whole)]
         for i, tensor in enumerate(tensors):
             if not tensor.layout.numel:
                 shard = tensor.source.to(self.compute_dtype(tensor))
@@ -140,22 +130,16 @@ class Wire:
         return [value for i in range(len(tensors)) for value in full[i]]
 
     def gathered_parts(self, tensors: Sequence[ShardedTensor]) -> list[list[int]]:
-        """Numbers of what travels by gather: see :meth:`_parts` and :func:`loads_of`."""
-        return self._gathers(self._loads(tensors))
+        """Numbers of ``tensors`` by gather: see :meth:`_parts`."""
+        return self._parts(tensors, self._gathered_dtypes(tensors))
 
     def last_gathered(self, tensors: Sequence[ShardedTensor]) -> int:
         """The number of the tensor that a forward gathers last."""
-        loads = self._loads(tensors)
-        parts = self._gathers(loads) or [[0]]  # nothing travels: any
-        return loads[parts[-1][-1]].number
+        parts = self.gathered_parts(tensors) or [[0]]  # nothing travels: any
+        return parts[-1][-1]
 
-    def _gathers(self, loads: Sequence[Load]) -> list[list[int]]:
-        sizes = [load.numel * self.world.size for load in loads]
-        return self._parts(sizes, [load.dtype for load in loads])
-
-    def _loads(self, tensors: Sequence[ShardedTensor]) -> list[Load]:
-        dtypes = self._dtypes(tensors, [self.compute_dtype(tensor) for tensor in tensors])
-        return loads_of(tensors, dtypes, self.options.gather_dtype, SMALL_BYTES)
+    def _gathered_dtypes(self, tensors: Sequence[ShardedTensor]) -> list[torch.dtype]:
+        return self._dtypes(tensors, [self.compute_dtype(tensor) for tensor in tensors])
 
     def compute_dtype(self, tensor: ShardedTensor) -> torch.dtype:
         """In which the members of ``tensor`` are computed with."""
@@ -204,7 +188,7 @@ class Wire:
         sent = [tensors[i] for i in numbers]
         dtypes = self._dtypes(sent, [full.dtype for full in fulls.values()])
         fulls = {i: fulls[i].to(dtype) for i, dtype in zip(numbers, dtypes, strict=True)}
-        for part in self._parts([_size(tensor.layout) for tensor in sent], dtypes):
+        for part in self._parts(sent, dtypes):
             part = [numbers[i] for i in part]
             own = [tensors[i] for i in part]
             reduced = (self.hook or self.average)(own, [fulls[i] for i in part])
@@ -271,17 +255,19 @@ class Wire:
 
     # -- which travel together ------------------------------------------------------------------
 
-    def _parts(self, sizes: Sequence[int], dtypes: Iterable[torch.dtype]) -> list[list[int]]:
-        """Numbers of tensors, of so many elements on all ranks, by collective: the small ones of
-        each dtype first, then each other one by itself. Those without elements do not travel."""
+    def _parts(
+        self, tensors: Sequence[ShardedTensor], dtypes: Sequence[torch.dtype]
+    ) -> list[list[int]]:
+        """Numbers of ``tensors`` by collective: the small ones of each dtype first, then each other
+        one by itself. Those without elements do not travel."""
         if not self.world.as_on_tpu:
-            return [[i] for i, numel in enumerate(sizes) if numel]
+            return [[i] for i, tensor in enumerate(tensors) if tensor.layout.numel]
         together: dict[torch.dtype, list[list[int]]] = {}
         filled: dict[torch.dtype, int] = {}
         alone = []
-        for i, (numel, dtype) in enumerate(zip(sizes, dtypes, strict=True)):
-            size = numel * dtype.itemsize
-            if not numel:
+        for i, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
+            size = math.prod(tensor.layout.padded_shape) * dtype.itemsize
+            if not tensor.layout.numel:
                 continue
             if size > SMALL_BYTES:
                 alone.append([i])
@@ -306,17 +292,11 @@ def widened(shard: torch.Tensor) -> torch.Tensor:
     return shard.float() if shard.dtype in (torch.float16, torch.bfloat16) else shard
 
 
-def _size(layout: Layout) -> int:
-    return math.prod(layout.padded_shape) if layout.numel else 0
-
-
-def _packed(
-    shards: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
-) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """What this rank sends together, and the shape to send it in; alone it has ``shapes``."""
-    if len(shards) == 1:
-        return shards[0], shapes[0]
-    shard = torch.cat([_flat(shard) for shard in shards])
+def _packed(tensors: Sequence[ShardedTensor]) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """What this rank sends for ``tensors``, and the shape to send it in."""
+    if len(tensors) == 1:
+        return tensors[0].source, tensors[0].layout.wire_shape
+    shard = torch.cat([_flat(tensor.source) for tensor in tensors])
     return shard, lanes(shard.shape[0])
 
 
@@ -329,16 +309,16 @@ def lanes(length: int) -> tuple[int, int]:
     return (length // LANES, LANES) if length % LANES == 0 else (1, length)
 
 
-def _unpacked(
-    gathered: torch.Tensor, shapes: Sequence[tuple[int, ...]], size: int
-) -> list[torch.Tensor]:
-    """What came from all ranks, ``(size * rows, ...)`` for each shape, out of one gather."""
-    if len(shapes) == 1:
+def _unpacked(gathered: torch.Tensor, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    """The shards of all ranks, ``(size * rows, ...)`` for each layout, out of one gather."""
+    if len(layouts) == 1:
         return [gathered]
+    size = layouts[0].size
     by_rank = gathered.view(size, -1)
     first, pieces = 0, []
-    for rows, *rest in shapes:
-        length = rows * math.prod(rest)
+    for layout in layouts:
+        length = math.prod(layout.shard_shape)
+        rows, *rest = layout.wire_shape
         piece = torch.slice_copy(by_rank, 1, first, first + length)
         pieces.append(piece.view(size * rows, *rest))
         first += length

@@ -149,7 +149,7 @@ class profile:
         warnings.warn(
             f"the trace {self.file} has no names of modules: the programs were compiled before "
             "xla_fsdp.profile was entered, or came from a compilation cache. Enter it before the "
-            "first step, and start once without the cache (XLA_FSDP_COMPILATION_CACHE_FOLDER=none)",
+            "first step, and start once without enable_compilation_cache",
             stacklevel=4,
         )
 

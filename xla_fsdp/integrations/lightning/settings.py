@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from ...names import is_wrapper
 from ...remat import checkpoint_module
 from ...sharding.mixed_precision import MixedPrecision
-from ...sharding.options import FSDPOptions
+from ...sharding.options import known_options
 from ...wrap import CONTAINERS, transformer_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
 from ..sharding import meant_by_name
@@ -65,14 +64,8 @@ class Settings:
                 "auto_wrapper_callable and activation_checkpointing_policy both say what to wrap "
                 "with: give one of them"
             )
-        known = [field.name for field in fields(FSDPOptions)]
-        unknown = sorted(set(self.options) - set(known))
-        if unknown:
-            raise ValueError(
-                f"{', '.join(unknown)}: the strategy has no such option; it has auto_wrap_policy, "
-                "activation_checkpointing_policy, state_dict_type, auto_wrapper_callable, "
-                f"{', '.join(known)}"
-            )
+        own = ("auto_wrap_policy activation_checkpointing_policy state_dict_type").split()
+        known_options(self.options, "the strategy", [*own, "auto_wrapper_callable"])
 
     def wrap(self, module: nn.Module, precision: str) -> nn.Module:
         """``module``, wrapped, unless it is a wrapper already."""

@@ -179,7 +179,7 @@ def _main_program(
                     return program, known
     raise ValueError(
         "no program in it has names of modules: enter xla_fsdp.profile before the first step, and "
-        "start without the compilation cache (XLA_FSDP_COMPILATION_CACHE_FOLDER=none)"
+        "start without enable_compilation_cache"
     )
 
 

@@ -86,12 +86,11 @@ class Estimates:
         return replace(self.memory(settings), compute=compute, exposed=exposed)
 
     def goes_otherwise(self, settings: ShardingSettings) -> bool:
-        """Whether any collective takes another way for ``settings.collective_routes``."""
+        """Whether any collective takes another way with another ``collective_routes``."""
         if settings.shard_ranks not in (None, self._where.devices):
             return False  # only collectives over a whole slice have a choice
         units = _travelling(_units(self.facts(settings), settings), settings)
-        how = settings.collective_routes
-        return any(self.wire.differs(how, unit.gathered, unit.reduced) for unit in units)
+        return any(self.wire.differs(unit.gathered, unit.reduced) for unit in units)
 
     def memory(self, settings: ShardingSettings) -> Estimate:
         """The memory alone; its times are 0."""

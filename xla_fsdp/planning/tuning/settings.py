@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ...collectives.routes import HOWS
+from ...collectives.routes import require_how
 from ...tpu.compiler_options import operation_vmem
 from ..compiling.cache import write_whole
 from .kept import Kept, by_name, described, is_kept
@@ -68,7 +68,7 @@ class ShardingSettings:
     forward_prefetch: bool = True
     backward_prefetch: str = "pre"
     limit_all_gathers: bool = True
-    collective_routes: str = "modelled"
+    collective_routes: str = "auto"
     operation_vmem: int | None = None
 
     def __post_init__(self) -> None:
@@ -97,9 +97,9 @@ class ShardingSettings:
         _require(recompute, "recompute", self.recompute, allowed)
         named = isinstance(self.keep, tuple) and all(isinstance(one, str) for one in self.keep)
         _require(named, "keep", self.keep, "a tuple of names")
-        prefetch, routes = self.backward_prefetch, self.collective_routes
+        prefetch = self.backward_prefetch
         _require(prefetch in PREFETCHES, "backward_prefetch", prefetch, _either(PREFETCHES))
-        _require(routes in HOWS, "collective_routes", routes, _either(HOWS))
+        require_how(self.collective_routes)
         self._require_possible()
 
     def _require_possible(self) -> None:
@@ -211,7 +211,7 @@ class ShardingSettings:
             words.append(f"prefetch backward: {self.backward_prefetch}")
         if not self.limit_all_gathers:
             words.append("gathers not limited")
-        if self.collective_routes != "modelled":
+        if self.collective_routes != "auto":
             words.append(f"routes: {self.collective_routes}")
         if self.operation_vmem:
             words.append(f"{self.operation_vmem / 1024:g} MiB of VMEM for an operation")

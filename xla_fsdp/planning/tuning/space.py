@@ -8,6 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from ...collectives.routes import HOWS
 from ...tpu.compiler_options import OPERATION_VMEM
 from ...tpu.topology import Slice
 from .estimate import Estimates
@@ -111,7 +112,7 @@ class Space:
             "forward_prefetch": (True, False),
             "backward_prefetch": PREFETCHES[:2],
             "limit_all_gathers": (True, False),
-            "collective_routes": ("modelled", "at_once", "stages", "rings"),
+            "collective_routes": HOWS,
             "operation_vmem": (None, *([vmem] if vmem else [])),
         }
         return cls({**values, **search}, frozenset({"kept_blocks", "keep"} - set(search)))

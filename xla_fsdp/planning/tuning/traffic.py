@@ -58,7 +58,7 @@ class Wire:
     def __init__(self, where: Slice) -> None:
         self._where = where
         self._links = Links(where)
-        self._routes = {how: Routes(where, how) for how in ("modelled", "stages", "rings")}
+        self._routes = Routes(where)
         self.seconds = lru_cache(maxsize=None)(self._seconds)
         # Asked for every block of every candidate, and blocks are alike.
         self.gathering = lru_cache(maxsize=None)(self._gathering)
@@ -85,24 +85,22 @@ class Wire:
                 waited += seconds
         return Reducing(waited, beside, adding)
 
-    def differs(self, routes: str, gathered: Iterable[OnWire], reduced: Iterable[OnWire]) -> bool:
+    def differs(self, gathered: Iterable[OnWire], reduced: Iterable[OnWire]) -> bool:
         """Whether a collective over the whole slice, of those that gather or reduce these tensors,
-        goes otherwise than as modelled."""
+        goes another way with ``"auto"`` than with ``"default"``."""
         return self._where.count == 1 and (
-            any(self._gather(one, routes) != self._gather(one) for one in collectives(gathered))
-            or any(self._reduce(one, routes) != self._reduce(one) for one in collectives(reduced))
+            any(self._gather(one) != self._at_once for one in collectives(gathered))
+            or any(self._reduce(one, "auto") != self._at_once for one in collectives(reduced))
         )
 
-    def _gather(self, one: OnWire, routes: str = "modelled") -> _Way:
-        if routes == "at_once":
-            return self._at_once
-        return [(groups, None) for groups in self._routes[routes].gather(one.bytes).stages]
+    def _gather(self, one: OnWire) -> _Way:
+        return [(groups, None) for groups in self._routes.gather(one.bytes).stages]
 
-    def _reduce(self, one: OnWire, routes: str = "modelled") -> _Way:
-        if routes == "at_once":
+    def _reduce(self, one: OnWire, routes: str) -> _Way:
+        if routes == "default":
             return self._at_once
         beside = one.bytes > BESIDE_BYTES
-        return reduction_stages(self._routes[routes], one.bytes, one.rows, beside)
+        return reduction_stages(self._routes, one.bytes, one.rows, beside)
 
     def _rings(self, one: OnWire, routes: str) -> bool:
         return self._where.count == 1 and any(rings for _, rings in self._reduce(one, routes))
@@ -111,7 +109,7 @@ class Wire:
     def _at_once(self) -> _Way:
         return [((tuple(range(self._where.devices)),), None)]
 
-    def _seconds(self, kind: str, size: int, ranks: int, routes: str = "modelled") -> float:
+    def _seconds(self, kind: str, size: int, ranks: int, routes: str = "auto") -> float:
         """Of one collective of ``size`` bytes, the larger of its ends, among each ``ranks``
         consecutive ranks; ``kind``: "all-gather", "reduce-scatter" or "all-reduce"."""
         devices = self._where.devices
@@ -121,11 +119,10 @@ class Wire:
         if ranks > one:
             return self._between(kind, size, ranks // one) + self.seconds(kind, size, one)
         if ranks == one and self._where.count == 1 and kind != "all-reduce":
-            if routes != "at_once":
-                ways = self._routes[routes]
-                route = ways.gather(size) if kind == "all-gather" else ways.scatter(size)
-                return route.seconds
-            return self._routes["modelled"].all(kind, size)[0].seconds
+            if routes == "default":
+                return self._routes.all(kind, size)[0].seconds
+            gathers, ways = kind == "all-gather", self._routes
+            return (ways.gather(size) if gathers else ways.scatter(size)).seconds
         groups = tuple(tuple(range(first, first + ranks)) for first in range(0, one, ranks))
         return self._links.seconds(OneCollective(kind, size, groups))
 

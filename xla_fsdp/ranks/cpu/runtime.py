@@ -10,7 +10,7 @@ import torch_xla
 import torch_xla.core.xla_env_vars as xenv
 import torch_xla.runtime as xr
 
-from ...compiled.cache import keep_by_default
+from ...compiled.cache import require_folder_is_chosen
 from ..rank import RankContext
 from .session import drop_pending
 from .start_gate import StartGate
@@ -79,8 +79,8 @@ class CpuRuntime:
         self.unfinished = []
         settings = _settings(size)
         if not torch_xla._XLAC._xla_runtime_is_initialized():
+            require_folder_is_chosen()
             os.environ.update(settings)
-            keep_by_default()
             self._started_here = True
             found = xr.addressable_device_count()  # starts it
         else:
