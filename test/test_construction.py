@@ -317,6 +317,43 @@ def test_meta_initialisation_functions_and_errors(run_ranks):
     run(run_ranks, meta_variants)
 
 
+class Forgetful(nn.Module):
+    """Its ``reset_parameters`` gives values, here zeros, to some of its tensors only."""
+
+    def __init__(self, dtype, forgotten):
+        super().__init__()
+        self.forgotten = forgotten
+        self.parameter = nn.Parameter(torch.empty(4, 3, dtype=dtype).t(), requires_grad=False)
+        self.register_buffer("buffer", torch.empty(4, 3, dtype=dtype).t())
+
+    def reset_parameters(self):
+        for name in {"parameter", "buffer"} - {self.forgotten}:
+            getattr(self, name).zero_()
+
+    def forward(self, x):
+        return x
+
+
+def forgotten_values(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    dtypes = "float32 bfloat16 float8_e4m3fn complex64 int64 int8 uint8 uint16 bool".split()
+    for dtype in (getattr(torch, name) for name in dtypes):
+        for forgotten in ("parameter", "buffer"):
+            with torch.device("meta"):
+                model = Forgetful(dtype, forgotten)
+            with pytest.raises(RuntimeError, match=f"no values to its {forgotten} '{forgotten}'"):
+                FSDP(model)
+        if dtype in (torch.float32, torch.int64):  # zeros of any dtype are values
+            with torch.device("meta"):
+                model = FSDP(Forgetful(dtype, None))
+            assert all(value.eq(0).all() for value in model.state_dict().values())
+
+
+def test_meta_initialisation_misses_values_of_every_dtype(run_ranks):
+    run(run_ranks, forgotten_values)
+
+
 def groups(rank, replicated):
     import torch_xla
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -37,13 +38,16 @@ def materialize(
     called. Parameters shared between submodules stay shared.
 
     Raises:
-        RuntimeError: a submodule has no ``reset_parameters``, or one that leaves a buffer without
-            values, or ``init_fn`` left it on meta.
+        RuntimeError: a submodule has no ``reset_parameters``, or one that leaves a parameter or a
+            buffer without values, or ``init_fn`` left it on meta.
     """
     for name, group in _groups(module, "", skip, set()):
+        allocated: list[_Allocated] = []
         for submodule in group:
             if is_on_meta(submodule):
-                _initialize(submodule, name, init_fn)
+                allocated += _initialize(submodule, name, init_fn)
+        for one in allocated:
+            one.require_values()
         yield from group
 
 
@@ -75,12 +79,14 @@ def _initialize(
     module: nn.Module,
     name: str,
     init_fn: Callable[[nn.Module], None] | None,
-) -> None:
+) -> list[_Allocated]:
+    """Gives ``module`` values; returns what must have some when all of its group is initialised."""
     before = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
     if init_fn is not None:
         init_fn(module)
+        allocated = []
     else:
-        _reset(module, name)
+        allocated = _reset(module, name)
     for key, meta in before.items():
         # A shared parameter is met again, perhaps when another wrapper is built.
         real = getattr(meta, _REAL, None)
@@ -100,9 +106,10 @@ def _initialize(
             f"param_init_fn left {', '.join(map(repr, left))} of {_described(module, name)} on the "
             f"meta device; it must give values to the module it is called with{more}"
         )
+    return allocated
 
 
-def _reset(module: nn.Module, name: str) -> None:
+def _reset(module: nn.Module, name: str) -> list[_Allocated]:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is None:
         raise RuntimeError(
@@ -110,18 +117,55 @@ def _reset(module: nn.Module, name: str) -> None:
             "add one, or pass param_init_fn"
         )
     module.to_empty(device="cpu", recurse=False)
-    buffers = {key: b for key, b in module._buffers.items() if b is not None}
-    for buffer in buffers.values():
-        if buffer.is_floating_point():
-            buffer.fill_(float("nan"))  # to see below whether it was given values
+    allocated = [
+        _Allocated(module, _described(module, name), kind, key, tensor)
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers))
+        for key, tensor in tensors.items()
+        if tensor is not None and tensor.numel()
+    ]
     with torch.no_grad():
         reset()
-    for key, buffer in buffers.items():
-        if buffer is module._buffers.get(key) and buffer.numel() and buffer.isnan().all():
+    return allocated
+
+
+@dataclass
+class _Allocated:
+    """A tensor of ``module`` without values, filled so that it shows whether it is given some."""
+
+    module: nn.Module
+    described: str
+    kind: str
+    key: str
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        values = self.tensor.detach()
+        self.has_nan = values.is_floating_point() or values.is_complex()
+        if self.has_nan:
+            values.fill_(float("nan"))
+        else:
+            _bytes_of(values).fill_(0xFF)
+        self.version = self.tensor._version
+
+    def require_values(self) -> None:
+        """Raises RuntimeError if nobody gave the tensor values."""
+        if getattr(self.module, self.key) is not self.tensor:
+            return
+        values = self.tensor.detach()
+        if self.has_nan:
+            unset = values.isnan().all()
+        else:  # an assignment may have given it these very bytes
+            unset = values._version == self.version and (_bytes_of(values) == 0xFF).all()
+        if unset:
             raise RuntimeError(
-                f"reset_parameters() of {_described(module, name)} gives no values to its buffer "
-                f"{key!r}; have it do so, or pass param_init_fn"
+                f"reset_parameters() of {self.described} gives no values to its {self.kind} "
+                f"{self.key!r}; have it do so, or pass param_init_fn"
             )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage())  # type: ignore[call-overload]
 
 
 def _described(module: nn.Module, name: str) -> str:
