@@ -53,6 +53,43 @@ def test_size_policy_does_not_look_into_attention_nor_wrap_lists():
     assert wrapped_names(model, policy) == ["l.0", "l.1"]
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterDict({"a": nn.Parameter(torch.ones(6))})
+        self.shifts = nn.ParameterList([nn.Parameter(torch.ones(6))])
+        self.layers = nn.ModuleDict({"linear": nn.Linear(6, 6)})
+        self.holder = nn.Module()
+        self.holder.extra = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        x = self.layers["linear"](x) * self.scales["a"]
+        return x + self.shifts[0] + self.holder.extra
+
+
+def everything_wrapped(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Scaled(), nn.Linear(6, 6))
+    want = plain(torch.ones(2, 6)).sum().item()
+    for policy in (
+        always_wrap_policy,
+        functools.partial(size_based_auto_wrap_policy, min_num_params=6),
+        lambda module, recurse, unwrapped_params: True,
+    ):
+        torch.manual_seed(0)
+        model = FSDP(nn.Sequential(Scaled(), nn.Linear(6, 6)), auto_wrap_policy=policy)
+        assert model(torch.ones(2, 6).to("xla")).sum().item() == pytest.approx(want, rel=1e-5)
+        assert isinstance(model.module[0], FSDP) and isinstance(model.module[1], FSDP)
+
+
+def test_policies_choose_what_has_a_forward(run_ranks):
+    names = wrapped_names(nn.Sequential(Scaled(), nn.Linear(6, 6)), always_wrap_policy)
+    assert names == ["0", "0.layers.linear", "1"]
+    run(run_ranks, everything_wrapped)
+
+
 def test_overrides_and_shared_modules():
     model = mlp()
     model[0]._wrap_overrides = {"compute_dtype": torch.float32}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-
 _MISSING = object()
 
 

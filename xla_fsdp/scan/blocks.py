@@ -13,6 +13,7 @@ from ..names import WRAPPED_PREFIX, dotted
 from ..offload.attaching import attach
 from ..sharding import metadata
 from ..sharding.first_step import require_values
+from ..sharding.input_devices import raise_if_elsewhere
 from ..sharding.optimizer_checks import watch_optimizers
 from ..sharding.options import FSDPOptions
 from ..sharding.transforms import require_plain_call
@@ -136,10 +137,14 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         unit = self._unit
         if unit.awaited:
             require_values(self, "the first forward came")
-        run = Run(unit, x, (args, kwargs))
-        # Nothing is gathered early for what comes next: it would be there during the whole loop.
-        unit.order.forward_over()
-        return Scan.apply(run, x, len(run.constants), *run.constants, *unit.shards)
+        try:
+            run = Run(unit, x, (args, kwargs))
+            # Nothing is gathered early for what comes next: it would be there during all the loop.
+            unit.order.forward_over()
+            return Scan.apply(run, x, len(run.constants), *run.constants, *unit.shards)
+        except RuntimeError as error:
+            raise_if_elsewhere(type(self).__name__, (x, args, kwargs), unit.world.device, error)
+            raise
 
     def __len__(self) -> int:
         return self._unit.depth

@@ -25,6 +25,7 @@ from .first_step import WARNED
 from .foreach_steps import choose_foreach
 from .ignored import note_of
 from .sharded_tensor import home_of, homes_of, require_reduced
+from .slow_steps import warn_of_slow_steps
 from .torch_clipping import ACCELERATE_AVERAGES, ask_all_ranks
 from .whole_models import refuse_shards
 
@@ -62,6 +63,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         _warn_of_empty_groups(optimizer)
         _warn_of_unreduced(optimizer)
         optimizer.__dict__[_CHECKED] = number
+    warn_of_slow_steps(optimizer)
     for group in optimizer.param_groups:
         require_reduced(group["params"], f"{type(optimizer).__name__}.step()")
     caller = _caller(sys._getframe())
