@@ -153,9 +153,9 @@ class _Allocated:
             return
         values = self.tensor.detach()
         if self.has_nan:
-            unset = values.isnan().all()
+            unset = bool(values.isnan().all())
         else:  # an assignment may have given it these very bytes
-            unset = values._version == self.version and (_bytes_of(values) == 0xFF).all()
+            unset = values._version == self.version and bool((_bytes_of(values) == 0xFF).all())
         if unset:
             raise RuntimeError(
                 f"reset_parameters() of {self.described} gives no values to its {self.kind} "
@@ -165,7 +165,7 @@ class _Allocated:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return empty.set_(tensor.untyped_storage())
 
 
 def _described(module: nn.Module, name: str) -> str:
