@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..names import dotted
+from .awaited import loaded_later
 
 # On a parameter that was on the meta device: the parameter that it has become.
 _REAL = "_xla_fsdp_real"
@@ -27,6 +28,7 @@ def materialize(
     module: nn.Module,
     skip: Callable[[nn.Module], bool],
     init_fn: Callable[[nn.Module], None] | None,
+    waits: bool = False,
 ) -> Iterator[nn.Module]:
     """Initialises the submodules that are on the meta device, and yields each when it is ready.
 
@@ -35,7 +37,8 @@ def materialize(
     Submodules for which ``skip`` is true are left alone with all that is in them. With
     ``init_fn``, each submodule whose own tensors are on meta is handed to it and must come back
     without any; otherwise its tensors are allocated on the CPU and its ``reset_parameters()`` is
-    called. Parameters shared between submodules stay shared.
+    called. One that has none raises, or with ``waits`` gets its values later. Parameters shared
+    between submodules stay shared.
 
     Raises:
         RuntimeError: a submodule has no ``reset_parameters``, or one that leaves a parameter or a
@@ -45,7 +48,9 @@ def materialize(
         allocated: list[_Allocated] = []
         for submodule in group:
             if is_on_meta(submodule):
-                allocated += _initialize(submodule, name, init_fn)
+                later = waits and init_fn is None and _reset_of(submodule) is None
+                given = loaded_later if later else init_fn
+                allocated += _initialize(submodule, name, given)
         for one in allocated:
             one.require_values()
         yield from group
@@ -100,21 +105,25 @@ def _initialize(
         left = [
             n for n, t in (*module._parameters.items(), *module._buffers.items()) if _is_meta(t)
         ]
-        unsaved = [name for name in left if name in module._non_persistent_buffers_set]
-        more = f" (no checkpoint has {unsaved[0]!r}, which is not persistent)" if unsaved else ""
         raise RuntimeError(
             f"param_init_fn left {', '.join(map(repr, left))} of {_described(module, name)} on the "
-            f"meta device; it must give values to the module it is called with{more}"
+            "meta device; it must give values to the module it is called with"
         )
     return allocated
 
 
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
 def _reset(module: nn.Module, name: str) -> list[_Allocated]:
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    reset = _reset_of(module)
     if reset is None:
         raise RuntimeError(
-            f"{_described(module, name)} is on the meta device and has no reset_parameters(); "
-            "add one, or pass param_init_fn"
+            f"{_described(module, name)} is on the meta device and has no reset_parameters(). Add "
+            "one; or pass param_init_fn, a function that gives values to the module it is called "
+            "with; or pass param_init_fn=xla_fsdp.loaded_later and give values afterwards, by a "
+            "load or within `with FSDP.summon_full_params(model):`"
         )
     module.to_empty(device="cpu", recurse=False)
     allocated = [
