@@ -16,6 +16,7 @@ from ..names import SHELL, dotted, is_wrapper, shell_of
 from ..sharding.awaited import Awaited, still_awaited
 from ..sharding.gathering import in_method
 from ..sharding.host_shard import staying
+from ..sharding.metadata import require_copying
 from ..sharding.summon import require_no_scanned, summon_full_params
 from ..sharding.unit import Unit
 from ..wrapper_methods import require_device_stays
@@ -204,11 +205,7 @@ def _require_not_for_torchs(frame: types.FrameType | None) -> None:
 def _before_load(
     module: FSDPModule, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
 ) -> None:
-    if local_metadata.get("assign_to_params_buffers"):
-        raise ValueError(
-            "load_state_dict(assign=True) would put other tensors in the place of the shards that "
-            "the module gathers; leave assign out, values are copied into the shards"
-        )
+    require_copying(local_metadata, "the shards that the module gathers")
     module._shell.release()
     module._unit.settle()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -187,7 +187,7 @@ def _take_apart(
     module: ScannedBlocks,
     state_dict: dict[str, Any],
     prefix: str,
-    local_metadata: Mapping[str, Any],
+    local_metadata: dict[str, Any],
 ) -> None:
     """State-dict hook: stacked tensors become every block's own, block by block."""
     by_name = _by_name(module)
@@ -213,7 +213,7 @@ def _put_together(
     module: ScannedBlocks,
     state_dict: dict[str, Any],
     prefix: str,
-    local_metadata: Mapping[str, Any],
+    local_metadata: dict[str, Any],
     strict: bool,
     missing: list[str],
     unexpected: list[str],
