@@ -77,7 +77,7 @@ vars(size_based_auto_wrap_policy).update(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether ``module`` can be called. What can not (``nn.ModuleList``, ``nn.ParameterDict``) has
+    """Whether ``module`` can be called. What cannot (``nn.ModuleList``, ``nn.ParameterDict``) has
     nothing that a wrapper could hook on to."""
     none = nn.Module.forward
     forward = getattr(module, "forward", none)
@@ -118,7 +118,7 @@ def warn_if_none_chosen(module: nn.Module, policy: Policy) -> None:
     if classes:
         warnings.warn(
             f"auto_wrap_policy chose none of the submodules of {type(module).__name__}, so all of "
-            "its parameters are gathered together and are in memory in full at the same time. "
+            "its full parameters are gathered together and are in memory at the same time. "
             f"Choose among the classes that are there ({some_of(classes, 8)}), or pass no policy",
             stacklevel=3,
         )

@@ -18,7 +18,7 @@ from .sharded_tensor import home_of
 
 # On an optimizer: its _Steps.
 _STEPS = "_xla_fsdp_slow_steps"
-# So many steps in a row, and it is neither the start of a training nor an odd batch.
+# Consecutive steps before a warning: more than at the start of a training, or for an odd batch.
 PENDING_STEPS = 8
 COMPILED_STEPS = 12
 
@@ -28,8 +28,8 @@ class _Steps:
     """Of the steps of one optimizer.
 
     Attributes:
-        pending: so many in a row began before the one before them had run.
-        compiled: after so many in a row something was compiled.
+        pending: consecutive steps that began before the previous one had run.
+        compiled: consecutive steps after which something was compiled.
         compilations: of the process, at the last step.
         warned: nothing more is to be said.
     """

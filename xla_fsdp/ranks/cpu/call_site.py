@@ -41,7 +41,7 @@ def of_thread(ident: int | None) -> str:
     if ident is None:
         return "the start of its function"
     frame = _users(sys._current_frames().get(ident))
-    # A rank that has returned or raised is in functions of ours, or of Python.
+    # A rank that has returned or raised runs functions of this package, or of Python.
     return "the end of its function" if frame is None else text(frame)
 
 

@@ -201,7 +201,7 @@ _LOWERED = _collect({
        "feature_alpha_dropout multi_head_attention_forward gumbel_softmax",
 })  # fmt: skip
 
-# Python functions of torch in which nothing is drawn, unless they are special too.
+# Python functions of torch that draw no random numbers, unless they are special too.
 _TORCHS_OWN = {
     value
     for owner in (F, torch, torch.functional, torch.Tensor)
