@@ -183,7 +183,7 @@ def require_for_training(parameters: int, smaller: str) -> None:
     """
     import xla_fsdp
 
-    xla_fsdp.compilation_counts()  # imports torch_xla, without its word about the CPU
+    xla_fsdp.compilation_counts()  # imports torch_xla, and chooses the device before
     import torch_xla.runtime as xr
 
     if xr.device_type() == "CPU":

@@ -53,6 +53,43 @@ def test_size_policy_does_not_look_into_attention_nor_wrap_lists():
     assert wrapped_names(model, policy) == ["l.0", "l.1"]
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterDict({"a": nn.Parameter(torch.ones(6))})
+        self.shifts = nn.ParameterList([nn.Parameter(torch.ones(6))])
+        self.layers = nn.ModuleDict({"linear": nn.Linear(6, 6)})
+        self.holder = nn.Module()
+        self.holder.extra = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        x = self.layers["linear"](x) * self.scales["a"]
+        return x + self.shifts[0] + self.holder.extra
+
+
+def everything_wrapped(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Scaled(), nn.Linear(6, 6))
+    want = plain(torch.ones(2, 6)).sum().item()
+    for policy in (
+        always_wrap_policy,
+        functools.partial(size_based_auto_wrap_policy, min_num_params=6),
+        lambda module, recurse, unwrapped_params: True,
+    ):
+        torch.manual_seed(0)
+        model = FSDP(nn.Sequential(Scaled(), nn.Linear(6, 6)), auto_wrap_policy=policy)
+        assert model(torch.ones(2, 6).to("xla")).sum().item() == pytest.approx(want, rel=1e-5)
+        assert isinstance(model.module[0], FSDP) and isinstance(model.module[1], FSDP)
+
+
+def test_policies_choose_what_has_a_forward(run_ranks):
+    names = wrapped_names(nn.Sequential(Scaled(), nn.Linear(6, 6)), always_wrap_policy)
+    assert names == ["0", "0.layers.linear", "1"]
+    run(run_ranks, everything_wrapped)
+
+
 def test_overrides_and_shared_modules():
     model = mlp()
     model[0]._wrap_overrides = {"compute_dtype": torch.float32}
@@ -315,6 +352,43 @@ def meta_variants(rank):
 
 def test_meta_initialisation_functions_and_errors(run_ranks):
     run(run_ranks, meta_variants)
+
+
+class Forgetful(nn.Module):
+    """Its ``reset_parameters`` gives values, here zeros, to some of its tensors only."""
+
+    def __init__(self, dtype, forgotten):
+        super().__init__()
+        self.forgotten = forgotten
+        self.parameter = nn.Parameter(torch.empty(4, 3, dtype=dtype).t(), requires_grad=False)
+        self.register_buffer("buffer", torch.empty(4, 3, dtype=dtype).t())
+
+    def reset_parameters(self):
+        for name in {"parameter", "buffer"} - {self.forgotten}:
+            getattr(self, name).zero_()
+
+    def forward(self, x):
+        return x
+
+
+def forgotten_values(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    dtypes = "float32 bfloat16 float8_e4m3fn complex64 int64 int8 uint8 uint16 bool".split()
+    for dtype in (getattr(torch, name) for name in dtypes):
+        for forgotten in ("parameter", "buffer"):
+            with torch.device("meta"):
+                model = Forgetful(dtype, forgotten)
+            with pytest.raises(RuntimeError, match=f"no values to its {forgotten} '{forgotten}'"):
+                FSDP(model)
+        if dtype in (torch.float32, torch.int64):  # zeros of any dtype are values
+            with torch.device("meta"):
+                model = FSDP(Forgetful(dtype, None))
+            assert all(value.eq(0).all() for value in model.state_dict().values())
+
+
+def test_meta_initialisation_misses_values_of_every_dtype(run_ranks):
+    run(run_ranks, forgotten_values)
 
 
 def groups(rank, replicated):

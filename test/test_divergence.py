@@ -13,6 +13,7 @@ class Planted(nn.Module):
     def __init__(self, where, rank, at):
         super().__init__()
         self.linear = nn.Linear(8, 8)
+        self.spectrum = Spectrum()
         self.where, self.rank, self.at, self.calls = where, rank, at, 0
 
     def forward(self, x):
@@ -23,7 +24,17 @@ class Planted(nn.Module):
         # Data, not a number in the program, which all ranks share.
         bad = torch.full((), bad, device="cpu").to(x.device)
         y = self.linear(x)
+        if self.where == "complex":
+            self.spectrum.factor = bad
+            return self.spectrum(y)
         return y * bad if self.where == "forward" else Backward.apply(y, bad)
+
+
+class Spectrum(nn.Module):
+    """A complex output with a NaN, which the module around it leaves out."""
+
+    def forward(self, y):
+        return torch.complex(y, y * self.factor)
 
 
 class Backward(torch.autograd.Function):
@@ -49,7 +60,7 @@ class Model(nn.Module):
     def forward(self, x):
         x = self.first(x)
         for block in self.blocks:
-            x = x + torch.tanh(block(x))
+            x = x + torch.tanh(block(x).real)
         return x
 
 
@@ -89,6 +100,11 @@ def test_a_nan_of_one_ranks_forward(run_ranks):
         "step 2: the output of blocks.0 is not finite on rank 1; 1 more had it later, from a "
         "reduction or of their own"
     )
+
+
+def test_a_nan_of_a_complex_value(run_ranks):
+    (_, *rest), _ = run_ranks(train, 2, "complex", 1, 2)
+    assert rest == [2, [1], "blocks.0.spectrum"]
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -46,3 +46,10 @@ def test_code_blocks_are_closed(path):
 
 def test_the_readme_is_one_page():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_readme_example_prints_what_it_returns(run_script):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    done = run_script(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
+    assert done.returncode == 0 and done.stderr == ""
+    assert re.fullmatch(r"\[(\d\.\d+(, )?){4}\]\n", done.stdout)

@@ -1,6 +1,7 @@
 """What docs/architecture.md says of where something is done, and import-linter cannot see."""
 
 import ast
+from collections import Counter
 
 import pytest
 from conftest import ROOT
@@ -48,3 +49,16 @@ def test_is_done_in_one_place(owner, names, homes):
         if calls(path, owner) & names
     }
     assert found == homes
+
+
+def test_attributes_on_others_objects_have_one_meaning():
+    """A name that begins with ``_xla_fsdp_`` marks tensors, modules or optimizers: two files that
+    chose the same one would read each other's marks."""
+    found = Counter(
+        node.value
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if node.value.startswith("_xla_fsdp_")
+    )
+    assert found and not {name: times for name, times in found.items() if times > 1}

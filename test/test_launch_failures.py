@@ -1,6 +1,7 @@
 """A launch that can not succeed ends at once and says which rank, where and why. It never hangs."""
 
 import os
+import pickle
 import time
 
 import pytest
@@ -135,6 +136,36 @@ class TestARankRaises:
             ReadsInBackward.apply(x).sum().backward()
 
         assert fails(step, 3).rank == 1
+
+    def test_others_are_named_by_the_users_lines(self, fails):
+        def all_raise(rank):
+            raise ValueError("no data")
+
+        def one_has_returned(rank):
+            if rank == 0:
+                time.sleep(0.5)
+                raise ValueError("no data")
+
+        def one_syncs_on_autograds_thread(rank):
+            from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+            model = FSDP(torch.nn.Linear(4, 4), sync_on_finalization=True)
+            loss = model(torch.ones(2, 4).to("xla")).sum()
+            if rank == 0:
+                time.sleep(0.5)
+                raise ValueError("no data")
+            loss.backward()
+
+        file = all_raise.__code__.co_filename
+        for step, places in {
+            all_raise: [f"running, at {file}:", *(f"at the {x} of its" for x in ("start", "end"))],
+            one_has_returned: ["its function returned, at the end of its function"],
+            one_syncs_on_autograds_thread: [f"torch_xla.sync(), at {file}:"],
+        }.items():
+            for _ in range(5 if step is all_raise else 1):
+                text = str(fails(step, 2))
+                line = text.partition("The other ranks were stopped:\n")[2].splitlines()[0]
+                assert any(place in line for place in places), line
 
     def test_with_an_exception_that_can_not_be_pickled(self, fails):
         def step(rank):
@@ -515,6 +546,33 @@ print(launch(again, (), 2))
 """
     )
     assert result.stdout == f"{[[1.0] * 4] * 2}\n", result.stderr
+
+
+def test_an_error_is_printed_once(run_script):
+    done = run_script(
+        """
+from xla_fsdp import launch
+
+def step(rank):
+    raise ValueError("no data")
+
+launch(step, num_devices=2)
+"""
+    )
+    assert done.returncode == 1
+    for line in ('raise ValueError("no data")', "\nValueError: no data\n"):
+        assert done.stderr.count(line) == 1, done.stderr
+    assert done.stderr.count("raised ValueError: no data") == 1
+    assert "PJRT_DEVICE" not in done.stderr
+
+
+def test_an_error_from_another_process_has_its_traceback():
+    error = RankError("rank 1 of 2 raised ValueError: no data", 1, "Traceback ...")
+    for cause in (None, ValueError("no data")):  # pickled, it has lost its traceback
+        error.__cause__ = cause
+        assert str(error) == "rank 1 of 2 raised ValueError: no data\n\nTraceback ..."
+        again = pickle.loads(pickle.dumps(error))
+        assert (str(again), again.rank, again.traceback) == (str(error), 1, "Traceback ...")
 
 
 def test_timeout_error_is_a_rank_error():

@@ -149,8 +149,14 @@ def buffers(rank):
 
     with torch.device("meta"):
         model = nn.Sequential(Positions())
-    with pytest.raises(RuntimeError, match="'steps' of module '0'.*no checkpoint has 'steps'"):
-        FSDP(model, param_init_fn=loaded_later)
+    expected = nn.Sequential(Positions())(inputs(rank))
+    model = FSDP(model, param_init_fn=loaded_later)
+    load_full_state_dict(model, {"0.weight": torch.ones(WIDTH)})
+    with pytest.raises(RuntimeError, match="before '0.steps' had values.*are in no checkpoint"):
+        model(inputs(rank).to("xla"))
+    with FSDP.summon_full_params(model):
+        model.module[0].steps.copy_(torch.arange(WIDTH).float())
+    assert torch.equal(model(inputs(rank).to("xla")).cpu(), expected)
 
     def init(module):
         loaded_later(module)
@@ -160,7 +166,6 @@ def buffers(rank):
         model = nn.Sequential(Positions())
     model = FSDP(model, param_init_fn=init)
     load_full_state_dict(model, {"0.weight": torch.ones(WIDTH)})
-    expected = nn.Sequential(Positions())(inputs(rank))
     assert torch.equal(model(inputs(rank).to("xla")).cpu(), expected)
 
 

@@ -2,6 +2,7 @@
 
 import random
 import time
+import types
 
 import pytest
 import torch
@@ -9,6 +10,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 N = 4
+INITIALIZATION = {
+    name: value
+    for name, value in vars(nn.init).items()
+    if name.endswith("_") and isinstance(value, types.FunctionType)
+}
 
 
 def build_model():
@@ -55,6 +61,7 @@ def draws():
         torch.distributions.Normal(0.0, 1.0).sample((2,)),
         torch.distributions.Dirichlet(x).sample(),
         torch.distributions.Gamma(x, x).sample(),
+        torch.lobpcg(torch.diag(torch.arange(1.0, 10.0)), k=2)[0],
         torch.rand(2, generator=torch.default_generator),
     ]
     return [value.clone() for value in drawn]
@@ -91,6 +98,47 @@ def test_interleaved_draws(run_ranks):
         assert len(got) == len(want)
         for index, (a, b) in enumerate(zip(got, want, strict=True)):
             assert torch.equal(a, b), f"rank {rank}, draw {index % len(draws())}"
+
+
+def values_of_a_library_that_replaces_torchs_initialization(build):
+    """As Transformers 5 does while it builds a model: functions of its own in torch's place."""
+
+    def skips_what_is_loaded(original):
+        return lambda tensor, *args, **kwargs: (
+            tensor if getattr(tensor, "is_loaded", False) else original(tensor, *args, **kwargs)
+        )
+
+    vars(nn.init).update({name: skips_what_is_loaded(f) for name, f in INITIALIZATION.items()})
+    try:
+        return build()
+    finally:
+        vars(nn.init).update(INITIALIZATION)
+
+
+def test_functions_that_a_library_replaces_draw_for_their_rank(run_ranks):
+    def build(rank, on_ranks):
+        import torch_xla.core.xla_model as xm
+
+        values = []
+        for _ in range(3):
+            torch.manual_seed(rank)
+            model = build_model()
+            nn.init.sparse_(model[0].weight, 0.5)
+            time.sleep(random.random() * 0.01)
+            if on_ranks:
+                nn.init.sparse_(torch.empty(5, 4, device="xla"), 0.5)
+            else:  # what that draws on the CPU
+                [torch.randperm(5) for _ in range(4)]
+            values += [*model.parameters(), torch.rand(3)]
+        if on_ranks:
+            xm.rendezvous("built")  # ranks share the module whose functions are replaced
+        return [value.detach() for value in values]
+
+    def build_replaced(rank):
+        return values_of_a_library_that_replaces_torchs_initialization(lambda: build(rank, True))
+
+    for rank, got in enumerate(run_ranks(build_replaced, N)):
+        assert all(map(torch.equal, got, build(rank, False))), f"rank {rank}"
 
 
 def test_shuffled_loader_and_random_split(run_ranks):

@@ -8,8 +8,6 @@ import os as _os
 import sys as _sys
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
-from logging import LogRecord as _LogRecord
-from logging import getLogger as _getLogger
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
@@ -142,21 +140,19 @@ def __getattr__(name: str) -> object:
     needs_torch_xla = home.partition(".")[0] not in ("consolidate", "extras", "tpu")
     if needs_torch_xla and "torch_xla" not in _sys.modules:  # else it did load
         _import_module(".extras", __name__).require_torch_xla()
+        _choose_device()
     if needs_torch_xla:
         _import_module(".moves", __name__).watch_moves()
-    # Importing torch_xla says on every machine without an accelerator that it will use the CPU.
-    root_logger = _getLogger()
-    root_logger.addFilter(_is_not_about_the_cpu)
-    try:
-        value = getattr(_import_module(f".{home}", __name__), name)
-    finally:
-        root_logger.removeFilter(_is_not_about_the_cpu)
+    value = getattr(_import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value
 
 
-def _is_not_about_the_cpu(record: _LogRecord) -> bool:
-    return "Defaulting to PJRT_DEVICE=CPU" not in record.getMessage()
+def _choose_device() -> None:
+    """Chooses the CPU where there is nothing else, as torch_xla does with a warning."""
+    may_have_chips = _import_module(".tpu.compiler_options", __name__).may_have_chips
+    if not may_have_chips() and _find_spec("libneuronxla") is None:
+        _os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 
 def __dir__() -> list[str]:

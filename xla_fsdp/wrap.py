@@ -7,17 +7,18 @@ wrap the module itself, ``unwrapped_params`` being the parameters in it that no 
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
 
 from .names import is_wrapper
+from .wording import some_of
 
 Policy = Callable[..., bool]
 
-# Lists of modules have no forward, so there is nothing a wrapper could hook on to.
-CONTAINERS = frozenset({nn.ModuleList, nn.ModuleDict})
 # Reads the weights of its children itself, without calling them.
 LEAVES = frozenset({nn.MultiheadAttention})
 
@@ -70,14 +71,22 @@ def size_based_auto_wrap_policy(
     return unwrapped_params >= min_num_params and not isinstance(module, barred)
 
 
-vars(size_based_auto_wrap_policy).update(FORCE_LEAF_MODULES=LEAVES, EXCLUDE_WRAP_MODULES=CONTAINERS)
+vars(size_based_auto_wrap_policy).update(
+    FORCE_LEAF_MODULES=LEAVES, EXCLUDE_WRAP_MODULES=frozenset({nn.ModuleList, nn.ModuleDict})
+)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether ``module`` can be called. What cannot (``nn.ModuleList``, ``nn.ParameterDict``) has
+    nothing that a wrapper could hook on to."""
+    none = nn.Module.forward
+    forward = getattr(module, "forward", none)
+    return type(module).forward is not none or getattr(forward, "__func__", forward) is not none
 
 
 def require_forward(module: nn.Module) -> None:
     """Raises RuntimeError if ``module`` has no forward, neither its class nor the instance."""
-    none = nn.Module.forward
-    forward = getattr(module, "forward", none)
-    if type(module).forward is none and getattr(forward, "__func__", forward) is none:
+    if not has_forward(module):
         raise RuntimeError(
             f"{type(module).__name__} has no forward, so a wrapper would never know when its "
             "parameters are needed; wrap its elements, or the module that calls them"
@@ -94,6 +103,27 @@ def require_unwrapped(module: nn.Module) -> None:
             )
 
 
+def warn_if_none_chosen(module: nn.Module, policy: Policy) -> None:
+    """Warns if ``policy`` has wrapped nothing in ``module``, which has submodules to wrap.
+
+    Not of :func:`size_based_auto_wrap_policy`, which is right to leave a small model alone.
+    """
+    chooses = policy
+    while isinstance(chooses, functools.partial):
+        chooses = chooses.func
+    inside = [one for one in module.modules() if one is not module]
+    if chooses is size_based_auto_wrap_policy or any(map(is_wrapper, inside)):
+        return
+    classes = sorted({type(one).__name__ for one in inside if has_forward(one)})
+    if classes:
+        warnings.warn(
+            f"auto_wrap_policy chose none of the submodules of {type(module).__name__}, so all of "
+            "its full parameters are gathered together and are in memory at the same time. "
+            f"Choose among the classes that are there ({some_of(classes, 8)}), or pass no policy",
+            stacklevel=3,
+        )
+
+
 def recursive_wrap(
     module: nn.Module,
     auto_wrap_policy: Policy,
@@ -103,7 +133,8 @@ def recursive_wrap(
     only_wrap_children: bool = False,
     **kwargs: Any,
 ) -> tuple[nn.Module, int]:
-    """Wraps the submodules that the policy chooses, innermost first, in place.
+    """Wraps the submodules that the policy chooses and that have a forward, innermost first, in
+    place.
 
     ``kwargs`` go to ``wrapper_cls``; a module attribute ``_wrap_overrides`` (a dict) takes
     precedence over them. A module that is used under several names is wrapped once and stays
@@ -156,7 +187,7 @@ class _Wrapping:
             wrapped += 0 if seen else taken
         if (
             only_children
-            or type(module) in CONTAINERS
+            or not has_forward(module)
             or not self.policy(module=module, recurse=False, unwrapped_params=total - wrapped)
         ):
             return module, wrapped

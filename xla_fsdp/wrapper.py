@@ -26,6 +26,7 @@ from .sharding.first_step import (
 )
 from .sharding.gathering import computing, computing_passes
 from .sharding.ignored import mark_ignored
+from .sharding.input_devices import raise_if_elsewhere
 from .sharding.mixed_precision import MixedPrecision
 from .sharding.optimizer_checks import watch_optimizers
 from .sharding.options import FSDPOptions, known_options
@@ -33,8 +34,8 @@ from .sharding.saved_parameters import parameters_saved_as_recipes
 from .sharding.strategy import ShardingStrategy
 from .sharding.transforms import require_plain_call, require_uncompiled
 from .sharding.unit import units_in
-from .tree import cast_floats, tensors_in
-from .wrap import recursive_wrap, require_forward, require_unwrapped
+from .tree import cast_floats
+from .wrap import recursive_wrap, require_forward, require_unwrapped, warn_if_none_chosen
 from .wrapper_gradients import narrow_gradients
 from .wrapper_methods import WrapperMethods
 
@@ -182,6 +183,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             wrapper_cls = auto_wrapper_callable or type(self)
             kwargs = options.as_kwargs()
             recursive_wrap(module, auto_wrap_policy, wrapper_cls, *ignored, True, **kwargs)
+            warn_if_none_chosen(module, auto_wrap_policy)
         self.fsdp_options = options
         world = options.world()
         on_device = any(p.device.type == "xla" and not p.is_meta for p in module.parameters())
@@ -224,7 +226,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             unit.require_unchanged(one)
             keep = stays
         except RuntimeError as error:
-            _require_on_device(self, (args, kwargs), error)
+            raise_if_elsewhere(type(self.module).__name__, (args, kwargs), unit.world.device, error)
             raise
         finally:
             unit.end(one, keep)
@@ -315,18 +317,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             "or give the class a method that calls it"
         )
     module._forward_methods = module._forward_methods | {method_name}
-
-
-def _require_on_device(wrapper: WrapperMethods, inputs: Any, error: RuntimeError) -> None:
-    """Raises RuntimeError if ``error`` came of tensors on the CPU among ``inputs``."""
-    device = wrapper._unit.world.device
-    strangers = [t for t in tensors_in(inputs) if t.device != device]
-    if strangers and ("device" in str(error) or "XLA tensor" in str(error)):
-        raise RuntimeError(
-            f"the forward of {type(wrapper.module).__name__} was given a tensor of shape "
-            f"{tuple(strangers[0].shape)} on {strangers[0].device}, and its parameters are on "
-            f"{device}: move inputs there with .to({str(device)!r}) ({error})"
-        ) from error
 
 
 def _require_wrappable(module: nn.Module) -> None:

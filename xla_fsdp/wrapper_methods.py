@@ -6,7 +6,7 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -123,6 +123,14 @@ class WrapperMethods(GradientMethods, HookMethods):
         raise TypeError(
             f"{type(self).__name__} computes in its forward only; call that, or register a method "
             "of the module around it"
+        )
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
+        """Raises RuntimeError: shards have values since the wrapping, and keep them."""
+        raise RuntimeError(
+            f"to_empty(device={device!r}) of a wrapped module would take the values of its shards "
+            "away, which modules on the meta device were given when they were wrapped "
+            "(reset_parameters(), param_init_fn). Leave the call out"
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

@@ -1,6 +1,5 @@
 """What every example script does around its training: flags in, errors and exit codes out."""
 
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -10,8 +9,6 @@ from absl import app, flags
 
 # What scripts import and has flags, beside themselves.
 SHARED = ("common", "image_batches", "sampling", "tokens", "updates", "wrapping")
-# Not torch_xla's "Defaulting to PJRT_DEVICE=CPU": `launch` decides, and says so.
-logging.getLogger().addFilter(lambda said: "PJRT_DEVICE" not in said.getMessage())
 flags.disclaim_key_flags()  # what DEFINE_number defines is its caller's
 
 

@@ -12,9 +12,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..names import SHELL, is_wrapper, shell_of
+from ..names import SHELL, dotted, is_wrapper, shell_of
+from ..sharding.awaited import Awaited, still_awaited
 from ..sharding.gathering import in_method
 from ..sharding.host_shard import staying
+from ..sharding.metadata import require_copying
 from ..sharding.summon import require_no_scanned, summon_full_params
 from ..sharding.unit import Unit
 from ..wrapper_methods import require_device_stays
@@ -120,6 +122,40 @@ class FSDPModule(FSDPSettings):
         with summon_full_params(self, recurse=False):
             return super().apply(fn)
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """As in torch: parameters and buffers have no values until they are given some.
+
+        They are given some by a load, within ``summon_full_params``, or by the next methods of the
+        model that are called, such as ``init_weights()``: these compute with full parameters, and
+        must do the same on every rank, as :meth:`apply`. A forward before all have values raises
+        RuntimeError and names those that have none.
+
+        Raises:
+            ValueError: another device than that of the shards; ``recurse=False``; scanned blocks.
+        """
+        there = {shard.device.type for shard in self._unit.shards} or {"xla"}
+        if torch.device(device).type not in there:
+            raise ValueError(
+                f"to_empty(device={device!r}) of a sharded module, whose shards stay on "
+                f"{'/'.join(there)}: pass device={min(there)!r}"
+            )
+        if not recurse:
+            raise ValueError(
+                "to_empty(recurse=False) of a sharded module is not possible: its unit has the "
+                "parameters of its submodules, too. Leave recurse out"
+            )
+        units = self._shell._wrapped_units()
+        require_no_scanned(units)
+        self._fsdp_at_rest()
+        for unit in units:
+            unit.wait_for_values()
+        for name, module in self.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    own = Awaited(buffer, {(0, 0): dotted(name, key)}, (module, key))
+                    self._unit.awaited.append(own)
+        return self
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """``to``, ``half``, ``cpu`` and the like: dtypes may change, the device may not."""
         self._shell.release()
@@ -169,13 +205,13 @@ def _require_not_for_torchs(frame: types.FrameType | None) -> None:
 def _before_load(
     module: FSDPModule, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
 ) -> None:
-    if local_metadata.get("assign_to_params_buffers"):
-        raise ValueError(
-            "load_state_dict(assign=True) would put other tensors in the place of the shards that "
-            "the module gathers; leave assign out, values are copied into the shards"
-        )
+    require_copying(local_metadata, "the shards that the module gathers")
     module._shell.release()
     module._unit.settle()
+
+
+def _waits_for_values(shell: Shell) -> bool:
+    return any(still_awaited(unit.awaited) for unit in shell._wrapped_units())
 
 
 @functools.cache
@@ -205,6 +241,10 @@ def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
             return method(*args, **kwargs)
         if name == "forward" or name in shell._forward_methods:
             return shell._run(method, args, kwargs)
+        if not self._unit.summoned and _waits_for_values(shell):
+            # There is nothing to compute with yet, so it is to give values.
+            with summon_full_params(self):
+                return method(*args, **kwargs)
         with in_method():
             return method(*args, **kwargs)
 

@@ -43,6 +43,8 @@ class Shell(XlaFullyShardedDataParallel):
     """A wrapper around ``module``, whose ``options`` are those of any wrapper."""
 
     in_place: InPlace
+    # On the meta device: a module without reset_parameters is no error, as in torch.
+    waits_for_values = True
 
     def __init__(self, module: nn.Module, policy: MixedPrecisionPolicy, **options: Any) -> None:
         super().__init__(module, **options)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
+_MISSING = object()
+
 
 class UnknownReleaseError(ImportError):
     """An installed library is of a release whose code nobody has compared with what is changed."""
@@ -33,9 +35,8 @@ class Changes:
                 f"in places that were looked at in {', '.join(known)} only: "
                 f"pip install '{library}=={known[-1]}' (or 'xla_fsdp[{extra}]')"
             )
-        self._wanted: list[tuple[Any, str, Callable[..., Any]]] = []
-        self._added: list[tuple[Any, str, Any]] = []
-        self._replaced: list[tuple[Any, str, Any]] = []
+        # Owner, name, how to find the original, and what to put there, given the original.
+        self._wanted: list[tuple[Any, str, Callable[[], Any], Callable[[Any], Any]]] = []
         self._originals: list[tuple[Any, str, Any]] = []
         self._lock = threading.Lock()  # ranks may be threads
 
@@ -48,49 +49,56 @@ class Changes:
         """
 
         def note(replacement: Callable[..., Any]) -> Callable[..., Any]:
-            self._wanted.append((owner, name, replacement))
+            self._wanted.append((
+                owner, name, lambda: vars(owner)[name], lambda found: _around(found, replacement)
+            ))  # fmt: skip
             return replacement
 
         return note
 
     def add(self, owner: Any, name: str, value: Any) -> None:
         """``owner.name``, which is not there, will be ``value``."""
-        self._added.append((owner, name, value))
+        self._wanted.append((owner, name, lambda: _MISSING, lambda _: value))
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """``owner.name``, which is there, will be ``value``."""
-        self._replaced.append((owner, name, value))
+        self._wanted.append((owner, name, lambda: getattr(owner, name), lambda _: value))
 
     def apply(self) -> None:
-        """Makes the changes, unless they are made."""
+        """Makes all changes, unless they are made. If one of them fails, none is made."""
         with self._lock:
             if self._originals:
                 return
-            for owner, name, value in self._added:
-                setattr(owner, name, value)
-            for owner, name, value in self._replaced:
-                self._originals.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, value)
-            for owner, name, replacement in self._wanted:
-                original = vars(owner)[name]
-                self._originals.append((owner, name, original))
-                static = isinstance(original, staticmethod)
-                changed = _around(original.__func__ if static else original, replacement)
-                setattr(owner, name, staticmethod(changed) if static else changed)
+            try:
+                for owner, name, find, change in self._wanted:
+                    original = find()
+                    setattr(owner, name, change(original))
+                    self._originals.append((owner, name, original))
+            except BaseException:
+                self._restore()
+                raise
 
     def undo(self) -> None:
         """Puts everything back that :meth:`apply` has changed."""
         with self._lock:
-            for owner, name, _ in self._added if self._originals else ():
+            self._restore()
+
+    def _restore(self) -> None:
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is _MISSING:
                 delattr(owner, name)
-            while self._originals:
-                owner, name, original = self._originals.pop()
+            else:
                 setattr(owner, name, original)
 
 
-def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
+def _around(original: Any, replacement: Callable[..., Any]) -> Any:
+    """A function, or a static method, that calls ``replacement`` with the original function."""
+    static = isinstance(original, staticmethod)
+    function = original.__func__ if static else original
 
-    return changed
+    @functools.wraps(function)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return replacement(function, *args, **kwargs)
+
+    return staticmethod(changed) if static else changed

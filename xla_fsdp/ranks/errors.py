@@ -9,6 +9,8 @@ from collections.abc import Callable
 class RankError(RuntimeError):
     """A rank raised. ``__cause__`` is its exception.
 
+    As text it has the rank's traceback, unless ``__cause__`` has: Python prints that one itself.
+
     Attributes:
         rank: the number of the first rank that raised, or ``None`` if no single rank is to blame.
         traceback: that rank's traceback as text, or ``""``.
@@ -18,6 +20,11 @@ class RankError(RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.traceback = traceback
+
+    def __str__(self) -> str:
+        printed = self.__cause__ is not None and self.__cause__.__traceback__ is not None
+        shown = "" if printed or not self.traceback else f"\n\n{self.traceback}"
+        return super().__str__() + shown
 
     def __reduce__(self) -> tuple[type[RankError], tuple[str, int | None, str]]:
         return type(self), (self.args[0], self.rank, self.traceback)

@@ -75,6 +75,7 @@ class RankContext:
         rank: this rank's number, ``0 <= rank < size``.
         size: how many ranks the launch has.
         device: the rank's XLA device.
+        thread: the identifier of the thread that runs its function; ``None`` until that begins.
         pending: collectives traced since the last full sync, in order.
         active: whether the launch is still on. Threads that autograd or the user keeps outlive it.
         stepping: whether the rank is in an optimizer's step.
@@ -95,6 +96,7 @@ class RankContext:
         self.rank = rank
         self.size = size
         self.device = device
+        self.thread: int | None = None
         self.pending: list[Collective] = []
         self.active = True
         self.stepping = False

@@ -203,7 +203,7 @@ def _write(folder: Path, rank: int, error: BaseException) -> None:
     with contextlib.suppress(Exception):  # whatever the user's class does there
         said += f": {error}"
     draft = folder / f"report-{os.getpid()}-{threading.get_ident()}"
-    draft.write_bytes(pickle.dumps((f"rank {rank} raised {said}\n\n{text}", rank, text, cause)))
+    draft.write_bytes(pickle.dumps((f"rank {rank} raised {said}", rank, text, cause)))
     try:
         os.link(draft, folder / _REPORT)
     except FileExistsError:

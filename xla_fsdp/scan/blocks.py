@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +13,7 @@ from ..names import WRAPPED_PREFIX, dotted
 from ..offload.attaching import attach
 from ..sharding import metadata
 from ..sharding.first_step import require_values
+from ..sharding.input_devices import raise_if_elsewhere
 from ..sharding.optimizer_checks import watch_optimizers
 from ..sharding.options import FSDPOptions, known_options
 from ..sharding.transforms import require_plain_call
@@ -136,10 +137,14 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         unit = self._unit
         if unit.awaited:
             require_values(self, "the first forward came")
-        run = Run(unit, x, (args, kwargs))
-        # Nothing is gathered early for what comes next: it would be there during the whole loop.
-        unit.order.forward_over()
-        return Scan.apply(run, x, len(run.constants), *run.constants, *unit.shards)
+        try:
+            run = Run(unit, x, (args, kwargs))
+            # Nothing is gathered early for what comes next: it would be there during all the loop.
+            unit.order.forward_over()
+            return Scan.apply(run, x, len(run.constants), *run.constants, *unit.shards)
+        except RuntimeError as error:
+            raise_if_elsewhere(type(self).__name__, (x, args, kwargs), unit.world.device, error)
+            raise
 
     def __len__(self) -> int:
         return self._unit.depth
@@ -182,7 +187,7 @@ def _take_apart(
     module: ScannedBlocks,
     state_dict: dict[str, Any],
     prefix: str,
-    local_metadata: Mapping[str, Any],
+    local_metadata: dict[str, Any],
 ) -> None:
     """State-dict hook: stacked tensors become every block's own, block by block."""
     by_name = _by_name(module)
@@ -208,7 +213,7 @@ def _put_together(
     module: ScannedBlocks,
     state_dict: dict[str, Any],
     prefix: str,
-    local_metadata: Mapping[str, Any],
+    local_metadata: dict[str, Any],
     strict: bool,
     missing: list[str],
     unexpected: list[str],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -52,18 +52,17 @@ class ScanBuilder:
         self, blocks: Iterable[nn.Module], offload: bool, prefetch: bool, keep: tuple[str, ...] = ()
     ) -> ScanUnit:
         """Raises ValueError, TypeError as :func:`xla_fsdp.scan_blocks` says."""
+        checked: Iterable[nn.Module] = (
+            self._checked(block, number, keep) for number, block in enumerate(blocks)
+        )
+        if not isinstance(blocks, Iterator):
+            checked = list(checked)  # if one is refused, none has been taken apart
         depth = 0
-        for block in blocks:
+        for block in checked:
             self._take(block, depth)
             depth += 1
         if self._template is None:
             raise ValueError("scan_blocks needs at least one block, got none")
-        known = {ATTENTION, *(name for name, _ in self._template.named_modules() if name)}
-        if unknown := [name for name in keep if name not in known]:
-            raise ValueError(
-                f"keep={unknown[0]!r}: the blocks have no such submodule; there are "
-                f"{', '.join(sorted(known))}"
-            )
         unit = ScanUnit(self.options, self.world, self._template, offload, prefetch, keep)
         for name, stack in self._stacks.items():
             if isinstance(stack, ParameterStack):
@@ -85,7 +84,8 @@ class ScanBuilder:
         unit.note_homes()
         return unit
 
-    def _take(self, block: nn.Module, number: int) -> None:
+    def _checked(self, block: nn.Module, number: int, keep: tuple[str, ...]) -> nn.Module:
+        """``block``, if it can be scanned with those before it."""
         self._require_block(block, number)
         for name, parameter in block.named_parameters():
             other = self._seen.setdefault(parameter, number)
@@ -99,7 +99,16 @@ class ScanBuilder:
         described = describe(block, self.ignore)
         if self._template is None:
             self._template, self._described = block, described
+            known = {ATTENTION, *(name for name, _ in block.named_modules() if name)}
+            if unknown := [name for name in keep if name not in known]:
+                raise ValueError(
+                    f"keep={unknown[0]!r}: the blocks have no such submodule; there are "
+                    f"{', '.join(sorted(known))}"
+                )
         require_same(self._described, described, number)
+        return block
+
+    def _take(self, block: nn.Module, number: int) -> None:
         self.on_device |= any(p.device.type == "xla" for p in block.parameters())
         for _ in materialize(block, lambda module: False, self.options.param_init_fn):
             pass

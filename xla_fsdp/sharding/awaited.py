@@ -30,12 +30,11 @@ def loaded_later(module: nn.Module) -> None:
 
     Nothing is initialised, and no parameter is whole anywhere: ``model = FSDP(meta_model,
     param_init_fn=loaded_later)``, then ``load_weights``, ``load_checkpoint``,
-    ``load_full_state_dict`` or ``load_state_dict``. A forward before every parameter and persistent
-    buffer has values is an error that names those that have none, and so is saving. What a
-    checkpoint does not have (a new head) may be given values in ``FSDP.summon_full_params(model)``.
-
-    Buffers that are not persistent are in no checkpoint: have them built on the CPU, or pass a
-    function of your own that calls this one and gives them values.
+    ``load_full_state_dict`` or ``load_state_dict``. A forward before every parameter and buffer has
+    values raises an error that names those that have none, and so does saving. What a checkpoint
+    does not have (a new head, buffers that are not persistent) is given values in
+    ``with FSDP.summon_full_params(model):``, or in a ``param_init_fn`` of your own that calls this
+    function.
     """
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
@@ -43,8 +42,7 @@ def loaded_later(module: nn.Module) -> None:
             setattr(empty, _MARK, True)
             module._parameters[key] = empty
     for key, buffer in module._buffers.items():
-        persistent = key not in module._non_persistent_buffers_set
-        if buffer is not None and buffer.is_meta and persistent:
+        if buffer is not None and buffer.is_meta:
             module._buffers[key] = _nothing(buffer)
             setattr(module._buffers[key], _MARK, True)
 
@@ -148,7 +146,8 @@ def require_come(labelled: Sequence[tuple[str, list[Awaited]]], doing: str) -> N
     if names:
         some = some_of([repr(name) for name in names], SHOWN)
         raise RuntimeError(
-            f"{doing} before {some} had values: param_init_fn=loaded_later leaves these to "
-            "load_weights, load_checkpoint, load_full_state_dict or load_state_dict; what none of "
-            "these has can be given values in FSDP.summon_full_params(model)"
+            f"{doing} before {some} had values, which param_init_fn=loaded_later and to_empty() "
+            "leave to you: load them (load_weights, load_checkpoint, load_full_state_dict, "
+            "load_state_dict), or assign them within `with FSDP.summon_full_params(model):`. "
+            "Buffers that are not persistent are in no checkpoint"
         )

@@ -75,7 +75,8 @@ class UnitBuilder:
             self.paths.setdefault(module, []).append(path)
         self.wide = full_precision_modules(self.options, self.paths)
         compute_in_full(self.options, self.paths)
-        ready = materialize(self.module, _left_alone, self.options.param_init_fn)
+        waits = getattr(self.owner, "waits_for_values", False)
+        ready = materialize(self.module, _left_alone, self.options.param_init_fn, waits)
         if self.options.flatten_parameters:
             for _ in ready:
                 pass

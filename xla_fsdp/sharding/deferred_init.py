@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..names import dotted
+from .awaited import loaded_later
 
 # On a parameter that was on the meta device: the parameter that it has become.
 _REAL = "_xla_fsdp_real"
@@ -26,6 +28,7 @@ def materialize(
     module: nn.Module,
     skip: Callable[[nn.Module], bool],
     init_fn: Callable[[nn.Module], None] | None,
+    waits: bool = False,
 ) -> Iterator[nn.Module]:
     """Initialises the submodules that are on the meta device, and yields each when it is ready.
 
@@ -34,16 +37,22 @@ def materialize(
     Submodules for which ``skip`` is true are left alone with all that is in them. With
     ``init_fn``, each submodule whose own tensors are on meta is handed to it and must come back
     without any; otherwise its tensors are allocated on the CPU and its ``reset_parameters()`` is
-    called. Parameters shared between submodules stay shared.
+    called. One that has none raises, or with ``waits`` gets its values later. Parameters shared
+    between submodules stay shared.
 
     Raises:
-        RuntimeError: a submodule has no ``reset_parameters``, or one that leaves a buffer without
-            values, or ``init_fn`` left it on meta.
+        RuntimeError: a submodule has no ``reset_parameters``, or one that leaves a parameter or a
+            buffer without values, or ``init_fn`` left it on meta.
     """
     for name, group in _groups(module, "", skip, set()):
+        allocated: list[_Allocated] = []
         for submodule in group:
             if is_on_meta(submodule):
-                _initialize(submodule, name, init_fn)
+                later = waits and init_fn is None and _reset_of(submodule) is None
+                given = loaded_later if later else init_fn
+                allocated += _initialize(submodule, name, given)
+        for one in allocated:
+            one.require_values()
         yield from group
 
 
@@ -75,12 +84,14 @@ def _initialize(
     module: nn.Module,
     name: str,
     init_fn: Callable[[nn.Module], None] | None,
-) -> None:
+) -> list[_Allocated]:
+    """Gives ``module`` values; returns what must have some when all of its group is initialised."""
     before = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
     if init_fn is not None:
         init_fn(module)
+        allocated = []
     else:
-        _reset(module, name)
+        allocated = _reset(module, name)
     for key, meta in before.items():
         # A shared parameter is met again, perhaps when another wrapper is built.
         real = getattr(meta, _REAL, None)
@@ -94,34 +105,76 @@ def _initialize(
         left = [
             n for n, t in (*module._parameters.items(), *module._buffers.items()) if _is_meta(t)
         ]
-        unsaved = [name for name in left if name in module._non_persistent_buffers_set]
-        more = f" (no checkpoint has {unsaved[0]!r}, which is not persistent)" if unsaved else ""
         raise RuntimeError(
             f"param_init_fn left {', '.join(map(repr, left))} of {_described(module, name)} on the "
-            f"meta device; it must give values to the module it is called with{more}"
+            "meta device; it must give values to the module it is called with"
         )
+    return allocated
 
 
-def _reset(module: nn.Module, name: str) -> None:
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def _reset(module: nn.Module, name: str) -> list[_Allocated]:
+    reset = _reset_of(module)
     if reset is None:
         raise RuntimeError(
-            f"{_described(module, name)} is on the meta device and has no reset_parameters(); "
-            "add one, or pass param_init_fn"
+            f"{_described(module, name)} is on the meta device and has no reset_parameters(). Add "
+            "one; or pass param_init_fn, a function that gives values to the module it is called "
+            "with; or pass param_init_fn=xla_fsdp.loaded_later and give values afterwards, by a "
+            "load or within `with FSDP.summon_full_params(model):`"
         )
     module.to_empty(device="cpu", recurse=False)
-    buffers = {key: b for key, b in module._buffers.items() if b is not None}
-    for buffer in buffers.values():
-        if buffer.is_floating_point():
-            buffer.fill_(float("nan"))  # to see below whether it was given values
+    allocated = [
+        _Allocated(module, _described(module, name), kind, key, tensor)
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers))
+        for key, tensor in tensors.items()
+        if tensor is not None and tensor.numel()
+    ]
     with torch.no_grad():
         reset()
-    for key, buffer in buffers.items():
-        if buffer is module._buffers.get(key) and buffer.numel() and buffer.isnan().all():
+    return allocated
+
+
+@dataclass
+class _Allocated:
+    """A tensor of ``module`` without values, filled so that it shows whether it is given some."""
+
+    module: nn.Module
+    described: str
+    kind: str
+    key: str
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        values = self.tensor.detach()
+        self.has_nan = values.is_floating_point() or values.is_complex()
+        if self.has_nan:
+            values.fill_(float("nan"))
+        else:
+            _bytes_of(values).fill_(0xFF)
+        self.version = self.tensor._version
+
+    def require_values(self) -> None:
+        """Raises RuntimeError if nobody gave the tensor values."""
+        if getattr(self.module, self.key) is not self.tensor:
+            return
+        values = self.tensor.detach()
+        if self.has_nan:
+            unset = bool(values.isnan().all())
+        else:  # an assignment may have given it these very bytes
+            unset = values._version == self.version and bool((_bytes_of(values) == 0xFF).all())
+        if unset:
             raise RuntimeError(
-                f"reset_parameters() of {_described(module, name)} gives no values to its buffer "
-                f"{key!r}; have it do so, or pass param_init_fn"
+                f"reset_parameters() of {self.described} gives no values to its {self.kind} "
+                f"{self.key!r}; have it do so, or pass param_init_fn"
             )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage())
 
 
 def _described(module: nn.Module, name: str) -> str:

@@ -18,8 +18,8 @@ from .freeing import stamps
 from .ignored import note_of
 from .unit import Unit, units_in
 
-# On a parameter that no wrapper shards: its user was told of it.
-TOLD = "_xla_fsdp_told"
+# On a parameter that no wrapper shards: a warning has named it.
+WARNED = "_xla_fsdp_warned_unsharded"
 
 
 def require_values(model: nn.Module, doing: str) -> None:
@@ -39,7 +39,7 @@ def require_all_sharded(root: nn.Module) -> None:
     }
     names = list(found)
     for parameter in found.values():
-        setattr(parameter, TOLD, True)
+        setattr(parameter, WARNED, True)
     if names:
         some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         warnings.warn(

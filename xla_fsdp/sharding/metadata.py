@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -92,7 +92,7 @@ def _described(layout: Layout, names: list[list[str]]) -> dict[str, Any]:
 
 
 def clean_state_dict_keys(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """State-dict hook: ``prefix + "_fsdp_wrapped_module.x"`` becomes ``prefix + "x"``."""
     _rename(state_dict, prefix + WRAPPED_PREFIX, prefix)
@@ -102,7 +102,7 @@ def restore_state_dict_keys(
     module: Wrapper,
     state_dict: dict[str, Any],
     prefix: str,
-    local_metadata: Mapping[str, Any],
+    local_metadata: dict[str, Any],
     strict: bool,
     missing: list[str],
     unexpected: list[str],
@@ -138,10 +138,20 @@ def _note_order(module: Wrapper, keys: list[str]) -> None:
             home.reordered = True
 
 
+def require_copying(local_metadata: dict[str, Any], holders: str) -> None:
+    """Raises ValueError if a load assigns tensors in the place of ``holders``."""
+    # torch notes it in the metadata of the state dict, which the next load may be given as well.
+    if local_metadata.pop("assign_to_params_buffers", False):
+        raise ValueError(
+            f"load_state_dict(assign=True) would put other tensors in the place of {holders}; "
+            "leave assign out, values are copied into them"
+        )
+
+
 def rename_loaded(
     state_dict: dict[str, Any],
     prefix: str,
-    local_metadata: Mapping[str, Any],
+    local_metadata: dict[str, Any],
     holders: str,
     renamed: Callable[[str], str],
 ) -> None:
@@ -150,11 +160,7 @@ def rename_loaded(
     Raises:
         ValueError: values are to be assigned, in the place of ``holders``, not to be copied.
     """
-    if local_metadata.get("assign_to_params_buffers"):
-        raise ValueError(
-            f"load_state_dict(assign=True) would put other tensors in the place of {holders}; "
-            "leave assign out, values are copied into them"
-        )
+    require_copying(local_metadata, holders)
     for key in list(state_dict):
         if key.startswith(prefix):
             value = state_dict.pop(key)

@@ -21,10 +21,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ..moves import was_left
 from .awaited import require_filled
 from .elementwise import check_elementwise
-from .first_step import TOLD
+from .first_step import WARNED
 from .foreach_steps import choose_foreach
 from .ignored import note_of
 from .sharded_tensor import home_of, homes_of, require_reduced
+from .slow_steps import warn_of_slow_steps
 from .torch_clipping import ACCELERATE_AVERAGES, ask_all_ranks
 from .whole_models import refuse_shards
 
@@ -32,8 +33,8 @@ from .whole_models import refuse_shards
 _FRAMES = 8
 # Where Accelerate's optimizer is, which averages gradients over the ranks.
 _ACCELERATE = "accelerate.optimizer"
-# On an optimizer: how many parameters it had when it was looked at.
-_SEEN = "_xla_fsdp_seen"
+# On an optimizer: how many parameters it had when it was checked.
+_CHECKED = "_xla_fsdp_parameters_checked"
 # On an optimizer: its state was found by the names of the parameters.
 _BY_NAME = "_xla_fsdp_by_name"
 
@@ -49,11 +50,11 @@ def watch_optimizers() -> None:
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     number = sum(len(group["params"]) for group in optimizer.param_groups)
-    if optimizer.__dict__.get(_SEEN) != number:
+    if optimizer.__dict__.get(_CHECKED) != number:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         _require_not_left(optimizer, every)
         _require_shards(optimizer)
-        if _SEEN not in optimizer.__dict__:
+        if _CHECKED not in optimizer.__dict__:
             _require_order(optimizer)
         require_filled(every, f"{type(optimizer).__name__}.step() came")
         check_elementwise(optimizer)
@@ -61,7 +62,8 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             check_elementwise(around)
         _warn_of_empty_groups(optimizer)
         _warn_of_unreduced(optimizer)
-        optimizer.__dict__[_SEEN] = number
+        optimizer.__dict__[_CHECKED] = number
+    warn_of_slow_steps(optimizer)
     for group in optimizer.param_groups:
         require_reduced(group["params"], f"{type(optimizer).__name__}.step()")
     caller = _caller(sys._getframe())
@@ -154,7 +156,7 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
                 )
                 return
             alone = shards and note is None and parameter.device.type == "xla"
-            if alone and not getattr(parameter, TOLD, False):
+            if alone and not getattr(parameter, WARNED, False):
                 warnings.warn(
                     f"parameter {place} of group {number} of this {type(optimizer).__name__}, of "
                     f"shape {list(parameter.shape)}, is in no wrapper, while others are sharded: "

@@ -103,6 +103,14 @@ class Unit:
         number = self.shard_of(index)
         return self.tensors[number], index - self._first[number]
 
+    def wait_for_values(self) -> None:
+        """Shards have no values from now on, until they are given some."""
+        names: dict[ShardedTensor, dict[tuple[int, int], str]] = {}
+        for place in self.places:
+            tensor, member = self.member_of(place.index)
+            names.setdefault(tensor, {}).setdefault((0, member), dotted(place.paths[0], place.name))
+        self.awaited[:] = [Awaited(tensor.shard, members) for tensor, members in names.items()]
+
     def name_of(self, index: int) -> str:
         """The dotted name of full parameter ``index``, from the root if that is known."""
         place = next(place for place in self.places if place.index == index)

@@ -24,7 +24,7 @@ from ..scan.blocks import ScannedBlocks
 from ..tree import tensors_in
 from ..wording import some_of
 
-_SEEN = "_xla_fsdp_seen"  # on a tensor that is watched
+_SEEN = "_xla_fsdp_divergence"  # on a tensor that is watched
 
 
 class _Seen:
@@ -229,7 +229,7 @@ class detect_divergence:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if not self.looking:
                 return
-            for tensor in _floats((args, kwargs)):
+            for tensor in _with_nan((args, kwargs)):
                 # If no module has returned it: the model's input, or made between modules.
                 self._watched(tensor, f"an input of {_shown(name)}", None).takers.append(name)
 
@@ -239,7 +239,7 @@ class detect_divergence:
         def hook(module: nn.Module, args: Any, outputs: Any) -> None:
             if not self.looking:
                 return
-            for tensor in _floats(outputs):
+            for tensor in _with_nan(outputs):
                 # A container returns what its last module returned.
                 self._watched(tensor, f"the output of {_shown(name)}", name).makers.append(name)
 
@@ -271,8 +271,9 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield plain(name), module
 
 
-def _floats(value: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
+def _with_nan(value: Any) -> list[torch.Tensor]:
+    """The tensors in ``value`` whose dtype has NaN."""
+    return [t for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
 
 
 def _not_finite(tensor: torch.Tensor) -> torch.Tensor:

@@ -136,3 +136,8 @@ def this_hosts_family(bus: Path = _BUS) -> str | None:
             if found:
                 return found
     return None
+
+
+def may_have_chips(bus: Path = _BUS) -> bool:
+    """Whether this host has a PCI device of Google: a TPU chip, or a network card of its cloud."""
+    return any(vendor.read_text().strip() == _VENDOR for vendor in bus.glob("*/vendor"))

@@ -13,7 +13,7 @@ from ...names import is_wrapper
 from ...remat import checkpoint_module
 from ...sharding.mixed_precision import MixedPrecision
 from ...sharding.options import known_options
-from ...wrap import CONTAINERS, transformer_auto_wrap_policy
+from ...wrap import has_forward, transformer_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
 from ..sharding import meant_by_name
 
@@ -109,10 +109,10 @@ class Settings:
         for name, child in list(module._modules.items()):
             if child is None or is_wrapper(child) or not any(True for _ in child.parameters()):
                 continue
-            if isinstance(child, tuple(CONTAINERS)):
-                self.wrap_children(child, precision)
-            else:
+            if has_forward(child):
                 setattr(module, name, self.wrap(child, precision))
+            else:
+                self.wrap_children(child, precision)
 
     def require_classes(self, module: nn.Module) -> None:
         """Raises ValueError if a class that was named is in ``module`` nowhere."""

@@ -123,7 +123,7 @@ class Pretence:
             )
         self.on_read()
         for tensor in tensors:
-            settle([tensor], float(getattr(tensor, _TOLD, 0)))
+            settle([tensor], float(getattr(tensor, _TRUTH, 0)))
 
     def select(self, masks: list[torch.Tensor]) -> None:
         """Pending ``masks`` are about to decide on a shape: they select everything."""
@@ -264,7 +264,7 @@ _FOLLOWED = _VIEWS | _VALUES | _PLACES | _CHOICES
 # On a tensor: the values it would have, were everything selected.
 _KNOWN = "_xla_fsdp_known"
 # On a tensor: whether it is true, had the step run. Losses are finite.
-_TOLD = "_xla_fsdp_told"
+_TRUTH = "_xla_fsdp_assumed_truth"
 _TELLS = {
     torch.isfinite: True, torch.Tensor.isfinite: True,
     torch.isnan: False, torch.Tensor.isnan: False,
@@ -285,8 +285,8 @@ _TURNS = frozenset({
 def _with_truth(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
     result = func(*args, **kwargs)
     told = _TELLS.get(func)
-    if told is None and args and hasattr(args[0], _TOLD):
-        told = getattr(args[0], _TOLD) != (func in _TURNS)
+    if told is None and args and hasattr(args[0], _TRUTH):
+        told = getattr(args[0], _TRUTH) != (func in _TURNS)
     if told is not None and isinstance(result, torch.Tensor):
-        setattr(result, _TOLD, told)
+        setattr(result, _TRUTH, told)
     return result

@@ -9,6 +9,8 @@ from types import FrameType
 import torch
 import torch_xla
 
+from ..rank import current_rank
+
 
 def _folder(path: str, up: int = 1) -> str:
     for _ in range(up):
@@ -20,24 +22,33 @@ _PACKAGES = (_folder(torch.__file__), _folder(torch_xla.__file__), _folder(__fil
 _STANDARD_LIBRARY = _folder(os.__file__)
 
 
-def of_frame(frame: FrameType | None) -> str:
-    """The innermost frame of user code at or below ``frame``, else the innermost of all."""
-    innermost = frame
-    while frame is not None:
-        if not is_library(frame.f_code.co_filename):
-            return text(frame)
-        frame = frame.f_back
-    return text(innermost) if innermost is not None else "an unknown place"
+def of_frame(frame: FrameType) -> str:
+    """The innermost frame of user code at or below ``frame``, else ``frame``."""
+    return text(_users(frame) or frame)
 
 
 def here() -> str:
-    """The caller's place in user code."""
-    return of_frame(sys._getframe(1))
+    """The caller's place in user code; on a thread of autograd, where its rank is meanwhile."""
+    own = sys._getframe(1)
+    context = current_rank()
+    if _users(own) is None and context is not None:
+        return of_thread(context.thread)
+    return of_frame(own)
 
 
 def of_thread(ident: int | None) -> str:
-    """Where the thread ``ident`` is now."""
-    return of_frame(None if ident is None else sys._current_frames().get(ident))
+    """Where ``ident``, the thread of a rank, is in user code; ``None``: it has not begun."""
+    if ident is None:
+        return "the start of its function"
+    frame = _users(sys._current_frames().get(ident))
+    # A rank that has returned or raised runs functions of this package, or of Python.
+    return "the end of its function" if frame is None else text(frame)
+
+
+def _users(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def is_library(filename: str) -> bool:

@@ -1,22 +1,27 @@
 """What a rank's thread does differently, operator by operator.
 
-One torch function mode, with one dictionary look-up for each operator:
+One torch function mode, with one or two dictionary look-ups for each operator:
 
 - reading values (``.item()``, ``print``) runs pending collectives together with the other ranks;
 - drawing random numbers on the CPU uses the rank's own random state;
 - what an optimizer starts its state with becomes device data;
 - ``backward`` hands the mode on to autograd's thread.
+
+torch switches the mode off inside of a Python function that it is called for (``torch.nn.init``,
+functions of other libraries, and those that a library puts in torch's place). So what such a
+function draws on the CPU is found in the operators that it runs, by a mode one level below.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..rank import RankContext
 from . import fresh_state
@@ -39,9 +44,32 @@ class RankMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         special = _SPECIAL.get(func)
-        if special is None or not self.context.active:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return special(self, func, args, kwargs or {})
+        if special is not None and self.context.active:
+            return special(self, func, args, kwargs or {})
+        if isinstance(func, FunctionType) and func not in _TORCHS_OWN and self.context.active:
+            with _DrawsInside(self):
+                return func(*args, **kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+class _DrawsInside(TorchDispatchMode):
+    """Inside of a Python function: operators that draw on the CPU use the rank's random state."""
+
+    def __init__(self, mode: RankMode) -> None:
+        super().__init__()
+        self._generators, self._context = mode.session.generators, mode.context
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and not xla_tensors((args, kwargs)):
+            return self._generators.run(self._context, func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 def _read(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -151,7 +179,7 @@ _RANDOM = (
     "feature_dropout geometric gru gru_cell log_normal lstm multinomial native_dropout normal "
     "poisson rand rand_like randint randint_like randn randn_like random randperm rnn_relu "
     "rnn_tanh rrelu rrelu_with_noise uniform scaled_dot_product_attention _standard_gamma "
-    "_sample_dirichlet _fused_dropout pca_lowrank svd_lowrank"
+    "_sample_dirichlet _fused_dropout lobpcg pca_lowrank svd_lowrank"
 )
 _RANDOM += " " + " ".join(f"{name}_" for name in _RANDOM.split())
 _DRAWS = _collect({
@@ -163,11 +191,6 @@ _DRAWS = _collect({
        "fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
        "fractional_max_pool3d_with_indices",
 })  # fmt: skip
-_DRAWS |= {
-    getattr(torch.nn.init, name)
-    for name in dir(torch.nn.init)
-    if name.endswith("_") and isinstance(getattr(torch.nn.init, name), types.FunctionType)
-}
 _LOWERED = _collect({
     torch: "dropout bernoulli native_dropout scaled_dot_product_attention rand_like randn_like "
            "gru gru_cell lstm rnn_relu rnn_tanh",
@@ -177,6 +200,14 @@ _LOWERED = _collect({
     F: "dropout dropout1d dropout2d dropout3d alpha_dropout scaled_dot_product_attention "
        "feature_alpha_dropout multi_head_attention_forward gumbel_softmax",
 })  # fmt: skip
+
+# Python functions of torch that draw no random numbers, unless they are special too.
+_TORCHS_OWN = {
+    value
+    for owner in (F, torch, torch.functional, torch.Tensor)
+    for value in vars(owner).values()
+    if isinstance(value, FunctionType)
+}
 
 _SPECIAL: dict[Callable, Callable] = {
     **dict.fromkeys(READS, _read),

@@ -46,7 +46,7 @@ class RankThread(threading.Thread):
 
     def run(self) -> None:
         session, context = self._session, self._context
-        session.thread_idents[context.rank] = threading.get_ident()
+        session.thread_idents[context.rank] = context.thread = threading.get_ident()
         session.adopt_thread(context)
         try:
             with RankMode(session, context):
@@ -86,9 +86,9 @@ def _rank_error(session: Session, context: RankContext, error: BaseException) ->
     others = session.barrier.places().splitlines()
     del others[context.rank]
     who = f"rank {context.rank} of {context.size}"
-    message = f"{who} raised {type(error).__name__}: {error}\n\n{text}"
+    message = f"{who} raised {type(error).__name__}: {error}"
     if others:
-        message += "\nThe other ranks were stopped:\n" + "\n".join(others)
+        message += "\n\nThe other ranks were stopped:\n" + "\n".join(others)
     failure = RankError(message, context.rank, text)
     failure.__cause__ = error
     return failure

@@ -1,0 +1,130 @@
+"""Mistakes of a first script: errors that say what to do, and warnings of what would be slow."""
+
+import functools
+
+import pytest
+import torch
+from rank_warnings import every_rank_warns
+from torch import nn
+
+import xla_fsdp
+
+
+class Moves(nn.Module):
+    """Moves its input itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x.to(self.linear.weight.device))
+
+
+class Loss(Moves):
+    def forward(self, x, target):
+        return nn.functional.cross_entropy(self.linear(x), target)
+
+
+VECTORS, SIGNALS = torch.ones(2, 4), torch.ones(2, 3, 8)
+# What begins a model, and what it is given.
+ON_THE_CPU = {
+    "conv1d": (lambda: nn.Conv1d(3, 4, 3), [SIGNALS]),
+    "conv2d": (lambda: nn.Conv2d(3, 4, 3), [torch.ones(2, 3, 8, 8)]),
+    "linear": (lambda: nn.Linear(4, 4), [VECTORS]),
+    "embedding": (lambda: nn.Embedding(4, 4), [torch.tensor([1, 2])]),
+    "norm": (lambda: nn.BatchNorm1d(4), [VECTORS]),
+    "lstm": (lambda: nn.LSTM(4, 4), [torch.ones(2, 2, 4)]),
+    "attention": (lambda: nn.MultiheadAttention(4, 2), [VECTORS] * 3),
+    "checkpointed": (lambda: xla_fsdp.checkpoint_module(nn.Conv1d(3, 4, 3)), [SIGNALS]),
+    "scanned": (lambda: xla_fsdp.scan_blocks([nn.Linear(4, 4), nn.Linear(4, 4)]), [VECTORS]),
+}
+
+
+def inputs_on_the_cpu(rank):
+    wrap = xla_fsdp.XlaFullyShardedDataParallel
+    for name, (build, inputs) in ON_THE_CPU.items():
+        models = [build()] if name == "scanned" else [wrap(build()), xla_fsdp.fully_shard(build())]
+        if len(inputs) == 1:
+            models.append(wrap(nn.Sequential(build())))
+        for model in models:
+            with pytest.raises(RuntimeError) as caught:
+                model(*inputs)
+            message, shape = str(caught.value), tuple(inputs[0].shape)
+            assert f"tensor of shape {shape} on cpu, while its parameters" in message, (name, model)
+            assert message.count(f"move inputs there with .to('xla:{rank}')") == 1, (name, model)
+            assert caught.value.__cause__ is not None
+        models[0](*[value.to(f"xla:{rank}") for value in inputs])  # the remedy
+    loss = wrap(Loss())
+    target = torch.tensor([1, 2])
+    with pytest.raises(RuntimeError, match=r"shape \(2,\) on cpu"):
+        loss(VECTORS.to("xla"), target)
+    loss(VECTORS.to("xla"), target.to("xla")).backward()
+    assert wrap(Moves())(VECTORS).device.type == "xla"
+    # All on the device: what torch says of it.
+    with pytest.raises(RuntimeError) as caught:
+        wrap(nn.Linear(4, 4))(torch.ones(2, 5, device="xla"))
+    assert type(caught.value) is RuntimeError and "move inputs" not in str(caught.value)
+
+
+def test_inputs_on_the_cpu(run_ranks):
+    run_ranks(inputs_on_the_cpu, 2)
+
+
+def policies(rank):
+    wrap = xla_fsdp.XlaFullyShardedDataParallel
+    of_class = xla_fsdp.transformer_auto_wrap_policy
+    size = xla_fsdp.size_based_auto_wrap_policy
+
+    def build():
+        return nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Tanh(), nn.Linear(6, 6)))
+
+    message = (
+        "chose none of the submodules of Sequential, .* "
+        r"Choose among the classes that are there \(Linear, Sequential, Tanh\)"
+    )
+    for policy, warning in [
+        (functools.partial(of_class, transformer_layer_cls={nn.Transformer}), message),
+        (lambda module, recurse, unwrapped_params: recurse, message),
+        (functools.partial(of_class, transformer_layer_cls={nn.Linear}), None),
+        (functools.partial(size, min_num_params=10**9), None),
+        (xla_fsdp.always_wrap_policy, None),
+    ]:
+        with every_rank_warns(rank, warning):
+            wrap(build(), auto_wrap_policy=policy)
+    with every_rank_warns(rank, None):  # there is nothing to choose
+        wrap(nn.Linear(6, 6), auto_wrap_policy=xla_fsdp.always_wrap_policy)
+
+
+def test_a_policy_that_chooses_nothing(run_ranks):
+    run_ranks(policies, 2)
+
+
+def slow_steps(rank):
+    import torch_xla
+
+    def train(what):
+        model = xla_fsdp.XlaFullyShardedDataParallel(nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(16):
+            rows = step + 1 if what == "other shapes" else 2
+            model(torch.ones(rows, 4).to("xla")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if what != "no sync" and (what != "every 4" or step % 4 == 3):
+                torch_xla.sync()
+        torch_xla.sync()
+
+    for what, warning in {
+        "no sync": "the last 8 steps of SGD were recorded, but none of them has run",
+        "other shapes": "a new program in each of the last 12 steps of SGD",
+        "every": None,
+        "every 4": None,
+    }.items():
+        torch.manual_seed(0)
+        with every_rank_warns(rank, warning):
+            train(what)
+
+
+def test_steps_that_get_slow(run_ranks):
+    run_ranks(slow_steps, 2)

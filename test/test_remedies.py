@@ -1,0 +1,648 @@
+"""What the engine's messages recommend, done: each case raises, and then follows the advice."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import xla_fsdp
+
+CASES = {}
+
+
+def case(match):
+    """A function whose first ``with wrong():`` raises as ``match`` says; what follows must run."""
+
+    def add(function):
+        @contextlib.contextmanager
+        def wrong(match=match):
+            with pytest.raises((RuntimeError, ValueError, TypeError, AttributeError), match=match):
+                yield
+
+        CASES[function.__name__] = lambda: function(wrong)
+        return function
+
+    return add
+
+
+def wrap(module, **options):
+    return xla_fsdp.XlaFullyShardedDataParallel(module, **options)
+
+
+def x(*shape):
+    return torch.ones(*(shape or (2, 4)), device="xla")
+
+
+def trains(model, *inputs):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(*(inputs or (x(),))).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    optimizer.step()
+
+
+def linears(count=2):
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+
+
+# -- values: the meta device, summoning ------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Has tensors of its own, as models of torchtitan have, and ``init_weights``."""
+
+    def __init__(self, with_reset=False):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.empty(4))
+        self.register_buffer("turns", self.rotations(), persistent=False)
+        if with_reset:
+            self.reset_parameters = self.init_weights
+
+    def rotations(self):
+        return torch.polar(torch.ones(4), torch.arange(4.0))
+
+    def init_weights(self):
+        nn.init.trunc_normal_(self.linear.weight, std=0.5)
+        nn.init.zeros_(self.linear.bias)
+        nn.init.constant_(self.scale, 2.0)
+        with torch.device(self.turns.device):
+            self.turns = self.rotations()
+
+    def forward(self, x):
+        return self.linear(x) * self.scale * self.turns.real
+
+
+def on_meta(*args):
+    with torch.device("meta"):
+        return Scaled(*args)
+
+
+def require_initialized(model):
+    full = xla_fsdp.full_state_dict(model, rank0_only=False)
+    scale = next(value for name, value in full.items() if name.endswith("scale"))
+    weight = next(value for name, value in full.items() if name.endswith("linear.weight"))
+    assert scale.eq(2).all() and 0.1 < weight.std() < 1
+    assert not torch.equal(weight[:2], weight[2:]), "each rank drew its shard, not the whole"
+    trains(model)
+
+
+@case("has no reset_parameters")
+def meta_without_reset(wrong):
+    with wrong():
+        wrap(nn.Sequential(on_meta()))
+
+    class WithReset(Scaled):
+        def reset_parameters(self):
+            nn.init.constant_(self.scale, 2.0)
+            self.turns = self.rotations().cpu()
+
+    with torch.device("meta"):
+        model = WithReset()
+    require_initialized(wrap(nn.Sequential(model)))
+    model = wrap(on_meta(), param_init_fn=xla_fsdp.loaded_later)
+    with model.summon_full_params(model):
+        model.init_weights()
+    require_initialized(model)
+    model = wrap(on_meta(), param_init_fn=xla_fsdp.loaded_later)
+    xla_fsdp.load_full_state_dict(model, Scaled(True).state_dict() | {"scale": torch.ones(4)})
+    with wrong("before 'turns' had values"):
+        model(x())
+    model.module.turns = model.module.rotations().to("xla")
+    trains(model)
+
+
+@case("gives no values to its parameter 'scale'")
+def reset_that_forgets(wrong):
+    class Forgets(Scaled):
+        def reset_parameters(self):
+            self.turns = self.rotations().cpu()
+
+    def build():
+        with torch.device("meta"):
+            return Forgets()
+
+    with wrong():
+        wrap(build())
+
+    def give_values(module):
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters()
+        if isinstance(module, Forgets):
+            nn.init.constant_(module.scale, 2.0)
+
+    require_initialized(wrap(build(), param_init_fn=give_values))
+
+
+@case("the first forward came before '0.scale', '0.turns'.* had values")
+def torchtitans_way(wrong):
+    def build():
+        model = nn.Sequential(on_meta(), nn.Identity())
+        xla_fsdp.fully_shard(model[0])
+        return xla_fsdp.fully_shard(model)
+
+    model = build()
+    with wrong():
+        model(x())
+    model.to_empty(device="xla")
+    with wrong("before '0.turns', '0.scale', '0.linear.weight', '0.linear.bias' had values"):
+        model(x())
+    with torch.no_grad():
+        model[0].init_weights()
+    require_initialized(model)
+    model = build().to_empty(device="xla")
+    with xla_fsdp.XlaFullyShardedDataParallel.summon_full_params(model):
+        model[0].init_weights()
+    require_initialized(model)
+    with wrong("pass device='xla'"):
+        model.to_empty(device="cpu")
+    with wrong("Leave recurse out"):
+        model.to_empty(device="xla", recurse=False)
+
+
+@case("Leave the call out")
+def to_empty_of_a_wrapper(wrong):
+    model = wrap(nn.Linear(4, 4))
+    before = xla_fsdp.full_state_dict(model, rank0_only=False)
+    with wrong():
+        model.to_empty(device="xla")
+    after = xla_fsdp.full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@case("ignored modules are not initialised")
+def ignored_on_meta(wrong):
+    model = linears()
+    model[1].to("meta")
+    with wrong():
+        wrap(model, ignored_modules=[model[1]])
+    model[1].to_empty(device="cpu").reset_parameters()
+    model = wrap(model, ignored_modules=[model[1]])
+    model(x()).sum().backward()
+
+
+@case("is lazy and has no shape yet")
+def lazy(wrong):
+    with wrong():
+        wrap(nn.LazyLinear(4))
+    model = nn.LazyLinear(4)
+    model(torch.ones(2, 4))
+    trains(wrap(model))
+
+
+@case("scanned blocks have no modules of their own")
+def summoned_scanned(wrong):
+    blocks = xla_fsdp.scan_blocks([nn.Linear(4, 4) for _ in range(2)])
+    model = wrap(nn.Sequential(nn.Linear(4, 4), blocks))
+    with wrong(), model.summon_full_params(model):
+        pass
+    state = xla_fsdp.full_state_dict(model, rank0_only=False)
+    xla_fsdp.load_full_state_dict(model, state)
+    with model.summon_full_params(model, recurse=False):
+        assert model.module[0].weight.shape == (4, 4)
+
+
+@case("writeback=True and rank0_only=True exclude each other")
+def summoned_on_rank_0(wrong):
+    model = wrap(nn.Linear(4, 4))
+    with wrong(), model.summon_full_params(model, rank0_only=True):
+        pass
+    with model.summon_full_params(model, rank0_only=True, writeback=False):
+        pass
+
+
+@case("Read full parameters within FSDP.summon_full_params")
+def full_params_at_rest(wrong):
+    model = wrap(nn.Linear(4, 4))
+    with wrong():
+        model.full_params  # noqa: B018
+    with model.summon_full_params(model):
+        assert model.full_params[0].shape == (4, 4)
+
+
+@case("leave that first")
+def forward_while_summoned(wrong):
+    model = wrap(nn.Linear(4, 4))
+    with model.summon_full_params(model), wrong():
+        model(x())
+    model(x())
+
+
+# -- parameters outside of a forward ---------------------------------------------------------------
+
+
+class Other(nn.Module):
+    """Reads the weight of a submodule, in a forward and in another method."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def encode(self, x):
+        return x @ self.linear.weight
+
+    def forward(self, x):
+        return self.encode(x)
+
+
+@case("register_fsdp_forward_method")
+def another_method(wrong):
+    model = wrap(Other())
+    with wrong():
+        model.encode(x())
+    xla_fsdp.register_fsdp_forward_method(model, "encode")
+    model.encode(x()).sum().backward()
+
+
+@case("leave it out of the policy")
+def weight_of_another_unit(wrong):
+    model = Other()
+    model.linear = wrap(model.linear)
+    with wrong():
+        wrap(model)(x())
+    wrap(Other())(x()).sum().backward()
+    tied = Other()
+    tied.head = nn.Linear(4, 4)
+    tied.head.weight = tied.linear.weight  # one nn.Parameter in both, before wrapping
+    tied.head = wrap(tied.head)
+    trained = wrap(tied)
+    trained.module.head(x()).sum().backward()
+
+
+@case("another tensor than the shard")
+def replaced_parameter(wrong):
+    model = wrap(nn.Linear(4, 4))
+    value = torch.full((4, 4), 3.0)
+    with wrong():
+        model.weight = nn.Parameter(value)
+    state = xla_fsdp.full_state_dict(model, rank0_only=False)
+    xla_fsdp.load_full_state_dict(model, state | {"weight": value})
+    assert xla_fsdp.full_state_dict(model, rank0_only=False)["weight"].eq(3).all()
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    plain = nn.Linear(4, 4)
+    torch.func.functional_call(plain, {"weight": value}, (torch.ones(2, 4),))
+
+
+@case("elsewhere take shards from model.parameters")
+def kept_parameter(wrong):
+    plain = nn.Linear(4, 4)
+    kept = plain.weight
+    model = wrap(plain)
+    with wrong():
+        kept.sum()
+    assert all(p.device.type == "xla" for p in model.parameters())
+    with model.summon_full_params(model):
+        assert model.module.weight.shape == (4, 4)
+
+
+@case("freeze and unfreeze parameters of the wrapped")
+def frozen_too_late(wrong):
+    plain = nn.Linear(4, 4)
+    kept = plain.weight
+    model = wrap(plain)
+    with wrong():
+        kept.requires_grad_(False)
+    dict(model.named_parameters())["weight"].requires_grad_(False)
+    model(x()).sum().backward()
+    assert model.bias.grad is not None and model.weight.grad is None
+
+
+@case("register it after wrapping")
+def hook_before_wrapping(wrong):
+    plain = nn.Linear(4, 4)
+    plain.weight.register_hook(lambda grad: grad)
+    with wrong():
+        wrap(plain)
+    model = wrap(nn.Linear(4, 4))
+    seen = []
+    model.get_parameter("weight").register_hook(lambda grad: seen.append(grad.shape))
+    model(x()).sum().backward()
+    assert len(seen) == 1
+
+
+@case("max_norm=1.0")
+def max_norm(wrong):
+    with wrong():
+        wrap(nn.Embedding(4, 4, max_norm=1.0))
+
+    class Short(nn.Embedding):
+        def forward(self, i):
+            e = super().forward(i)
+            return e * (1.0 / e.norm(dim=-1, keepdim=True)).clamp(max=1)
+
+    trains(wrap(Short(4, 4)), torch.tensor([1, 2], device="xla"))
+
+
+@case("scale_grad_by_freq=True")
+def scaled_by_frequency(wrong):
+    def build():
+        return nn.Sequential(nn.Embedding(4, 4, scale_grad_by_freq=True), nn.Linear(4, 4))
+
+    with wrong():
+        wrap(build())
+    ids = torch.tensor([1, 2], device="xla")
+    model = build()
+    model[0].scale_grad_by_freq = False
+    trains(wrap(model), ids)
+    model = build()
+    wrap(model, ignored_modules=[model[0]])(ids).sum().backward()
+
+
+# -- wrapping --------------------------------------------------------------------------------------
+
+
+@case("wrap the inner modules first")
+def wrapped_twice(wrong):
+    with wrong():
+        wrap(wrap(nn.Linear(4, 4)))
+    trains(wrap(nn.Sequential(wrap(nn.Linear(4, 4)))))
+
+
+@case("wrap its elements, or the module that calls them")
+def list_of_modules(wrong):
+    class Calls(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            return self.layers[0](x)
+
+    with wrong():
+        wrap(nn.ModuleList([nn.Linear(4, 4)]))
+    trains(wrap(Calls(nn.ModuleList([nn.Linear(4, 4)]))))
+    trains(wrap(Calls(nn.ModuleList([wrap(nn.Linear(4, 4))]))))
+
+
+@case("wrap either by hand or by policy")
+def hand_and_policy(wrong):
+    model = linears()
+    model[0] = wrap(model[0])
+    with wrong():
+        wrap(model, auto_wrap_policy=xla_fsdp.always_wrap_policy)
+    trains(wrap(linears(), auto_wrap_policy=xla_fsdp.always_wrap_policy))
+    trains(wrap(model))
+
+
+@case("belongs to two units")
+def outside_in(wrong):
+    model = linears()
+    xla_fsdp.fully_shard(model)
+    xla_fsdp.fully_shard(model[0])
+    with wrong():
+        model(x())
+    model = linears()
+    xla_fsdp.fully_shard(model[0])
+    trains(xla_fsdp.fully_shard(model))
+
+
+@case("pass that instead")
+def other_name_in_fully_shard(wrong):
+    with wrong():
+        xla_fsdp.fully_shard(nn.Linear(4, 4), compute_dtype=torch.bfloat16)
+    policy = xla_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    trains(xla_fsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy))
+
+
+@case("rename it, or wrap the module with XlaFullyShardedDataParallel")
+def attribute_of_ours(wrong):
+    class Taken(nn.Linear):
+        def unshard(self):
+            pass
+
+    with wrong():
+        xla_fsdp.fully_shard(Taken(4, 4))
+    trains(wrap(Taken(4, 4)))
+
+
+@case("leave assign out")
+def assigned_state(wrong):
+    for model in (wrap(nn.Linear(4, 4)), xla_fsdp.fully_shard(nn.Linear(4, 4))):
+        state = copy.deepcopy(model.state_dict())
+        with wrong():
+            model.load_state_dict(state, assign=True)
+        model.load_state_dict(state)
+
+
+@case("cannot be pickled")
+def pickled(wrong):
+    import pickle
+
+    for model in (wrap(nn.Linear(4, 4)), xla_fsdp.fully_shard(nn.Linear(4, 4))):
+        with wrong():
+            pickle.dumps(model)
+        pickle.dumps({k: v.cpu() for k, v in model.state_dict().items()})
+        pickle.dumps(model.get_shard_metadata())
+        pickle.dumps(xla_fsdp.full_state_dict(model, rank0_only=False))
+
+
+@case("they can not move to")
+def moved(wrong):
+    model = wrap(nn.Linear(4, 4))
+    with wrong():
+        model.cpu()
+    nn.Linear(4, 4).load_state_dict(xla_fsdp.full_state_dict(model, rank0_only=False))
+
+
+@case("call it again")
+def stale_unshard(wrong):
+    model = xla_fsdp.fully_shard(Other())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x()).sum().backward()
+    model.unshard()
+    optimizer.step()
+    with wrong():
+        model.encode(x())
+    model.unshard()
+    model.encode(x())
+    model.reshard()
+
+
+@case("Change parameters within")
+def changed_while_unsharded(wrong):
+    model = xla_fsdp.fully_shard(nn.Linear(4, 4))
+    model.unshard()
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    with wrong():
+        model.reshard()
+    with xla_fsdp.XlaFullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+        model.weight.fill_(3.0)
+    assert xla_fsdp.full_state_dict(model, rank0_only=False)["weight"].eq(3).all()
+
+
+# -- optimizers, gradients -------------------------------------------------------------------------
+
+
+@case("Make the optimizer after wrapping")
+def optimizer_before_wrapping(wrong):
+    plain = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = wrap(plain)
+    model(x()).sum().backward()
+    with wrong():
+        optimizer.step()
+    trains(model)
+
+
+@case("run the last backward before it outside of no_sync")
+def step_in_no_sync(wrong):
+    model = wrap(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.no_sync():
+        model(x()).sum().backward()
+    with wrong():
+        optimizer.step()
+    model(x()).sum().backward()
+    optimizer.step()
+    with model.no_sync():
+        model(x()).sum().backward()
+    model.zero_grad()
+    optimizer.step()
+
+
+@case("NO_SHARD, where every rank has whole parameters")
+def lbfgs(wrong):
+    def steps(model):
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x()).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    with wrong():
+        steps(wrap(nn.Linear(4, 4)))
+    steps(wrap(nn.Linear(4, 4), sharding_strategy=xla_fsdp.ShardingStrategy.NO_SHARD))
+
+
+@case("error_if_nonfinite=True")
+def clipped_with_error(wrong):
+    model = wrap(nn.Linear(4, 4))
+    model(x()).sum().backward()
+    with wrong():
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0).item() > 0
+
+
+@case("get_total_norm on tensors of one of several ranks")
+def total_norm(wrong):
+    model = wrap(nn.Linear(4, 4))
+    model(x()).sum().backward()
+    before = [p.grad.cpu() for p in model.parameters()]
+    with wrong():
+        nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
+    assert all(
+        torch.equal(p.grad.cpu(), g) for p, g in zip(model.parameters(), before, strict=True)
+    )
+
+
+@case("as they were before wrapping")
+def clipped_before_wrapping(wrong):
+    plain = nn.Linear(4, 4)
+    kept = list(plain.parameters())
+    model = wrap(plain)
+    model(x()).sum().backward()
+    with wrong():
+        nn.utils.clip_grad_norm_(kept, 1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+# -- scanned blocks --------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, scale=1.0, note=None):
+        super().__init__()
+        self.linear, self.scale, self.note = nn.Linear(4, 4), scale, note
+
+    def forward(self, x, extra=None):
+        y = self.linear(x) * self.scale
+        return y if extra is None else y + extra
+
+
+@case("can be named in ignore=")
+def blocks_that_differ(wrong):
+    with wrong():
+        xla_fsdp.scan_blocks([Block(note="a"), Block(note="b")])
+    trains(xla_fsdp.scan_blocks([Block(), Block()]))
+    trains(xla_fsdp.scan_blocks([Block(note="a"), Block(note="b")], ignore=["note"]))
+    trains(wrap(nn.Sequential(wrap(Block(note="a")), wrap(Block(note="b")))))
+
+
+@case("pass it as an argument, blocks")
+def gradient_from_outside(wrong):
+    outside = torch.ones(4, device="xla", requires_grad=True)
+
+    class Uses(Block):
+        def forward(self, x, extra=None):
+            return super().forward(x, outside if extra is None else extra)
+
+    with wrong():
+        xla_fsdp.scan_blocks([Uses(), Uses()])(x()).sum().backward()
+    xla_fsdp.scan_blocks([Uses(), Uses()])(x(), outside).sum().backward()
+    assert outside.grad is not None
+
+
+@case("choose by torch.where")
+def drawn_on_the_host(wrong):
+    class Skips(Block):
+        def forward(self, x):
+            return super().forward(x) * torch.rand(()).to(x.device)
+
+    class Drops(Block):
+        def forward(self, x):
+            draw = torch.rand((), device=x.device)
+            return torch.where(draw < 0.5, x, super().forward(x))
+
+    with wrong():
+        xla_fsdp.scan_blocks([Skips(), Skips()])(x())
+    trains(xla_fsdp.scan_blocks([Drops(), Drops()]))
+
+
+@case("Remove it, or wrap the blocks singly")
+def hook_on_a_block(wrong):
+    blocks = [Block(), Block()]
+    hook = blocks[1].register_forward_hook(lambda *args: None)
+    with wrong():
+        xla_fsdp.scan_blocks(blocks)
+    hook.remove()
+    trains(xla_fsdp.scan_blocks(blocks))
+
+
+@case("call all of them, x = blocks")
+def blocks_one_by_one(wrong):
+    blocks = xla_fsdp.scan_blocks([Block(), Block()])
+    with wrong():
+        for block in blocks:
+            block(x())
+    trains(blocks)
+
+
+@case("or give a number of ranks from 2 on")
+def scanned_without_resharding(wrong):
+    with wrong():
+        xla_fsdp.scan_blocks([Block(), Block()], reshard_after_forward=False)
+    trains(xla_fsdp.scan_blocks([Block(), Block()], reshard_after_forward=2))
+
+
+def follow(rank, names):
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            CASES[name]()
+        except BaseException as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+NAMES = list(CASES)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_advice_works(run_ranks, part):
+    run_ranks(follow, 2, NAMES[part::4])
