@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..collectives.random_state import at_rest
 from ..consolidate.errors import OutputError, SharedStorageError
 from .dcp_writing import Contents, write_part
 from .draft import eventually
@@ -38,7 +39,6 @@ from .meeting import Meeting
 from .optimizer_forms import saver_of
 from .optimizers import members_of_groups, options
 from .parts import agreed_inventory
-from .saving import at_rest
 
 # What there is of a directory before its metadata.
 _LEFT_OVER = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")

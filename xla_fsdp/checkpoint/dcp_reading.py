@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..collectives.random_state import at_rest
 from ..consolidate.errors import ModelMismatchError, UnsafeFileError
 from .dcp_directory import Directory
 from .filling import fill_model, fill_optimizer
@@ -22,7 +23,6 @@ from .optimizer_matching import OptimizerMatch, match_optimizer
 from .optimizer_names import named
 from .optimizers import members_of_groups
 from .parts import agreed_inventory
-from .saving import at_rest
 
 # What people call things at the top of what they save; torch's tutorials put all under "app".
 _MODEL = ("model.", "app.model.", "state_dict.", "module.", "")

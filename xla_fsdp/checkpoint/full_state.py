@@ -9,6 +9,7 @@ import torch
 import torch_xla
 from torch import nn
 
+from ..collectives.random_state import at_rest
 from ..collectives.world import World
 from ..consolidate.errors import ModelMismatchError
 from ..names import WRAPPED, dotted
@@ -17,7 +18,6 @@ from .filling import fill_model
 from .matching import LoadedKeys, Match, match_model
 from .meeting import Meeting
 from .parts import CPU, agreed_inventory, gather_members, parts_of
-from .saving import at_rest
 from .stored import Stored, describe, is_dense, sent_by_first_rank
 
 T = TypeVar("T")

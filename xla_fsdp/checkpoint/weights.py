@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from ..collectives.random_state import at_rest
 from ..consolidate.errors import ModelMismatchError
 from .filling import fill_model
 from .matching import LoadedKeys, Match, match_model
 from .meeting import Meeting
 from .parts import agreed_inventory
-from .saving import at_rest
 from .stored import Stored
 from .weight_files import open_weights
 

@@ -13,10 +13,12 @@ from torch import nn
 from ..checkpoint.full_state import gather_state
 from ..checkpoint.inventory import Held, take_inventory
 from ..checkpoint.meeting import Meeting
+from ..collectives.random_state import at_rest
 from ..names import dotted
 from ..sharding.around import holders_outside
 
 
+@at_rest()
 def save_whole(
     original: Callable[..., Any],
     model: Any,
