@@ -81,7 +81,9 @@ def from_dcp(
             return matched, None
         label = f"{directory.path}: optim"
         groups = members_of_groups(inventory, optimizer)
-        saved = named(_optimizer_in(directory), inventory, groups, label)
+        given = _optimizer_in(directory)
+        saved = named(given, inventory, groups, label)
+        saved = replace(saved, lists_all_groups=given["lists_all_groups"])
         saver = saver_of(optimizer)
         if saver is not None:
             state = into_words(saver, saved.state, inventory, label)
@@ -162,11 +164,12 @@ def _optimizer_in(directory: Directory) -> dict[str, Any]:
             by_group.update(enumerate(value))  # torch before 2.4 saved them as one object
         else:
             raise ModelMismatchError(f"{directory.path}: {key!r} is no part of an optimizer")
-    if all(isinstance(key, int) for key in by_group):
+    lists_all_groups = all(isinstance(key, int) for key in by_group)
+    if lists_all_groups:
         groups = [by_group[key] for key in sorted(by_group)]
     else:  # flattened by torch: every parameter has the options of its group
         groups = [{**options, "params": [name]} for name, options in by_group.items()]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups, "lists_all_groups": lists_all_groups}
 
 
 def _number_or_name(text: str) -> int | str:

@@ -198,6 +198,8 @@ def _optimizer_state(
             [held.name for name in group.parameters for held in owners.get(name, ())],
         )
         for group in saved.groups
+        # With strict=False the model may have none of the parameters that a group had.
+        if not group.parameters or any(name in owners for name in group.parameters)
     ]
     return OptimizerState(state, groups, saved.kind)
 
