@@ -169,6 +169,8 @@ def _require_not_for_torchs(frame: types.FrameType | None) -> None:
 def _before_load(
     module: FSDPModule, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
 ) -> None:
+    if not is_wrapper(module):
+        return  # it is the unwrapped module for a while, see checkpoint/protocol.py
     if local_metadata.get("assign_to_params_buffers"):
         raise ValueError(
             "load_state_dict(assign=True) would put other tensors in the place of the shards that "

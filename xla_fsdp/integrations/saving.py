@@ -52,15 +52,7 @@ def save_whole(
             "leave it out, or pass is_main_process=rank == 0; call save_pretrained on every rank"
         )
     root, path = outermost(model)
-    prefix = dotted(path, "x")[:-1]
-    gathered = gather_state(
-        root,
-        lambda name: name.startswith(prefix) and wanted(name[len(prefix) :]),
-        rank0_only=True,
-        offload_to_cpu=True,
-    )
-    own = {name[len(prefix) :]: value for name, value in gathered.items()}
-    del gathered
+    own = gather_state(root, wanted, rank0_only=True, offload_to_cpu=True, path=path)
 
     def write() -> None:
         _call(original, given, own)

@@ -1,0 +1,252 @@
+"""Modules that say themselves what their state dict is: as torch has it of the unwrapped module."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from wrappings import assert_equal
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        self.b = nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.b.weight
+        self.register_buffer("table", torch.linspace(0, 1, 3))
+
+    def forward(self, x):
+        return self.tied(self.b(self.a(x)))
+
+
+class LeavesOut(Net):
+    def state_dict(self, *args, **kwargs):
+        kept = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in kept.items() if "b." not in name}
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        own = nn.Module.state_dict(self)
+        return super().load_state_dict({**own, **state_dict}, *args, **kwargs)
+
+
+class Renames(Net):
+    def state_dict(self, *args, **kwargs):
+        own = super().state_dict(*args, **kwargs)
+        return {f"net.{name}": value for name, value in own.items()}
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        own = {name.removeprefix("net."): value for name, value in state_dict.items()}
+        return super().load_state_dict(own, *args, **kwargs)
+
+
+class Folded(nn.Linear):
+    """Saves a scaled weight under another name, and something of its own."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "doubled"] = 2 * self.weight.detach()
+        destination[prefix + "bias"] = self.bias.detach()
+        destination[prefix + "kind"] = "folded"
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
+    ):
+        assert state_dict.pop(prefix + "kind") == "folded"
+        state_dict[prefix + "weight"] = state_dict.pop(prefix + "doubled") / 2
+        super()._load_from_state_dict(
+            state_dict, prefix, metadata, strict, missing, unexpected, errors
+        )
+
+
+class WritesItself(nn.Linear):
+    """Loads without torch's help, into the data of its parameters."""
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
+    ):
+        self.weight.data = state_dict[prefix + "weight"].clone()
+        self.bias.data.copy_(state_dict[prefix + "bias"])
+
+
+class Replaced(nn.Linear):
+    """Loads by new parameters and buffers."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
+    ):
+        self.weight = nn.Parameter(state_dict[prefix + "weight"].clone())
+        self.bias = nn.Parameter(state_dict[prefix + "bias"].clone())
+        self.register_buffer("seen", state_dict[prefix + "seen"].clone())
+
+
+class Stateful(nn.Linear):
+    note = 0
+
+    def get_extra_state(self):
+        return {"note": self.note, "mean": self.weight.mean().item()}
+
+    def set_extra_state(self, state):
+        self.note = state["note"]
+
+
+def with_b(kind):
+    net = Net()
+    net.b = kind(WIDTH, WIDTH)
+    net.tied = nn.Linear(WIDTH, WIDTH)
+    return net
+
+
+def hooked():
+    """Public and private hooks: renamed, computed and removed entries, and what loads them."""
+    net = Net()
+
+    def drop(module, state, prefix, metadata):
+        del state[prefix + "table"]
+
+    def half(module, state, prefix, metadata):
+        state[prefix + "weight"] = state[prefix + "weight"].half()
+
+    def rename(module, state, prefix, metadata):
+        return type(state)((name.replace("a.0.", "first."), v) for name, v in state.items())
+
+    def rename_back(module, state, prefix, *rest):
+        for name in [name for name in state if "first." in name]:
+            state[name.replace("first.", "a.0.")] = state.pop(name)
+
+    def fill(state, prefix, *rest):
+        state.setdefault(prefix + "table", torch.ones(3))
+
+    net.register_state_dict_post_hook(drop)
+    net.a[0].register_state_dict_post_hook(half)
+    net._register_state_dict_hook(rename)
+    net.register_load_state_dict_pre_hook(rename_back)
+    net._register_load_state_dict_pre_hook(fill)
+    return net
+
+
+def prepared():
+    """A pre-hook that changes parameters before they are saved, and a hook after loading."""
+    net = Net()
+
+    def clamp(module, prefix, keep_vars):
+        with torch.no_grad():
+            module.weight.clamp_(-0.1, 0.1)
+
+    def forgive(module, incompatible):
+        incompatible.missing_keys.clear()
+
+    net.b.register_state_dict_pre_hook(clamp)
+    net.register_load_state_dict_post_hook(forgive)
+    return net
+
+
+def halves_after_loading():
+    net = Net()
+
+    def halve(module, incompatible):
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+            module.num = 3
+
+    net.b.register_load_state_dict_post_hook(halve)
+    return net
+
+
+def parametrized():
+    net = Net()
+    nn.utils.parametrizations.weight_norm(net.a[0])
+    return net
+
+
+MODELS = {
+    "leaves out": LeavesOut,
+    "renames": Renames,
+    "_save_to_state_dict": lambda: with_b(Folded),
+    "data": lambda: with_b(WritesItself),
+    "replaced": lambda: with_b(Replaced),
+    "extra state": lambda: with_b(Stateful),
+    "hooks": hooked,
+    "pre-hook that changes values": prepared,
+    "hook after loading": halves_after_loading,
+    "parametrization": parametrized,
+    "nothing of its own": Net,
+}
+
+
+def built(name, seed):
+    torch.manual_seed(seed)
+    net = MODELS[name]()
+    with torch.no_grad():
+        for buffer in net.buffers():
+            buffer.add_(seed)
+    return net
+
+
+def wrap(net, form):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import fully_shard
+
+    if form == "in place":
+        for child in (net.a, net.b):
+            fully_shard(child)
+        return fully_shard(net)
+    if form == "none":
+        return net.to("xla")
+    if form == "nested":
+        net.a = FSDP(net.a)
+    return FSDP(net, flatten_parameters=form == "flat")
+
+
+def same(found, expected):
+    assert list(found) == list(expected)
+    tensors = [name for name, value in expected.items() if isinstance(value, torch.Tensor)]
+    assert_equal(
+        {name: found[name] for name in tensors}, {name: expected[name] for name in tensors}
+    )
+    others = [name for name in expected if name not in tensors]
+    for name in others:
+        assert found[name] == pytest.approx(expected[name]), name
+
+
+def _hooks(rank, form):
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    from xla_fsdp import full_state_dict, load_full_state_dict
+
+    for name in MODELS:
+        if form != "class" and name in ("pre-hook that changes values",):
+            continue
+        expected = built(name, 1).state_dict()
+        model = wrap(built(name, 1), form)
+        parameters = list(model.parameters())
+        same(full_state_dict(model, rank0_only=False), expected)
+        there = full_state_dict(model, rank0_only=False, offload_to_cpu=False)
+        assert all(v.device.type == "xla" for v in there.values() if isinstance(v, torch.Tensor))
+        only = full_state_dict(model)
+        assert only == {} if rank else list(only) == list(expected)
+
+        for everywhere in (True, False):
+            given = built(name, 2).state_dict()
+            plain = built(name, 1)
+            keys = plain.load_state_dict(copy.deepcopy(given))
+            model = wrap(built(name, 1), form)
+            parameters = list(model.parameters())
+            loaded = load_full_state_dict(model, given if everywhere or rank == 0 else None)
+            assert loaded == (keys or _IncompatibleKeys([], [])), name
+            assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+            same(full_state_dict(model, rank0_only=False), plain.state_dict())
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+            got = model.eval()(x.to("xla")).detach().cpu()
+            assert torch.allclose(got, plain.eval()(x), atol=1e-5), (name, form)
+
+
+@pytest.mark.parametrize("form", ["class", "nested", "flat", "in place", "none"])
+def test_full_state_is_what_the_module_makes_of_it(run_ranks, form):
+    run_ranks(_hooks, 2, form)
