@@ -250,3 +250,121 @@ def _hooks(rank, form):
 @pytest.mark.parametrize("form", ["class", "nested", "flat", "in place", "none"])
 def test_full_state_is_what_the_module_makes_of_it(run_ranks, form):
     run_ranks(_hooks, 2, form)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(2))
+        self.linear.register_state_dict_post_hook(_rename_weight)
+        self.linear.register_load_state_dict_pre_hook(_rename_weight_back)
+
+    def forward(self, x):
+        return x + self.linear(x)
+
+
+def _rename_weight(module, state, prefix, metadata):
+    state[prefix + "kernel"] = state.pop(prefix + "weight")
+    state[prefix + "norm"] = module.weight.norm()
+
+
+def _rename_weight_back(module, state, prefix, *rest):
+    state[prefix + "weight"] = state.pop(prefix + "kernel")
+    del state[prefix + "norm"]
+
+
+class Blocks(nn.Module):
+    def __init__(self, scan=lambda blocks: nn.Sequential(*blocks)):
+        super().__init__()
+        blocks = [Block() for _ in range(3)]
+        with torch.no_grad():
+            for number, block in enumerate(blocks):
+                block.seen.fill_(number)
+        self.blocks = scan(blocks)
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def _files(rank, folder):
+    """Files and directories of torch.distributed.checkpoint, and scanned blocks."""
+    import torch.distributed.checkpoint as dcp
+    import torch_xla.core.xla_model as xm
+
+    import xla_fsdp
+
+    torch.manual_seed(3)
+    expected = Blocks()
+    torch.manual_seed(3)
+    model = wrap(Blocks(xla_fsdp.scan_blocks), "class")
+    same(xla_fsdp.full_state_dict(model, rank0_only=False), expected.state_dict())
+    torch.manual_seed(4)
+    other = Blocks().state_dict()
+    xla_fsdp.load_full_state_dict(model, other if rank == 0 else None)
+    same(xla_fsdp.full_state_dict(model, rank0_only=False), other)
+
+    for name in ("renames", "leaves out", "hooks", "_save_to_state_dict", "hook after loading"):
+        given = built(name, 2).state_dict()
+        given = {n: value for n, value in given.items() if isinstance(value, torch.Tensor)}
+        path = f"{folder}/{name}.pth"
+        if rank == 0:
+            torch.save(given, path)
+        xm.rendezvous(path)
+        if name != "_save_to_state_dict":  # has an entry that is no tensor
+            plain = built(name, 1)
+            plain.load_state_dict(torch.load(path))
+            model = wrap(built(name, 1), "nested")
+            xla_fsdp.load_weights(model, path)
+            same(xla_fsdp.full_state_dict(model, rank0_only=False), plain.state_dict())
+
+        model, path = wrap(built(name, 1), "nested"), f"{folder}/{name}.dcp"
+        if name in ("hooks", "_save_to_state_dict"):
+            with pytest.raises(ValueError, match="computes with parameters"):
+                xla_fsdp.to_dcp(path, model)
+            state = xla_fsdp.full_state_dict(model)  # as the message says
+            if rank == 0:
+                dcp.save({"model": state}, checkpoint_id=path, no_dist=True)
+            xm.rendezvous(path)
+        else:
+            xla_fsdp.to_dcp(path, model)
+        read = built(name, 2).state_dict()
+        dcp.load({"model": read}, checkpoint_id=path, no_dist=True)
+        same(read, built(name, 1).state_dict())
+        if name == "hook after loading":
+            continue
+        model = wrap(built(name, 2), "nested")
+        xla_fsdp.from_dcp(path, model, allow_pickle=True)
+        plain = built(name, 2)
+        plain.load_state_dict(built(name, 1).state_dict())
+        same(xla_fsdp.full_state_dict(model, rank0_only=False), plain.state_dict())
+
+
+def test_files_and_scanned_blocks_go_the_same_way(run_ranks, tmp_path):
+    run_ranks(_files, 2, str(tmp_path))
+
+
+def _failing(rank):
+    from xla_fsdp import full_state_dict, load_full_state_dict
+    from xla_fsdp.consolidate.errors import OtherRankError
+
+    def fail(*args):
+        raise KeyError("of the user")
+
+    net = Net()
+    net.b.register_state_dict_post_hook(fail)
+    model = wrap(net, "nested")
+    with pytest.raises((KeyError, OtherRankError), match="of the user"):
+        full_state_dict(model)
+    net.b._state_dict_hooks.clear()
+    net.b.register_load_state_dict_pre_hook(fail)
+    state, shards = full_state_dict(model, rank0_only=False), list(model.parameters())
+    with pytest.raises((KeyError, OtherRankError), match="of the user"):
+        load_full_state_dict(model, state if rank == 0 else None)
+    assert type(model.module.a) is type(model)
+    assert all(a is b for a, b in zip(shards, model.parameters(), strict=True))
+    same(full_state_dict(model, rank0_only=False), state)
+
+
+def test_an_error_of_a_hook_is_raised_on_every_rank_and_changes_nothing(run_ranks):
+    run_ranks(_failing, 2)

@@ -146,8 +146,9 @@ def _model_in(directory: Directory, inventory: Inventory, names: Sequence[str]) 
             extra[name] = directory.nested(prefix + name, own)
             tensors = {key: stored for key, stored in tensors.items() if key not in own}
             objects -= set(own)
-    if prefix:  # what is unknown is not read, only reported
-        extra |= {key[len(prefix) :]: None for key in sorted(objects)}
+    if prefix:  # else they need not be the model's
+        found = directory.objects_at(sorted(objects))
+        extra |= {key[len(prefix) :]: value for key, value in found.items()}
     return {key[len(prefix) :]: stored for key, stored in tensors.items()} | extra
 
 
