@@ -20,13 +20,20 @@ import torch
 from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
-from ..names import WRAPPED, dotted, is_wrapper
+from ..names import WRAPPED, dotted, is_names_hook, is_wrapper
 from ..sharding.first_step import require_values
 from .inventory import Held, HeldBuffer, Inventory
 from .meeting import Meeting
 from .parts import CPU, gather_members, parts_of
 from .stored import Stored, is_dense
 from .unread import UnreadTensor, Uses, ValuesNeededError
+
+_HOOKS = (
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 # What has a place in a state dict.
 Entry = Held | HeldBuffer
@@ -272,14 +279,14 @@ def _replace(
 
 def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) -> nn.Module:
     """The module in ``module`` that is no wrapper, and in it none either, until ``undo``."""
-    unit: Any = vars(module).get("_unit")
-    if hasattr(unit, "template"):  # scanned blocks: no modules of their own
-        blocks = nn.Module()
-        for number in range(unit.depth):
-            blocks.add_module(str(number), _copied_tree(unit.template, {}))
-        return blocks
     inner = module._modules.get(WRAPPED)
     if inner is not None:
+        unit: Any = vars(module).get("_unit")
+        if hasattr(unit, "template"):  # scanned blocks: no modules of their own
+            inner = nn.Module()
+            for number in range(unit.depth):
+                inner.add_module(str(number), _copied_tree(unit.template, {}))
+        _take_hooks(inner, module, undo)
         return _without_wrappers(inner, undo, seen)
     if module in seen:
         return module
@@ -294,6 +301,16 @@ def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) 
             undo.callback(module._modules.__setitem__, name, child)
             module._modules[name] = own
     return module
+
+
+def _take_hooks(inner: nn.Module, wrapper: nn.Module, undo: ExitStack) -> None:
+    """``inner`` has the hooks that a user has registered on ``wrapper``, until ``undo``."""
+    for kind in _HOOKS:
+        own = vars(inner)[kind]
+        for number, hook in vars(wrapper)[kind].items():
+            if not is_names_hook(hook):
+                own[number] = hook
+                undo.callback(own.pop, number)
 
 
 def _copied_tree(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module:
