@@ -42,7 +42,7 @@ class Run:
         torch.manual_seed(5 + xr.global_ordinal())
 
     def forward(self):
-        """A batch drawn from torch's generator, and noise and dropout from the device's."""
+        """A batch by torch's generator; noise and dropout by that of the device."""
         import torch_xla
 
         x = torch.randn(4, WIDTH).to(torch_xla.device())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -36,12 +37,14 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """What ``state_dict()`` of the unwrapped module would return; must be called on every rank.
 
-    Every parameter is there under each of its names, tied ones as one tensor; parameters in the
-    dtype in which they are stored, buffers in the one they had before wrapping. Buffers are those
-    of the rank that gets them. Other ranks get ``{}``.
+    Keys and values are those of torch's ``state_dict()``, with everything that the module does in
+    it: overridden methods, hooks, extra state. It runs on the ranks that get the result; the others
+    get ``{}``. Parameters are in the dtype in which they are stored, buffers in the one they had
+    before wrapping and with the values of the rank that gets them.
 
     Parameters are gathered one sharded tensor at a time: beyond the result, one is full in memory
-    (with ``flatten_parameters`` one vector of a wrapper).
+    (with ``flatten_parameters`` one vector of a wrapper). What is left out is not gathered. If a
+    hook or method computes with values, it is called again, with all parameters in memory.
 
     Args:
         rank0_only: only rank 0 gets the result. ``False``: every rank; on a host with several
@@ -67,7 +70,7 @@ def gather_state(
     """What :func:`full_state_dict` returns, of it what has a name that is ``wanted``.
 
     ``path``: of the module of that name in ``model``, names as seen from it.
-    Only what is wanted is gathered, unless a hook computes with values.
+    Parameters with other names are not gathered, unless a hook computes with values.
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
@@ -79,7 +82,7 @@ def gather_state(
     states: list[dict[str, Any]] = []
 
     def keep(state: Mapping[str, Any]) -> None:
-        mine = state if isinstance(state, dict) else dict(state)
+        mine = copy.copy(state) if isinstance(state, dict) else dict(state)
         for name in list(mine):
             if not wanted(name):
                 del mine[name]
@@ -135,6 +138,10 @@ def load_full_state_dict(
 ) -> LoadedKeys:
     """Loads a state dict of the unwrapped module; must be called on every rank.
 
+    What torch's ``load_state_dict()`` of the unwrapped module takes from it is loaded: overridden
+    methods and hooks run, on the ranks that have the state dict. If one computes with parameters,
+    it is called again, on full ones, which are all in memory of these ranks then.
+
     Every rank cuts its own part, one parameter at a time. If only rank 0 has the state dict, the
     others pass ``None``, and get it through a collective in blocks of at most 16 MiB. Parameters
     stay the same objects, so that the optimizer keeps them. All is checked before anything is
@@ -150,6 +157,7 @@ def load_full_state_dict(
 
     Raises:
         ModelMismatchError: names, shapes or dtypes do not fit the model.
+        Exception: what a hook raises.
         ValueError: rank 0 has no state dict, or ``model`` cannot be loaded into.
         UnsupportedValueError: extra state that rank 0 cannot send.
         OtherRankError: one of these on another rank.

@@ -43,7 +43,7 @@ class Uses:
 class UnreadTensor(torch.Tensor):
     """Has shape and dtype of ``source``, and no values.
 
-    Views of all of it are the same source; ``copy_`` of a whole tensor into it is noted in
+    Views of all of it are the same source; ``copy_`` of a tensor of its shape into it is noted in
     ``uses``. Everything else raises :class:`ValuesNeededError`, and notes that, too, should
     somebody catch the error.
     """

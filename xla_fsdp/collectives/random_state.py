@@ -59,7 +59,7 @@ class DeviceRandomState:
 
 @contextlib.contextmanager
 def preserve_random_state() -> Iterator[DeviceRandomState]:
-    """Whatever runs within, the device draws afterwards what it would have drawn without it."""
+    """Whatever runs within, the device draws afterwards what it would draw without it."""
     state = DeviceRandomState.read()
     try:
         yield state
