@@ -244,6 +244,7 @@ def _hooks(rank, form):
         same(full_state_dict(model, rank0_only=False), expected)
         there = full_state_dict(model, rank0_only=False, offload_to_cpu=False)
         assert all(v.device.type == "xla" for v in there.values() if isinstance(v, torch.Tensor))
+        same(full_state_dict(copy.deepcopy(model), rank0_only=False), expected)
         only = full_state_dict(model)
         assert only == {} if rank else list(only) == list(expected)
 

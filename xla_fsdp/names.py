@@ -41,5 +41,5 @@ def names_hook(hook: _Hook) -> _Hook:
 
 
 def is_names_hook(hook: Any) -> bool:
-    """Whether :func:`names_hook` marked ``hook``, or the function that torch has wrapped."""
-    return getattr(hook, "_is_names_hook", False)
+    """Whether :func:`names_hook` marked ``hook``, or the function that torch's object calls."""
+    return getattr(getattr(hook, "hook", hook), "_is_names_hook", False)
