@@ -9,7 +9,7 @@ import torch
 import torch_xla
 from torch import nn
 
-from ..names import WRAPPED_PREFIX, dotted
+from ..names import WRAPPED_PREFIX, dotted, names_hook
 from ..offload.attaching import attach
 from ..sharding import metadata
 from ..sharding.first_step import require_values
@@ -183,6 +183,7 @@ def _checked(options: dict[str, Any]) -> FSDPOptions:
     return checked
 
 
+@names_hook
 def _take_apart(
     module: ScannedBlocks,
     state_dict: dict[str, Any],
@@ -209,6 +210,7 @@ def _take_apart(
             torch_xla._XLAC._xla_sync_multi(every, [], wait=False)
 
 
+@names_hook
 def _put_together(
     module: ScannedBlocks,
     state_dict: dict[str, Any],

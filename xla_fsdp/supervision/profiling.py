@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ..collectives.random_state import at_rest
 from ..planning.tracing.naming import Naming
 
 
@@ -262,8 +263,8 @@ def _checked(steps: Any) -> tuple[int, int]:
 
 
 def _wait_for_device() -> None:
-    torch_xla.sync(wait=True)
-    xm.wait_device_ops()
+    with at_rest():
+        xm.wait_device_ops()
 
 
 def _traces(folder: str) -> set[Path]:
