@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -18,8 +19,10 @@ SHELL = "_fsdp_shell"
 
 
 def dotted(path: str, name: str) -> str:
-    """``name`` inside ``path``; either may be empty."""
-    return f"{path}.{name}" if path and name else path or name
+    """``name`` inside ``path``; either may be empty. As in state dicts, names go through torch's
+    wrappers for activation checkpointing."""
+    found = f"{path}.{name}" if path and name else path or name
+    return found.replace(_CHECKPOINT_PREFIX, "")
 
 
 def is_wrapper(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from ..sharding.input_devices import raise_if_elsewhere
 from ..sharding.optimizer_checks import watch_optimizers
 from ..sharding.options import FSDPOptions, known_options
 from ..sharding.transforms import require_plain_call
+from ..torch_checkpoint import support_torch_checkpoint
 from ..tpu import compiler_options
 from ..tree import cast_floats
 from ..wrapper import XlaFullyShardedDataParallel
@@ -118,6 +119,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         attach(self._unit)
         self._fsdp_wrapped_module = self._unit.template
         watch_optimizers()
+        support_torch_checkpoint()
         self._register_state_dict_hook(_take_apart)
         self.register_load_state_dict_pre_hook(_put_together)
         if options.execute_sharding_on_init and builder.on_device:
