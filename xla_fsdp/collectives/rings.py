@@ -1,10 +1,10 @@
 """A reduce-scatter around a ring of neighbouring chips, made of permutes.
 
 The TPU compiler runs a reduce-scatter while everything else waits. Permutes it starts, and goes on
-to compute. So on chips that can (:data:`OVERLAPPING`) large gradients go around a ring: the part
-of rank r starts at its neighbour, and every chip on the way adds its own values, until it comes to
-r after n-1 steps. As many bytes as a reduce-scatter sends. One half of every part goes one way
-round and the other half the other way, so that both links of a chip are in use.
+to compute. So on chips that gain by it (``Chip.gains_by_rings``) large gradients go around a ring:
+the part of rank r starts at its neighbour, and every chip on the way adds its own values, until it
+comes to r after n-1 steps. As many bytes as a reduce-scatter sends. One half of every part goes one
+way round and the other half the other way, so that both links of a chip are in use.
 
 Example, three ranks, one way round, of part 0 = [a0 a1 a2] (what each rank has of it):
 rank 1 sends a1 to rank 2, which sends a1+a2 to rank 0, which adds a0.
@@ -17,12 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Families of chips on which rings make the step shorter. Permutes run beside compute on v5e and
-# v6e (libtpu 0.0.21), but every step waits for an operation beside it: by the time model workload S
-# takes 1.04 times as long with rings of 8 on v5e:2x4 as with the compiler's own reduce-scatters, in
-# one run (2026-11-25, docs/tuning.md). Two of its blocks on v6e:2x4: 0.98 times (2026-11-23,
-# benchmarks/LOG.md).
-OVERLAPPING = ("v6e",)
 # Longer rings through rectangles cost more: on v5e:8x8 workload S took 1.08 times as long with
 # rings of 16 (2026-11-21, benchmarks/LOG.md).
 LONGEST = 8
