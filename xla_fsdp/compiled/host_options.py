@@ -103,7 +103,7 @@ def torch_xla_environment(chip: Chip, environ: Mapping[str, str]) -> dict[str, s
         **vars(torch_xla),
         "os": types.SimpleNamespace(environ=changed),
         "tpu": types.SimpleNamespace(
-            version=lambda: int(chip.family[1]), num_available_chips=lambda: 1
+            version=lambda: chip.generation, num_available_chips=lambda: 1
         ),
     }
     for name in _CALLED:
