@@ -212,7 +212,7 @@ def _on_tpu(device: torch.device) -> bool:
 
 def _kind(device: torch.device) -> str:
     """What the runtime calls the chip."""
-    return torch_xla._XLAC._xla_device_kind(str(device))
+    return xm.xla_device_kind(device)
 
 
 def _kernel(

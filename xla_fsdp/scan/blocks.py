@@ -9,6 +9,7 @@ import torch
 import torch_xla
 from torch import nn
 
+from .. import xlac
 from ..names import WRAPPED_PREFIX, dotted
 from ..offload.attaching import attach
 from ..sharding import metadata
@@ -206,7 +207,7 @@ def _take_apart(
         # In one program, instead of one for every tensor when it is copied to the host.
         every = [row for own in rows.values() for row in own if row.device.type == "xla"]
         if every:
-            torch_xla._XLAC._xla_sync_multi(every, [], wait=False)
+            xlac.start_tensors(every)
 
 
 def _put_together(

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .. import xlac
 from ..planning.tracing.naming import Naming
 
 
@@ -133,7 +134,7 @@ class profile:
     def _next_event(self) -> None:
         self._end_event()
         # "_r": the root of a step, for the profiler's times of steps.
-        self._event = torch_xla._XLAC.profiler.TraceMe("train", step_num=self._step, _r=1)
+        self._event = xlac.TraceEvent("train", step_num=self._step, _r=1)
         self._event.__enter__()
 
     def _end_event(self) -> None:

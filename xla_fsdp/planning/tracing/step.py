@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
 from ...ranks.cpu import call_site
@@ -321,12 +321,12 @@ def _everything_put_back() -> Iterator[LiveTensors]:
     """Tensors from before, and random states, are afterwards what they were."""
     live = LiveTensors()
     grads = [(tensor, tensor.grad) for tensor in live.before if tensor.is_leaf]
-    seed = torch_xla._XLAC._xla_get_rng_seed()
+    seed = xm.get_rng_state()
     try:
         with torch.random.fork_rng(devices=[]):
             yield live
     finally:
-        torch_xla._XLAC._xla_set_rng_seed(seed)
+        xm.set_rng_state(seed)
         for one in live.kept:
             one.restore()
         for tensor, grad in grads:
