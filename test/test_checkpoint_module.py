@@ -243,6 +243,89 @@ def test_autocast(run_ranks):
     run(run_ranks, autocast)
 
 
+class Shared(nn.Module):
+    """Computes with a table that others use too, in the way that ``kind`` says."""
+
+    def __init__(self, table, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+        self.own = nn.BatchNorm1d(WIDTH) if kind == "batch norm" else None
+        self.table = table  # a module with a buffer
+        self.alias = []
+
+    def forward(self, x):
+        if self.kind == "updated in place":
+            self.table.values.mul_(2.0)
+        if self.kind == "updated by another name":
+            self.alias[0].mul_(2.0)
+        if self.kind == "assigned":
+            self.table.values = self.table.values * 2.0
+        if self.kind == "batch norm":
+            # Reads what it has just updated.
+            x = self.own(x) * self.own.running_var.clone()
+        return torch.tanh(self.linear(x) * self.table.values)
+
+
+KINDS = ("only read", "updated in place", "assigned", "batch norm")
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("values", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x):
+        return x * self.values
+
+
+class Tables(nn.Module):
+    """A buffer used by a layer, and before it."""
+
+    def __init__(self, kind, recomputed):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.first = Table(), nn.Linear(WIDTH, WIDTH)
+        layer = Shared(self.table, kind)
+        self.layer = checkpoint_module(layer) if recomputed else layer
+        self.kind = kind
+
+    def forward(self, x):
+        x = self.first(x)
+        # What autograd saves here must not be updated in place by the layer.
+        x = self.table(x) if "updated" not in self.kind else x
+        return self.layer(x)
+
+
+def shared_buffers(rank, device_type):
+    import torch_xla
+
+    device = torch_xla.device() if device_type == "xla" else torch.device("cpu")
+    for kind in KINDS:
+        found = []
+        for recomputed in (False, True):
+            model = Tables(kind, recomputed).to(device)
+            if device_type == "xla":
+                model = wrapped(model)
+            for step in range(2):
+                model(inputs(rank, step).to(device)).square().mean().backward()
+            torch_xla.sync()
+            tensors = [*(p.grad for p in model.parameters()), *model.buffers()]
+            found.append([tensor.cpu() for tensor in tensors])
+        for plain, recomputed in zip(*found, strict=True):
+            torch.testing.assert_close(plain, recomputed, msg=lambda m, kind=kind: f"{kind}: {m}")
+    model = Tables("updated by another name", True).to(device)
+    model.layer.alias = [model.table.values]
+    with pytest.raises(
+        RuntimeError, match="changed its buffer 'values', of a Table, a second time"
+    ):
+        model(inputs(rank).to(device)).sum().backward()
+
+
+@pytest.mark.parametrize("device_type", ["xla", "cpu"])
+def test_buffers_that_others_use(run_ranks, device_type):
+    run(run_ranks, shared_buffers, device_type)
+
+
 class Changing(nn.Module):
     def __init__(self):
         super().__init__()

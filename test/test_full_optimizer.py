@@ -6,6 +6,8 @@ import pytest
 import torch
 from wrappings import assert_equal, mean_loss, plain_zoo, stacked, step, zoo
 
+from xla_fsdp.consolidate.errors import ModelMismatchError
+
 
 def functions():
     from xla_fsdp import (
@@ -234,3 +236,119 @@ def renumbered(state_dict, count):
 
 def test_other_ways_to_give_the_state(run_ranks):
     run_ranks(given_otherwise, 3)
+
+
+# --- options of groups, as torch's load_state_dict leaves them
+
+
+def halved(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+
+
+def nothing(optimizer):
+    pass
+
+
+GROUPS = {
+    "without a scheduler": (nothing, nothing, ["all"]),
+    "a scheduler attached before saving": (halved, nothing, ["all"]),
+    "a scheduler attached after saving": (nothing, halved, ["all"]),
+    "both": (halved, halved, ["all", "empty"]),
+    "an empty group at the end": (halved, nothing, ["all", "empty"]),
+    "empty groups first and last": (nothing, halved, ["empty", "all", "empty"]),
+    "a key of the user": (nothing, nothing, ["all", "noted"]),
+}
+
+
+def grouped(model, kinds, lr):
+    groups = []
+    for number, kind in enumerate(kinds):
+        parameters = list(model.parameters()) if kind == "all" else []
+        groups.append({"params": parameters, "lr": lr / (number + 1)})
+        if kind == "noted":
+            groups[-1]["note"] = f"of {lr}"
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def options_of_groups(optimizer):
+    return [
+        # Not foreach, which is as the machine that goes on wants it.
+        {key: value for key, value in group.items() if key not in ("params", "foreach")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _group_options(rank, size, folder):
+    import xla_fsdp
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def build():
+        return torch.nn.Linear(6, 4)
+
+    def stepped(model, optimizer, x):
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for number, (name, (before, after, kinds)) in enumerate(GROUPS.items()):
+        plain = build()
+        saved, expected = grouped(plain, kinds, 0.5), grouped(plain, kinds, 9.0)
+        before(saved)
+        stepped(plain, saved, torch.ones(2, 6))
+        after(expected)
+        expected.load_state_dict(saved.state_dict())
+
+        model = FSDP(build())
+        own = grouped(model, kinds, 0.5)
+        before(own)
+        stepped(model, own, torch.ones(2, 6).to("xla"))
+        full = xla_fsdp.full_optim_state_dict(model, own, rank0_only=False)
+        path = f"{folder}/{number}"
+        xla_fsdp.to_dcp(f"{path}-dcp", model, own)
+        xla_fsdp.save_checkpoint(path, model, own, step=1)
+
+        def by_dcp(model, optimizer, path=path):
+            xla_fsdp.from_dcp(f"{path}-dcp", model, optimizer, allow_pickle=True)
+
+        def by_checkpoint(model, optimizer, path=path):
+            xla_fsdp.load_checkpoint(path, model, optimizer)
+
+        def by_name(model, optimizer, full=full):
+            xla_fsdp.load_full_optim_state_dict(model, optimizer, full)
+
+        def from_rank_0(model, optimizer, full=full):
+            given = full if rank == 0 else None
+            xla_fsdp.load_full_optim_state_dict(model, optimizer, given)
+
+        def by_number(model, optimizer, plain=saved):
+            xla_fsdp.load_full_optim_state_dict(model, optimizer, plain.state_dict())
+
+        for load in (by_name, from_rank_0, by_number, by_dcp, by_checkpoint):
+            model = FSDP(build())
+            loaded = grouped(model, kinds, 9.0)
+            after(loaded)
+            load(model, loaded)
+            found = options_of_groups(loaded)
+            assert found == options_of_groups(expected), (name, load.__name__, found)
+
+
+def test_options_of_groups_are_what_torch_makes_of_them(run_ranks, tmp_path):
+    run_ranks(_group_options, 2, 2, str(tmp_path))
+
+
+def _other_empty_groups(rank):
+    import xla_fsdp
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model = FSDP(torch.nn.Linear(6, 4))
+    one, two = grouped(model, ["all"], 0.5), grouped(model, ["all", "empty"], 9.0)
+    state = xla_fsdp.full_optim_state_dict(model, one, rank0_only=False)
+    with pytest.raises(ModelMismatchError, match="make the optimizer with the groups"):
+        xla_fsdp.load_full_optim_state_dict(model, two, state)
+    assert two.param_groups[0]["lr"] == 9.0
+    again = grouped(model, ["all"], 9.0)  # as the message says
+    xla_fsdp.load_full_optim_state_dict(model, again, state)
+    assert again.param_groups[0]["lr"] == 0.5
+
+
+def test_groups_without_parameters_must_be_as_many(run_ranks):
+    run_ranks(_other_empty_groups, 2)

@@ -180,13 +180,13 @@ def refusals(rank):
     flawed = {
         "lacks 'position'": changed(position=None),
         "has 'more', unknown": changed(more=torch.ones(2)),
-        r"'position' has shape \[2\]": changed(position=torch.ones(2)),
+        "size mismatch for position": changed(position=torch.ones(2)),
         "'position' is torch.int64, the model's is torch.float32": changed(
             position=good["position"].long()
         ),
         "different values": changed(**{"head.weight": good["head.weight"] + 1}),
         "'position' is no dense": changed(position=torch.ones(5, 12, device="meta")),
-        "'position', unknown": changed(position=[1.0]),
+        "expected torch.Tensor": changed(position=[1.0]),
     }
     for text, state in flawed.items():
         refuses(text, load_full_state_dict, model, state)  # every rank has it and finds it

@@ -413,3 +413,46 @@ def test_the_drop_in_and_its_undoing():
 def test_another_release_is_refused():
     with pytest.raises(ImportError, match=r"lightning 2.6.6 is installed.*xla_fsdp\[lightning\]"):
         Changes("lightning", ["2.5.0"], extra="lightning")
+
+
+class Trimmed(Words):
+    """Says itself what is saved of it: no frozen bias, and the head in half precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias.requires_grad_(False)
+        self.head.register_state_dict_post_hook(half_weight)
+
+    def state_dict(self, *args, **kwargs):
+        own = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in own.items() if name != "bias"}
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        return super().load_state_dict({**state_dict, "bias": torch.zeros(3)}, *args, **kwargs)
+
+
+def half_weight(module, state, prefix, metadata):
+    state[prefix + "weight"] = state[prefix + "weight"].half()
+
+
+def trimmed_on_ranks(rank, folder):
+    trainer = trainer_for(folder, strategy(), **SHORT)
+    fit(trainer, xr.world_size(), Trimmed())
+    again = trainer_for(folder / "again", strategy(), **{**SHORT, "max_epochs": 2})
+    return fit(again, xr.world_size(), Trimmed(), folder / "last.ckpt")[0]["losses"]
+
+
+def test_a_module_that_says_what_is_saved_of_it(run_ranks, tmp_path):
+    expected = trainer_for(tmp_path / "plain", devices=1, **SHORT)
+    fit(expected, model=Trimmed())
+    losses = run_ranks(trimmed_on_ranks, 2, tmp_path / "ranks", timeout=TIMEOUT)
+    states = [
+        torch.load(tmp_path / name / "last.ckpt", weights_only=False)["state_dict"]
+        for name in ("plain", "ranks")
+    ]
+    assert list(states[0]) == list(states[1]) and "bias" not in states[0]
+    for one, other in zip(*(state.values() for state in states), strict=True):
+        assert one.dtype is other.dtype and torch.allclose(one, other, atol=1e-3)
+    again = trainer_for(tmp_path / "on", devices=1, **{**SHORT, "max_epochs": 2})
+    found, _ = fit(again, model=Trimmed(), ckpt_path=tmp_path / "plain" / "last.ckpt")
+    assert losses[0] == pytest.approx(found["losses"], abs=1e-3)

@@ -31,9 +31,9 @@ SHAPES = [(5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 2, 3, 8), (8,), (0, 5, 8)]
 
 def keeping():
     """As on a chip on which inputs of narrowing layers are kept."""
-    import torch_xla
+    import torch_xla.core.xla_model as xm
 
-    kind = torch_xla._XLAC._xla_device_kind(str(device()))
+    kind = xm.xla_device_kind(device())
     return mock.patch("xla_fsdp.layers.linear.KEEPING", (kind,))
 
 

@@ -154,7 +154,7 @@ def spoilt(tmp_path):
     mismatch, foreign, unsafe = "ModelMismatchError", "ForeignFileError", "UnsafeFileError"
     case(mismatch, "lacks 'position'", "missing.safetensors", saver(position=None))
     case(mismatch, "has 'more', unknown", "more.safetensors", saver(more=torch.ones(1)))
-    case(mismatch, "'position' has shape", "shape.safetensors", saver(position=torch.ones(5)))
+    case(mismatch, "size mismatch for position", "shape.safetensors", saver(position=torch.ones(5)))
     whole = {"position": torch.ones(5, 12, dtype=torch.int64)}
     case(mismatch, "'position' is torch.int64", "whole.safetensors", saver(**whole))
     twice = {AGAIN: state["blocks.0.up.weight"] + 1}

@@ -33,8 +33,7 @@ def adapt(module: nn.Module) -> None:
         except ImportError as error:  # a release that nobody has looked at
             warnings.warn(
                 f"{error}. Until then save_pretrained writes shards of wrapped models, and "
-                "generate and gradient_checkpointing_enable do not know of them: use "
-                "full_state_dict",
+                "generate does not know of them: use full_state_dict",
                 stacklevel=2,
             )
             continue

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 # The attribute of a wrapper that holds the wrapped module.
 WRAPPED = "_fsdp_wrapped_module"
@@ -13,8 +19,10 @@ SHELL = "_fsdp_shell"
 
 
 def dotted(path: str, name: str) -> str:
-    """``name`` inside ``path``; either may be empty."""
-    return f"{path}.{name}" if path and name else path or name
+    """``name`` inside ``path``; either may be empty. As in state dicts, names go through torch's
+    wrappers for activation checkpointing."""
+    found = f"{path}.{name}" if path and name else path or name
+    return found.replace(_CHECKPOINT_PREFIX, "")
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -27,3 +35,14 @@ def shell_of(module: nn.Module) -> nn.Module | None:
     """The wrapper that runs the forward of ``module`` if that is sharded in place. No child of it,
     so that names stay as they are."""
     return vars(module).get(SHELL)
+
+
+def names_hook(hook: _Hook) -> _Hook:
+    """Marks a state dict hook of wrappers, which the unwrapped module does not have."""
+    vars(hook)["_is_names_hook"] = True
+    return hook
+
+
+def is_names_hook(hook: Any) -> bool:
+    """Whether :func:`names_hook` marked ``hook``, or the function that torch's object calls."""
+    return getattr(getattr(hook, "hook", hook), "_is_names_hook", False)

@@ -22,7 +22,7 @@ from torch import nn
 from .collectives import host_memory
 from .collectives.order import after
 from .layers import linear
-from .replaying import Buffers, RandomState, buffers_as_they_are, random_numbers_from
+from .replaying import Autocast, Buffers, RandomState, random_numbers_from
 from .sharding.gathering import Gathers, computing, computing_passes
 from .sharding.unit import units_in
 from .tree import map_tensors, tensors_in
@@ -155,11 +155,7 @@ class _Replay:
         self.random = RandomState.of(self.device)
         self.buffers = Buffers(module)
         self.draws = True
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in {self.device.type, "cpu"}
-        ]
-        self.cache_autocast = torch.is_autocast_cache_enabled()
+        self.autocast = Autocast.of(self.device)
         self.count = 0
         self.gradient: torch.Tensor | None = None
         self.recomputed: dict[int, dict[int, torch.Tensor]] = {}  # by graph task, by number
@@ -292,12 +288,8 @@ class _Replay:
             raise RuntimeError("the recomputation of a checkpointed module ran a backward itself")
 
         with contextlib.ExitStack() as stack:
-            for kind, dtype, enabled in self.autocast:
-                stack.enter_context(
-                    torch.autocast(kind, dtype, enabled, cache_enabled=self.cache_autocast)
-                )
-            stack.enter_context(buffers_as_they_are(self.module))
-            self.buffers.put()
+            stack.enter_context(self.autocast.again())
+            stack.enter_context(self.buffers.as_before())
             if self.draws:
                 stack.enter_context(random_numbers_from(self.random))
             stack.enter_context(computing(self.passes))

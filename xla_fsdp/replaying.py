@@ -1,5 +1,5 @@
 """What a forward reads and changes beside its inputs, so that it can be run again: random numbers,
-modes, buffers."""
+autocast, modes, buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from .sharding.freeing import stamps
+from . import xlac
+from .sharding.freeing import Stamp, stamps
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,30 @@ class RandomState:
 
     def equals(self, other: RandomState) -> bool:
         return self.xla == other.xla and torch.equal(self.cpu, other.cpu)
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The settings of autocast, on a device and on the CPU."""
+
+    settings: tuple[tuple[str, torch.dtype, bool], ...]
+    caches: bool
+
+    @classmethod
+    def of(cls, device: torch.device) -> Autocast:
+        settings = tuple(
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in {device.type, "cpu"}
+        )
+        return cls(settings, torch.is_autocast_cache_enabled())
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Within, they are what they were."""
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in self.settings:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=self.caches))
+            yield
 
 
 @contextlib.contextmanager
@@ -61,46 +86,73 @@ def in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
 
 
 class Buffers:
-    """Those of ``module`` before a forward. What the forward updates is kept until it runs again
-    (spectral norm computes with the vectors that it has just made better)."""
+    """The buffers of ``module`` as a forward found them, to run it again with them (spectral norm
+    computes with the vectors that it has just updated)."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._before = [
-            (owner, name, buffer, stamps([buffer]), torch.clone(buffer))
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
+            (owner, name, buffer, stamps([buffer]), _copy(buffer))
+            for owner, name, buffer in _buffers_of(module)
         ]
 
     def forward_over(self) -> None:
-        """Forgets those that are what they were."""
+        """Forgets the buffers that the forward did not change."""
         self._before = [
             (owner, name, buffer, stamp, value)
             for owner, name, buffer, stamp, value in self._before
-            if owner._buffers.get(name) is not buffer or stamps([buffer]) != stamp
+            if owner._buffers.get(name) is not buffer or _may_have_changed(buffer, stamp, value)
         ]
 
-    def put(self) -> None:
-        """Has the module compute with what was there before."""
-        for owner, name, _, _, value in self._before:
-            if owner._buffers.get(name) is not None:
-                owner._buffers[name] = torch.clone(value)
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Within, the module computes with copies of the buffers that the forward found.
 
+        The buffers themselves are not touched, so what autograd saved of them elsewhere is still
+        right.
 
-@contextlib.contextmanager
-def buffers_as_they_are(module: nn.Module) -> Iterator[None]:
-    """Undoes what happens to the module's buffers within, in place or by assignment."""
-    before = [
-        (owner, name, buffer, torch.clone(buffer))
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for owner, name, buffer, value in before:
+        Raises:
+            RuntimeError: one of them changed all the same, by another name than the module's.
+        """
+        found = {(owner, name): value for owner, name, _, _, value in self._before}
+        now = [(owner, name, b, stamps([b])) for owner, name, b in _buffers_of(self._module)]
+        copies: dict[int, torch.Tensor] = {}  # a buffer of two names stays one tensor
+        for owner, name, buffer, _ in now:
+            if id(buffer) not in copies:
+                value = found.get((owner, name), buffer)
+                copies[id(buffer)] = _copy(value).requires_grad_(buffer.requires_grad)
+            owner._buffers[name] = copies[id(buffer)]
+        try:
+            yield
+        finally:
+            for owner, name, buffer, _ in now:
                 owner._buffers[name] = buffer
-                # Not only if the version counter moved: batch norm updates without moving it.
-                buffer.copy_(value)
+        for owner, name, buffer, stamp in now:
+            if stamps([buffer]) != stamp:
+                raise RuntimeError(
+                    f"the recomputation of {type(self._module).__name__} changed its buffer "
+                    f"{name!r}, of a {type(owner).__name__}, a second time, by another name than "
+                    f"self.{name} (a list, a closure, a view). Have the forward change it by that "
+                    "name, or leave the module without recomputation"
+                )
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                yield owner, name, buffer
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.clone(tensor.detach())
+
+
+def _may_have_changed(buffer: torch.Tensor, stamp: list[Stamp], before: torch.Tensor) -> bool:
+    """Batch norm updates its statistics without changing their stamps. On XLA such a value is
+    pending."""
+    if stamps([buffer]) != stamp:
+        return True
+    if buffer.device.type == "xla":
+        return xlac.are_pending([buffer])[0]
+    return not torch.equal(buffer, before)

@@ -34,6 +34,7 @@ from .sharding.saved_parameters import parameters_saved_as_recipes
 from .sharding.strategy import ShardingStrategy
 from .sharding.transforms import require_plain_call, require_uncompiled
 from .sharding.unit import units_in
+from .torch_checkpoint import support_torch_checkpoint
 from .tree import cast_floats
 from .wrap import recursive_wrap, require_forward, require_unwrapped, warn_if_none_chosen
 from .wrapper_gradients import narrow_gradients
@@ -192,6 +193,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         attach(self._unit)
         self._fsdp_wrapped_module = module
         watch_optimizers()
+        support_torch_checkpoint()
         adapt(module)
         self._register_state_dict_hook(metadata.clean_state_dict_keys)
         self.register_load_state_dict_pre_hook(metadata.restore_state_dict_keys)

@@ -241,6 +241,11 @@ def seed_id() -> int:
     """The number, in :func:`device_data_of`, of the seed that random operators start from."""
 
 
+@_bound("_XLAC._get_base_seed_as_tensor")
+def forget_draws(device: str, /) -> torch.Tensor:
+    """Sets a device's random state back to the seed of the step, which it returns."""
+
+
 @_bound("_XLAC._clear_pending_irs")
 def forget_pending(device: str, /) -> None:
     """Makes all that is pending on a device a placeholder, which has no value."""

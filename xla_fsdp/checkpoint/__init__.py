@@ -5,7 +5,8 @@ What all ways share: ``inventory`` and ``optimizers`` (what this rank holds of t
 ``matching`` and ``optimizer_matching`` (which of them fills what: all the rules), ``filling``.
 
 Checkpoints: ``contents`` (as tensors of a file), ``draft``, ``saving``, ``asynchronous``;
-``reading``, ``loading``. Full state: ``parts`` (gathers), ``full_state``, ``full_optimizer``,
+``reading``, ``loading``. Full state: ``parts`` (gathers), ``protocol``
+(torch's own state_dict, on ``unread`` tensors), ``full_state``, ``full_optimizer``,
 ``optimizer_names``. Weights from files: ``weight_files``, ``weights``. Directories of
 torch.distributed.checkpoint: ``boxes``, ``dcp*``.
 """

@@ -12,13 +12,14 @@ from typing import Any
 
 from torch import nn
 
+from ..collectives.random_state import at_rest
 from ..consolidate.errors import CheckpointError, OtherRankError, SharedStorageError
 from ..consolidate.format.rank_file import FileRecord
 from ..consolidate.format.store import Store, join, read, write
 from ..consolidate.format.strict import read_json, write_json
 from .draft import AT_ONCE, Draft, begin
 from .meeting import Meeting, describe
-from .saving import at_rest, meeting_request, records
+from .saving import meeting_request, records
 
 # Seconds between two looks for what other ranks have written, at most.
 _LONGEST_WAIT = 0.5
@@ -69,11 +70,11 @@ class AsyncCheckpointer:
             CheckpointError: the save before this one failed (this one is not begun), or this one
                 cannot begin; see :func:`save_checkpoint`.
         """
-        with at_rest() as seed:
+        with at_rest() as random:
             self.wait()
             meeting = Meeting()
             request = meeting_request(meeting, self.path, step, self.keep_last)
-            draft = begin(meeting, request, model, optimizer, scheduler, extra, seed)
+            draft = begin(meeting, request, model, optimizer, scheduler, extra, random)
             try:
                 contents = meeting.each("copy to the host", draft.contents.on_host)
             except Exception:

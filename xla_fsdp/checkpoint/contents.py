@@ -8,9 +8,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch_xla
-import torch_xla.core.xla_model as xm
 
+from ..collectives.random_state import DeviceRandomState
 from ..consolidate.format import values
 from ..consolidate.format.digests import digest
 from ..consolidate.format.dtypes import dtype_name
@@ -68,7 +67,7 @@ class Contents:
 
 
 def take_contents(
-    model: Any, optimizer: Any, scheduler: Any, step: int, extra: Any, seed: int
+    model: Any, optimizer: Any, scheduler: Any, step: int, extra: Any, random: DeviceRandomState
 ) -> Contents:
     """What this rank has to save. Nothing is copied yet, but small values on rank 0.
 
@@ -104,7 +103,7 @@ def take_contents(
         spans=_spans(inventory),
     )
     begins = {held.name: held.begin for held in inventory.parameters if held.writes and held.length}
-    return Contents(manifest, list(_items(inventory, states, seed)), begins)
+    return Contents(manifest, list(_items(inventory, states, random)), begins)
 
 
 def _spans(inventory: Inventory) -> dict[str, Span] | None:
@@ -132,15 +131,6 @@ def _described(buffer: HeldBuffer) -> Tensor:
     return Tensor(buffer.names, dtype_name(buffer.tensor.dtype, buffer.name), buffer.shape, restore)
 
 
-def device_seed() -> int:
-    """XLA's random state on this rank's device."""
-    return xm.get_rng_state(str(torch_xla.device()))
-
-
-def set_device_seed(seed: int) -> None:
-    xm.set_rng_state(seed, str(torch_xla.device()))
-
-
 class _HostCopies:
     """Tensors on the host, the last one kept: what is cut out of it is asked for in a row."""
 
@@ -158,7 +148,9 @@ class _HostCopies:
         return self._copy
 
 
-def _items(inventory: Inventory, states: Iterable[HeldState], seed: int) -> Iterable[Item]:
+def _items(
+    inventory: Inventory, states: Iterable[HeldState], random: DeviceRandomState
+) -> Iterable[Item]:
     host = _HostCopies()
     for held in chain.from_iterable(inventory.by_holder().values()):
         if held.writes and held.length:
@@ -172,8 +164,8 @@ def _items(inventory: Inventory, states: Iterable[HeldState], seed: int) -> Iter
         yield Item(buffer_key(buffer.name), name, buffer.shape, _buffer_value(buffer, host))
     drawn = torch.get_rng_state()
     yield Item(RNG_TORCH, "U8", tuple(drawn.shape), lambda: drawn)
-    eight = torch.tensor(list(seed.to_bytes(8, "little")), dtype=torch.uint8)
-    yield Item(RNG_XLA, "U8", (8,), lambda: eight)
+    on_device = torch.tensor(list(random.to_bytes()), dtype=torch.uint8)
+    yield Item(RNG_XLA, "U8", tuple(on_device.shape), lambda: on_device)
 
 
 def _piece(key: str, tensor: torch.Tensor | Made, held: Held, host: _HostCopies) -> Item:

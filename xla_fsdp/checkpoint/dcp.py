@@ -29,16 +29,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..collectives.random_state import at_rest
 from ..consolidate.errors import OutputError, SharedStorageError
 from .dcp_writing import Contents, write_part
 from .draft import eventually
 from .full_optimizer import state_kinds
-from .inventory import Inventory
+from .inventory import Held, Inventory
 from .meeting import Meeting
 from .optimizer_forms import saver_of
 from .optimizers import members_of_groups, options
 from .parts import agreed_inventory
-from .saving import at_rest
+from .protocol import unread_state_dict
+from .unread import UnreadTensor
 
 # What there is of a directory before its metadata.
 _LEFT_OVER = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
@@ -70,7 +72,7 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
     contents = Contents()
-    meeting.together("describe the model", lambda: _add_model(contents, inventory))
+    meeting.together("describe the model", lambda: _add_model(contents, model, inventory))
     if optimizer is not None:
         state_kinds(meeting, inventory, optimizer)
         meeting.together(
@@ -85,15 +87,26 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     meeting.first(f"finish {folder}", lambda: _finish(folder, contents, results))
 
 
-def _add_model(contents: Contents, inventory: Inventory) -> None:
-    for held in inventory.parameters:
-        contents.add_run(("model", held.name), held, held.holder)
-        contents.alias("model", held.names)
-    for buffer in inventory.buffers:
-        contents.add(("model", buffer.name), buffer.value())
-        contents.alias("model", buffer.names)
-    for name, module in inventory.extra_state.items():
-        contents.add(("model", name), module.get_extra_state())
+def _add_model(contents: Contents, model: nn.Module, inventory: Inventory) -> None:
+    state = unread_state_dict(model, inventory)
+    if state is None:
+        raise ValueError(
+            "state_dict() of the model, or a hook of it, computes with parameters, and to_dcp "
+            "writes shards, which are gathered nowhere: use xla_fsdp.full_state_dict(model), and "
+            "torch.distributed.checkpoint.save of that on rank 0, or save_checkpoint"
+        )
+    names: dict[Any, list[str]] = {}
+    for name, value in state.items():
+        if isinstance(value, UnreadTensor):
+            names.setdefault(value.source, []).append(name)
+        else:
+            contents.add(("model", name), value)
+    for source, own in names.items():
+        if isinstance(source, Held):
+            contents.add_run(("model", own[0]), source, source.holder)
+        else:
+            contents.add(("model", own[0]), source.value())
+        contents.alias("model", own)
 
 
 def _add_optimizer(

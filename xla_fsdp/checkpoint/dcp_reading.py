@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..collectives.random_state import at_rest
 from ..consolidate.errors import ModelMismatchError, UnsafeFileError
 from .dcp_directory import Directory
 from .filling import fill_model, fill_optimizer
@@ -22,7 +23,7 @@ from .optimizer_matching import OptimizerMatch, match_optimizer
 from .optimizer_names import named
 from .optimizers import members_of_groups
 from .parts import agreed_inventory
-from .saving import at_rest
+from .protocol import entries_of, offered_by_load, unread_state_dict
 
 # What people call things at the top of what they save; torch's tutorials put all under "app".
 _MODEL = ("model.", "app.model.", "state_dict.", "module.", "")
@@ -67,21 +68,34 @@ def from_dcp(
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
 
-    def match() -> tuple[Match, OptimizerMatch | None]:
+    directories: list[Directory] = []
+
+    def opened() -> dict[str, Any]:
         if not allow_pickle:
             raise UnsafeFileError(
                 f"{path}: its metadata is a pickle, and reading one executes what its author "
                 "wants; pass allow_pickle=True if you trust it, or have it converted to "
                 "safetensors where it was written, for load_weights. Nothing was read"
             )
-        directory = Directory(os.fspath(path))
-        offered = _model_in(directory, inventory)
-        matched = match_model(inventory, offered, directory.path, strict)
+        directories.append(Directory(os.fspath(path)))
+        return _model_in(directories[0], inventory, _keys(model, inventory))
+
+    offered = offered_by_load(
+        meeting, model, inventory, os.fspath(path), "open the checkpoint", opened
+    )
+
+    def match() -> tuple[Match, OptimizerMatch | None]:
+        assert offered is not None  # every rank sees the directory
+        directory = directories[0]
+        reported = LoadedKeys(offered.missing, offered.unexpected)
+        matched = match_model(inventory, offered.values, directory.path, strict, reported=reported)
         if optimizer is None:
             return matched, None
         label = f"{directory.path}: optim"
         groups = members_of_groups(inventory, optimizer)
-        saved = named(_optimizer_in(directory), inventory, groups, label)
+        given = _optimizer_in(directory)
+        saved = named(given, inventory, groups, label)
+        saved = replace(saved, lists_all_groups=given["lists_all_groups"])
         saver = saver_of(optimizer)
         if saver is not None:
             state = into_words(saver, saved.state, inventory, label)
@@ -93,22 +107,28 @@ def from_dcp(
         if state is not None:
             fill_optimizer(state)
 
-    matched, state = meeting.each("open the checkpoint", match)
+    matched, state = meeting.each("match the checkpoint", match)
     meeting.together("load the checkpoint", fill)
     return matched.keys
 
 
-def _model_in(directory: Directory, inventory: Inventory) -> dict[str, Any]:
-    names = [held.names for held in inventory.parameters]
-    names += [buffer.names for buffer in inventory.buffers]
+def _keys(model: nn.Module, inventory: Inventory) -> list[str]:
+    """Those of ``state_dict()`` of the unwrapped module; the model's names where that computes with
+    values."""
+    state = unread_state_dict(model, inventory)
+    if state is not None:
+        return list(state)
+    return [name for entry in entries_of(inventory) for name in entry.names]
 
+
+def _model_in(directory: Directory, inventory: Inventory, names: Sequence[str]) -> dict[str, Any]:
     def fitting(prefix: str) -> int:
-        return sum(any(prefix + name in directory.tensors for name in own) for own in names)
+        return sum(prefix + name in directory.tensors for name in names)
 
     prefix = max(_MODEL, key=fitting)
     if names and not fitting(prefix):
         raise ModelMismatchError(
-            f"{directory.path}: has no tensor of the model, such as 'model.{names[0][0]}'; it has "
+            f"{directory.path}: has no tensor of the model, such as 'model.{names[0]}'; it has "
             f"{listed(directory.tensors)}"
         )
     # Without a name of its own, the model's tensors are beside those of the optimizer.
@@ -126,8 +146,9 @@ def _model_in(directory: Directory, inventory: Inventory) -> dict[str, Any]:
             extra[name] = directory.nested(prefix + name, own)
             tensors = {key: stored for key, stored in tensors.items() if key not in own}
             objects -= set(own)
-    if prefix:  # what is unknown is not read, only reported
-        extra |= {key[len(prefix) :]: None for key in sorted(objects)}
+    if prefix:  # else they need not be the model's
+        found = directory.objects_at(sorted(objects))
+        extra |= {key[len(prefix) :]: value for key, value in found.items()}
     return {key[len(prefix) :]: stored for key, stored in tensors.items()} | extra
 
 
@@ -162,11 +183,12 @@ def _optimizer_in(directory: Directory) -> dict[str, Any]:
             by_group.update(enumerate(value))  # torch before 2.4 saved them as one object
         else:
             raise ModelMismatchError(f"{directory.path}: {key!r} is no part of an optimizer")
-    if all(isinstance(key, int) for key in by_group):
+    lists_all_groups = all(isinstance(key, int) for key in by_group)
+    if lists_all_groups:
         groups = [by_group[key] for key in sorted(by_group)]
     else:  # flattened by torch: every parameter has the options of its group
         groups = [{**options, "params": [name]} for name, options in by_group.items()]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups, "lists_all_groups": lists_all_groups}
 
 
 def _number_or_name(text: str) -> int | str:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..collectives.random_state import DeviceRandomState
 from ..consolidate.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -171,9 +172,9 @@ def begin(
     optimizer: Any,
     scheduler: Any,
     extra: Any,
-    seed: int,
+    random: DeviceRandomState,
 ) -> Draft:
-    """Agrees on what is to be saved and where; on every rank. ``seed``: XLA's random state.
+    """Agrees on what is to be saved and where; on every rank. ``random``: as it was before.
 
     Raises:
         CheckpointError, TypeError, ValueError: it cannot be saved, or not there.
@@ -183,7 +184,7 @@ def begin(
 
     def describe() -> Contents:
         opened.append(open_store(request.path))
-        return take_contents(model, optimizer, scheduler, request.step, extra, seed)
+        return take_contents(model, optimizer, scheduler, request.step, extra, random)
 
     contents = agreed(meeting, describe)
     return place(meeting, request, opened[0], contents)

@@ -18,6 +18,7 @@ from .inventory import Held, HeldBuffer, Inventory
 from .matching import Match
 from .optimizer_forms import MemberValues, saver_of
 from .optimizer_matching import Elements, Number, OptimizerMatch
+from .optimizers import options
 from .stored import Stored
 
 
@@ -39,8 +40,13 @@ def fill_optimizer(match: OptimizerMatch) -> None:
         if isinstance(value, torch.Tensor) and value.dim() == 0
     }
     for group, new in zip(optimizer.param_groups, match.groups, strict=True):
-        for name, value in new.items():
+        if new is not None:
+            for name in options(group).keys() - new.keys():
+                del group[name]
+        for name, value in (new or {}).items():
             current = group.get(name)
+            if value is current:
+                continue
             if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
                 value = value.to(current.device)
             group[name] = copy.deepcopy(value)

@@ -11,6 +11,7 @@ import torch
 import torch_xla
 from torch import nn
 
+from ..collectives.random_state import at_rest
 from .filling import fill_optimizer
 from .full_state import match_given
 from .inventory import Held, Inventory
@@ -20,7 +21,6 @@ from .optimizer_matching import OptimizerMatch, OptimizerState, match_optimizer
 from .optimizer_names import named
 from .optimizers import Groups, members_of_groups, options
 from .parts import CPU, Part, agreed_inventory, gather_members, parts_of
-from .saving import at_rest
 from .stored import Stored
 
 _PLAIN = (type(None), bool, int, float, complex, str)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch_xla
 from torch import nn
 
+from ..collectives.random_state import at_rest
 from ..collectives.world import World
-from ..consolidate.errors import ModelMismatchError
-from ..names import WRAPPED, dotted
 from ..sharding.first_step import require_values
+from ..tree import map_tensors, tensors_in
 from .filling import fill_model
+from .inventory import Held
 from .matching import LoadedKeys, Match, match_model
 from .meeting import Meeting
 from .parts import CPU, agreed_inventory, gather_members, parts_of
-from .saving import at_rest
-from .stored import Stored, describe, is_dense, sent_by_first_rank
+from .protocol import (
+    copied_buffer,
+    full_values,
+    offered_by_load,
+    state_dict_of,
+    unread_state_dict,
+)
+from .stored import describe, sent_by_first_rank
+from .unread import UnreadTensor
 
 T = TypeVar("T")
 
@@ -28,12 +37,14 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """What ``state_dict()`` of the unwrapped module would return; must be called on every rank.
 
-    Every parameter is there under each of its names, tied ones as one tensor; parameters in the
-    dtype in which they are stored, buffers in the one they had before wrapping. Buffers are those
-    of the rank that gets them. Other ranks get ``{}``.
+    Keys and values are those of torch's ``state_dict()``, with everything that the module does in
+    it: overridden methods, hooks, extra state. It runs on the ranks that get the result; the others
+    get ``{}``. Parameters are in the dtype in which they are stored, buffers in the one they had
+    before wrapping and with the values of the rank that gets them.
 
     Parameters are gathered one sharded tensor at a time: beyond the result, one is full in memory
-    (with ``flatten_parameters`` one vector of a wrapper).
+    (with ``flatten_parameters`` one vector of a wrapper). What is left out is not gathered. If a
+    hook or method computes with values, it is called again, with all parameters in memory.
 
     Args:
         rank0_only: only rank 0 gets the result. ``False``: every rank; on a host with several
@@ -50,42 +61,75 @@ def full_state_dict(
 
 @at_rest()
 def gather_state(
-    model: nn.Module, wanted: Callable[[str], bool], rank0_only: bool, offload_to_cpu: bool
+    model: nn.Module,
+    wanted: Callable[[str], bool],
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    path: str = "",
 ) -> dict[str, Any]:
     """What :func:`full_state_dict` returns, of it what has a name that is ``wanted``.
 
-    Parameters of which no name is wanted are not gathered, unless one vector has others.
+    ``path``: of the module of that name in ``model``, names as seen from it.
+    Parameters with other names are not gathered, unless a hook computes with values.
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
     require_values(model, "full_state_dict came")
     getting = meeting.rank == 0 or not rank0_only
     to = (CPU if offload_to_cpu else torch_xla.device()) if getting else None
-    found: dict[str, Any] = {}
-    for part in parts_of(inventory):
-        if not any(wanted(name) for held in part.members for name in held.names):
-            continue
-        whole = gather_members(part, part.holder, to)
-        for held, value in zip(part.members, whole or (), strict=whole is not None):
-            found.update(dict.fromkeys(held.names, value))
-        del whole
+    parts = parts_of(inventory)
+    number_of = {held: number for number, part in enumerate(parts) for held in part.members}
+    states: list[dict[str, Any]] = []
 
-    def add_rest() -> None:
+    def keep(state: Mapping[str, Any]) -> None:
+        mine = copy.copy(state) if isinstance(state, dict) else dict(state)
+        for name in list(mine):
+            if not wanted(name):
+                del mine[name]
+        states[:] = [mine]
+
+    def call_unread() -> list[int] | None:
+        """Which parts that needs; ``None`` if values."""
         if to is None:
-            return
-        for buffer in inventory.buffers:
-            if not any(map(wanted, buffer.names)):
-                continue
-            value = buffer.value()
-            value = value.clone() if to == CPU else value.to(to)
-            found.update(dict.fromkeys(buffer.names, value))
-        for name, module in inventory.extra_state.items():
-            found[name] = module.get_extra_state()
+            return []
+        state = unread_state_dict(model, inventory, path)
+        if state is None:
+            return None
+        keep(state)
+        sources = (one.source for one in tensors_in(states) if isinstance(one, UnreadTensor))
+        return sorted({number_of[one] for one in sources if isinstance(one, Held)})
 
-    meeting.together("gather the state of the model", add_rest)
-    names = dict.fromkeys(name for name in _names(model) if name in found)
-    order = [*names, *(name for name in found if name not in names)]
-    return {name: found[name] for name in order if wanted(name)}
+    what = "call state_dict() of the unwrapped module"
+    needed = meeting.together(what, call_unread)
+    values: dict[Any, torch.Tensor] = {}
+    if None in needed:
+        values = full_values(inventory, to)
+        meeting.together(
+            what, lambda: None if to is None else keep(state_dict_of(model, values, path))
+        )
+    else:
+        for number in sorted(set().union(*needed)):
+            part, mine = parts[number], number in needed[meeting.rank]
+            whole = gather_members(part, part.holder, to if mine else None)
+            values.update(zip(part.members, whole or (), strict=whole is not None))
+            del whole
+
+    def resolved(tensor: torch.Tensor) -> torch.Tensor:
+        assert to is not None
+        if not isinstance(tensor, UnreadTensor):
+            return tensor.to(to)
+        if tensor.source not in values:
+            values[tensor.source] = copied_buffer(tensor.source, to)
+        return values[tensor.source]
+
+    def resolve() -> dict[str, Any]:
+        if to is None:
+            return {}
+        for name, value in states[0].items():
+            states[0][name] = map_tensors(resolved, value)
+        return states[0]
+
+    return meeting.each("gather the state of the model", resolve)
 
 
 @at_rest()
@@ -93,6 +137,10 @@ def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True
 ) -> LoadedKeys:
     """Loads a state dict of the unwrapped module; must be called on every rank.
+
+    What torch's ``load_state_dict()`` of the unwrapped module takes from it is loaded: overridden
+    methods and hooks run, on the ranks that have the state dict. If one computes with parameters,
+    it is called again, on full ones, which are all in memory of these ranks then.
 
     Every rank cuts its own part, one parameter at a time. If only rank 0 has the state dict, the
     others pass ``None``, and get it through a collective in blocks of at most 16 MiB. Parameters
@@ -109,6 +157,7 @@ def load_full_state_dict(
 
     Raises:
         ModelMismatchError: names, shapes or dtypes do not fit the model.
+        Exception: what a hook raises.
         ValueError: rank 0 has no state dict, or ``model`` cannot be loaded into.
         UnsupportedValueError: extra state that rank 0 cannot send.
         OtherRankError: one of these on another rank.
@@ -117,10 +166,15 @@ def load_full_state_dict(
     inventory = agreed_inventory(meeting, model)
     label = "state_dict"
 
-    def match(offered: dict[str, Any]) -> Match:
-        return match_model(inventory, offered, label, strict)
+    offered = offered_by_load(
+        meeting, model, inventory, label, f"match {label}", lambda: state_dict
+    )
 
-    matched = match_given(meeting, label, state_dict, _offered, match)
+    def match(found: dict[str, Any]) -> Match:
+        reported = LoadedKeys(found["missing"], found["unexpected"])
+        return match_model(inventory, found["values"], label, strict, reported=reported)
+
+    matched = match_given(meeting, label, offered, vars, match)
     meeting.together(f"load {label}", lambda: fill_model(inventory, matched))
     return matched.keys
 
@@ -159,40 +213,3 @@ def match_given(
 
     described = meeting.together(f"match {label}", match_own)[0]
     return matched[0] if all(having) else meeting.each(f"match rank 0's {label}", match_sent)
-
-
-def _offered(state_dict: Any) -> dict[str, Any]:
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-    seen: dict[int, Stored] = {}
-    offered: dict[str, Any] = {}
-    for name, value in state_dict.items():
-        if not isinstance(name, str):
-            raise ModelMismatchError(f"state_dict: has the key {name!r:.80}, expected names")
-        if isinstance(value, torch.Tensor):
-            if not is_dense(value):
-                raise ModelMismatchError(
-                    f"state_dict: {name!r:.120} is no dense tensor with values"
-                )
-            # Tied parameters are one object; what is not need be compared.
-            value = seen.setdefault(id(value), Stored.of(value))
-        offered[name] = value
-    return offered
-
-
-def _names(model: nn.Module, path: str = "") -> Iterator[str]:
-    """Names in the order of ``state_dict()`` of the unwrapped module."""
-    unit = model.__dict__.get("_unit")
-    if unit is not None and hasattr(unit, "template"):  # scanned: no modules of their own
-        for number in range(unit.depth):
-            yield from _names(unit.template, dotted(path, str(number)))
-        return
-    inner = model._modules.get(WRAPPED)
-    if inner is not None:
-        yield from _names(inner, path)
-        return
-    for name in [*model._parameters, *model._buffers, "_extra_state"]:
-        yield dotted(path, name)
-    for name, child in model._modules.items():
-        if child is not None:
-            yield from _names(child, dotted(path, name))

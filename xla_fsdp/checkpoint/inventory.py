@@ -88,6 +88,11 @@ class HeldBuffer:
         return self.names[0]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That before wrapping."""
+        return self.restore or self.tensor.dtype
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape if self.row is None else self.tensor.shape[1:])
 
@@ -96,7 +101,7 @@ class HeldBuffer:
         # To the CPU first: on the device every row would be a program of its own.
         value = self.tensor.detach().cpu()
         value = value if self.row is None else value[self.row]
-        return value.to(self.restore or value.dtype)
+        return value.to(self.dtype)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch_xla
 from torch import nn
 
+from ..collectives.random_state import at_rest
 from ..consolidate.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -18,7 +18,6 @@ from ..consolidate.errors import (
 )
 from ..consolidate.format import folders
 from ..consolidate.format.reader import ShardedCheckpoint
-from .contents import device_seed, set_device_seed
 from .draft import eventually
 from .meeting import Meeting
 from .reading import LoadedCheckpoint, Prepared, Reader, prepare
@@ -62,29 +61,27 @@ def load_checkpoint(
         OtherRankError: another rank failed. If one rank raises, all do.
     """
     meeting = Meeting()
-    torch_xla.sync()
-    seed = device_seed()
-    found = meeting.first("find the checkpoint", lambda: find(path, missing_ok, step))
-    if found is None:
-        set_device_seed(seed)
-        return None
+    with at_rest():
+        found = meeting.first("find the checkpoint", lambda: find(path, missing_ok, step))
+        if found is None:
+            return None
 
-    def read() -> Prepared:
-        reader = Reader(open_found(found), meeting)
-        return prepare(reader, model, optimizer, scheduler, strict, restore_rng, weights)
+        def read() -> Prepared:
+            reader = Reader(open_found(found), meeting)
+            return prepare(reader, model, optimizer, scheduler, strict, restore_rng, weights)
 
-    return take_effect(meeting, meeting.each("read the checkpoint", read), seed)
+        prepared = take_effect(meeting, meeting.each("read the checkpoint", read))
+    prepared.restore_rng()
+    return prepared.result
 
 
-def take_effect(meeting: Meeting, prepared: Prepared, seed: int) -> LoadedCheckpoint:
-    """Changes what is to be loaded into, on all ranks; ``seed``: XLA's random state before it all
-    began."""
+def take_effect(meeting: Meeting, prepared: Prepared) -> Prepared:
+    """Changes what is to be loaded into, on all ranks, all but random states."""
     # First what may refuse for reasons of its own.
     meeting.together("load the scheduler", prepared.apply_scheduler)
     # Nobody trains on before all have loaded.
     meeting.together("load the checkpoint", prepared.apply)
-    prepared.restore_rng(seed)  # last: every meeting moves XLA's on
-    return prepared.result
+    return prepared
 
 
 def open_found(found: list[Any]) -> ShardedCheckpoint:

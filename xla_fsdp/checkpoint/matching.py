@@ -39,6 +39,7 @@ def match_model(
     strict: bool = True,
     cast: bool = True,
     same_run: bool = False,
+    reported: LoadedKeys | None = None,
 ) -> Match:
     """Finds a tensor for every parameter and buffer of the model.
 
@@ -53,6 +54,8 @@ def match_model(
             in which the model stores them, while buffers may have been saved as they were cast for
             computing; and what is one tied parameter here must have been one there. Elsewhere
             (files of weights cannot say what is tied) equal values are enough.
+        reported: what ``load_state_dict`` of the module said of names; by default, the names
+            themselves say it.
 
     Raises:
         ModelMismatchError: names, kinds, shapes or dtypes do not fit, or names of one tied
@@ -95,10 +98,7 @@ def match_model(
         held: find(held, "parameter", held.dtype, cast and not same_run)
         for held in inventory.parameters
     }
-    buffers = {
-        buffer: find(buffer, "buffer", buffer.restore or buffer.tensor.dtype, cast)
-        for buffer in inventory.buffers
-    }
+    buffers = {buffer: find(buffer, "buffer", buffer.dtype, cast) for buffer in inventory.buffers}
     extra: dict[nn.Module, Any] = {}
     for name, module in inventory.extra_state.items():
         if name not in offered:
@@ -107,6 +107,8 @@ def match_model(
         used.add(name)  # a state may well be a tensor
         extra[module] = tensors[name].whole() if name in tensors else offered[name]
     unexpected = [name for name in offered if name not in used]
+    if reported is not None:
+        missing, unexpected = reported
     if strict:
         odd = [f"lacks {listed(missing)}"] if missing else []
         odd += [f"has {listed(unexpected)}, unknown to the model"] if unexpected else []

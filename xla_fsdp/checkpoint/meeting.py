@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
+from ..collectives.random_state import preserve_random_state
 from ..consolidate.errors import MetadataMismatchError, OtherRankError
 
 T = TypeVar("T")
@@ -29,7 +30,8 @@ class Meeting:
         own = json.dumps([self.rank, value]).encode("ascii")
         # On TPU every length of payload is a program of its own: few lengths.
         own = own.ljust(1 << max(8, (len(own) - 1).bit_length()))
-        payloads = xm.rendezvous(f"xla_fsdp checkpoint: {what}", own)
+        with preserve_random_state():
+            payloads = xm.rendezvous(f"xla_fsdp checkpoint: {what}", own)
         found = dict(json.loads(bytes(payload)) for payload in payloads)
         return [found[rank] for rank in range(self.size)]
 

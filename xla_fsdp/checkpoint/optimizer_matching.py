@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from ..consolidate.errors import ModelMismatchError
 from .inventory import Held, Inventory
 from .matching import listed, raise_if_any
 from .optimizer_forms import MemberValues, by_number, saver_of
-from .optimizers import Groups, elementwise_keys
+from .optimizers import Groups, elementwise_keys, options
 from .stored import Stored, same_bits
 
 # Options that say how to compute, not what: those of the machine that goes on.
@@ -43,6 +42,8 @@ class OptimizerState:
         state: by name and key: a tensor, a :class:`~.stored.Stored` one, or a plain value; if
             ``kind`` is known, :class:`~.stored.Stored` or :class:`Number`.
         groups: options of every parameter group, and the names of its parameters.
+        lists_all_groups: ``False`` where options are stored by parameter, so that those of a group
+            without parameters are nowhere.
         kind: the class of the optimizer, where a sharded one was saved to go on with. Then groups
             must be the same, and how it computed is taken over as well.
         said: whether ``state`` is in an optimizer's own words, see ``optimizer_forms``.
@@ -52,6 +53,7 @@ class OptimizerState:
     groups: list[tuple[dict[str, Any], list[str]]]
     kind: str | None = None
     said: bool = False
+    lists_all_groups: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +71,13 @@ class OptimizerMatch:
     """What goes where, all of it checked.
 
     Attributes:
-        groups: new options of every group.
+        groups: all options of every group, as torch's ``load_state_dict`` would leave them;
+            ``None``: as they are.
         state: of every holder, by key.
     """
 
     optimizer: torch.optim.Optimizer
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, Any] | None]
     state: dict[nn.Parameter, dict[str, Elements | Number | MemberValues]]
 
 
@@ -132,8 +135,13 @@ def _match_groups(
     known: Mapping[str, Held],
     saved: OptimizerState,
     label: str,
-) -> list[dict[str, Any]]:
-    """The options for each of the optimizer's groups."""
+) -> list[dict[str, Any] | None]:
+    """The options for each of the optimizer's groups.
+
+    Groups are found by the names in them, those without parameters by their order. As in torch, a
+    key that is not an option of the optimizer itself (a scheduler's ``initial_lr``) is there
+    afterwards if it was saved, and not otherwise.
+    """
     problems: list[str] = []
     home: dict[Held, int] = {}
     for number, (_, names) in enumerate(saved.groups):
@@ -146,18 +154,28 @@ def _match_groups(
             if name in known and home.setdefault(known[name], number) != number:
                 problems.append(f"has {name!r} in two groups")
     raise_if_any(problems, label)
-    empty = (number for number, (_, names) in enumerate(saved.groups) if not names)
-    found = []
+    empty = [number for number, (_, names) in enumerate(saved.groups) if not names]
+    own_empty = [number for number, g in enumerate(optimizer.param_groups) if not g["params"]]
+    if len(empty) != len(own_empty) and saved.lists_all_groups:
+        problems.append(
+            f"has {len(empty)} parameter groups without parameters, and the optimizer has "
+            f"{len(own_empty)}: make the optimizer with the groups that it was saved with"
+        )
+    same_empty = dict(zip(own_empty, empty, strict=False))
+    found: list[dict[str, Any] | None] = []
     for number, (group, own) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         homeless = [held.name for held in own if held not in home]
         if homeless:
             problems.append(f"no group of it has {listed(homeless)}")
             continue
         sources = sorted({home[held] for held in own})
-        if not own and saved.kind is not None:
-            sources = list(islice(empty, 1))
+        if number in same_empty:
+            sources = [same_empty[number]]
+        if not sources:  # what it optimizes was not saved, and that was allowed
+            found.append(None)
+            continue
         each = [saved.groups[source] for source in sources]
-        new = dict(each[0][0]) if each else {}
+        new = dict(each[0][0])
         if saved.kind is not None:
             if len(each) != 1 or {known[name] for name in each[0][1]} != set(own):
                 problems.append(
@@ -171,14 +189,15 @@ def _match_groups(
             )
         elif new.get("maximize") and "maximize" not in group:
             problems.append(f"was trained with maximize, which {type(optimizer).__name__} lacks")
-        elif lacking := sorted(optimizer.defaults.keys() - new.keys() - _LATE) if each else []:
+        elif lacking := sorted(optimizer.defaults.keys() - new.keys() - _LATE):
             problems.append(
                 f"its groups lack {listed(lacking)}: it is of another kind of optimizer than "
                 f"{type(optimizer).__name__}"
             )
         else:
             new = {key: value for key, value in new.items() if key not in _HOW}
-        found.append(new)
+        its_own = optimizer.defaults.keys() | _LATE
+        found.append({k: v for k, v in options(group).items() if k in its_own} | new)
     raise_if_any(problems, label)
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..consolidate.errors import ModelMismatchError
+from ..names import dotted
 from .inventory import Held, Inventory
 from .matching import listed
 from .optimizer_matching import OptimizerState
@@ -55,7 +56,7 @@ def _names_of_numbers(
 ) -> dict[int, str]:
     if all("param_names" in group for group in saved_groups):  # made from named_parameters()
         return {
-            number: name
+            number: dotted("", name)  # of named_parameters(), which names wrappers of torch too
             for group in saved_groups
             for number, name in zip(group["params"], group["param_names"], strict=True)
         }

@@ -10,13 +10,14 @@ import torch
 import torch_xla
 from torch import nn
 
+from ..collectives.random_state import DeviceRandomState
 from ..consolidate.errors import InvalidMetadataError, ModelMismatchError
 from ..consolidate.format import values
 from ..consolidate.format.dtypes import DTYPES
 from ..consolidate.format.manifest import NAME, Optimizer, Tensor, parameter_key, state_key
 from ..consolidate.format.reader import ShardedCheckpoint
 from ..consolidate.format.store import join
-from .contents import RNG_TORCH, RNG_XLA, set_device_seed
+from .contents import RNG_TORCH, RNG_XLA
 from .filling import assign, fill_optimizer, new_values, read_ahead, set_extra_state
 from .inventory import Held, take_inventory
 from .matching import match_model
@@ -104,7 +105,7 @@ class Prepared:
     optimizer: OptimizerMatch | None
     scheduler: Any
     scheduler_state: Any
-    rng: tuple[torch.Tensor, int] | None
+    rng: tuple[torch.Tensor, DeviceRandomState] | None
 
     def apply(self) -> None:
         """Moves them to where they belong."""
@@ -118,11 +119,11 @@ class Prepared:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(self.scheduler_state)
 
-    def restore_rng(self, present: int) -> None:
-        """``present``: XLA's random state to keep, if none is to be restored."""
+    def restore_rng(self) -> None:
+        """Nothing if there is none to be restored."""
         if self.rng is not None:
             torch.set_rng_state(self.rng[0])
-        set_device_seed(present if self.rng is None else self.rng[1])
+            self.rng[1].restore()
 
 
 def prepare(
@@ -198,6 +199,8 @@ def _optimizer_state(
             [held.name for name in group.parameters for held in owners.get(name, ())],
         )
         for group in saved.groups
+        # With strict=False the model may have none of the parameters that a group had.
+        if not group.parameters or any(name in owners for name in group.parameters)
     ]
     return OptimizerState(state, groups, saved.kind)
 
@@ -225,16 +228,20 @@ def _require_alike(scheduler: Any, saved: Any, label: str) -> None:
             )
 
 
-def _rng(reader: Reader) -> tuple[torch.Tensor, int] | None:
+def _rng(reader: Reader) -> tuple[torch.Tensor, DeviceRandomState] | None:
     own = reader.checkpoint.file(reader.meeting.rank)
     if RNG_TORCH not in own.container.entries or RNG_XLA not in own.container.entries:
         return None
     entries = [own.container.entries[key] for key in (RNG_TORCH, RNG_XLA)]
-    if entries[0].dtype != "U8" or (entries[1].dtype, entries[1].shape) != ("U8", (8,)):
+    sizes = (8,), (16,)  # older checkpoints have the seed alone
+    if any(entry.dtype != "U8" for entry in entries) or entries[1].shape not in sizes:
         raise InvalidMetadataError(f"{own.path}: the random states are of {entries}")
-    state, seed = own.read(RNG_TORCH, 0, entries[0].numel), own.read(RNG_XLA, 0, 8)
+    state, on_device = (
+        own.read(key, 0, entry.numel)
+        for key, entry in zip((RNG_TORCH, RNG_XLA), entries, strict=True)
+    )
     try:
         torch.Generator().set_state(state)
     except RuntimeError as error:
         raise InvalidMetadataError(f"{own.path}: {RNG_TORCH!r}: {error!s:.120}") from None
-    return state, int.from_bytes(bytes(seed.tolist()), "little")
+    return state, DeviceRandomState.from_bytes(bytes(on_device.tolist()))

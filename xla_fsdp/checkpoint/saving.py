@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-import torch_xla
 from torch import nn
 
+from ..collectives.random_state import at_rest
 from ..consolidate.format.rank_file import FileRecord
-from .contents import device_seed, set_device_seed
 from .draft import Request, begin
 from .meeting import Meeting
 
@@ -57,9 +54,9 @@ def save_checkpoint(
         OtherRankError: another rank failed. If one rank raises, all do.
     """
     meeting = Meeting()
-    with at_rest() as seed:
+    with at_rest() as random:
         request = meeting_request(meeting, path, step, keep_last)
-        draft = begin(meeting, request, model, optimizer, scheduler, extra, seed)
+        draft = begin(meeting, request, model, optimizer, scheduler, extra, random)
         try:
             written = meeting.together("write its file", lambda: asdict(draft.write()))
             saved = meeting.first("complete the checkpoint", lambda: draft.commit(records(written)))
@@ -69,21 +66,6 @@ def save_checkpoint(
     if meeting.rank == 0:  # the others train on
         draft.tidy()
     return saved
-
-
-@contextlib.contextmanager
-def at_rest() -> Iterator[int]:
-    """Between two steps: what was traced so far has run, and random numbers go on from here.
-
-    Gives XLA's random state. Every meeting of the ranks ends a step, which moves it on; it is put
-    back, so that a run that goes on and one that is resumed from here draw the same.
-    """
-    torch_xla.sync()
-    state = device_seed()
-    try:
-        yield state
-    finally:
-        set_device_seed(state)
 
 
 def meeting_request(

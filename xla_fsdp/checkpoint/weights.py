@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from ..collectives.random_state import at_rest
 from ..consolidate.errors import ModelMismatchError
 from .filling import fill_model
 from .matching import LoadedKeys, Match, match_model
 from .meeting import Meeting
 from .parts import agreed_inventory
-from .saving import at_rest
+from .protocol import offered_by_load
 from .stored import Stored
 from .weight_files import open_weights
 
@@ -62,12 +63,23 @@ def load_weights(
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
 
-    def match() -> Match:
-        tensors = _renamed(open_weights(path), prefix, rename, path)
-        own = replace(inventory, extra_state={})
-        return match_model(own, tensors, str(path), strict, cast)
+    label = str(path)
 
-    matched = meeting.each("open the weights", match)
+    def opened() -> dict[str, Any]:
+        # Of extra state nothing is loaded, and nothing reported.
+        tensors = _renamed(open_weights(path), prefix, rename, path)
+        return dict.fromkeys(inventory.extra_state) | tensors
+
+    offered = offered_by_load(meeting, model, inventory, label, "open the weights", opened)
+    own = replace(inventory, extra_state={})
+
+    def match() -> Match:
+        assert offered is not None  # every rank has the file
+        values = {n: v for n, v in offered.values.items() if n not in inventory.extra_state}
+        reported = LoadedKeys(offered.missing, offered.unexpected)
+        return match_model(own, values, label, strict, cast, reported=reported)
+
+    matched = meeting.each("match the weights", match)
     meeting.together("load the weights", lambda: fill_model(inventory, matched))
     return matched.keys
 

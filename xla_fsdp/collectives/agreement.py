@@ -13,6 +13,7 @@ import torch_xla.runtime as xr
 from .. import xlac
 from ..ranks.rank import is_pretending
 from .host_data import as_data
+from .random_state import preserve_random_state
 from .world import World
 
 
@@ -24,11 +25,8 @@ def tell_all(world: World, tag: str, value: Any) -> list[Any] | None:
     """
     if world.context is not None:
         return world.context.post(tag, value)
-    # Every program moves the generator on: a resumed run would draw other numbers.
-    device = str(world.device)
-    random = xm.get_rng_state(device)
-    values: list[Any] = xm.mesh_reduce(tag, value, list)  # type: ignore[assignment]
-    xm.set_rng_state(random, device)
+    with preserve_random_state():
+        values: list[Any] = xm.mesh_reduce(tag, value, list)  # type: ignore[assignment]
     return values
 
 

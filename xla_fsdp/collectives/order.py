@@ -87,6 +87,11 @@ class Order:
                 events += self._reduced
         return events
 
+    @property
+    def arrived(self) -> Sequence[torch.Tensor]:
+        """What the last unit's backward started from, as :meth:`backward` was told."""
+        return self._arrived
+
     def offload(self, arrived: torch.Tensor) -> torch.Tensor | None:
         """What a forward waits for whose inputs go to the host: that those of the one before are
         there. ``arrived`` says it of its own."""

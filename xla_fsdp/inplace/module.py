@@ -205,6 +205,8 @@ def _require_not_for_torchs(frame: types.FrameType | None) -> None:
 def _before_load(
     module: FSDPModule, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
 ) -> None:
+    if not is_wrapper(module):
+        return  # it is the unwrapped module for a while, see checkpoint/protocol.py
     require_copying(local_metadata, "the shards that the module gathers")
     module._shell.release()
     module._unit.settle()

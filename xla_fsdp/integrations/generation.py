@@ -16,7 +16,7 @@ from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..checkpoint.saving import at_rest
+from ..collectives.random_state import at_rest
 from ..tree import map_tensors, tensors_in
 from .decoding import Decoding
 from .fixed_cache import CrossCache, FixedCache

@@ -60,7 +60,8 @@ class JoinedOptimizers(torch.optim.Optimizer):
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
-        self.defaults: dict[str, Any] = {}
+        shared = set.intersection(*(set(each.defaults) for each in optimizers))
+        self.defaults: dict[str, Any] = dict.fromkeys(shared)
         self.param_groups = [group for each in optimizers for group in each.param_groups]
         self.state = {k: v for each in optimizers for k, v in each.state.items()}  # type: ignore[assignment]
 

@@ -19,15 +19,13 @@ from ..sharding.around import is_sharded
 from .changes import Changes
 from .experts import warn_of_dynamic_experts
 from .generation import generate_sharded
-from .recomputation import recompute_through_checkpoint_module
 from .saving import count_whole, save_whole
 
 changes = Changes("transformers", ["4.57.6"])
 
 
 def adapt(module: nn.Module) -> None:
-    """Called with what is being wrapped, which may have been told before to recompute."""
-    recompute_through_checkpoint_module(module)
+    """Called with what is being wrapped."""
     warn_of_dynamic_experts(module)
 
 
@@ -43,14 +41,6 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     if is_sharded(model):
         return generate_sharded(original, model, *args, **kwargs)
     return original(model, *args, **kwargs)
-
-
-@changes.around(PreTrainedModel, "gradient_checkpointing_enable")
-def _recompute(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(model, *args, **kwargs)
-    if is_sharded(model):
-        recompute_through_checkpoint_module(model)
-    return result
 
 
 @changes.around(PreTrainedModel, "resize_token_embeddings")

@@ -13,10 +13,12 @@ from torch import nn
 from ..checkpoint.full_state import gather_state
 from ..checkpoint.inventory import Held, take_inventory
 from ..checkpoint.meeting import Meeting
+from ..collectives.random_state import at_rest
 from ..names import dotted
 from ..sharding.around import holders_outside
 
 
+@at_rest()
 def save_whole(
     original: Callable[..., Any],
     model: Any,
@@ -50,15 +52,7 @@ def save_whole(
             "leave it out, or pass is_main_process=rank == 0; call save_pretrained on every rank"
         )
     root, path = outermost(model)
-    prefix = dotted(path, "x")[:-1]
-    gathered = gather_state(
-        root,
-        lambda name: name.startswith(prefix) and wanted(name[len(prefix) :]),
-        rank0_only=True,
-        offload_to_cpu=True,
-    )
-    own = {name[len(prefix) :]: value for name, value in gathered.items()}
-    del gathered
+    own = gather_state(root, wanted, rank0_only=True, offload_to_cpu=True, path=path)
 
     def write() -> None:
         _call(original, given, own)

@@ -10,7 +10,7 @@ import torch_xla
 from torch import nn
 
 from .. import xlac
-from ..names import WRAPPED_PREFIX, dotted
+from ..names import WRAPPED_PREFIX, dotted, names_hook
 from ..offload.attaching import attach
 from ..sharding import metadata
 from ..sharding.first_step import require_values
@@ -18,6 +18,7 @@ from ..sharding.input_devices import raise_if_elsewhere
 from ..sharding.optimizer_checks import watch_optimizers
 from ..sharding.options import FSDPOptions, known_options
 from ..sharding.transforms import require_plain_call
+from ..torch_checkpoint import support_torch_checkpoint
 from ..tpu import compiler_options
 from ..tree import cast_floats
 from ..wrapper import XlaFullyShardedDataParallel
@@ -119,6 +120,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         attach(self._unit)
         self._fsdp_wrapped_module = self._unit.template
         watch_optimizers()
+        support_torch_checkpoint()
         self._register_state_dict_hook(_take_apart)
         self.register_load_state_dict_pre_hook(_put_together)
         if options.execute_sharding_on_init and builder.on_device:
@@ -184,6 +186,7 @@ def _checked(options: dict[str, Any]) -> FSDPOptions:
     return checked
 
 
+@names_hook
 def _take_apart(
     module: ScannedBlocks,
     state_dict: dict[str, Any],
@@ -210,6 +213,7 @@ def _take_apart(
             xlac.start_tensors(every)
 
 
+@names_hook
 def _put_together(
     module: ScannedBlocks,
     state_dict: dict[str, Any],

@@ -21,7 +21,7 @@ from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
 from ..sharding.parameter_checks import require_parameters_here
 from ..sharding.released import mark_released
-from .equality import describe, require_same
+from .equality import describe, require_same, require_same_attributes
 from .unit import ParameterStack, ScanUnit, Stack
 
 
@@ -96,7 +96,7 @@ class ScanBuilder:
                 )
         for path, module in block.named_modules():
             require_parameters_here(dotted(str(number), path), module)
-        described = describe(block, self.ignore)
+        described = describe(block)
         if self._template is None:
             self._template, self._described = block, described
             known = {ATTENTION, *(name for name, _ in block.named_modules() if name)}
@@ -112,6 +112,7 @@ class ScanBuilder:
         self.on_device |= any(p.device.type == "xla" for p in block.parameters())
         for _ in materialize(block, lambda module: False, self.options.param_init_fn):
             pass
+        require_same_attributes(self._template, block, number, self.ignore)
         if block is self._template:
             self._find_stacks(block)
         for name, stack in self._stacks.items():

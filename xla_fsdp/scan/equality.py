@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import types
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
+from ..checkpoint.stored import is_dense, same_bits
 from ..names import dotted
-from ..remat import Recomputed
 from ..sharding.full_precision import is_widening
 
 Described = dict[str, Any]
@@ -23,25 +23,22 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-_ABSENT = object()
+# What this package notes on parameters is about this package.
+_OURS = "_xla_fsdp"
+_BY_VALUE = (bool, int, str, bytes, range, torch.dtype, torch.device, types.CodeType)
 
 
-def describe(block: nn.Module, ignore: Collection[str]) -> Described:
-    """Everything that must be equal in all blocks, by dotted name in the block.
+def describe(block: nn.Module) -> Described:
+    """What stacking takes of a block, by dotted name in the block.
 
     Classes of modules; names, shapes, dtypes and ``requires_grad`` of parameters; which of them are
-    shared; names, shapes and dtypes of buffers; and the attributes of every module, except those
-    called as in ``ignore``. Attributes count by value where they are numbers, strings, dtypes,
-    functions, tensors, or containers of such; other objects by equality, or by type if they have
-    none.
+    shared; names, shapes and dtypes of buffers.
     """
     found: Described = {}
     first: dict[int, str] = {}
     for path, module in block.named_modules(remove_duplicate=False):
-        found[path or "the block"] = type(module)
-        for name, value in vars(module).items():
-            if name not in _MACHINERY and name not in ignore:
-                found[dotted(path, name)] = _value(value)
+        # A parametrized module has a class of its own.
+        found[path or "the block"] = parametrize.type_before_parametrizations(module)
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
                 own = dotted(path, name)
@@ -74,13 +71,165 @@ def require_same(first: Described, other: Described, number: int) -> None:
     """Raises ValueError naming the first difference between block 0 and block ``number``."""
     for name in [*first, *(name for name in other if name not in first)]:
         a, b = first.get(name, _ABSENT), other.get(name, _ABSENT)
-        if not _equal(a, b):
+        if a != b:
             raise ValueError(
                 f"blocks must be equal in all but the values of parameters and buffers; {name}: "
                 f"{_shown(a)} in block 0, {_shown(b)} in block {number}. Make them equal, or wrap "
-                "the blocks singly; an attribute that does not matter for the forward can be "
-                "named in ignore="
+                "the blocks singly"
             )
+    if [*first] != [*other]:
+        raise ValueError(
+            f"blocks must be equal in all but the values of parameters and buffers; block {number} "
+            "has its modules or parameters in another order than block 0. Make them equal, or wrap "
+            "the blocks singly"
+        )
+
+
+def require_same_attributes(
+    first: nn.Module, other: nn.Module, number: int, ignore: Collection[str]
+) -> None:
+    """Raises ValueError unless ``first`` and ``other``, which is block ``number``, are known to be
+    equal in the attributes of their modules, parameters and buffers.
+
+    Attributes called as in ``ignore`` are left out. Numbers, strings, tensors on the host and
+    containers are compared by value; functions by their code, defaults and closures; every other
+    object by what pickle would store of it.
+    """
+    comparison = _Comparison(number)
+    modules = [list(block.named_modules(remove_duplicate=False)) for block in (first, other)]
+    attributes: list[tuple[str, dict, dict]] = []
+    for (path, a), (_, b) in zip(*modules, strict=True):
+        comparison.note_partners(a, b)
+        attributes.append((path, *(_without(vars(m), _MACHINERY) for m in (a, b))))
+        for mine, its in ((a._parameters, b._parameters), (a._buffers, b._buffers)):
+            for name, tensor in mine.items():
+                if tensor is not None:
+                    comparison.note_partners(tensor, its[name])
+                    attributes.append((dotted(path, name), vars(tensor), vars(its[name])))
+    for path, mine, its in attributes:
+        for name in [*mine, *(name for name in its if name not in mine)]:
+            if name not in ignore and not name.startswith(_OURS):
+                comparison.attribute = name
+                comparison.require_equal(
+                    dotted(path, name), mine.get(name, _ABSENT), its.get(name, _ABSENT)
+                )
+
+
+class _Comparison:
+    """Compares what is in an attribute of block 0 and of block ``number``, and raises ValueError
+    unless it is equal."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.attribute = ""
+        # Modules, parameters and buffers of either block, with those of the other.
+        self._partners: dict[int, Any] = {}
+        # Pairs whose comparison has begun: objects may contain themselves.
+        self._begun: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def note_partners(self, a: Any, b: Any) -> None:
+        self._partners[id(a)], self._partners[id(b)] = b, a
+
+    def require_equal(self, name: str, a: Any, b: Any) -> None:
+        if a is b:
+            return
+        if id(a) in self._partners or id(b) in self._partners:
+            if self._partners.get(id(a)) is not b:
+                self._refuse(name, a, b)
+        elif type(a) is not type(b) or isinstance(a, type):
+            self._refuse(name, a, b)
+        elif isinstance(a, (float, complex)):
+            if repr(a) != repr(b):  # the sign of zero counts, NaN is equal to itself
+                self._refuse(name, a, b)
+        elif type(a) in _BY_VALUE:
+            if a != b:
+                self._refuse(name, a, b)
+        elif isinstance(a, torch.Tensor):
+            if not (is_dense(a) and is_dense(b) and a.device.type == b.device.type == "cpu"):
+                self._cannot_compare(name, a)
+            if a.requires_grad is not b.requires_grad or not same_bits(a, b):
+                self._refuse(name, a, b)
+        elif (id(a), id(b)) not in self._begun:
+            self._begun[id(a), id(b)] = a, b
+            mine, its = (self._contents(name, value) for value in (a, b))
+            if [part for part, _ in mine] != [part for part, _ in its]:
+                self._refuse(name, a, b)
+            for (part, x), (_, y) in zip(mine, its, strict=True):
+                self.require_equal(part, x, y)
+
+    def _contents(self, name: str, value: Any) -> list[tuple[str, Any]]:
+        """What makes ``value`` what it is, each with a name."""
+        if type(value) is dict:
+            keys = list(value)
+            if all(type(key) is str for key in keys):
+                return [(dotted(name, key), value[key]) for key in keys]
+            return [(name, part) for item in value.items() for part in item]
+        if type(value) in (list, tuple):
+            return [(f"{name}[{number}]", item) for number, item in enumerate(value)]
+        if type(value) in (set, frozenset):
+            try:
+                return [(name, item) for item in sorted(value)]
+            except TypeError:
+                self._cannot_compare(name, value)
+        if isinstance(value, types.FunctionType):
+            return list(_contents_of_function(name, value))
+        if isinstance(value, types.MethodType):
+            return [(name, value.__func__), (name, value.__self__)]
+        try:
+            stored = None if type(value) is object else value.__reduce_ex__(4)
+        except Exception:
+            stored = None
+        if not isinstance(stored, tuple):
+            self._cannot_compare(name, value)
+        parts = []
+        for one in stored:
+            if isinstance(one, Iterator):  # over what it holds if it is a list or a dict
+                one = list(one)
+            parts.append((name, one))
+        return parts
+
+    def _refuse(self, name: str, a: Any, b: Any) -> NoReturn:
+        raise ValueError(
+            f"blocks must be equal in all but the values of parameters and buffers; {name}: "
+            f"{_shown(a)} in block 0, {_shown(b)} in block {self.number}. {self._remedy}"
+        )
+
+    def _cannot_compare(self, name: str, value: Any) -> NoReturn:
+        raise ValueError(
+            f"blocks must be equal in all but the values of parameters and buffers, and {name} of "
+            f"blocks 0 and {self.number} cannot be compared: {_shown(value)}. {self._remedy}"
+        )
+
+    @property
+    def _remedy(self) -> str:
+        return (
+            "Give all blocks the same object, or wrap the blocks singly; if it does not matter for "
+            f"the forward, name it in ignore=[{self.attribute!r}]"
+        )
+
+
+def _contents_of_function(name: str, value: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    yield f"the code of {name}", value.__code__
+    yield f"the globals of {name}", id(value.__globals__)
+    yield f"the defaults of {name}", (value.__defaults__, value.__kwdefaults__)
+    yield name, value.__dict__
+    for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        try:
+            yield f"{variable} in {name}", cell.cell_contents
+        except ValueError:  # not set yet
+            yield f"{variable} in {name}", _ABSENT
+
+
+def _without(attributes: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in names}
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing of that name"
+
+
+_ABSENT = _Absent()
 
 
 def _tensor(kind: str, tensor: torch.Tensor, first: dict[int, str], own: str) -> str:
@@ -92,62 +241,11 @@ def _tensor(kind: str, tensor: torch.Tensor, first: dict[int, str], own: str) ->
     return text if shared == own else f"{text}, the same as {shared}"
 
 
-def _value(value: Any) -> Any:
-    """``value`` in a form that compares by content."""
-    if isinstance(value, functools.partial):
-        return ("partial", _value(value.func), _value(value.args), _value(value.keywords))
-    if isinstance(value, Recomputed):
-        return ("recomputed", _value(value.original), value.offload)
-    if isinstance(value, types.MethodType):
-        return ("method", value.__func__)
-    if isinstance(value, types.FunctionType):
-        return ("function", value.__module__, value.__qualname__, value.__code__)
-    if isinstance(value, Mapping):
-        return {key: _value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, [_value(item) for item in value]
-    return value
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, type):
-        return _made_alike(a, b)
-    if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and _equal_values(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(item, b[key]) for key, item in a.items())
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if type(a).__eq__ is object.__eq__:
-        return True  # same type, and no way to tell
-    return bool(a == b)
-
-
-def _made_alike(a: type, b: type) -> bool:
-    # torch.nn.utils.parametrize gives every module a class of its own.
-    return (
-        a.__name__ == b.__name__
-        and a.__name__.startswith("Parametrized")
-        and a.__mro__[1:] == b.__mro__[1:]
-    )
-
-
-def _equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # Values elsewhere than on the host could only be had by running what is pending.
-    return a.device == b.device and (a.device.type != "cpu" or torch.equal(a, b))
-
-
 def _shown(value: Any) -> str:
-    if value is _ABSENT:
-        return "nothing of that name"
     if isinstance(value, type):
         return value.__name__
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return f"a tensor of shape {tuple(value.shape)} on {value.device}"
     if isinstance(value, str) and value.startswith(("parameter of", "buffer of")):
         return value
     return repr(value)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..names import WRAPPED_PREFIX, dotted
+from ..names import WRAPPED_PREFIX, dotted, names_hook
 from .layout import Layout
 from .sharded_tensor import ShardedTensor, home_of
 from .unit import Unit
@@ -91,6 +91,7 @@ def _described(layout: Layout, names: list[list[str]]) -> dict[str, Any]:
     }
 
 
+@names_hook
 def clean_state_dict_keys(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
@@ -98,6 +99,7 @@ def clean_state_dict_keys(
     _rename(state_dict, prefix + WRAPPED_PREFIX, prefix)
 
 
+@names_hook
 def restore_state_dict_keys(
     module: Wrapper,
     state_dict: dict[str, Any],
@@ -167,6 +169,7 @@ def rename_loaded(
             state_dict[prefix + renamed(intree_name(key[len(prefix) :]))] = value
 
 
+@names_hook
 def clean_reported_keys(module: nn.Module, incompatible: tuple[list[str], list[str]]) -> None:
     """Load hook: what is missing, unexpected or of another shape goes by its clean name."""
     for names in (*incompatible, module.__dict__.pop(_ERRORS, [])):

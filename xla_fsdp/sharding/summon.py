@@ -16,6 +16,7 @@ import torch_xla
 import torch_xla.runtime as xr
 from torch import nn
 
+from ..collectives.random_state import at_rest
 from ..names import is_wrapper
 from .around import name_held_outside
 from .attributes import refuse_replacement
@@ -70,17 +71,22 @@ def summon_full_params(
     among = module.modules() if recurse else [module]
     wrappers = [(one, _unit_of(one)) for one in among if is_wrapper(one)]
     _require_possible(module, [unit for _, unit in wrappers], recurse, with_grads)
+    if not wrappers:
+        yield
+        return
     summoned = _Summoned(How(writeback, rank0_only, offload_to_cpu, with_grads))
     try:
-        for wrapper, unit in wrappers:
-            summoned.add(wrapper, unit)
+        with at_rest():
+            for wrapper, unit in wrappers:
+                summoned.add(wrapper, unit)
         yield
         if writeback:
             summoned.require_writable()
     finally:
         summoned.restore()
     if writeback:
-        summoned.write_back()
+        with at_rest():
+            summoned.write_back()
 
 
 def full_params_of(unit: Unit) -> list[torch.Tensor]:

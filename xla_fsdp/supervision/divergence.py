@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch_xla
 from torch import nn
 
 from ..checkpoint.meeting import Meeting
+from ..collectives.random_state import at_rest
 from ..planning.tracing.naming import plain
 from ..scan.blocks import ScannedBlocks
 from ..tree import tensors_in
@@ -180,8 +180,8 @@ class detect_divergence:
         tensors = [value for value in agreeing.values() if isinstance(value, torch.Tensor)]
         numbers = [value.detach().reshape(()).float() for value in tensors]
         flags = torch.stack([flag for _, _, flag in events]) if events else None
-        torch_xla.sync()  # all of the step in one program; what is read then is there
-        bad = [] if flags is None else flags.cpu().tolist()
+        with at_rest():  # all of the step in one program; what is read then is there
+            bad = [] if flags is None else flags.cpu().tolist()
         read = iter([number.item() for number in numbers])
         values = {
             name: next(read) if isinstance(value, torch.Tensor) else float(value)

@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.profiler as xp
 import torch_xla.runtime as xr
@@ -26,6 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from .. import xlac
+from ..collectives.random_state import at_rest
 from ..planning.tracing.naming import Naming
 
 
@@ -263,8 +263,8 @@ def _checked(steps: Any) -> tuple[int, int]:
 
 
 def _wait_for_device() -> None:
-    torch_xla.sync(wait=True)
-    xm.wait_device_ops()
+    with at_rest():
+        xm.wait_device_ops()
 
 
 def _traces(folder: str) -> set[Path]:

@@ -10,15 +10,16 @@ from typing import Any
 
 from torch import nn
 
+from ...collectives.random_state import at_rest
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import open_store
 from ..asynchronous import RunningSave
-from ..contents import Contents, device_seed, set_device_seed, take_contents
+from ..contents import Contents, take_contents
 from ..draft import Request, agreed, place
 from ..loading import take_effect
 from ..meeting import Meeting
 from ..reading import LoadedCheckpoint, Prepared, Reader, prepare
-from ..saving import at_rest, meeting_request
+from ..saving import meeting_request
 from .holding import HostTier, Save
 from .hosts import Hosts
 from .newest import read_newest
@@ -112,12 +113,12 @@ class TieredCheckpointer:
             CheckpointError: the save before this one failed (this one is not begun), or this one
                 cannot begin; see :func:`save_checkpoint`. If one rank raises, all do.
         """
-        with at_rest() as seed:
+        with at_rest() as random:
             meeting = self._meeting
             self._settle()
             request = meeting_request(meeting, self.path, step, self.keep_last)
             contents = agreed(
-                meeting, lambda: take_contents(model, optimizer, scheduler, step, extra, seed)
+                meeting, lambda: take_contents(model, optimizer, scheduler, step, extra, random)
             )
             save = Save(step, meeting.first("name the save", _new_id))
             if self._hosts.leads:
@@ -149,19 +150,22 @@ class TieredCheckpointer:
             CorruptFileError: all that is in memory is damaged, and ``path`` has nothing; also with
                 ``missing_ok``.
         """
-        with at_rest():
-            self._settle()
-        meeting, seed = self._meeting, device_seed()
+        meeting = self._meeting
 
         def read(checkpoint: ShardedCheckpoint) -> Prepared:
             reader = Reader(checkpoint, meeting)
             return prepare(reader, model, optimizer, scheduler, strict, restore_rng)
 
-        prepared = read_newest(self._tier, self._hosts, meeting, self.path, step, missing_ok, read)
-        if prepared is None:
-            set_device_seed(seed)
-            return None
-        return take_effect(meeting, prepared, seed)
+        with at_rest():
+            self._settle()
+            prepared = read_newest(
+                self._tier, self._hosts, meeting, self.path, step, missing_ok, read
+            )
+            if prepared is None:
+                return None
+            take_effect(meeting, prepared)
+        prepared.restore_rng()
+        return prepared.result
 
     def wait(self) -> None:
         """Returns once all that was begun is over, in memory and in ``path``.

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch_xla
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from ...checkpoint.full_optimizer import full_optim_state_dict, load_full_optim_state_dict
@@ -20,6 +19,7 @@ from ...checkpoint.full_state import full_state_dict, load_full_state_dict
 from ...checkpoint.loading import load_checkpoint
 from ...checkpoint.meeting import Meeting
 from ...checkpoint.saving import save_checkpoint
+from ...collectives.random_state import at_rest
 from ...consolidate.format import folders, values
 from ...consolidate.format.manifest import NAME
 from ...consolidate.format.reader import ShardedCheckpoint
@@ -40,6 +40,7 @@ def state_of_optimizer(strategy: Any, optimizer: torch.optim.Optimizer) -> dict[
     return {} if _is_sharded(strategy) else full_optim_state_dict(strategy.model, optimizer)
 
 
+@at_rest()
 def save(strategy: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
     """``checkpoint`` is what the Trainer has collected; every rank calls it.
 
@@ -48,7 +49,6 @@ def save(strategy: Any, checkpoint: dict[str, Any], path: Any, storage_options: 
         OtherRankError: another rank could not.
     """
     meeting = Meeting()
-    torch_xla.sync()
     wanted = os.fspath(path)
     require_kind(meeting, wanted, folder=_is_sharded(strategy))
     if not _is_sharded(strategy):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch_xla
 from lightning.fabric.strategies.fsdp import _apply_filter
 from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -20,6 +19,7 @@ from ...checkpoint.full_state import full_state_dict, load_full_state_dict
 from ...checkpoint.loading import load_checkpoint
 from ...checkpoint.meeting import Meeting
 from ...checkpoint.saving import save_checkpoint
+from ...collectives.random_state import at_rest
 from ...sharding.around import is_sharded
 from ..held_shards import joined
 from .checkpoints import extra_of, give_back, packed, require_kind, unpacked
@@ -28,6 +28,7 @@ from .collectives import on_host
 Filters = dict[str, Callable[[str, Any], bool]]
 
 
+@at_rest()
 def save(
     strategy: Any, path: Any, state: dict[str, Any], storage_options: Any, filters: Filters
 ) -> None:
@@ -38,7 +39,6 @@ def save(
         OtherRankError: another rank could not.
     """
     meeting = Meeting()
-    torch_xla.sync()
     wanted = strategy.broadcast(os.fspath(path))
     sharded = strategy.settings.state_dict_type == "sharded"
     require_kind(meeting, wanted, folder=sharded)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
+from ...collectives.random_state import preserve_random_state
 from ...ranks.cpu import call_site
 from ...ranks.cpu.runtime import ONE_AT_A_TIME
 from ...ranks.rank import current_rank
@@ -321,12 +321,10 @@ def _everything_put_back() -> Iterator[LiveTensors]:
     """Tensors from before, and random states, are afterwards what they were."""
     live = LiveTensors()
     grads = [(tensor, tensor.grad) for tensor in live.before if tensor.is_leaf]
-    seed = xm.get_rng_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), preserve_random_state():
             yield live
     finally:
-        xm.set_rng_state(seed)
         for one in live.kept:
             one.restore()
         for tensor, grad in grads:

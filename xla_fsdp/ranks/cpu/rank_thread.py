@@ -46,7 +46,7 @@ class RankThread(threading.Thread):
 
     def run(self) -> None:
         session, context = self._session, self._context
-        session.thread_idents[context.rank] = context.thread = threading.get_ident()
+        context.thread = threading.get_ident()
         session.adopt_thread(context)
         try:
             with RankMode(session, context):

@@ -44,7 +44,6 @@ class Session:
         contexts: one a rank; rank r runs on device ``xla:r``.
         barrier: where they meet.
         generators: their random states.
-        thread_idents: the ranks' threads, once they run.
         dispatching: which ranks must not be interrupted, because others depend on their program.
         dispatched: how many programs with collectives each rank has dispatched.
         gate: where these programs wait for those of the other ranks.
@@ -59,10 +58,9 @@ class Session:
             RankContext(r, size, torch.device("xla", r), board, parts) for r in range(size)
         ]
         self.barrier = Barrier(
-            size, timeout, lambda rank: call_site.of_thread(self.thread_idents[rank])
+            size, timeout, lambda rank: call_site.of_thread(self.contexts[rank].thread)
         )
         self.generators = RankGenerators(self.contexts)
-        self.thread_idents: list[int | None] = [None] * size
         self.dispatching = [False] * size
         self.dispatched = [0] * size
         self.preempted: Preempted | None = None

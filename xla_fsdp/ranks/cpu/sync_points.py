@@ -76,7 +76,7 @@ def adopt_autograd_thread(session: Session, context: RankContext) -> None:
     """Tells autograd's thread for the rank's device, which outlives the launch, its rank."""
 
     def adopt() -> None:
-        if threading.get_ident() != session.thread_idents[context.rank]:
+        if threading.get_ident() != context.thread:
             session.adopt_thread(context)
 
     run_there(context.device, adopt)

@@ -1,0 +1,200 @@
+"""Which blocks ``scan_blocks`` takes for equal: those that are known to be, and no others."""
+
+import collections
+import dataclasses
+import enum
+import functools
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+
+class Settings:
+    def __init__(self, scale):
+        self.scale = scale
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale):
+        self.scale = scale
+
+
+@dataclasses.dataclass
+class Half:
+    scale: float = dataclasses.field(compare=False)
+
+
+class AlwaysEqual(Settings):
+    def __eq__(self, other):
+        return True
+
+
+class Kind(enum.Enum):
+    LARGE = 3.0
+    SMALL = 2.0
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def scaled(x, scale=1.0):
+    return scale * x
+
+
+def closure(scale):
+    return lambda x: scale * x
+
+
+def default(scale):
+    return lambda x, by=scale: by * x
+
+
+def nested(scale):
+    inner = closure(scale)
+    return lambda x: inner(x)
+
+
+def itself(scale):
+    found = Settings(scale)
+    found.me = found
+    return found
+
+
+def array(scale):
+    return np.full(3, scale, dtype=np.float32)
+
+
+def cached(scale):
+    @functools.lru_cache
+    def call(x):
+        return scale * x
+
+    return call
+
+
+def negative_zero(scale):
+    return 0.0 if scale == 2.0 else -0.0
+
+
+class Block(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.inner.value = value
+
+
+# What makes an attribute of a number, and what a message calls it.
+DECIDED = {
+    "a number": (float, "inner.value: 2.0 in block 0, 3.0 in block 1"),
+    "signs of zero": (negative_zero, "inner.value: 0.0 in block 0, -0.0 in block 1"),
+    "an object": (Settings, "inner.value.scale: 2.0 in block 0, 3.0 in block 1"),
+    "an object with slots": (Slots, "scale: 2.0 in block 0, 3.0 in block 1"),
+    "an object that __eq__ leaves something out of": (Half, "inner.value.scale: 2.0"),
+    "an object that is equal to all": (AlwaysEqual, "inner.value.scale: 2.0"),
+    "an object that contains itself": (itself, "inner.value.scale: 2.0"),
+    "an enumeration": (Kind, "inner.value"),
+    "a named tuple": (collections.namedtuple("Named", "scale"), "inner.value"),
+    "objects in a list in a dict": (
+        lambda scale: {"a": [1, Settings(scale)]},
+        "inner.value.a[1].scale: 2.0",
+    ),
+    "keys": (lambda scale: {scale: 1}, "inner.value: 2.0"),
+    "a set": (lambda scale: {1.0, scale}, "inner.value: 2.0"),
+    "an ordered dict": (lambda scale: collections.OrderedDict(a=scale), "2.0 in block 0"),
+    "a deque": (lambda scale: collections.deque([scale]), "2.0 in block 0"),
+    "a closure": (closure, "scale in inner.value: 2.0 in block 0, 3.0 in block 1"),
+    "a closure in a closure": (nested, "scale in inner in inner.value: 2.0"),
+    "a default": (default, "the defaults of inner.value[0][0]: 2.0"),
+    "a partial function": (lambda scale: functools.partial(scaled, scale=scale), "2.0 in block 0"),
+    "a method": (lambda scale: AlwaysEqual(scale).__eq__, "inner.value.scale: 2.0"),
+    "a tensor": (lambda scale: torch.tensor([1.0, scale]), "inner.value: a tensor of shape (2,)"),
+    "a NumPy array": (array, "inner.value"),
+    "a module that is not registered": (lambda scale: [nn.Dropout(scale / 10)], ".p: 0.2 in"),
+}
+# Two of these cannot be told apart, nor be known to be equal.
+UNDECIDED = {
+    "a lock": lambda scale: threading.Lock(),
+    "an object without anything": lambda scale: object(),
+    "a weak reference": lambda scale: weakref.ref(Settings(scale)),
+    "a cached function": cached,
+    "a generator": lambda scale: iter(range(3)).__reduce__ and (x for x in range(3)),
+    "a tensor without values": lambda scale: torch.empty(3, device="meta"),
+    "a sparse tensor": lambda scale: torch.eye(2).to_sparse(),
+}
+
+
+def compared(rank):
+    import torch_xla
+
+    from xla_fsdp.scan.blocks import scan_blocks
+
+    x = torch.ones(2, 4).to(torch_xla.device())
+
+    def refusal(*values):
+        with pytest.raises(ValueError) as raised:
+            scan_blocks([Block(value) for value in values])
+        # What the message recommends works.
+        assert "name it in ignore=['value']" in str(raised.value)
+        scan_blocks([Block(value) for value in values], ignore=["value"])
+        scan_blocks([Block(values[0]) for _ in values])
+        return str(raised.value)
+
+    for name, (make, expected) in DECIDED.items():
+        scan_blocks([Block(make(2.0)), Block(make(2.0))])
+        message = refusal(make(2.0), make(3.0))
+        assert expected in message, (name, message)
+    undecided = UNDECIDED | {"a tensor on the device": lambda scale: torch.ones(3).to(x.device)}
+    for name, make in undecided.items():
+        message = refusal(make(2.0), make(2.0))
+        assert "inner.value of blocks 0 and 1 cannot be compared" in message, (name, message)
+    return True
+
+
+def test_attributes(run_ranks):
+    assert run_ranks(compared, 1) == [True]
+
+
+def parts_of_blocks(rank):
+    """References to what is in a block, and what belongs to parameters."""
+    from xla_fsdp.scan.blocks import scan_blocks
+
+    def block(first="inner", method="forward", tag=1.0, doubled=True, swapped=False):
+        found = Block(None)
+        found.other = nn.Linear(4, 4)
+        found.parts = [getattr(found, first), found.inner.weight]
+        found.call = getattr(found.inner, method)
+        found.function = lambda x: found.inner(x)
+        found.inner.weight.scale = tag
+        if doubled:
+            parametrize.register_parametrization(found.other, "weight", Double())
+        if swapped:
+            found._modules.move_to_end("inner") if hasattr(found._modules, "move_to_end") else (
+                found._modules.update(inner=found._modules.pop("inner"))
+            )
+        return found
+
+    scan_blocks([block(), block()])
+    for other, expected in (
+        ({"first": "other"}, "parts[0]"),
+        ({"method": "extra_repr"}, "call"),
+        ({"tag": 2.0}, "inner.weight.scale: 1.0 in block 0, 2.0 in block 1"),
+        ({"doubled": False}, "other.parametrizations"),
+        ({"swapped": True}, "in another order"),
+    ):
+        with pytest.raises(ValueError) as raised:
+            scan_blocks([block(), block(**other)])
+        assert expected in str(raised.value), (expected, str(raised.value))
+    return True
+
+
+def test_parts_of_blocks(run_ranks):
+    assert run_ranks(parts_of_blocks, 1) == [True]

@@ -1,0 +1,386 @@
+"""Modules that say themselves what their state dict is: as torch has it of the unwrapped module."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from wrappings import assert_equal
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        self.b = nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.b.weight
+        self.register_buffer("table", torch.linspace(0, 1, 3))
+
+    def forward(self, x):
+        return self.tied(self.b(self.a(x)))
+
+
+class LeavesOut(Net):
+    def state_dict(self, *args, **kwargs):
+        kept = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in kept.items() if "b." not in name}
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        own = nn.Module.state_dict(self)
+        return super().load_state_dict({**own, **state_dict}, *args, **kwargs)
+
+
+class Renames(Net):
+    def state_dict(self, *args, **kwargs):
+        own = super().state_dict(*args, **kwargs)
+        return {f"net.{name}": value for name, value in own.items()}
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        own = {name.removeprefix("net."): value for name, value in state_dict.items()}
+        return super().load_state_dict(own, *args, **kwargs)
+
+
+class Folded(nn.Linear):
+    """Saves a scaled weight under another name, and something of its own."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "doubled"] = 2 * self.weight.detach()
+        destination[prefix + "bias"] = self.bias.detach()
+        destination[prefix + "kind"] = "folded"
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
+    ):
+        assert state_dict.pop(prefix + "kind") == "folded"
+        state_dict[prefix + "weight"] = state_dict.pop(prefix + "doubled") / 2
+        super()._load_from_state_dict(
+            state_dict, prefix, metadata, strict, missing, unexpected, errors
+        )
+
+
+class WritesItself(nn.Linear):
+    """Loads without torch's help, into the data of its parameters."""
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
+    ):
+        self.weight.data = state_dict[prefix + "weight"].clone()
+        self.bias.data.copy_(state_dict[prefix + "bias"])
+
+
+class Replaced(nn.Linear):
+    """Loads by new parameters and buffers."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
+    ):
+        self.weight = nn.Parameter(state_dict[prefix + "weight"].clone())
+        self.bias = nn.Parameter(state_dict[prefix + "bias"].clone())
+        self.register_buffer("seen", state_dict[prefix + "seen"].clone())
+
+
+class Stateful(nn.Linear):
+    note = 0
+
+    def get_extra_state(self):
+        return {"note": self.note, "mean": self.weight.mean().item()}
+
+    def set_extra_state(self, state):
+        self.note = state["note"]
+
+
+def with_b(kind):
+    net = Net()
+    net.b = kind(WIDTH, WIDTH)
+    net.tied = nn.Linear(WIDTH, WIDTH)
+    return net
+
+
+def hooked():
+    """Public and private hooks: renamed, computed and removed entries, and what loads them."""
+    net = Net()
+
+    def drop(module, state, prefix, metadata):
+        del state[prefix + "table"]
+
+    def half(module, state, prefix, metadata):
+        state[prefix + "weight"] = state[prefix + "weight"].half()
+
+    def rename(module, state, prefix, metadata):
+        return type(state)((name.replace("a.0.", "first."), v) for name, v in state.items())
+
+    def rename_back(module, state, prefix, *rest):
+        for name in [name for name in state if "first." in name]:
+            state[name.replace("first.", "a.0.")] = state.pop(name)
+
+    def fill(state, prefix, *rest):
+        state.setdefault(prefix + "table", torch.ones(3))
+
+    net.register_state_dict_post_hook(drop)
+    net.a[0].register_state_dict_post_hook(half)
+    net._register_state_dict_hook(rename)
+    net.register_load_state_dict_pre_hook(rename_back)
+    net._register_load_state_dict_pre_hook(fill)
+    return net
+
+
+def prepared():
+    """A pre-hook that changes parameters before they are saved, and a hook after loading."""
+    net = Net()
+
+    def clamp(module, prefix, keep_vars):
+        with torch.no_grad():
+            module.weight.clamp_(-0.1, 0.1)
+
+    def forgive(module, incompatible):
+        incompatible.missing_keys.clear()
+
+    net.b.register_state_dict_pre_hook(clamp)
+    net.register_load_state_dict_post_hook(forgive)
+    return net
+
+
+def halves_after_loading():
+    net = Net()
+
+    def halve(module, incompatible):
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+            module.num = 3
+
+    net.b.register_load_state_dict_post_hook(halve)
+    return net
+
+
+def parametrized():
+    net = Net()
+    nn.utils.parametrizations.weight_norm(net.a[0])
+    return net
+
+
+MODELS = {
+    "leaves out": LeavesOut,
+    "renames": Renames,
+    "_save_to_state_dict": lambda: with_b(Folded),
+    "data": lambda: with_b(WritesItself),
+    "replaced": lambda: with_b(Replaced),
+    "extra state": lambda: with_b(Stateful),
+    "hooks": hooked,
+    "pre-hook that changes values": prepared,
+    "hook after loading": halves_after_loading,
+    "parametrization": parametrized,
+    "nothing of its own": Net,
+}
+
+
+def built(name, seed):
+    torch.manual_seed(seed)
+    net = MODELS[name]()
+    with torch.no_grad():
+        for buffer in net.buffers():
+            buffer.add_(seed)
+    return net
+
+
+def hooked_afterwards(model):
+    """Hooks on the model after it is wrapped."""
+
+    def rename(module, state, prefix, metadata):
+        state[prefix + "later"] = state.pop(prefix + "table")
+
+    def rename_back(module, state, prefix, *rest):
+        state[prefix + "table"] = state.pop(prefix + "later")
+
+    model.register_state_dict_post_hook(rename)
+    model.register_load_state_dict_pre_hook(rename_back)
+    return model
+
+
+def wrap(net, form):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import fully_shard
+
+    if form == "in place":
+        for child in (net.a, net.b):
+            fully_shard(child)
+        return fully_shard(net)
+    if form == "none":
+        return net.to("xla")
+    if form == "nested":
+        net.a = FSDP(net.a)
+    return FSDP(net, flatten_parameters=form == "flat")
+
+
+def same(found, expected):
+    assert list(found) == list(expected)
+    tensors = [name for name, value in expected.items() if isinstance(value, torch.Tensor)]
+    assert_equal(
+        {name: found[name] for name in tensors}, {name: expected[name] for name in tensors}
+    )
+    others = [name for name in expected if name not in tensors]
+    for name in others:
+        assert found[name] == pytest.approx(expected[name]), name
+
+
+def _hooks(rank, form):
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    from xla_fsdp import full_state_dict, load_full_state_dict
+
+    for name in MODELS:
+        if form != "class" and name in ("pre-hook that changes values",):
+            continue
+        later = hooked_afterwards if name == "nothing of its own" else lambda model: model
+        expected = later(built(name, 1)).state_dict()
+        model = later(wrap(built(name, 1), form))
+        parameters = list(model.parameters())
+        same(full_state_dict(model, rank0_only=False), expected)
+        there = full_state_dict(model, rank0_only=False, offload_to_cpu=False)
+        assert all(v.device.type == "xla" for v in there.values() if isinstance(v, torch.Tensor))
+        same(full_state_dict(copy.deepcopy(model), rank0_only=False), expected)
+        only = full_state_dict(model)
+        assert only == {} if rank else list(only) == list(expected)
+
+        for everywhere in (True, False):
+            given = later(built(name, 2)).state_dict()
+            plain = later(built(name, 1))
+            keys = plain.load_state_dict(copy.deepcopy(given))
+            model = later(wrap(built(name, 1), form))
+            parameters = list(model.parameters())
+            loaded = load_full_state_dict(model, given if everywhere or rank == 0 else None)
+            assert loaded == (keys or _IncompatibleKeys([], [])), name
+            assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+            same(full_state_dict(model, rank0_only=False), plain.state_dict())
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+            got = model.eval()(x.to("xla")).detach().cpu()
+            assert torch.allclose(got, plain.eval()(x), atol=1e-5), (name, form)
+
+
+@pytest.mark.parametrize("form", ["class", "nested", "flat", "in place", "none"])
+def test_full_state_is_what_the_module_makes_of_it(run_ranks, form):
+    run_ranks(_hooks, 2, form)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(2))
+        self.linear.register_state_dict_post_hook(_rename_weight)
+        self.linear.register_load_state_dict_pre_hook(_rename_weight_back)
+
+    def forward(self, x):
+        return x + self.linear(x)
+
+
+def _rename_weight(module, state, prefix, metadata):
+    state[prefix + "kernel"] = state.pop(prefix + "weight")
+    state[prefix + "norm"] = module.weight.norm()
+
+
+def _rename_weight_back(module, state, prefix, *rest):
+    state[prefix + "weight"] = state.pop(prefix + "kernel")
+    del state[prefix + "norm"]
+
+
+class Blocks(nn.Module):
+    def __init__(self, scan=lambda blocks: nn.Sequential(*blocks)):
+        super().__init__()
+        blocks = [Block() for _ in range(3)]
+        with torch.no_grad():
+            for number, block in enumerate(blocks):
+                block.seen.fill_(number)
+        self.blocks = scan(blocks)
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def _files(rank, folder):
+    """Files and directories of torch.distributed.checkpoint, and scanned blocks."""
+    import torch.distributed.checkpoint as dcp
+    import torch_xla.core.xla_model as xm
+
+    import xla_fsdp
+
+    torch.manual_seed(3)
+    expected = Blocks()
+    torch.manual_seed(3)
+    model = wrap(Blocks(xla_fsdp.scan_blocks), "class")
+    same(xla_fsdp.full_state_dict(model, rank0_only=False), expected.state_dict())
+    torch.manual_seed(4)
+    other = Blocks().state_dict()
+    xla_fsdp.load_full_state_dict(model, other if rank == 0 else None)
+    same(xla_fsdp.full_state_dict(model, rank0_only=False), other)
+
+    for name in ("renames", "leaves out", "hooks", "_save_to_state_dict", "hook after loading"):
+        given = built(name, 2).state_dict()
+        given = {n: value for n, value in given.items() if isinstance(value, torch.Tensor)}
+        path = f"{folder}/{name}.pth"
+        if rank == 0:
+            torch.save(given, path)
+        xm.rendezvous(path)
+        if name != "_save_to_state_dict":  # has an entry that is no tensor
+            plain = built(name, 1)
+            plain.load_state_dict(torch.load(path))
+            model = wrap(built(name, 1), "nested")
+            xla_fsdp.load_weights(model, path)
+            same(xla_fsdp.full_state_dict(model, rank0_only=False), plain.state_dict())
+
+        model, path = wrap(built(name, 1), "nested"), f"{folder}/{name}.dcp"
+        if name in ("hooks", "_save_to_state_dict"):
+            with pytest.raises(ValueError, match="computes with parameters"):
+                xla_fsdp.to_dcp(path, model)
+            state = xla_fsdp.full_state_dict(model)  # as the message says
+            if rank == 0:
+                dcp.save({"model": state}, checkpoint_id=path, no_dist=True)
+            xm.rendezvous(path)
+        else:
+            xla_fsdp.to_dcp(path, model)
+        read = built(name, 2).state_dict()
+        dcp.load({"model": read}, checkpoint_id=path, no_dist=True)
+        same(read, built(name, 1).state_dict())
+        if name == "hook after loading":
+            continue
+        model = wrap(built(name, 2), "nested")
+        xla_fsdp.from_dcp(path, model, allow_pickle=True)
+        plain = built(name, 2)
+        plain.load_state_dict(built(name, 1).state_dict())
+        same(xla_fsdp.full_state_dict(model, rank0_only=False), plain.state_dict())
+
+
+def test_files_and_scanned_blocks_go_the_same_way(run_ranks, tmp_path):
+    run_ranks(_files, 2, str(tmp_path))
+
+
+def _failing(rank):
+    from xla_fsdp import full_state_dict, load_full_state_dict
+    from xla_fsdp.consolidate.errors import OtherRankError
+
+    def fail(*args):
+        raise KeyError("of the user")
+
+    net = Net()
+    net.b.register_state_dict_post_hook(fail)
+    model = wrap(net, "nested")
+    with pytest.raises((KeyError, OtherRankError), match="of the user"):
+        full_state_dict(model)
+    net.b._state_dict_hooks.clear()
+    net.b.register_load_state_dict_pre_hook(fail)
+    state, shards = full_state_dict(model, rank0_only=False), list(model.parameters())
+    with pytest.raises((KeyError, OtherRankError), match="of the user"):
+        load_full_state_dict(model, state if rank == 0 else None)
+    assert type(model.module.a) is type(model)
+    assert all(a is b for a, b in zip(shards, model.parameters(), strict=True))
+    same(full_state_dict(model, rank0_only=False), state)
+
+
+def test_an_error_of_a_hook_is_raised_on_every_rank_and_changes_nothing(run_ranks):
+    run_ranks(_failing, 2)

@@ -1,0 +1,247 @@
+"""torch's own activation checkpointing inside sharded models: by ``torch.utils.checkpoint``."""
+
+import functools
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_special_uses import WIDTH, inputs, trace_as_on_tpu, wrapped
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, *, scale=None):
+        y = F.dropout(torch.tanh(self.linear(self.norm(x))), 0.5)
+        return x + (y if scale is None else y * scale)
+
+
+class Net(nn.Module):
+    """Calls its layers as ``call`` says."""
+
+    def __init__(self, call=lambda layer, x: layer(x)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.call = call
+        self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return x.square().mean()
+
+
+def selective():
+    return create_selective_checkpoint_contexts([torch.ops.aten.tanh.default])
+
+
+def by_keyword(layer, x):
+    return checkpoint(layer, x=x, scale=x.detach(), use_reentrant=False)
+
+
+def by_closure(layer, x):
+    return checkpoint(lambda: layer(x), use_reentrant=False)
+
+
+CALLS = {
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "not reentrant": functools.partial(checkpoint, use_reentrant=False),
+    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=selective),
+    "no random state": functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False),
+    "to the end": functools.partial(checkpoint, use_reentrant=False, early_stop=False),
+    "nested": lambda layer, x: checkpoint(CALLS["not reentrant"], layer, x, use_reentrant=False),
+    "by keyword": by_keyword,
+    "by closure": by_closure,
+}
+
+
+def gradients_of(rank, call, shard, device):
+    import torch_xla.core.xla_model as xm
+
+    model = shard(Net(call))
+    xm.set_rng_state(11, str(device))
+    with torch.autocast("xla", torch.bfloat16):
+        loss = model(inputs(rank).to(device))
+    loss.backward()
+    after = torch.rand(3, device=device)
+    return [t.cpu() for t in [loss, after, *(p.grad for p in model.parameters())]]
+
+
+def called(rank, sharding):
+    import torch_xla
+
+    from xla_fsdp import fully_shard
+
+    shard = {
+        "one unit": wrapped,
+        "each layer": lambda model: wrapped(model, "layers.0", "layers.1"),
+        "in place": lambda model: [fully_shard(layer) for layer in model.layers]
+        and fully_shard(model),
+    }[sharding]
+    device = torch_xla.device()
+    plain = gradients_of(rank, lambda layer, x: layer(x), shard, device)
+    scaled = gradients_of(rank, lambda layer, x: layer(x, scale=x.detach()), shard, device)
+    for name, call in CALLS.items():
+        found = gradients_of(rank, call, shard, device)
+        for one, other in zip(found, scaled if name == "by keyword" else plain, strict=True):
+            torch.testing.assert_close(
+                one, other, rtol=3e-2, atol=5e-3, msg=lambda m, name=name: f"{name}: {m}"
+            )
+    return True
+
+
+@pytest.mark.parametrize("sharding", ["one unit", "each layer", "in place"])
+def test_calls_inside_of_sharded_models(run_ranks, sharding):
+    assert run_ranks(called, 2, sharding) == [True, True]
+
+
+def barriers(rank):
+    """What the recomputed layers of one unit are tied to, by how they are recomputed."""
+    import torch_xla
+
+    from xla_fsdp import checkpoint_module
+
+    trace_as_on_tpu()
+
+    def found(call, wrap=lambda layer: layer):
+        net = Net(call)
+        net.layers = nn.ModuleList(map(wrap, net.layers))
+        model = wrapped(net)
+        torch_xla.sync()
+        model(inputs(rank).to(torch_xla.device())).backward()
+        hlo = torch_xla._XLAC._get_xla_tensors_hlo([p.grad for p in model.parameters()])
+        return sorted(re.findall(r"= (\(.*\)) opt-barrier\(", hlo))
+
+    def direct(layer, x):
+        return layer(x)
+
+    def tied(barriers):
+        rest = list(barriers)
+        for one in found(direct):
+            rest.remove(one)
+        return rest
+
+    own = tied(found(direct, checkpoint_module))
+    # Of each layer the input, and a gradient.
+    assert len(own) == 2 and all(one.count("f32[2,6]") == 2 for one in own)
+    assert tied(found(CALLS["reentrant"])) == own
+    others = tied(found(CALLS["not reentrant"]))
+    # The gradient with which the backward of the unit began.
+    assert len(others) == 2 and all(one.count("f32[") == 2 for one in others)
+    return True
+
+
+def test_recomputation_is_kept_apart_from_the_forward(run_ranks):
+    assert run_ranks(barriers, 1) == [True]
+
+
+def is_layer(module):
+    return isinstance(module, Layer)
+
+
+def units_inside(model):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model.layers = nn.ModuleList(map(FSDP, model.layers))
+    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, FSDP))
+    return FSDP(model)
+
+
+def units_outside(model, impl=CheckpointImpl.NO_REENTRANT):
+    wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=impl)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=is_layer)
+    return wrapped(model, "layers.0", "layers.1")
+
+
+def in_place(model):
+    from xla_fsdp import fully_shard
+
+    apply_activation_checkpointing(model, check_fn=is_layer)
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+WRAPPINGS = {
+    "units in recomputed layers": units_inside,
+    "recomputed layers in units": units_outside,
+    "reentrant": functools.partial(units_outside, impl=CheckpointImpl.REENTRANT),
+    "in place": in_place,
+}
+
+
+def stored(rank, folder):
+    """Training and states have the numbers and the names of a model that is not recomputed."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    from xla_fsdp import (
+        full_optim_state_dict,
+        full_state_dict,
+        load_checkpoint,
+        load_full_optim_state_dict,
+        load_full_state_dict,
+        save_checkpoint,
+    )
+
+    device = torch_xla.device()
+
+    def trained(shard):
+        model = shard(Net())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for step in range(2):
+            xm.set_rng_state(7 + step, str(device))
+            optimizer.zero_grad()
+            model(inputs(rank, step).to(device)).backward()
+            optimizer.step()
+            torch_xla.sync()
+        return model, optimizer
+
+    def full(model, optimizer):
+        state = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+        moments = {f"{name}: {key}": t for name, own in state.items() for key, t in own.items()}
+        return full_state_dict(model, rank0_only=False) | moments
+
+    plain = trained(wrapped)
+    expected = full(*plain)
+    assert set(Net().state_dict()) < set(expected)
+    for name, shard in WRAPPINGS.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's, of the reentrant way
+            model, optimizer = trained(shard)
+        for key, value in full(model, optimizer).items():
+            torch.testing.assert_close(
+                value, expected[key], rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        assert set(model.state_dict()) == set(Net().state_dict())
+        shards = model.get_shard_metadata()["parameters"] if name != "in place" else {}
+        assert "_checkpoint_wrapped_module" not in str(shards)
+        # From one to the other, and back.
+        load_full_state_dict(model, full_state_dict(plain[0], rank0_only=False))
+        state = full_optim_state_dict(*plain, rank0_only=False)
+        load_full_optim_state_dict(model, optimizer, state)
+        path = f"{folder}/{name}"
+        save_checkpoint(path, model, optimizer, step=1)
+        load_checkpoint(path, *plain)
+        load_checkpoint(path, model, optimizer)
+        model.load_state_dict(model.state_dict())
+        for one in (plain, (model, optimizer)):
+            for key, value in full(*one).items():
+                torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
+    return True
+
+
+def test_states_have_the_names_of_the_module(run_ranks, tmp_path):
+    assert run_ranks(stored, 2, str(tmp_path)) == [True, True]

@@ -1,0 +1,114 @@
+"""Tensors that stand for values which are not in memory, while torch's own code sorts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_ATEN = torch.ops.aten
+# What needs values, or sets others, without an operator that the dispatcher would see.
+_AROUND_THE_DISPATCHER = {
+    torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.__array__,
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+    torch.Tensor.set_,
+}
+
+
+class ValuesNeededError(RuntimeError):
+    """Something computes with values that are not in memory."""
+
+
+@dataclass
+class Uses:
+    """What was done with the tensors of one run.
+
+    Attributes:
+        values_needed: something computed with their values; whatever else was done is void then.
+        copied: what each was overwritten with, in order.
+    """
+
+    values_needed: bool = False
+    copied: list[tuple[UnreadTensor, torch.Tensor]] = field(default_factory=list)
+
+
+class UnreadTensor(torch.Tensor):
+    """Has shape and dtype of ``source``, and no values.
+
+    Views of all of it are the same source; ``copy_`` of a tensor of its shape into it is noted in
+    ``uses``. Everything else raises :class:`ValuesNeededError`, and notes that, too, should
+    somebody catch the error.
+    """
+
+    source: Any
+    uses: Uses
+
+    @staticmethod
+    def __new__(
+        cls, source: Any, uses: Uses, shape: Iterable[int], dtype: torch.dtype
+    ) -> UnreadTensor:
+        own: UnreadTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+        own.source, own.uses = source, uses
+        return own
+
+    def __init__(self, *args: Any) -> None:
+        pass  # all is done in __new__
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _AROUND_THE_DISPATCHER:
+            _need_values(args, func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch has no classmethod in its stubs
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        first = args[0]
+        if func in (_ATEN.detach.default, _ATEN.alias.default):
+            return cls(first.source, first.uses, first.shape, first.dtype)
+        if func is _ATEN.copy_.default and isinstance(first, cls) and first.shape == args[1].shape:
+            first.uses.copied.append((first, args[1]))
+            return first
+        return _need_values((args, kwargs), func)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"UnreadTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _need_values(given: Any, func: Any) -> Any:
+    for each in _unread_in(given):
+        each.uses.values_needed = True
+    raise ValuesNeededError(
+        f"{func} needs the values of a tensor that stands for a sharded or stored one, and has "
+        "none: it was kept from a state_dict() or load_state_dict() that is over"
+    )
+
+
+def _unread_in(value: Any) -> Iterable[UnreadTensor]:
+    if isinstance(value, UnreadTensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _unread_in(each)
+    elif isinstance(value, dict):
+        yield from _unread_in(list(value.values()))

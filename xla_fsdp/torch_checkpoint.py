@@ -1,0 +1,143 @@
+"""``torch.utils.checkpoint`` on XLA. torch's wrappers, timm, diffusers and transformers call it.
+
+Three things are missing on XLA. The function asks for a module ``torch.xla``. It restores the
+random numbers of the CPU only. And the compiler merges the recomputation with the forward, so that
+no memory is saved, unless a barrier ties its inputs to a gradient. What is recomputed, when, and
+what is checked stays torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+import torch_xla
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import xlac
+from .collectives.order import after, apart
+from .replaying import Autocast, RandomState, random_numbers_from
+from .sharding.gathering import computing, computing_passes
+from .tree import map_tensors, tensors_in
+
+_lock = threading.Lock()
+_TorchFunction = torch.utils.checkpoint.CheckpointFunction
+_torch_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+
+def support_torch_checkpoint() -> None:
+    """Has ``torch.utils.checkpoint`` work on XLA devices. A second call changes nothing."""
+    with _lock:
+        if not hasattr(torch, "xla"):
+            torch._register_device_module("xla", types.ModuleType("torch.xla", __doc__))
+        for name, own in (
+            ("CheckpointFunction", _Reentrant),
+            ("_checkpoint_without_reentrant_generator", _generator),
+        ):
+            setattr(torch.utils.checkpoint, name, own)
+
+
+class _Region:
+    """One call of ``torch.utils.checkpoint.checkpoint``, and how to run it again.
+
+    Holds no tensor: torch saves the arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+        self.function = function
+        # Units whose parameters the function uses; the recomputation needs them gathered again.
+        self.passes = computing_passes()
+        self.device = device
+        self.autocast = Autocast.of(device)
+        self.random = RandomState.of(device)
+        self.draws = True
+
+    def forward_over(self) -> None:
+        self.draws = not self.random.equals(RandomState.of(self.device))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The recomputation, not before the gradient that the last unit's backward began with."""
+        events = self.passes[-1].unit.order.arrived if self.passes else ()
+        return self.recompute(events, args, kwargs)
+
+    def recompute(self, events: Sequence[torch.Tensor], args: tuple, kwargs: dict) -> Any:
+        """The function, not before the gradients ``events`` exist."""
+        with _disable_current_modes():  # selective checkpointing counts the function's operators
+            for one in self.passes:
+                one.require_shards_unchanged()
+                one.unit.enter_backward(one, events[0] if events else None)
+            args, kwargs = _tied((args, kwargs), events, self.device)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.autocast.again())
+            stack.enter_context(computing(self.passes))
+            if self.draws:
+                stack.enter_context(random_numbers_from(self.random))
+            return self.function(*args, **kwargs)
+
+
+def _tied(arguments: Any, events: Sequence[torch.Tensor], device: torch.device) -> Any:
+    """Copies of ``arguments``, with their graph, that exist only after ``events``."""
+    tensors = [tensor for tensor in tensors_in(arguments) if tensor.device == device]
+    tied = after(tensors, events) if events else [apart(tensor) for tensor in tensors]
+    copies = {
+        id(tensor): torch.view_copy(copy, copy.shape)  # as in remat.py, for embeddings
+        for tensor, copy in zip(tensors, tied, strict=True)
+    }
+    return map_tensors(lambda tensor: copies.get(id(tensor), tensor), arguments)
+
+
+def _generator(
+    function: Callable[..., Any],
+    preserve_rng_state: bool,
+    context_fn: Callable[..., Any],
+    determinism_check: str,
+    debug: bool,
+    early_stop: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Iterator[None]:
+    """torch's, which calls the function that it is given in recomputations only."""
+    options = preserve_rng_state, context_fn, determinism_check, debug, early_stop
+    device = _device_of((args, kwargs)) if torch.is_grad_enabled() else None
+    if device is None:
+        yield from _torch_generator(function, *options, *args, **kwargs)
+        return
+    region = _Region(function, device)
+    yield from _torch_generator(region, *options, *args, **kwargs)
+    region.forward_over()
+
+
+class _Reentrant(_TorchFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any
+    ) -> Any:
+        device = _device_of(args)
+        ctx.region = None if device is None else _Region(function, device)
+        outputs = _TorchFunction.forward(ctx, function, preserve_rng_state, *args)
+        if ctx.region is not None:
+            ctx.region.forward_over()
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        region = ctx.region
+        if region is not None:
+            events = [grad for grad in grads if grad is not None and grad.device == region.device]
+            ctx.run_function = lambda *args: region.recompute(events, args, {})
+        return _TorchFunction.backward(ctx, *grads)
+
+
+def _device_of(arguments: Any) -> torch.device | None:
+    """The XLA device that a function of ``arguments`` computes on, if any."""
+    for tensor in tensors_in(arguments):
+        if tensor.device.type == "xla":
+            return tensor.device
+    if xlac.runtime_has_started():  # what a closure holds may be there
+        return torch_xla.device()
+    return None
