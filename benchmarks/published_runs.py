@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from xla_fsdp.tpu.topology import resolve
+
 from .decoder import Decoder
 from .published_steps import ResNet50
 
@@ -45,8 +47,7 @@ class Run:
     @property
     def chip(self) -> str:
         """Family of the chip, such as v5e."""
-        name = self.slice.partition("x")[2] if self.slice[0].isdigit() else self.slice
-        return {"v5litepod": "v5e"}.get(name.split("-")[0], name.split("-")[0])
+        return resolve(self.slice).chip.family
 
 
 def _of_mfu(sizes: Decoder, percent: float, peak: float) -> float:

@@ -6,10 +6,8 @@ A cell is called once with a :class:`Side` of plain Lightning, and once on each 
 import copy
 import csv
 import datetime
-import random
 
 import lightning as L
-import numpy as np
 import torch
 import torch.nn.functional as F
 import torch_xla.runtime as xr
@@ -306,7 +304,7 @@ def tuner(side):
     seen = {"found": found.results, "suggestion": found.suggestion(1), "lr": model.lr}
     seen["restored"] = side.weights(trainer, model)
     seen["state"] = len(trainer.optimizers[0].state)
-    seen["random"] = [torch.rand(()).item(), random.random(), float(np.random.rand())]
+    seen["random"] = torch.rand(()).item()  # Python's and numpy's generators are shared by ranks
     seen["files"] = [path.name for path in side.folder.glob(".lr_find*")]
     return seen | {"trained": side.fit(trainer, model)}
 

@@ -260,7 +260,7 @@ def lowered_from_two_places():
     from xla_fsdp.layers.splash import Forward, Splash
 
     jax_import_guard()
-    splash = Splash(True, 1.0, interpret=False, device_kind="TPU v5 lite", itemsize=2)
+    splash = Splash(True, 1.0, interpret=False, matrix_unit=128, itemsize=2)
     function = Forward(splash, residuals=True)
     places = [("/home/one/model.py", 3), ("/home/another/script.py", 70)]
     first, second = (lowered_from(*place, function) for place in places)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from xla_fsdp.compiler_options import (
-    OPERATION_VMEM,
     OPTIONS,
     add_to_environment,
     for_large_products,
@@ -190,23 +189,23 @@ def test_options(elsewhere, check):
 def test_options_for_large_products_are_those_of_the_chips(tmp_path, monkeypatch):
     from jax._src.hardware_utils import _TPU_PCI_DEVICE_IDS
 
-    for number, family in compiler_options.FAMILIES.items():
-        assert _TPU_PCI_DEVICE_IDS[number].name == family
+    for chip in CHIPS.values():
+        if chip.pci_device is not None:
+            assert _TPU_PCI_DEVICE_IDS[chip.pci_device].name == chip.family
     for slot, vendor, device in (("0", "0x8086", "0x006f"), ("1", "0x1ae0", "0x0042")):
         (tmp_path / slot).mkdir()
         (tmp_path / slot / "vendor").write_text(f"{vendor}\n")
         (tmp_path / slot / "device").write_text(f"{device}\n")
     assert (
-        compiler_options.this_hosts_family(tmp_path) is None
+        compiler_options.this_hosts_chip(tmp_path) is None
     )  # neither another maker's nor a network card is a TPU
     (tmp_path / "1" / "device").write_text("0x006f\n")
-    assert compiler_options.this_hosts_family(tmp_path) == "v6e"
+    assert compiler_options.this_hosts_chip(tmp_path) is CHIPS["v6e"]
 
     assert for_large_products("v3") == for_large_products("v4") == {}
-    assert set(OPERATION_VMEM) <= set(CHIPS)
-    monkeypatch.setattr(compiler_options, "this_hosts_family", lambda: None)
+    monkeypatch.setattr(compiler_options, "this_hosts_chip", lambda: None)
     assert for_large_products() == {}
-    monkeypatch.setattr(compiler_options, "this_hosts_family", lambda: "v6e")
+    monkeypatch.setattr(compiler_options, "this_hosts_chip", lambda: CHIPS["v6e"])
     assert for_large_products() == for_large_products("v6e") == {VMEM: "98304"}
     # What the user has set stays, and libtpu takes it.
     for given, kib in (("", "98304"), (f"--{VMEM}=65536", "65536")):

@@ -296,6 +296,29 @@ class TestRanksDisagree:
         text = str(fails(step, 2, error=CollectiveMismatchError))
         assert "differs is number 1" in text and "all_reduce(sum)" in text
 
+    def test_experts_that_one_rank_alone_uses(self, fails):
+        def step(rank):
+            import torch_xla
+
+            from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+            class Experts(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+                def forward(self, x):
+                    return self.experts[rank](x)
+
+            model = FSDP(Experts())
+            model(torch.ones(2, 4).to("xla")).sum().backward()
+            torch_xla.sync()
+
+        text = str(fails(step, 2, CollectiveMismatchError))
+        assert "rank 0: reduce_scatter" in text and "'experts.0.weight'" in text, text
+        assert "rank 1: reduce_scatter" in text and "'experts.1.weight'" in text, text
+        assert text.count("test_launch_failures.py") == 2, text
+
     def test_different_shapes(self, fails):
         def step(rank):
             gather(1.0, (2 + rank,)).sum().item()

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 import xla_fsdp.integrations.lightning as integration
 from xla_fsdp import full_state_dict
+from xla_fsdp.collectives.random_state import DeviceRandomState
 from xla_fsdp.consolidate.cli import main as consolidate
 from xla_fsdp.consolidate.errors import OtherRankError
 from xla_fsdp.integrations.changes import Changes
@@ -287,6 +288,7 @@ def fabric_on_ranks(rank, folder):
     mine = torch.full((2,), float(rank), device="xla", requires_grad=True)
     gathered = fabric.all_gather(mine, sync_grads=True)
     (gathered * torch.arange(ranks).to("xla")[:, None]).sum().backward()
+    before = DeviceRandomState.read()
     found["talk"] = [
         fabric.all_gather({"a": mine})["a"].tolist(),
         mine.grad.tolist(),
@@ -295,6 +297,8 @@ def fabric_on_ranks(rank, folder):
         fabric.strategy.reduce_boolean_decision(rank == 0, all=False),
         fabric.strategy.reduce_boolean_decision(rank == 0),
     ]
+    fabric.barrier()
+    assert DeviceRandomState.read() == before
     order = folder / "order"
     with fabric.rank_zero_first():
         if rank == 0:

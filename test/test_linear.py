@@ -31,10 +31,9 @@ SHAPES = [(5, 8), (2, 5, 8), (2, 3, 5, 8), (2, 1, 2, 3, 8), (8,), (0, 5, 8)]
 
 def keeping():
     """As on a chip on which inputs of narrowing layers are kept."""
-    import torch_xla.core.xla_model as xm
+    from xla_fsdp.tpu.chips import V6E
 
-    kind = xm.xla_device_kind(device())
-    return mock.patch("xla_fsdp.layers.linear.KEEPING", (kind,))
+    return mock.patch("xla_fsdp.layers.linear.chip_of", lambda kind: V6E)
 
 
 def values_and_gradients(rank, bias, keep):

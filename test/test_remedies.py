@@ -566,7 +566,7 @@ class Block(nn.Module):
         return y if extra is None else y + extra
 
 
-@case("can be named in ignore=")
+@case("name it in ignore=")
 def blocks_that_differ(wrong):
     with wrong():
         xla_fsdp.scan_blocks([Block(note="a"), Block(note="b")])

@@ -10,57 +10,7 @@ import sys
 
 import pytest
 
-from xla_fsdp.tpu.chips import CHIPS, GIB
 from xla_fsdp.tpu.topology import UnknownTopologyError, names, resolve
-
-
-class TestChips:
-    @pytest.mark.parametrize("family", CHIPS)
-    def test_the_share_of_a_device_times_the_devices_is_the_chip(self, family):
-        chip = CHIPS[family]
-        assert chip.device_flops * chip.devices == chip.flops
-        assert chip.device_usable_hbm_bytes() * chip.devices == chip.usable_hbm_bytes
-        assert chip.device_hbm_bandwidth * chip.devices == chip.hbm_bandwidth
-
-    @pytest.mark.parametrize("family", CHIPS)
-    def test_every_figure_has_a_source(self, family):
-        chip = CHIPS[family]
-        figures = {"flops", "hbm_bytes", "usable_hbm_bytes", "hbm_bandwidth", "devices"}
-        figures |= {"clock_hz", "links", "link_bandwidth", "hop_latency", "pod"}
-        # v2 and v3 slices are not joined.
-        figures |= {"dcn_bandwidth"} if chip.dcn_bandwidth else set()
-        assert set(chip.sources) == figures
-        assert bool(chip.dcn_bandwidth) == (family not in ("v2", "v3"))
-
-    @pytest.mark.parametrize(
-        ("family", "multipliers"),
-        # Multiplier units of a chip times their size; see chips.py for v6e.
-        [
-            ("v2", 2 * 128**2),
-            ("v3", 4 * 128**2),
-            ("v4", 8 * 128**2),
-            ("v5e", 4 * 128**2),
-            ("v5p", 8 * 128**2),
-            ("v6e", 4 * 256**2),
-        ],
-    )
-    def test_the_clock_gives_the_peak(self, family, multipliers):
-        chip = CHIPS[family]
-        assert 2 * multipliers * chip.clock_hz == pytest.approx(chip.flops, rel=0.01)
-
-    @pytest.mark.parametrize("family", CHIPS)
-    def test_the_compiler_reserves_some_of_the_memory(self, family):
-        chip = CHIPS[family]
-        assert 0.9 * chip.hbm_bytes < chip.usable_hbm_bytes < chip.hbm_bytes
-
-    def test_a_core_of_v3_has_16_gib(self):
-        assert CHIPS["v3"].hbm_bytes == CHIPS["v3"].devices * 16 * GIB
-
-    def test_a_table_entry_can_not_be_changed(self):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            CHIPS["v3"].flops = 1.0
-        with pytest.raises(TypeError):
-            CHIPS["v3"].sources["flops"] = ""
 
 
 class TestNames:

@@ -2,7 +2,6 @@
 
 from .tpu.compiler_options import (
     FOR_LOOPS,
-    OPERATION_VMEM,
     OPTIONS,
     RefusedOptionError,
     add_to_environment,
@@ -15,7 +14,6 @@ from .tpu.libtpu_flags import read as read_libtpu_init_args
 
 __all__ = [
     "FOR_LOOPS",
-    "OPERATION_VMEM",
     "OPTIONS",
     "RefusedOptionError",
     "add_to_environment",

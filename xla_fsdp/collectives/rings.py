@@ -1,10 +1,10 @@
 """A reduce-scatter around a ring of neighbouring chips, made of permutes.
 
 The TPU compiler runs a reduce-scatter while everything else waits. Permutes it starts, and goes on
-to compute. So on slices that gain (:data:`ROWS`) large gradients go around a ring: the part
-of rank r starts at its neighbour, and every chip on the way adds its own values, until it comes to
-r after n-1 steps. As many bytes as a reduce-scatter sends. One half of every part goes one way
-round and the other half the other way, so that both links of a chip are in use.
+to compute. So on chips that gain by it (``Chip.gains_by_rings``) large gradients go around a ring:
+the part of rank r starts at its neighbour, and every chip on the way adds its own values, until it
+comes to r after n-1 steps. As many bytes as a reduce-scatter sends. One half of every part goes one
+way round and the other half the other way, so that both links of a chip are in use.
 
 Example, three ranks, one way round, of part 0 = [a0 a1 a2] (what each rank has of it):
 rank 1 sends a1 to rank 2, which sends a1+a2 to rank 0, which adds a0.
@@ -17,12 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Families on which gradients of 192 MiB and more go around whole rows of chips, and then across the
-# rows, where both axes wrap. ViT-10B on v5e:16x16, gathered ahead: 762 ms a step for 806
-# (2026-11-24, benchmarks/LOG.md). On v6e:16x16 it was not measured. Rings of 4 to 8 chips through
-# rectangles made steps longer: two blocks of workload S on v6e:2x4 6.75 ms for 6.49 (2026-11-26),
-# four on v5e:2x4 1.04 times as long (2026-11-25, docs/tuning.md).
-ROWS = ("v5e",)
 # Around a row that wraps, where both links of a chip go to neighbours.
 SHORTEST_ROW, LONGEST_ROW = 4, 16
 

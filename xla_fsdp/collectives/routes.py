@@ -25,12 +25,12 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 
-from ..tpu.chips import CHIPS
+from ..tpu.chips import chip_of
 from ..tpu.links import Links
 from ..tpu.slices import Groups
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from ..tpu.traffic import OneCollective
-from .rings import ROWS, Rings, rings_of
+from .rings import Rings, rings_of
 
 # Ways to go: digits of a rank by stage. Every digit is the range of one coordinate, or part of it.
 _Stages = tuple[tuple[int, ...], ...]
@@ -49,10 +49,9 @@ _WORTH = 0.9
 # around rows, 104.6 with those of 210 MB, 109.3 with those of 157 and 52 MB as well.
 _ROW_BYTES, _AS_LONG = 192 << 20, 1.1
 
-# The compiler's: all-gathers over this many ranks and up to so many bytes become all-reduces, on
-# chips where gathers are never asynchronous. On the others torch_xla forbids it
-# (``xla_tpu_prefer_async_allgather_to_allreduce``).
-_MANY_RANKS, _SMALL_BYTES, _REDUCING = 64, 1 << 24, ("v2", "v3")
+# The compiler's: all-gathers over this many ranks and up to so many bytes become all-reduces, where
+# ``Chip.small_gathers_reduce``.
+_MANY_RANKS, _SMALL_BYTES = 64, 1 << 24
 # Reduce-scatters over a ring, of more bytes than the first, are padded: a rank's part to multiples
 # of 8 to 48 rows, and the compiler sends about as much again to undo it. Together about these rows.
 _PADDED_BYTES, _PADDED_ROWS = 1 << 23, 32
@@ -89,7 +88,7 @@ class Routes:
 
     def __init__(self, slice: Slice) -> None:
         self.slice = slice
-        around = slice.chip.family in ROWS and all(slice.wraps)
+        around = slice.chip.gains_by_rings and all(slice.wraps)
         self._rows = slice.shape[:2] if around else ()
         self._links = Links(slice)
         # Asked for every collective of every step, of a few sizes.
@@ -176,11 +175,11 @@ class Routes:
             # Where the first two axes are equally long, all links and twice the bytes.
             square = slice.shape[0] == slice.shape[1] and slice.devices > 4
             return ("all-reduce", "") if square else (kind, "1D")
-        torus = all(slice.wraps) and slice.chip.family != "v5e"
+        torus = all(slice.wraps) and not slice.chip.gathers_along_one_ring
         if torus or max(slice.shape) <= 2:
             return kind, ""
         many = slice.devices >= _MANY_RANKS and number_of_bytes <= _SMALL_BYTES
-        if many and slice.chip.family in _REDUCING:
+        if many and slice.chip.small_gathers_reduce:
             return "all-reduce", ""
         return kind, "1D"
 
@@ -228,7 +227,7 @@ def routes_for(
 def _routes_among(kind: str, devices: tuple[tuple[str, int, int, int, int], ...]) -> Routes | None:
     """The ways between devices, each with its name, where it is, and its core. Every unit of a
     model asks."""
-    chip = next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
+    chip = chip_of(kind)
     places = {}
     for name, *place in devices:
         number = re.search(r"\d+$", name)

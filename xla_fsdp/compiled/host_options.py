@@ -87,7 +87,7 @@ def torch_xla_environment(chip: Chip, environ: Mapping[str, str]) -> dict[str, s
     """``environ`` as importing the installed torch_xla leaves it on a host with ``chip``."""
     from .. import xlac  # not at the top of the file: it imports torch_xla
 
-    return xlac.environment_after_import(environ, int(chip.family[1]))
+    return xlac.environment_after_import(environ, chip.generation)
 
 
 def _of_the_user(environ: Mapping[str, str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch.autograd.function import once_differentiable
 
+from ..tpu.chips import Chip, chip_of
 from .jax_call import call
 from .keeping import ATTENTION, keeping
 from .splash import LANES, Backward, Forward, Splash, block_of
@@ -22,8 +23,6 @@ Implementation = Literal["auto", "kernel", "math"]
 # As it is before anybody puts this one in its place.
 _torch_attention = F.scaled_dot_product_attention
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-# "Unsupported matmul RHS type on target" (bfloat16), says Mosaic of libtpu 0.0.21.
-_WITHOUT_KERNEL = ("TPU v2", "TPU v3")
 # Multiples of this, and not more than that: what was compiled for v4, v5e and v6e.
 _HEAD_DIM, _LARGEST_HEAD_DIM = 64, 256
 
@@ -197,8 +196,8 @@ def _why_not(
             f"lengths are {query.shape[2]} and {key.shape[2]} (of keys), where the kernel takes "
             f"multiples of {LANES}"
         )
-    if (kind := _kind(query.device)) in _WITHOUT_KERNEL:
-        return f"this is a {kind}, which the kernel cannot be compiled for"
+    if (chip := _chip(query.device)) and not chip.attention_kernel:
+        return f"this is a {chip.device_kind}, which the kernel cannot be compiled for"
     if xr.is_spmd():
         return "this is SPMD mode, where the compiler cannot partition a kernel"
     if query.dtype == torch.float32 and torch_xla.backends.get_mat_mul_precision() != "default":
@@ -210,9 +209,8 @@ def _on_tpu(device: torch.device) -> bool:
     return xm.xla_device_hw(device) == "TPU"
 
 
-def _kind(device: torch.device) -> str:
-    """What the runtime calls the chip."""
-    return xm.xla_device_kind(device)
+def _chip(device: torch.device) -> Chip | None:
+    return chip_of(xm.xla_device_kind(device))
 
 
 def _kernel(
@@ -223,11 +221,12 @@ def _kernel(
     scale: float,
     segment_ids: torch.Tensor | None,
 ) -> torch.Tensor:
+    chip = _chip(query.device)
     splash = Splash(
         is_causal=is_causal,
         scale=scale,
         interpret=not _on_tpu(query.device),
-        device_kind=_kind(query.device),
+        matrix_unit=chip.matrix_unit if chip else LANES,
         itemsize=query.element_size(),
     )
     segments = [] if segment_ids is None else [segment_ids.to(query.device, torch.int32)]

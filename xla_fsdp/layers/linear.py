@@ -20,11 +20,9 @@ from torch import nn
 
 from ..collectives.order import kept
 from ..collectives.world import World
+from ..tpu.chips import chip_of
 from .contraction import Product, contracts
 
-# Kinds of chips. Workload S on v6e-8: 20.7 instead of 23.3 million cycles, recomputed 26 instead of
-# 29, for 195 MiB more; a block of it on v5p-8: 5.55 instead of 5.74. On v4 and v5e it costs 1 %.
-KEEPING = ("TPU v5", "TPU v6 lite")
 # Elements of a weight from which on :func:`frees_input` holds.
 LARGE = 1 << 21
 
@@ -118,9 +116,10 @@ def keeps_input(module: nn.Linear, world: World) -> bool:
 
     What a layer narrows is the result of an activation function. The compiler likes to compute that
     again, inside of each product that reads it. The chip's product of matrices is so fast in
-    relation to its other arithmetic (:data:`KEEPING`) that the products wait for it.
+    relation to its other arithmetic (``Chip.stores_linear_inputs``) that the products wait for it.
     """
-    return world.device_kind in KEEPING and _narrows(module)
+    chip = chip_of(world.device_kind)
+    return chip is not None and chip.stores_linear_inputs and _narrows(module)
 
 
 def frees_input(module: nn.Linear) -> bool:

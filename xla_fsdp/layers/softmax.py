@@ -14,9 +14,8 @@ import torch
 import torch_xla.core.xla_model as xm
 
 from ..collectives.order import kept
+from ..tpu.chips import chip_of
 
-# Kinds of chips. There an inverse costs more than the divisions.
-DIVIDING = ("TPU v6 lite",)
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -35,7 +34,8 @@ def softmax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
         kind = xm.xla_device_kind(input.device)
         plain = input.dtype not in _NARROW or not input.dim() * input.numel()
         if kind.startswith("TPU") and not plain and not torch.is_autocast_enabled("xla"):
-            return _Softmax.apply(input, dim, kind in DIVIDING)
+            chip = chip_of(kind)
+            return _Softmax.apply(input, dim, chip is not None and chip.softmax_divides)
     return torch.softmax(input, dim)
 
 

@@ -23,9 +23,6 @@ LANES = 128
 _LARGEST_BLOCK = 512
 _SUBLANES = 8
 _FLOAT = 4  # bytes
-# Rows of a matrix unit: Cloud TPU documentation, "TPU v6e" and "System architecture".
-_MATRIX_UNIT = {"TPU v6 lite": 256}
-_MATRIX_UNIT_BEFORE = 128
 
 
 def block_of(length: int) -> int | None:
@@ -42,14 +39,14 @@ class Splash:
         is_causal: position i of the queries sees positions up to i of the keys.
         scale: what scores are multiplied with.
         interpret: compute block by block on any device, instead of by a kernel.
-        device_kind: what the runtime calls the chip; decides on the stated cost only.
+        matrix_unit: rows of a matrix unit of the chip; decides on the stated cost only.
         itemsize: bytes of an element of queries, keys and values.
     """
 
     is_causal: bool
     scale: float
     interpret: bool
-    device_kind: str
+    matrix_unit: int
     itemsize: int
 
     def kernel(self, heads: int, queries: int, keys: int, residuals: bool) -> Any:
@@ -89,7 +86,7 @@ class Splash:
         rows, columns = range(s // q), range(t // kv)
         visited = sum(not self.is_causal or j * kv < (i + 1) * q for i in rows for j in columns)
         pairs = sum(min(i + 1, t) for i in range(s)) if self.is_causal else s * t
-        unit = _MATRIX_UNIT.get(self.device_kind, _MATRIX_UNIT_BEFORE)
+        unit = self.matrix_unit
         return _Work(
             heads=b * h,
             groups=b * g,

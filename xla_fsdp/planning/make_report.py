@@ -7,7 +7,6 @@ from dataclasses import replace
 from ..compiled.host_options import HostOptions
 from ..tpu.calibration import Calibration, calibrated
 from ..tpu.chips import Chip
-from ..tpu.hosts import PCIE_SOURCE, host_of
 from ..tpu.links import describe, odd_groups
 from ..tpu.topology import Slice
 from .compiling.cache import CompiledStep
@@ -66,14 +65,13 @@ def make_report(
         notes.append(measured.note(published))
     needs = None
     if step.host is not None:
-        machine = host_of(where)
         needs = replace(
             step.host,
-            ranks=min(machine.devices, where.devices),
-            capacity=machine.memory,
-            source=machine.source,
-            link=machine.link,
-            link_source=PCIE_SOURCE,
+            ranks=where.devices // where.hosts,
+            capacity=where.host_memory,
+            source=chip.sources["host_memory"],
+            link=chip.pcie_bandwidth / chip.devices,
+            link_source=chip.sources["pcie_bandwidth"],
         )
         notes.append(
             "The optimizer steps on the host, after this program: neither its time nor that of the "

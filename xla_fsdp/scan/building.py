@@ -112,6 +112,7 @@ class ScanBuilder:
         self.on_device |= any(p.device.type == "xla" for p in block.parameters())
         for _ in materialize(block, lambda module: False, self.options.param_init_fn):
             pass
+        assert self._template is not None  # found while the blocks were checked
         require_same_attributes(self._template, block, number, self.ignore)
         if block is self._template:
             self._find_stacks(block)

@@ -16,11 +16,11 @@ cited: the papers were not at hand when this table was made, so each stands besi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from types import MappingProxyType
-from typing import Any
 
 GIB = 2**30
 
@@ -36,68 +36,152 @@ DCN_LATENCY = 50e-6
 # hbm"; seen by compiling a program with an argument of 120 GiB for each chip.
 _LIMIT = "libtpu: the limit in its out-of-memory message, times the devices of a chip; "
 _MXU = "derived: flops / (2 x multipliers of a chip); "
-# One latency for all chips: the only public figure.
-_HOP = "Scaling book, an exercise's assumption for v5e (0.5 to 1 us by edition); a rough figure"
+# Sources of the figures that all chips share, because there is only one public figure.
+_SHARED = {
+    "hop_latency": (
+        "Scaling book, an exercise's assumption for v5e (0.5 to 1 us by edition); a rough figure"
+    ),
+    "pcie_bandwidth": (
+        "Scaling book, an exercise of part 2 for v6e: 15 GB/s a chip and way; taken for all chips"
+    ),
+}
 
 
-def _nothing() -> Mapping[str, int]:
-    return MappingProxyType({})
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One TPU generation, per chip unless the name says ``device``.
+    """Every constant of one TPU generation, per chip unless the name says ``device``.
 
-    ``family``: "v2", "v3", "v4", "v5e", "v5p" or "v6e".
-    ``device_kind``: what libtpu and jax call its devices.
+    To add a generation, add a record below and put it into ``CHIPS``; no other file names one.
+
+    Names:
+
+    ``family``: "v2", "v3", "v4", "v5e", "v5p" or "v6e". ``accelerator``: what the names of its
+    slices begin with, such as "v5litepod". ``generation``: the number that torch_xla calls its
+    version. ``device_kind``: what libtpu and jax call its devices. ``pci_device``: its number on
+    the PCI bus of a host, as JAX has it (jax/_src/hardware_utils.py); None where two generations
+    have the same.
+
+    Arithmetic:
+
     ``flops``: peak bfloat16 floating-point operations a second, a multiply-add counting as two.
-    ``hbm_bytes``: high-bandwidth memory, bytes. ``usable_hbm_bytes``: what the compiler lets a
-    program take of it (arguments, outputs and temporaries), bytes.
-    ``hbm_bandwidth``: bytes a second.
     ``tensor_cores``: TensorCores; ``devices``: XLA devices, so ranks, in production.
     ``clock_hz``: TensorCore cycles a second: seconds = the compiler's ``estimated_cycles`` /
-    ``clock_hz``.
-    ``links``: inter-chip (ICI) links; ``link_bandwidth``: bytes a second of one link in one
-    direction, both directions at once; ``hop_latency``: seconds for the first byte to the
-    neighbouring chip; ``launch_latency``: seconds of a collective besides hops and bytes;
-    ``dcn_latency``: seconds for the first byte to another slice.
-    ``matrix_cycles``: the share of ``flops`` that libtpu's ``estimated_cycles`` at ``clock_hz``
-    give a product of bfloat16 matrices of 8192 x 8192, with libtpu's default options
-    (docs/plan-time-model.md).
+    ``clock_hz``. ``matrix_cycles``: the share of ``flops`` that libtpu's ``estimated_cycles`` at
+    ``clock_hz`` give a matmul of bfloat16 matrices of 8192 x 8192, with libtpu's default options
+    (docs/plan-time-model.md). ``matrix_unit``: rows of a matrix unit (Cloud, "TPU v6e" and "System
+    architecture").
+
+    Memory:
+
+    ``hbm_bytes``: high-bandwidth memory, bytes. ``usable_hbm_bytes``: what the compiler lets a
+    program take of it (arguments, outputs and temporaries), bytes. ``hbm_bandwidth``: bytes a
+    second. ``chip_config``: the ``chip_config_name`` libtpu needs to list production's devices, or
+    None; ``other_configs``: further ones, and ``usable_hbm_bytes`` with them.
+
+    Network:
+
     ``pod``: chips along each axis of the largest pod; its length is the dimension of the torus.
     ``cube``: 0, or the edge in chips of the cubes that optical switches join (v4, v5p).
-    ``largest_slice``: most chips in one slice.
+    ``shapes``: default shapes of the named slices, in chips; whole cubes are added to them.
+    ``largest_slice``: most chips in one slice. ``sub_host``: whether a slice may be a single chip,
+    less than a host. ``link_bandwidth``: bytes a second of one inter-chip (ICI) link in one
+    direction, both directions at once; a chip has two links an axis. ``hop_latency``: seconds for
+    the first byte to the neighbouring chip; ``launch_latency``: seconds of a collective besides
+    hops and bytes; ``dcn_latency``: seconds for the first byte to another slice.
     ``dcn_bandwidth``: bytes a second that a chip sends to other slices, its share of the host's
     network, both ways at once; 0 where slices are not joined.
-    ``sub_host``: whether a slice may be a single chip, less than a host.
-    ``chip_config``: the ``chip_config_name`` libtpu needs to list production's devices, or None;
-    ``other_configs``: further ones, and ``usable_hbm_bytes`` with them.
-    ``sources``: for each figure above, where it comes from.
+
+    Host:
+
+    ``host_memory``: GB (10^9 bytes) of the virtual machine, by its chips (Cloud, "VM types").
+    ``pcie_bandwidth``: bytes a second between a chip and its host, one way.
+
+    What libtpu 0.0.21 makes of programs:
+
+    ``operation_vmem``: KiB of VMEM that one operation is given for large matmuls; None to leave it
+    at the default. What is left is for activations that stay there, and for prefetches. With it
+    libtpu tiles a matmul of 8192 x 8192 matrices so that it reaches 98 % of the peak by its own
+    cycles on v5e and v5p and 90 % on v6e; with its defaults 88, 90 and 70 %. Where activations fit
+    into VMEM a step gets longer (docs/planning.md), so each has to be tried.
+    ``overlaps_gathers``: all-gathers run while the chip computes (docs/benchmarks.md,
+    "asynchronous").
+    ``gains_by_rings``: gradients of 192 MiB and more go around whole rows of chips, and then across
+    the rows, where both axes wrap, and a step gets shorter. ViT-10B on v5e:16x16, gathered ahead:
+    762 ms a step for 806 (2026-11-24, benchmarks/LOG.md). v6e:16x16 was not measured. Rings of
+    4 to 8 chips through rectangles made steps longer: two blocks of workload S on v6e:2x4 6.75 ms
+    for 6.49 (2026-11-26), four on v5e:2x4 1.04 times as long (2026-11-25, docs/tuning.md).
+    ``gathers_along_one_ring``: an all-gather over a whole torus goes around one ring, as on a line,
+    and not along all axes (docs/torus.md).
+    ``small_gathers_reduce``: small all-gathers over many ranks become all-reduces. Where gathers
+    may be asynchronous torch_xla forbids it (``xla_tpu_prefer_async_allgather_to_allreduce``).
+    ``crashes_on_fused_loops``: for a program with collectives inside a loop, the option that fuses
+    gathers with loops over elements makes the compiler read memory that is not its own, and most
+    often crash.
+
+    What this package's layers do:
+
+    ``attention_kernel``: attention is a kernel. On v2 and v3 Mosaic says "Unsupported matmul RHS
+    type on target" (bfloat16).
+    ``softmax_divides``: rows of a softmax are divided by their sums; an inverse costs more there.
+    ``stores_linear_inputs``: inputs of narrowing linear layers are stored for the backward, because
+    matmuls are so fast in relation to other arithmetic. Workload S on v6e-8: 20.7 instead of 23.3
+    million cycles, recomputed 26 instead of 29, for 195 MiB more; a block of it on v5p-8: 5.55
+    instead of 5.74. On v4 and v5e it costs 1 %.
+
+    ``sources``: for each figure, where it comes from.
     """
 
     family: str
+    accelerator: str
+    generation: int
     device_kind: str
+    pci_device: str | None
+
     flops: float
-    hbm_bytes: int
-    usable_hbm_bytes: int
-    hbm_bandwidth: float
     tensor_cores: int
     devices: int
     clock_hz: float
-    links: int
-    link_bandwidth: float
-    hop_latency: float
+    matrix_cycles: float
+    matrix_unit: int = 128
+
+    hbm_bytes: int
+    usable_hbm_bytes: int
+    hbm_bandwidth: float
+    chip_config: str | None = None
+    other_configs: Mapping[str, int] = field(default_factory=dict)
+
     pod: tuple[int, ...]
-    cube: int
+    cube: int = 0
+    shapes: tuple[tuple[int, ...], ...]
     largest_slice: int
-    sub_host: bool
-    chip_config: str | None
-    dcn_bandwidth: float = field(kw_only=True, default=0.0)
-    launch_latency: float = field(kw_only=True, default=LAUNCH)
-    dcn_latency: float = field(kw_only=True, default=DCN_LATENCY)
-    matrix_cycles: float = field(kw_only=True)
-    other_configs: Mapping[str, int] = field(kw_only=True, default_factory=_nothing)
+    sub_host: bool = False
+    link_bandwidth: float
+    hop_latency: float = 1e-6
+    launch_latency: float = LAUNCH
+    dcn_bandwidth: float = 0.0
+    dcn_latency: float = DCN_LATENCY
+
+    host_memory: Mapping[int, int]
+    pcie_bandwidth: float = 15e9
+
+    operation_vmem: int | None = None
+    overlaps_gathers: bool = False
+    gains_by_rings: bool = False
+    gathers_along_one_ring: bool = False
+    small_gathers_reduce: bool = False
+    crashes_on_fused_loops: bool = False
+
+    attention_kernel: bool = True
+    softmax_divides: bool = False
+    stores_linear_inputs: bool = False
+
     sources: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        for name in ("other_configs", "host_memory", "sources"):
+            shared = _SHARED if name == "sources" else {}
+            table = MappingProxyType({**shared, **getattr(self, name)})
+            object.__setattr__(self, name, table)
 
     @property
     def device_flops(self) -> float:
@@ -122,6 +206,35 @@ class Chip:
         """2 or 3: the axes of the inter-chip network; each chip has two links an axis."""
         return len(self.pod)
 
+    @cached_property
+    def slices(self) -> Mapping[int, tuple[int, ...]]:
+        """The shape in chips of each named slice, by its TensorCores: the 32 of "v3-32"."""
+        shapes = (*self.shapes, *self._cubes())
+        return MappingProxyType({prod(shape) * self.tensor_cores: shape for shape in shapes})
+
+    def _cubes(self) -> Iterator[tuple[int, ...]]:
+        """The default shape of each whole number of cubes, up to the largest slice.
+
+        The default is the shape most like a cube (cloud.google.com/tpu/docs/types-topologies): of
+        all ways to write the number of cubes as a <= b <= c, the one with the smallest sum. 5
+        cubes: 4x4x20; 12: 8x8x12. Agrees with the 106 v4 and v5p slices, up to v5p-12288, in the
+        table that MaxText compiles ahead of time for
+        (src/maxtext/utils/accelerator_to_spec_map.py).
+        """
+        edge = self.cube
+        for count in range(1, self.largest_slice // edge**3 + 1 if edge else 1):
+            a, b, c = min(
+                (
+                    (a, b, count // (a * b))
+                    for a in range(1, round(count ** (1 / 3)) + 1)
+                    if count % a == 0
+                    for b in range(a, int((count // a) ** 0.5) + 1)
+                    if count // a % b == 0
+                ),
+                key=sum,
+            )
+            yield a * edge, b * edge, c * edge
+
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Which axes of a slice are rings, for a slice of ``shape`` chips (one number an axis).
 
@@ -138,29 +251,32 @@ class Chip:
         return tuple(length == full for length, full in zip(shape, self.pod, strict=True))
 
 
-def _chip(*, sources: Mapping[str, str], **figures: Any) -> Chip:
-    return Chip(sources=MappingProxyType(dict(sources)), **figures)
+# Cloud TPU v4 and v5p pages, up to one cube.
+_UP_TO_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+# Cloud TPU v5e and v6e pages: "2D slice shapes".
+_UP_TO_256 = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 
-
-V2 = _chip(
+V2 = Chip(
     family="v2",
+    accelerator="v2",
+    generation=2,
     device_kind="TPU v2",
+    pci_device=None,
     flops=46e12,
-    hbm_bytes=16 * GIB,
-    usable_hbm_bytes=2 * int(7.48 * GIB),
-    hbm_bandwidth=700e9,
     tensor_cores=2,
     devices=2,
     clock_hz=700e6,
-    links=4,
-    link_bandwidth=62e9,
-    hop_latency=1e-6,
-    pod=(16, 16),
-    cube=0,
-    largest_slice=256,
-    sub_host=False,
-    chip_config=None,
     matrix_cycles=0.98,
+    hbm_bytes=16 * GIB,
+    usable_hbm_bytes=2 * int(7.48 * GIB),
+    hbm_bandwidth=700e9,
+    pod=(16, 16),
+    shapes=((2, 2), (4, 4), (8, 8), (8, 16), (16, 16)),
+    largest_slice=256,
+    link_bandwidth=62e9,
+    host_memory={4: 334},
+    small_gathers_reduce=True,
+    attention_kernel=False,
     sources={
         "flops": "CACM and tpu_info: 46 TFLOP/s",
         "hbm_bytes": "CACM: 16 GiB; libtpu: 7.48G and 530M reserved for each of 2 cores",
@@ -168,32 +284,33 @@ V2 = _chip(
         "hbm_bandwidth": "CACM: 700 GB/s; tpu_info says 716",
         "devices": "libtpu: v2:2x2 lists 8 devices",
         "clock_hz": "CACM: 700 MHz; " + _MXU + "46e12 / (2 x 2 x 128 x 128) = 702 MHz",
-        "links": "Scaling book: v2 and v3 link 4 neighbours, 2D torus",
         "link_bandwidth": "CACM: 496 Gbit/s a link and direction; no second source",
-        "hop_latency": _HOP,
-        "pod": "CACM: 16 x 16 chips",
+        "pod": "CACM: 16 x 16 chips; Scaling book: v2 and v3 link 4 neighbours, 2D torus",
+        "host_memory": "as commonly cited, 96 vCPUs and 334 GB",
     },
 )
 
-V3 = _chip(
+V3 = Chip(
     family="v3",
+    accelerator="v3",
+    generation=3,
     device_kind="TPU v3",
+    pci_device=None,
     flops=123e12,
-    hbm_bytes=32 * GIB,
-    usable_hbm_bytes=2 * int(15.48 * GIB),
-    hbm_bandwidth=900e9,
     tensor_cores=2,
     devices=2,
     clock_hz=940e6,
-    links=4,
-    link_bandwidth=82e9,
-    hop_latency=1e-6,
-    pod=(32, 32),
-    cube=0,
-    largest_slice=1024,
-    sub_host=False,
-    chip_config=None,
     matrix_cycles=0.97,
+    hbm_bytes=32 * GIB,
+    usable_hbm_bytes=2 * int(15.48 * GIB),
+    hbm_bandwidth=900e9,
+    pod=(32, 32),
+    shapes=((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32)),
+    largest_slice=1024,
+    link_bandwidth=82e9,
+    host_memory={4: 335},
+    small_gathers_reduce=True,
+    attention_kernel=False,
     sources={
         "flops": "Cloud: 123 TFLOP/s; Scaling book and tpu_info say 140",
         "hbm_bytes": "Cloud: 32 GiB",
@@ -201,37 +318,38 @@ V3 = _chip(
         "hbm_bandwidth": "Cloud: 900 GB/s; tpu_info says 825",
         "devices": "libtpu: v3:2x2 lists 8 devices",
         "clock_hz": "CACM: 940 MHz; " + _MXU + "123e12 / (2 x 4 x 128 x 128) = 938 MHz",
-        "links": "Cloud: 2D torus",
         "link_bandwidth": (
             "CACM: 656 Gbit/s a link and direction; Cloud's 340 TB/s of all-reduce a pod / 1024 "
             "chips / 4 links = 83 GB/s agrees; ISCA says 70 GB/s, the Scaling book 100"
         ),
-        "hop_latency": _HOP,
-        "pod": "Cloud: 1024 chips; Scaling book: 32 x 32",
+        "pod": "Cloud: 1024 chips, 2D torus; Scaling book: 32 x 32",
+        "host_memory": "T. S. Nguyen, June 2021, inside a TPU VM: 96 vCPUs and 335 GB",
     },
 )
 
-V4 = _chip(
+V4 = Chip(
     family="v4",
+    accelerator="v4",
+    generation=4,
     device_kind="TPU v4",
+    pci_device="0x005e",
     flops=275e12,
-    hbm_bytes=32 * GIB,
-    usable_hbm_bytes=int(30.75 * GIB),
-    hbm_bandwidth=1200e9,
     tensor_cores=2,
     devices=1,
     clock_hz=1050e6,
-    links=6,
-    dcn_bandwidth=6.25e9,
-    link_bandwidth=45e9,
-    hop_latency=1e-6,
+    matrix_cycles=0.93,
+    hbm_bytes=32 * GIB,
+    usable_hbm_bytes=int(30.75 * GIB),
+    hbm_bandwidth=1200e9,
+    chip_config="megacore",
+    other_configs={"megacore_dense": int(31.75 * GIB)},
     pod=(16, 16, 16),
     cube=4,
+    shapes=_UP_TO_A_CUBE,
     largest_slice=4096,
-    sub_host=False,
-    chip_config="megacore",
-    other_configs=MappingProxyType({"megacore_dense": int(31.75 * GIB)}),
-    matrix_cycles=0.93,
+    link_bandwidth=45e9,
+    dcn_bandwidth=6.25e9,
+    host_memory={4: 407},
     sources={
         "flops": "Cloud: 275 TFLOP/s",
         "hbm_bytes": "Cloud: 32 GiB",
@@ -242,37 +360,42 @@ V4 = _chip(
         "hbm_bandwidth": "Cloud: 1200 GB/s",
         "devices": "libtpu: v4:2x2x1 with megacore lists 4 devices, as production does",
         "clock_hz": "ISCA: 1050 MHz; " + _MXU + "275e12 / (2 x 8 x 128 x 128) = 1049 MHz",
-        "links": "ISCA: 6 links",
         "link_bandwidth": (
             "Scaling book: 45 GB/s one way; Cloud's 1.1 PB/s of all-reduce a pod / 4096 chips / 6 "
             "links = 45 GB/s agrees; ISCA says 50 GB/s nominal"
         ),
-        "hop_latency": _HOP,
-        "pod": "Cloud: 4096 chips; Scaling book: 16 x 16 x 16",
+        "pod": "Cloud: 4096 chips; Scaling book: 16 x 16 x 16; ISCA: 6 links a chip",
         "dcn_bandwidth": "Scaling book: 6.25 GB/s a chip",
+        "host_memory": "as commonly cited of ct4p-hightpu-4t, 240 vCPUs and 407 GB",
     },
 )
 
-V5E = _chip(
+V5E = Chip(
     family="v5e",
+    accelerator="v5litepod",
+    generation=5,
     device_kind="TPU v5 lite",
+    pci_device="0x0063",
     flops=197e12,
-    hbm_bytes=16 * GIB,
-    usable_hbm_bytes=int(15.75 * GIB),
-    hbm_bandwidth=819e9,
     tensor_cores=1,
     devices=1,
     clock_hz=1500e6,
-    links=4,
-    dcn_bandwidth=3.125e9,
-    link_bandwidth=45e9,
-    hop_latency=1e-6,
+    matrix_cycles=0.88,
+    hbm_bytes=16 * GIB,
+    usable_hbm_bytes=int(15.75 * GIB),
+    hbm_bandwidth=819e9,
     pod=(16, 16),
-    cube=0,
+    shapes=_UP_TO_256,
     largest_slice=256,
     sub_host=True,
-    chip_config=None,
-    matrix_cycles=0.88,
+    link_bandwidth=45e9,
+    dcn_bandwidth=3.125e9,
+    host_memory={1: 48, 4: 192, 8: 384},
+    operation_vmem=49152,
+    overlaps_gathers=True,
+    gains_by_rings=True,
+    gathers_along_one_ring=True,
+    crashes_on_fused_loops=True,
     sources={
         "flops": "Cloud: 197 TFLOP/s",
         "hbm_bytes": "Cloud: 16 GB (GiB by libtpu's limit)",
@@ -280,38 +403,41 @@ V5E = _chip(
         "hbm_bandwidth": "Cloud: 819 GB/s",
         "devices": "libtpu: v5e:2x4 lists 8 devices",
         "clock_hz": "Scaling book: 1.5 GHz; " + _MXU + "197e12 / (2 x 4 x 128 x 128) = 1503 MHz",
-        "links": "Cloud: 4 ports",
         "link_bandwidth": (
             "Scaling book: 45 GB/s one way; Cloud: 400 GB/s both ways a chip / 4 / 2 = 50 nominal"
         ),
-        "hop_latency": _HOP,
         "pod": "Cloud: 256 chips, 2D torus, 16x16 the largest slice",
         "dcn_bandwidth": (
             "Cloud: 2 x 100 Gbps a host of 8 chips, 6.4 Tbps a pod; Scaling book: 3.125 GB/s a chip"
         ),
+        "host_memory": "Cloud: ct5lp-hightpu-1t, -4t, -8t with 48, 192, 384 GB",
     },
 )
 
-V5P = _chip(
+V5P = Chip(
     family="v5p",
+    accelerator="v5p",
+    generation=5,
     device_kind="TPU v5",
+    pci_device="0x0062",
     flops=459e12,
-    hbm_bytes=96 * GIB,
-    usable_hbm_bytes=int(95.74 * GIB),
-    hbm_bandwidth=2765e9,
     tensor_cores=2,
     devices=1,
     clock_hz=1750e6,
-    links=6,
-    dcn_bandwidth=6.25e9,
-    link_bandwidth=90e9,
-    hop_latency=1e-6,
+    matrix_cycles=0.9,
+    hbm_bytes=96 * GIB,
+    usable_hbm_bytes=int(95.74 * GIB),
+    hbm_bandwidth=2765e9,
     pod=(16, 20, 28),
     cube=4,
+    shapes=_UP_TO_A_CUBE,
     largest_slice=6144,
-    sub_host=False,
-    chip_config=None,
-    matrix_cycles=0.9,
+    link_bandwidth=90e9,
+    dcn_bandwidth=6.25e9,
+    host_memory={4: 448},
+    operation_vmem=49152,
+    overlaps_gathers=True,
+    stores_linear_inputs=True,
     sources={
         "flops": "Cloud: 459 TFLOP/s",
         "hbm_bytes": "Scaling book: 96 GB; libtpu: 95.74G and 263M reserved; Cloud says 95 GiB",
@@ -319,36 +445,42 @@ V5P = _chip(
         "hbm_bandwidth": "Cloud: 2765 GB/s",
         "devices": "libtpu: v5p:2x2x1 lists 4 devices, with and without megacore",
         "clock_hz": _MXU + "459e12 / (2 x 8 x 128 x 128) = 1751 MHz",
-        "links": "Scaling book: 6 neighbours",
         "link_bandwidth": (
             "Scaling book: 90 GB/s one way; Cloud: 1200 GB/s both ways a chip / 6 / 2 = 100 nominal"
         ),
-        "hop_latency": _HOP,
-        "pod": "Cloud: 8960 chips, the largest job 6144; Scaling book: 16 x 20 x 28",
+        "pod": "Cloud: 8960 chips, the largest job 6144; Scaling book: 16 x 20 x 28, 6 neighbours",
         "dcn_bandwidth": "Cloud: 50 Gbps a chip; Scaling book: 6.25 GB/s",
+        "host_memory": "as commonly cited of ct5p-hightpu-4t, 208 vCPUs and 448 GB",
     },
 )
 
-V6E = _chip(
+V6E = Chip(
     family="v6e",
+    accelerator="v6e",
+    generation=6,
     device_kind="TPU v6 lite",
+    pci_device="0x006f",
     flops=918e12,
-    hbm_bytes=32 * GIB,
-    usable_hbm_bytes=int(31.25 * GIB),
-    hbm_bandwidth=1638e9,
     tensor_cores=1,
     devices=1,
     clock_hz=1750e6,
-    links=4,
-    dcn_bandwidth=12.5e9,
-    link_bandwidth=90e9,
-    hop_latency=1e-6,
+    matrix_cycles=0.7,
+    matrix_unit=256,
+    hbm_bytes=32 * GIB,
+    usable_hbm_bytes=int(31.25 * GIB),
+    hbm_bandwidth=1638e9,
     pod=(16, 16),
-    cube=0,
+    shapes=_UP_TO_256,
     largest_slice=256,
     sub_host=True,
-    chip_config=None,
-    matrix_cycles=0.7,
+    link_bandwidth=90e9,
+    dcn_bandwidth=12.5e9,
+    host_memory={1: 176, 4: 720, 8: 1440},
+    operation_vmem=98304,
+    overlaps_gathers=True,
+    crashes_on_fused_loops=True,
+    softmax_divides=True,
+    stores_linear_inputs=True,
     sources={
         "flops": "Cloud: 918 TFLOP/s",
         "hbm_bytes": "Cloud: 32 GB (GiB by libtpu's limit)",
@@ -360,21 +492,21 @@ V6E = _chip(
             "which alone would need 3.5 GHz; libtpu's own cycles for matrix products reach 456,000 "
             "operations a cycle, 87 % of four units' 524,288 and above two units' 262,144"
         ),
-        "links": "Cloud: 4 ports",
         "link_bandwidth": (
             "Scaling book: 90 GB/s one way; Cloud: 800 GB/s both ways a chip / 4 / 2 = 100 nominal"
         ),
-        "hop_latency": _HOP,
         "pod": "Cloud: 256 chips, 2D torus, 16x16 the largest slice",
         "dcn_bandwidth": (
             "Cloud: 4 x 200 Gbps a host of 8 chips, 25.6 Tbps a pod; Scaling book: 12.5 GB/s a chip"
         ),
+        "host_memory": "as commonly cited of ct6e-standard-1t, -4t, -8t, 176, 720, 1440 GB",
     },
 )
 
-CHIPS: Mapping[str, Chip] = MappingProxyType(
-    {chip.family: chip for chip in (V2, V3, V4, V5E, V5P, V6E)}
-)
+_BY_FAMILY = {chip.family: chip for chip in (V2, V3, V4, V5E, V5P, V6E)}
+CHIPS: Mapping[str, Chip] = MappingProxyType(_BY_FAMILY)
 
-assert all(chip.links == 2 * chip.torus_dimension for chip in CHIPS.values())
-assert all(chip.largest_slice <= prod(chip.pod) for chip in CHIPS.values())
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip whose devices the runtime calls ``device_kind``; None for a CPU and what is new."""
+    return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from .chips import CHIPS, Chip, chip_of
 from .libtpu_flags import ARGUMENTS, library, read, refusal, without, without_dashes, written
 
 OPTIONS: Mapping[str, str] = MappingProxyType({
@@ -22,25 +23,16 @@ OPTIONS: Mapping[str, str] = MappingProxyType({
     "xla_tpu_sliced_prefetch_max_slices": "0",
 })  # fmt: skip
 
-# KiB of VMEM that one operation may take, by family of chips; what is left is for activations that
-# stay there, and for prefetches. With them libtpu 0.0.21 tiles a product of 8192 x 8192 matrices so
-# that it reaches 98, 98 and 90 % of the peak by its own cycles; with its defaults 88, 90 and 70 %.
-# Where activations fit into VMEM a step gets longer (docs/planning.md), so each has to be tried.
-OPERATION_VMEM: Mapping[str, int] = MappingProxyType({"v5e": 49152, "v5p": 49152, "v6e": 98304})
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
-# How this host lists its chips, by PCI device, as JAX has them (jax/_src/hardware_utils.py). v2 and
-# v3 have one number.
+# How this host lists its chips.
 _BUS, _VENDOR = Path("/sys/bus/pci/devices"), "0x1ae0"
-FAMILIES = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
 
 # Nothing, for scripts from when loops needed an option of launch undone.
 FOR_LOOPS: Mapping[str, str] = MappingProxyType({})
 # Gathers beside loops over elements. More of the bytes travel beside compute with it, and but for
-# rematerialised blocks the step is as long or longer (benchmarks/LOG.md). On v5e and v6e, for a
-# program with collectives inside a loop, the compiler of libtpu 0.0.21 then reads memory that is
-# not its own, and most often crashes.
+# rematerialised blocks the step is as long or longer (benchmarks/LOG.md). With it the compiler
+# crashes on loops for some chips: ``Chip.crashes_on_fused_loops``.
 _BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
-_CRASHING = ("TPU v5 lite", "TPU v6 lite")
 
 
 class RefusedOptionError(ValueError):
@@ -89,13 +81,13 @@ def operation_vmem(kib: int) -> Mapping[str, str]:
 
 
 def for_large_products(family: str | None = None) -> Mapping[str, str]:
-    """For programs whose activations do not fit into VMEM anyway: :data:`OPERATION_VMEM`.
+    """For programs whose activations do not fit into VMEM anyway: ``Chip.operation_vmem``.
 
     ``family``: of the chips, such as "v6e"; default: those of this host. Nothing on v2, v3 and v4,
     and without TPU.
     """
-    kib = OPERATION_VMEM.get(family or this_hosts_family() or "")
-    return operation_vmem(kib) if kib else {}
+    chip = CHIPS.get(family) if family else this_hosts_chip()
+    return operation_vmem(chip.operation_vmem) if chip and chip.operation_vmem else {}
 
 
 def require_loops_compile(device_kind: str) -> None:
@@ -104,8 +96,8 @@ def require_loops_compile(device_kind: str) -> None:
     Raises:
         RuntimeError: ``LIBTPU_INIT_ARGS`` asks for gathers beside loops on v5e or v6e.
     """
-    given = read(os.environ.get(ARGUMENTS, ""))
-    if device_kind in _CRASHING and given.get(_BESIDE_ELEMENTS) == "true":
+    given, chip = read(os.environ.get(ARGUMENTS, "")), chip_of(device_kind)
+    if chip and chip.crashes_on_fused_loops and given.get(_BESIDE_ELEMENTS) == "true":
         raise RuntimeError(
             f"on {device_kind} the TPU compiler crashes on loops if LIBTPU_INIT_ARGS has "
             f"--{_BESIDE_ELEMENTS}=true; take it out"
@@ -127,14 +119,15 @@ def main() -> None:
     print(accepted(libtpu_init_args(os.environ.get(ARGUMENTS, "")))[0])
 
 
-def this_hosts_family(bus: Path = _BUS) -> str | None:
-    """Family of this host's chips, such as "v6e", known before libtpu is loaded; None without TPU,
-    and for v2, v3 and others."""
+def this_hosts_chip(bus: Path = _BUS) -> Chip | None:
+    """This host's chip, known before libtpu is loaded; None without TPU, and for v2, v3 and those
+    that have no record."""
     for vendor in sorted(bus.glob("*/vendor")):
         if vendor.read_text().strip() == _VENDOR:
-            found = FAMILIES.get((vendor.parent / "device").read_text().strip())
-            if found:
-                return found
+            number = (vendor.parent / "device").read_text().strip()
+            for chip in CHIPS.values():
+                if chip.pci_device == number:
+                    return chip
     return None
 
 

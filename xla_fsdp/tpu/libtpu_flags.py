@@ -5,10 +5,15 @@ libtpu takes them apart as Abseil does (abseil.io/docs/cpp/guides/flags): ``--na
 or two. Of two values the last one counts. What follows ``--``, and words that are no flag's value,
 are ignored, so ``name=value`` without dashes says nothing. One flag that libtpu does not know ends
 the process.
+
+``python -I -S libtpu_flags.py LIBRARY`` has a libtpu read its flags, in a process that imports
+nothing but Python's own library: libtpu reads them when its plugin is initialised, and lists on
+standard error what it does not know.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -19,13 +24,11 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from . import flag_check
-
 # What libtpu reads its flags from when it starts.
 ARGUMENTS = "LIBTPU_INIT_ARGS"
 _UNKNOWN = re.compile(r"^ERROR: Unknown command line flag '([^']*)'", re.MULTILINE)
 _ILLEGAL = re.compile(r"^ERROR: (?!Unknown command line flag)(.*)$", re.MULTILINE)
-# Known to no libtpu.
+# Known to no libtpu, so that the process that asks ends before libtpu looks for chips.
 _ASKING = "xla_fsdp_is_asking"
 _SECONDS = 60
 
@@ -118,7 +121,7 @@ def _asked(arguments: str, library: str) -> Refusal:
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-S", flag_check.__file__, library],
+            [sys.executable, "-I", "-S", __file__, library],
             env={**os.environ, **environment},
             capture_output=True,
             text=True,
@@ -145,3 +148,37 @@ def library(environ: Mapping[str, str] = os.environ) -> str | None:
         return None
     path = Path(package.submodule_search_locations[0]) / "libtpu.so"
     return str(path) if path.is_file() else None
+
+
+class _Arguments(ctypes.Structure):
+    """``PJRT_Plugin_Initialize_Args`` of pjrt_c_api.h."""
+
+    _fields_ = [("struct_size", ctypes.c_size_t), ("extension_start", ctypes.c_void_p)]
+
+
+class _Api(ctypes.Structure):
+    """The beginning of ``PJRT_Api`` of pjrt_c_api.h."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("extension_start", ctypes.c_void_p),
+        ("version_struct_size", ctypes.c_size_t),
+        ("version_extension_start", ctypes.c_void_p),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+        ("error_destroy", ctypes.c_void_p),
+        ("error_message", ctypes.c_void_p),
+        ("error_get_code", ctypes.c_void_p),
+        ("plugin_initialize", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Arguments))),
+    ]
+
+
+def _initialize(library: str) -> None:
+    get_api = ctypes.CDLL(library).GetPjrtApi
+    get_api.restype = ctypes.POINTER(_Api)
+    arguments = _Arguments(ctypes.sizeof(_Arguments), None)
+    get_api().contents.plugin_initialize(ctypes.byref(arguments))
+
+
+if __name__ == "__main__":
+    _initialize(sys.argv[1])

@@ -19,87 +19,28 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from types import MappingProxyType
 
-from xla_fsdp.tpu.chips import CHIPS, Chip
+from .chips import CHIPS, Chip
 
 # libtpu's default: chips of one host along x, y, z.
 _HOST = (2, 2, 1)
 
-# Default shapes. Cloud TPU v2 and v3 pages for the sizes; the most square shape for each.
-_V3_SHAPES = {
-    8: (2, 2),
-    32: (4, 4),
-    64: (4, 8),
-    128: (8, 8),
-    256: (8, 16),
-    512: (16, 16),
-    1024: (16, 32),
-    2048: (32, 32),
-}
-# Cloud TPU v5e and v6e pages: "2D slice shapes".
-_V5E_SHAPES = {
-    1: (1, 1),
-    4: (2, 2),
-    8: (2, 4),
-    16: (4, 4),
-    32: (4, 8),
-    64: (8, 8),
-    128: (8, 16),
-    256: (16, 16),
-}
-# Cloud TPU v4 and v5p pages, up to one cube; beyond it see _cubes.
-_V4_SHAPES = {8: (2, 2, 1), 16: (2, 2, 2), 32: (2, 2, 4), 64: (2, 4, 4)}
-
-
-def _cubes(chip: Chip) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """TensorCores and default shape of each whole number of cubes, up to the largest slice.
-
-    The default is the shape most like a cube (cloud.google.com/tpu/docs/types-topologies): of all
-    ways to write the number of cubes as a <= b <= c, the one with the smallest sum. 5 cubes:
-    4x4x20; 12: 8x8x12. Agrees with the 106 v4 and v5p slices, up to v5p-12288, in the table that
-    MaxText compiles ahead of time for (src/maxtext/utils/accelerator_to_spec_map.py).
-    """
-    edge = chip.cube
-    for count in range(1, chip.largest_slice // edge**3 + 1):
-        a, b, c = min(
-            (
-                (a, b, count // (a * b))
-                for a in range(1, round(count ** (1 / 3)) + 1)
-                if count % a == 0
-                for b in range(a, int((count // a) ** 0.5) + 1)
-                if count // a % b == 0
-            ),
-            key=sum,
-        )
-        yield count * edge**3 * chip.tensor_cores, (a * edge, b * edge, c * edge)
-
 
 def _named() -> dict[str, tuple[Chip, tuple[int, ...]]]:
-    v2 = {size: _V3_SHAPES[size] for size in (8, 32, 128, 256, 512)}
-    tables: dict[str, tuple[str, Mapping[int, tuple[int, ...]]]] = {
-        "v2": ("v2", v2),
-        "v3": ("v3", _V3_SHAPES),
-        "v4": ("v4", _V4_SHAPES | dict(_cubes(CHIPS["v4"]))),
-        "v5litepod": ("v5e", _V5E_SHAPES),
-        "v5p": ("v5p", _V4_SHAPES | dict(_cubes(CHIPS["v5p"]))),
-        "v6e": ("v6e", _V5E_SHAPES),
-    }
+    """Chip and shape of every named slice."""
     return {
-        f"{prefix}-{size}": (CHIPS[family], shape)
-        for prefix, (family, shapes) in tables.items()
-        for size, shape in shapes.items()
+        f"{chip.accelerator}-{size}": (chip, shape)
+        for chip in CHIPS.values()
+        for size, shape in chip.slices.items()
     }
 
 
-_NAMED: Mapping[str, tuple[Chip, tuple[int, ...]]] = MappingProxyType(_named())
-
-# Other words for a family; "v5e-16" is a v5litepod-16.
-_ALIASES: Mapping[str, str] = MappingProxyType({"v5e": "v5litepod"})
-_RAW_ALIASES: Mapping[str, str] = MappingProxyType({"v5litepod": "v5e"})
+def _chip_called(name: str) -> Chip | None:
+    """The chip whose slices are called so: "v5e-16" is a v5litepod-16."""
+    same = (chip for chip in CHIPS.values() if name in (chip.family, chip.accelerator))
+    return next(same, None)
 
 
 class UnknownTopologyError(ValueError):
@@ -179,6 +120,12 @@ class Slice:
         return self.chips // prod(self.chips_per_host)
 
     @property
+    def host_memory(self) -> int:
+        """Bytes of memory of one host. A single chip of v4 or v5p is one of a host with four."""
+        memory = self.chip.host_memory
+        return memory.get(prod(self.chips_per_host), max(memory.values())) * 10**9
+
+    @property
     def device_shape(self) -> tuple[int, int, int, int]:
         """Chips along x, y, z and devices of a chip: what ``coordinates`` counts through."""
         return (*self._xyz(1, self.shape), self.chip.devices)
@@ -207,7 +154,7 @@ class Slice:
 
 def names() -> tuple[str, ...]:
     """Every name that ``resolve`` knows, apart from shapes written out and the alias v5e-N."""
-    return tuple(_NAMED)
+    return tuple(_named())
 
 
 def resolve(name: str) -> Slice:
@@ -220,15 +167,16 @@ def resolve(name: str) -> Slice:
         raise TypeError(f"topology must be a name such as 'v3-128', got {name!r}")
     given = name.strip()
     text = given.lower()
-    several = re.fullmatch(r"([0-9]{1,4})x(v.+)", text)
+    several = re.fullmatch(r"([0-9]{1,4})x([a-z].+)", text)
     if several:
         return _several(given, int(several[1]), several[2])
     if ":" in text:
         chip, shape = _parse_shape(given, text)
     else:
         family, _, size = text.partition("-")
-        found = _NAMED.get(f"{_ALIASES.get(family, family)}-{size}")
-        if found is None:
+        called = _chip_called(family)
+        found = called and _named().get(f"{called.accelerator}-{size}")
+        if not found:
             raise UnknownTopologyError(given, _why_not_named(family, size))
         chip, shape = found
     return Slice(given, chip, shape, chip.wraps(shape))
@@ -246,7 +194,7 @@ def _several(given: str, count: int, name: str) -> Slice:
 
 def _parse_shape(given: str, text: str) -> tuple[Chip, tuple[int, ...]]:
     family, _, lengths = text.partition(":")
-    chip = CHIPS.get(_RAW_ALIASES.get(family, family))
+    chip = _chip_called(family)
     if chip is None:
         raise UnknownTopologyError(given, f"there is no TPU family {family!r}")
     if not re.fullmatch(r"[0-9]{1,6}(x[0-9]{1,6})*", lengths):
@@ -294,49 +242,47 @@ def _why_not_shape(chip: Chip, shape: tuple[int, ...]) -> str | None:
 
 
 def _why_not_named(family: str, size: str) -> str:
-    prefix = _ALIASES.get(family, family)
-    if not any(known.startswith(f"{prefix}-") for known in _NAMED):
+    chip = _chip_called(family)
+    if chip is None:
         return f"there is no TPU family {family!r}"
-    counted = "chips" if prefix in ("v5litepod", "v6e") else "TensorCores"
+    counted = "chips" if chip.tensor_cores == 1 else "TensorCores"
     return f"there is no {family} slice of {size or 'no'} {counted}"
 
 
 def _closest(name: str) -> tuple[str, ...]:
     text = name.strip().lower()
+    family, _, size = text.partition("-")
+    chip = _chip_called(family)
+    if chip is not None and size.isascii() and size.isdigit():
+        # A number is near another by its value, not its digits.
+        nearest = sorted(chip.slices, key=lambda known: abs(known - int(size)))[:3]
+        return tuple(f"{chip.accelerator}-{known}" for known in nearest)
+    known = _named()
     shapes = [
         f"{chip.family}:{'x'.join(map(str, shape))}"
-        for chip, shape in _NAMED.values()
+        for chip, shape in known.values()
         if prod(shape) <= 512
     ]
-    candidates = list(dict.fromkeys([*_NAMED, *shapes]))
-    family, separator, size = text.partition("-")
-    prefix = _ALIASES.get(family, family)
-    same = [known for known in _NAMED if known.startswith(f"{prefix}-")]
-    if separator and size.isascii() and size.isdigit() and same:
-        # A number is near another by its value, not its digits.
-        return tuple(sorted(same, key=lambda known: abs(_size(known) - int(size)))[:3])
+    candidates = list(dict.fromkeys([*known, *shapes]))
     return tuple(difflib.get_close_matches(text, candidates, n=3, cutoff=0.5))
-
-
-def _size(name: str) -> int:
-    return int(name.partition("-")[2])
 
 
 def _offer() -> str:
     """All that resolves, in one sentence: whole cubes are too many to spell out."""
     parts = []
-    for prefix in dict.fromkeys(name.partition("-")[0] for name in _NAMED):
-        sizes = [_size(name) for name in _NAMED if name.partition("-")[0] == prefix]
-        chip = _NAMED[f"{prefix}-{sizes[0]}"][0]
-        if chip.cube:
-            cube = chip.cube**3 * chip.tensor_cores
-            few = ", ".join(str(size) for size in sizes if size < cube)
-            parts.append(f"{prefix}-{few} and multiples of {cube} to {sizes[-1]}")
-        else:
-            parts.append(f"{prefix}-{', '.join(map(str, sizes))}")
+    for chip in CHIPS.values():
+        cube = chip.cube**3 * chip.tensor_cores
+        few = ", ".join(str(size) for size in chip.slices if not cube or size < cube)
+        cubes = f" and multiples of {cube} to {max(chip.slices)}" if cube else ""
+        parts.append(f"{chip.accelerator}-{few}{cubes}")
     families = ", ".join(f"{family}:" for family in CHIPS)
+    others = ", ".join(
+        f"{chip.family}-N is {chip.accelerator}-N"
+        for chip in CHIPS.values()
+        if chip.family != chip.accelerator
+    )
     return (
-        f"There are {'; '.join(parts)} (v5e-N is v5litepod-N); "
+        f"There are {'; '.join(parts)} ({others}); "
         f"or the shape in chips after {families}, such as v5e:2x4 or v4:4x4x8; 2xv5litepod-256 is "
         "two slices joined by the data-centre network."
     )

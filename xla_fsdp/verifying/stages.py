@@ -18,7 +18,7 @@ from ..checkpoint.meeting import Meeting
 from ..collectives.routes import routes_for
 from ..collectives.world import World
 from ..compiled.cache import compilation_counts
-from ..tpu.chips import CHIPS, Chip
+from ..tpu.chips import Chip, chip_of
 from ..tpu.topology import Slice
 from ..wrapper import XlaFullyShardedDataParallel as FSDP
 from . import collectives, rates, steps
@@ -90,7 +90,7 @@ def _kind() -> str:
 
 def _chip() -> Chip | None:
     """``None`` on CPU ranks."""
-    return next((chip for chip in CHIPS.values() if chip.device_kind == _kind()), None)
+    return chip_of(_kind())
 
 
 def _where() -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
+from ...collectives.random_state import preserve_random_state
 from .ranks import in_rank, root_device
 
 T = TypeVar("T")
@@ -32,7 +33,8 @@ class Talking:
     """Collectives, each to be called on every rank.
 
     What they return is there when they return it, so that the first rank alone may look at it (a
-    progress bar, a logger). Within :meth:`computing` it is part of the step's program instead.
+    progress bar, a logger). Within :meth:`computing` it is part of the step's program instead. The
+    random state of the device stays as it is.
     """
 
     _computing = False
@@ -48,7 +50,8 @@ class Talking:
 
     def _settle(self) -> None:
         if not self._computing:
-            torch_xla.sync()
+            with preserve_random_state():
+                torch_xla.sync()
 
     @property
     def root_device(self) -> torch.device:
@@ -56,7 +59,8 @@ class Talking:
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         if in_rank() and xr.world_size() > 1:
-            xm.rendezvous(name or "barrier")
+            with preserve_random_state():
+                xm.rendezvous(name or "barrier")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """``obj`` of rank ``src``, anything that can be pickled."""
@@ -65,7 +69,8 @@ class Talking:
         own = pickle.dumps(on_host(obj)) if xr.global_ordinal() == src else b""
         # On TPU every length of payload is a program of its own: few lengths.
         own = own.ljust(1 << max(8, len(own).bit_length()), b"\0")
-        sent = xm.rendezvous("broadcast", own)
+        with preserve_random_state():
+            sent = xm.rendezvous("broadcast", own)
         found = pickle.loads(bytes(sent[src]))
         on_device = isinstance(obj, torch.Tensor) and obj.device.type == "xla"
         return found.to(root_device()) if on_device else found

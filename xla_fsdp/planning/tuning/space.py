@@ -9,13 +9,11 @@ from math import prod
 from typing import Any
 
 from ...collectives.routes import HOWS
-from ...tpu.compiler_options import OPERATION_VMEM
 from ...tpu.topology import Slice
 from .estimate import Estimates
 from .facts import StepFacts
 from .kept import by_name
 from .settings import PREFETCHES, ShardingSettings
-from .traffic import GATHERS_BESIDE
 
 # Those that an estimate tells apart well. The others are tried one by one on the best of these; of
 # those that are modelled alike, the first here is first.
@@ -96,7 +94,7 @@ class Space:
         blocks, together = len(facts.blocks), ranks_together(where)
         half = [blocks // 2] if blocks >= 4 else []
         sizes = [size for size in GROUPS if groups and blocks >= 2 * size]
-        vmem = OPERATION_VMEM.get(where.chip.family)
+        vmem = where.chip.operation_vmem
         values: dict[str, Sequence[Any]] = {
             "batch": batches,
             "units": ("blocks", "model") if blocks else ("model",),
@@ -108,7 +106,7 @@ class Space:
             "keep": ((),),
             "offload": (False, True) if blocks else (False,),
             "shard_ranks": (None, *together),
-            "scan_prefetch": (False, True) if where.chip.family in GATHERS_BESIDE else (False,),
+            "scan_prefetch": (False, True) if where.chip.overlaps_gathers else (False,),
             "forward_prefetch": (True, False),
             "backward_prefetch": PREFETCHES[:2],
             "limit_all_gathers": (True, False),

@@ -16,12 +16,8 @@ from ...sharding.layout import LANES
 from ...sharding.wire import BESIDE_BYTES, SMALL_BYTES
 from ...tpu.links import Links
 from ...tpu.topology import Slice
-from ...tpu.traffic import Groups, OneCollective, wire_bytes
+from ...tpu.traffic import Groups, OneCollective
 from ..tracing.units import OnWire
-
-# Families whose compiler runs all-gathers beside compute. libtpu 0.0.21: docs/benchmarks.md,
-# "asynchronous".
-GATHERS_BESIDE = ("v5e", "v5p", "v6e")
 
 # What a collective is made of, stage by stage: who takes part, and rings that it goes around.
 _Way = list[tuple[Groups, Rings | None]]
@@ -67,7 +63,7 @@ class Wire:
     @property
     def gathers_beside(self) -> bool:
         """Whether gathers run beside compute."""
-        return self._where.chip.family in GATHERS_BESIDE
+        return self._where.chip.overlaps_gathers
 
     def _gathering(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> float:
         """Seconds of the gathers of ``tensors`` among each ``ranks`` consecutive ranks."""
@@ -141,9 +137,7 @@ class Wire:
 
     def _between(self, kind: str, size: int, slices: int) -> float:
         """Over the data-centre network: each device its part, as in docs/plan-time-model.md."""
-        chip = self._where.chip
         one = self._where.devices // self._where.count
         part = size if kind == "all-reduce" else size // one
-        sent = wire_bytes(kind, part, slices) * chip.devices
-        phases = 2 if kind == "all-reduce" else 1
-        return chip.launch_latency + phases * chip.dcn_latency + sent / chip.dcn_bandwidth
+        group = tuple(range(slices))
+        return self._links.seconds(OneCollective(kind, part, (group,), across_slices=True))

@@ -1,0 +1,268 @@
+"""One record holds every constant of a TPU generation; a new generation is a new record."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import xla_fsdp
+from xla_fsdp.tpu import chips, compiler_options
+from xla_fsdp.tpu.calibration import Calibration
+from xla_fsdp.tpu.chips import CHIPS, GIB, LAUNCH, Chip
+from xla_fsdp.tpu.links import collective_seconds, describe
+from xla_fsdp.tpu.topology import UnknownTopologyError, names, resolve
+from xla_fsdp.tpu.traffic import OneCollective
+
+
+@pytest.mark.parametrize("family", CHIPS)
+def test_the_share_of_a_device_times_the_devices_is_the_chip(family):
+    chip = CHIPS[family]
+    assert chip.device_flops * chip.devices == chip.flops
+    assert chip.device_usable_hbm_bytes() * chip.devices == chip.usable_hbm_bytes
+    assert chip.device_hbm_bandwidth * chip.devices == chip.hbm_bandwidth
+
+
+@pytest.mark.parametrize("family", CHIPS)
+def test_every_figure_has_a_source(family):
+    chip = CHIPS[family]
+    figures = {"flops", "hbm_bytes", "usable_hbm_bytes", "hbm_bandwidth", "devices"}
+    figures |= {"clock_hz", "pod", "link_bandwidth", "hop_latency"}
+    figures |= {"host_memory", "pcie_bandwidth"}
+    # v2 and v3 slices are not joined.
+    figures |= {"dcn_bandwidth"} if chip.dcn_bandwidth else set()
+    assert set(chip.sources) == figures
+    assert bool(chip.dcn_bandwidth) == (family not in ("v2", "v3"))
+
+
+@pytest.mark.parametrize(
+    ("family", "multipliers"),
+    # Multiplier units of a chip times their size; see chips.py for v6e.
+    [
+        ("v2", 2 * 128**2),
+        ("v3", 4 * 128**2),
+        ("v4", 8 * 128**2),
+        ("v5e", 4 * 128**2),
+        ("v5p", 8 * 128**2),
+        ("v6e", 4 * 256**2),
+    ],
+)
+def test_the_clock_gives_the_peak(family, multipliers):
+    chip = CHIPS[family]
+    assert 2 * multipliers * chip.clock_hz == pytest.approx(chip.flops, rel=0.01)
+
+
+@pytest.mark.parametrize("family", CHIPS)
+def test_the_compiler_reserves_some_of_the_memory(family):
+    chip = CHIPS[family]
+    assert 0.9 * chip.hbm_bytes < chip.usable_hbm_bytes < chip.hbm_bytes
+
+
+@pytest.mark.parametrize("family", CHIPS)
+def test_slices_fit_into_the_pod(family):
+    chip = CHIPS[family]
+    assert max(map(prod, chip.slices.values())) == chip.largest_slice <= prod(chip.pod)
+    assert all(len(shape) == chip.torus_dimension for shape in chip.slices.values())
+
+
+def test_a_core_of_v3_has_16_gib():
+    assert CHIPS["v3"].hbm_bytes == CHIPS["v3"].devices * 16 * GIB
+
+
+def test_a_table_entry_can_not_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CHIPS["v3"].flops = 1.0
+    with pytest.raises(TypeError):
+        CHIPS["v3"].sources["flops"] = ""
+
+
+# What no generation is: a torus of three axes with two ranks a chip, and overlapped gathers.
+MADE_UP = Chip(
+    family="v9x",
+    accelerator="v9pod",
+    generation=9,
+    device_kind="TPU v9 extra",
+    pci_device="0x0099",
+    flops=1e15,
+    tensor_cores=2,
+    devices=2,
+    clock_hz=2e9,
+    matrix_cycles=0.9,
+    matrix_unit=512,
+    hbm_bytes=64 * GIB,
+    usable_hbm_bytes=62 * GIB,
+    hbm_bandwidth=4e12,
+    pod=(8, 8, 8),
+    cube=4,
+    shapes=((2, 2, 1), (2, 2, 2)),
+    largest_slice=512,
+    link_bandwidth=100e9,
+    dcn_bandwidth=10e9,
+    host_memory={4: 1000},
+    operation_vmem=65536,
+    overlaps_gathers=True,
+    crashes_on_fused_loops=True,
+    stores_linear_inputs=True,
+    sources={
+        "usable_hbm_bytes": "made up",
+        "link_bandwidth": "made up; not measured",
+        "dcn_bandwidth": "made up",
+        "host_memory": "made up",
+    },
+)
+
+
+def added():
+    return mock.patch.dict(chips._BY_FAMILY, {MADE_UP.family: MADE_UP})
+
+
+def test_a_new_record_has_named_slices():
+    with added():
+        assert {"v9pod-8", "v9pod-16", "v9pod-128", "v9pod-1024"} <= set(names())
+        for name in ("v9pod-16", "v9x-16", "v9pod:2x2x2", "v9x:2x2x2"):
+            where = resolve(name)
+            assert (where.chip, where.shape, where.devices) == (MADE_UP, (2, 2, 2), 16)
+        assert where.libtpu_name == "v9x:2x2x2" and not any(where.wraps)
+        assert (where.hosts, where.host_memory) == (2, 1000 * 10**9)
+        assert all(resolve("v9x:4x4x8").wraps)
+        assert resolve("2xv9pod-8").devices == 16
+        with pytest.raises(UnknownTopologyError) as info:
+            resolve("v9x-17")
+        assert "there is no v9x slice of 17 TensorCores" in str(info.value)
+        assert info.value.closest[0] == "v9pod-16"
+        assert "v9pod-8, 16 and multiples of 128 to 1024" in str(info.value)
+        assert "v9x-N is v9pod-N" in str(info.value) and "v6e:, v9x:" in str(info.value)
+    with pytest.raises(UnknownTopologyError, match="no TPU family 'v9pod'"):
+        resolve("v9pod-8")
+
+
+def test_a_new_record_has_times_and_routes():
+    from xla_fsdp.collectives.routes import attributes_of, routes_for
+    from xla_fsdp.planning.records import Op, Schedule
+    from xla_fsdp.planning.timing import time_step
+    from xla_fsdp.planning.tuning.traffic import Wire
+
+    with added():
+        where = resolve("v9pod-8")
+        gather = OneCollective("all-gather", 8 * 10**6, (tuple(range(8)),))
+        # Two lines of two chips, one link each.
+        expected = LAUNCH + 2e-6 + 7e6 / (2 * 100e9)
+        assert collective_seconds(gather, where) == pytest.approx(expected)
+        assert "100 GB/s a link" in describe(where) and "(bandwidth: made up)" in describe(where)
+        found = routes_for(MADE_UP.device_kind, attributes_of(where))
+        assert found is not None and found.slice.chip is MADE_UP
+        assert found.gather(8 * 10**6).seconds == pytest.approx(expected)
+        assert Wire(where).gathers_beside
+        schedule = Schedule(2, (Op(0, "f", "fusion", 4_000_000),), (), (), (0,) * 2, 0, {})
+        assert time_step(schedule, where, 1.0).compute == pytest.approx(2e-3)
+        measured = Calibration("v9x", link_bandwidth=90e9).apply(where.chip)
+        assert measured.link_bandwidth == 90e9 and measured.host_memory == MADE_UP.host_memory
+
+
+def test_a_new_record_has_compiler_options(tmp_path, monkeypatch):
+    from xla_fsdp.compiled.host_options import host_options
+
+    with added():
+        large = compiler_options.for_large_products("v9x")
+        assert large == {"xla_tpu_scoped_vmem_limit_kib": "65536"}
+        told = host_options(MADE_UP, environ={})
+        assert "--xla_tpu_sliced_prefetch_max_slices=0" in told.arguments
+        (tmp_path / "0").mkdir()
+        (tmp_path / "0" / "vendor").write_text("0x1ae0\n")
+        (tmp_path / "0" / "device").write_text("0x0099\n")
+        assert compiler_options.this_hosts_chip(tmp_path) is MADE_UP
+        monkeypatch.setenv(
+            "LIBTPU_INIT_ARGS", f"--{compiler_options._BESIDE_ELEMENTS}=true --xla_other=1"
+        )
+        with pytest.raises(RuntimeError, match="on TPU v9 extra the TPU compiler crashes"):
+            compiler_options.require_loops_compile(MADE_UP.device_kind)
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_other=1")  # what the message recommends
+        compiler_options.require_loops_compile(MADE_UP.device_kind)
+
+
+def traced_on_a_new_record():
+    from xla_fsdp import XlaFullyShardedDataParallel
+    from xla_fsdp.layers import attention
+    from xla_fsdp.layers.linear import keeps_input
+    from xla_fsdp.layers.splash import Forward
+    from xla_fsdp.planning.tracing.step import trace_step
+
+    made = []
+
+    def call(function, tensors, platform):
+        made.append((function, platform))
+        return [tensors[0]]
+
+    def step():
+        model = XlaFullyShardedDataParallel(nn.Linear(64, 32))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(8, 64).to("xla")).sum().backward()
+        optimizer.step()
+        heads = torch.ones(1, 1, 128, 64).to("xla")
+        attention.scaled_dot_product_attention(heads, heads, heads, implementation="kernel")
+
+    with added(), mock.patch.object(attention, "call", call):
+        where = resolve("v9pod-8")
+        assert trace_step(step, 0, where.devices, where).program.hlo
+        ((function, _),) = made
+        assert isinstance(function, Forward) and function.splash.matrix_unit == 512
+        world = SimpleNamespace(device_kind=MADE_UP.device_kind)
+        assert keeps_input(nn.Linear(8, 4), world) and not keeps_input(nn.Linear(4, 8), world)
+
+
+def test_a_new_record_is_traced(elsewhere):
+    elsewhere(traced_on_a_new_record)
+
+
+# What is not about a generation of chips, or is an example in a message.
+EXCEPTIONS = {
+    "preflight/api.py": ["version=v2"],  # of the TPU API
+    "preflight/node.py": ["as v1 and v2 of the TPU API"],
+    "preflight/cli.py": ["such as v3-32"],
+    "preflight/node_checks.py": ["such as v4-32"],
+    "verifying/cli.py": ["such as v5litepod-8"],
+    "ranks/launch.py": ["on v2 and v3, where a process has two ranks"],
+}
+
+
+def strings(tree):
+    """String constants of code: all but docstrings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) not in docstrings:
+                yield node.value
+
+
+def test_no_other_file_names_a_generation():
+    called = {n for c in CHIPS.values() for n in (c.family, c.accelerator, c.device_kind)}
+    pattern = re.compile(rf"(?<![\w/])({'|'.join(map(re.escape, called))})(?!\w)")
+    package, found = Path(xla_fsdp.__file__).parent, []
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        if name.startswith("tpu/"):
+            continue
+        tree, allowed = ast.parse(path.read_text()), list(EXCEPTIONS.get(name, []))
+        for text in filter(pattern.search, strings(tree)):
+            known = [one for one in allowed if one in text]
+            allowed = [one for one in allowed if one not in known]
+            found += [] if known else [f"{name}: {text!r}"]
+        assert not allowed, (name, allowed)  # a review of what is no longer there
+        records = {f"V{c.family[1:].upper()}" for c in CHIPS.values()}
+        for node in ast.walk(tree):
+            named = {getattr(node, kind, None) for kind in ("id", "attr", "name")}
+            found += [f"{name}: {one}" for one in named & records]
+    assert not found, found
