@@ -110,5 +110,5 @@ def _turn(lane: Lane, turns: threading.Lock) -> float:
 
 
 def _all_done() -> None:
-    torch_xla._XLAC._xla_wait_device_ops([])
+    xm.wait_device_ops()
     xm.rendezvous("done")

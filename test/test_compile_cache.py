@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from xla_fsdp.compiled import cache, loading, symbols
+from xla_fsdp import xlac
+from xla_fsdp.compiled import cache, loading
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -341,11 +342,9 @@ class TestRefusals:
     @pytest.fixture
     def enable(self, monkeypatch):
         """The function, in a process whose runtime has not started."""
-        import torch_xla
-
         monkeypatch.setenv("PJRT_DEVICE", "CPU")
-        for name in ("_xla_runtime_is_initialized", "_xla_computation_cache_is_initialized"):
-            monkeypatch.setattr(torch_xla._XLAC, name, lambda: False)
+        for name in ("runtime_has_started", "compilation_cache_exists"):
+            monkeypatch.setattr(xlac, name, lambda: False)
         monkeypatch.setattr(loading, "repair", lambda platform: None)
         monkeypatch.setattr(cache.xr, "initialize_cache", lambda path, readonly: None)
         monkeypatch.setattr(cache.xr, "get_num_cached_compilation_graph", lambda: 0)
@@ -374,7 +373,7 @@ class TestRefusals:
             enable()
 
     def test_another_torch_xla(self, monkeypatch):
-        monkeypatch.setattr(symbols, "version", lambda package: "2.10.0")
+        monkeypatch.setattr(xlac, "version", lambda package: "2.10.0")
         with pytest.raises(NotImplementedError, match="this is torch_xla 2.10.0 on linux"):
             loading.repair("CPU")
 
@@ -384,7 +383,7 @@ class TestRefusals:
 
     def test_a_library_without_what_is_needed(self):
         with pytest.raises(NotImplementedError, match="0 symbols _no_such_function, not one"):
-            symbols.symbols_of(["_no_such_function"])
+            xlac.symbols_of(["_no_such_function"])
 
 
 def test_programs_of_another_kind_are_not_used(monkeypatch):

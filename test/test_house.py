@@ -37,7 +37,7 @@ def calls(path, owner):
             id="collectives",
         ),
         pytest.param(
-            "_XLAC", {"_replace_xla_tensor"}, {"sharding/freeing.py", "ranks/cpu/session.py"},
+            "xlac", {"replace_data"}, {"sharding/freeing.py", "ranks/cpu/session.py"},
             id="exchanged data",
         ),
     ],

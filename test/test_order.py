@@ -152,7 +152,7 @@ def test_float16_gradients_are_divided_before_they_are_summed(run_ranks):
 
 def one_rank_that_sees_a_slice(rank):
     """Nobody launched ranks: a whole slice is there, but the process is alone."""
-    import torch_xla
+    import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
     from xla_fsdp.collectives.routes import attributes_of
@@ -160,13 +160,13 @@ def one_rank_that_sees_a_slice(rank):
     from xla_fsdp.tpu.topology import resolve
 
     attributes = attributes_of(resolve("v5litepod-8"))
-    kept = xr.global_runtime_device_attributes, torch_xla._XLAC._xla_device_kind
+    kept = xr.global_runtime_device_attributes, xm.xla_device_kind
     xr.global_runtime_device_attributes = lambda: attributes
-    torch_xla._XLAC._xla_device_kind = lambda device: resolve("v5litepod-8").chip.device_kind
+    xm.xla_device_kind = lambda device: resolve("v5litepod-8").chip.device_kind
     try:
         world = World.current()
     finally:
-        xr.global_runtime_device_attributes, torch_xla._XLAC._xla_device_kind = kept
+        xr.global_runtime_device_attributes, xm.xla_device_kind = kept
     assert world.size == 1 and world.routes is None
     shard = torch.ones(4, 128).to(world.device)
     assert world.all_gather(shard).shape == world.reduce_scatter(shard).shape == (4, 128)

@@ -17,6 +17,7 @@ from test_strategy import assert_trains_alike, small_policy
 from torch import nn
 
 import xla_fsdp
+from xla_fsdp import xlac
 from xla_fsdp.checkpoint.tiers.hosts import hosts_apart
 from xla_fsdp.collectives.routes import attributes_of
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
@@ -113,7 +114,7 @@ def tpu_host(monkeypatch):
             monkeypatch.delenv(name, raising=False)
         for name, value in {"PJRT_DEVICE": "TPU", **environment}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(ours.tpu, "get_tpu_env", lambda: metadata)
+        monkeypatch.setattr(xlac, "host_metadata", lambda: metadata)
 
     return host
 
@@ -138,8 +139,8 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
     from xla_fsdp.ranks import channel, launch
 
     def on_hosts(addresses, number):
-        monkeypatch.setattr(channel.tpu, "get_worker_ips", lambda: addresses)
-        monkeypatch.setattr(channel.tpu, "worker_id", lambda: number)
+        monkeypatch.setattr(xlac, "addresses_of_hosts", lambda: addresses)
+        monkeypatch.setattr(xlac, "number_of_host", lambda: number)
 
     # The store of all ranks is on the first host of the first slice.
     for place, worker, served in (("0", 0, 0), ("0", 1, 1), ("1", 0, 1), ("1", 1, 1)):
@@ -159,7 +160,7 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
     with pytest.raises(ValueError, match="XLA_FSDP_SLICES='two' must be a number of slices"):
         ours.require_slices(None, ours.place())
     monkeypatch.delenv("XLA_FSDP_SLICES")
-    monkeypatch.setattr(launch.tpu, "num_expected_global_devices", lambda: 8)
+    monkeypatch.setattr(xlac, "devices_of_slice", lambda: 8)
     launch._check_device_count(16, 2)
     with pytest.raises(ValueError, match="num_devices=8, but there are 16 devices"):
         launch._check_device_count(8, 2)
@@ -172,10 +173,10 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
     # Where torch_xla starts the processes they learn their number after their function.
     tpu_host({**said(port=None), PORT: 8081})
     configured = []
-    monkeypatch.setattr(ours.tpu, "configure_topology", lambda *given: configured.append(given))
+    monkeypatch.setattr(xlac.configure_process, "value", lambda *given: configured.append(given))
     for _ in range(2):
         fn = pickle.loads(pickle.dumps(ours.OnAllSlices(said)))
-    ours.tpu.configure_topology(2, 4)
+    xlac.configure_process(2, 4)
     assert (configured, os.environ[PORT], fn.fn) == ([(2, 4)], "8083", said)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     ours.prepare_host(ours.place())
@@ -199,6 +200,7 @@ import torch
 import torch_xla
 from torch import nn
 import xla_fsdp
+from xla_fsdp import xlac
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 def train(rank, seeds):

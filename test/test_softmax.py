@@ -11,14 +11,14 @@ import torch
 
 def as_on(kind):
     """As on chips of a kind; ``None``: as it is."""
-    import torch_xla
+    import torch_xla.core.xla_model as xm
 
     def of_every_device(device):
         return kind
 
     if kind is None:
-        of_every_device = torch_xla._XLAC._xla_device_kind
-    return mock.patch.object(torch_xla._XLAC, "_xla_device_kind", of_every_device)
+        of_every_device = xm.xla_device_kind
+    return mock.patch.object(xm, "xla_device_kind", of_every_device)
 
 
 def first_and_second(softmax, x, dim):

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import nn
 
+from . import xlac
 from .sharding.freeing import Stamp, stamps
 
 
@@ -154,5 +154,5 @@ def _may_have_changed(buffer: torch.Tensor, stamp: list[Stamp], before: torch.Te
     if stamps([buffer]) != stamp:
         return True
     if buffer.device.type == "xla":
-        return torch_xla._XLAC._check_tensor_need_materialization([buffer])[0]
+        return xlac.are_pending([buffer])[0]
     return not torch.equal(buffer, before)

@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 import torch_xla
 from torch.utils._python_dispatch import _disable_current_modes
 
+from . import xlac
 from .collectives.order import after, apart
 from .replaying import Autocast, RandomState, random_numbers_from
 from .sharding.gathering import computing, computing_passes
@@ -137,6 +138,6 @@ def _device_of(arguments: Any) -> torch.device | None:
     for tensor in tensors_in(arguments):
         if tensor.device.type == "xla":
             return tensor.device
-    if torch_xla._XLAC._xla_runtime_is_initialized():  # what a closure holds may be there
+    if xlac.runtime_has_started():  # what a closure holds may be there
         return torch_xla.device()
     return None

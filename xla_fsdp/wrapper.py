@@ -9,12 +9,12 @@ import torch
 import torch_xla
 from torch import nn
 
+from . import xlac
 from .collectives.order import BackwardPrefetch
 from .libraries import adapt
 from .names import is_wrapper, shell_of
 from .offload.attaching import attach
 from .offload.streaming import share_traffic
-from .ranks.autograd_thread import start_program
 from .sharding import metadata
 from .sharding.building import UnitBuilder
 from .sharding.cpu_offload import CPUOffload
@@ -280,7 +280,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             if unit.stream is not None:
                 unit.stream.arrive()
         if self.fsdp_options.sync_on_finalization:
-            start_program(self._unit.world.device)
+            xlac.start_program(self._unit.world.device)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
+from .. import xlac
 from ..ranks.rank import is_pretending
 from .host_data import as_data
 from .random_state import preserve_random_state
@@ -50,7 +50,7 @@ def from_first(world: World, value: torch.Tensor) -> torch.Tensor:
             mine = as_data(torch.tensor(first), world.device)  # 0-d, as the value may be
             wire = add(torch.where(mine, wire, torch.zeros_like(wire)), "from the first")
         wire = wire.to(value.dtype)
-        torch_xla._XLAC._xla_sync_multi([wire], [], wait=False)
+        xlac.start_tensors([wire])
     return wire
 
 

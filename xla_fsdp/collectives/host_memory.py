@@ -17,9 +17,10 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-import torch_xla
 import torch_xla.core.xla_builder as xb
+import torch_xla.core.xla_model as xm
 
+from .. import xlac
 from ..ranks.rank import current_rank
 
 _CALL = "annotate_device_placement"
@@ -118,20 +119,18 @@ def _computed(
         for number, t in enumerate((tensor, place))
     )
     computation = xb.Op.tuple([function(given, at.reshape([]))]).build("host_memory")
-    made: list[torch.Tensor] = torch_xla._XLAC._xla_user_computation(
-        "xla::host_memory", [tensor, place], computation
-    )
+    made = xlac.call_computation("xla::host_memory", [tensor, place], computation)
     return made[0]
 
 
 def _on_tpu(tensor: torch.Tensor) -> bool:
-    return torch_xla._XLAC._xla_device_kind(str(tensor.device)).startswith("TPU")
+    return xm.xla_device_kind(tensor.device).startswith("TPU")
 
 
 def _placed(tensor: torch.Tensor, memory: str) -> torch.Tensor:
     if not _on_tpu(tensor):
         return tensor
-    placed: list[torch.Tensor] = torch_xla._XLAC._xla_custom_call(
+    placed = xlac.custom_call(
         [tensor], _CALL, [list(tensor.shape)], [tensor.dtype], True, "", 0,
         {"_xla_buffer_placement": memory},
     )  # fmt: skip

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch_xla
+
+from .. import xlac
 
 # What a scalar can stand in for.
 _CAN_WAIT = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -149,16 +150,14 @@ def after(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> li
     """
     tied = [torch.view_copy(tensor, tensor.shape) for tensor in tensors]
     if tied and events:
-        torch_xla._XLAC._xla_optimization_barrier_(
-            tied + [torch.view_copy(event, event.shape) for event in events]
-        )
+        xlac.optimization_barrier_(tied + [torch.view_copy(event, event.shape) for event in events])
     return tied
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of ``tensor``, computed in no other operation than this; without a graph."""
     copy = torch.view_copy(tensor, tensor.shape)
-    torch_xla._XLAC._xla_optimization_barrier_([copy])
+    xlac.optimization_barrier_([copy])
     return copy
 
 

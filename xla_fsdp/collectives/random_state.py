@@ -17,6 +17,8 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 
+from .. import xlac
+
 _NUMBER_BYTES = 8
 
 
@@ -32,7 +34,7 @@ class DeviceRandomState:
         """The state now; runs no program."""
         device = str(torch_xla.device())
         last = xm.get_rng_state(device)
-        torch_xla._XLAC._get_base_seed_as_tensor(device)  # takes the draws back
+        xlac.forget_draws(device)
         seed, draws = xm.get_rng_state(device), 0
         while xm.get_rng_state(device) != last:
             _draw()

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-import torch_xla
 
+from .. import xlac
 from ..ranks.rank import current_rank
 from .host_data import as_data
 
@@ -17,8 +17,8 @@ def set_aside(device: torch.device) -> Iterator[None]:
     """Collectives traced within wait for none from before, and none afterwards for them."""
     rank = current_rank()
     order = None if rank is None else rank.order
-    token = torch_xla._XLAC._get_all_reduce_token(str(device))
-    torch_xla._XLAC._set_all_reduce_token(str(device), None)
+    token = xlac.collective_token(str(device))
+    xlac.set_collective_token(str(device), None)
     try:
         if order is None:
             yield
@@ -26,4 +26,4 @@ def set_aside(device: torch.device) -> Iterator[None]:
             with order.apart(lambda: as_data(torch.tensor(False), device)):
                 yield
     finally:
-        torch_xla._XLAC._set_all_reduce_token(str(device), token)
+        xlac.set_collective_token(str(device), token)

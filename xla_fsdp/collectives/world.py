@@ -20,6 +20,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
+from .. import xlac
 from ..ranks.rank import RankContext, current_rank
 from ..tpu.slices import Groups
 from .groups import (
@@ -98,7 +99,7 @@ class World:
             replicas = checked_groups("replication_groups", replication_groups, None)
             require_replicas(replicas, groups)
         device = torch_xla.device()
-        kind = torch_xla._XLAC._xla_device_kind(str(device))
+        kind = xm.xla_device_kind(device)
         whole = groups == (tuple(range(total)),)
         routes = _routes(kind, collective_routes) if whole else None
         return cls(rank, size, groups, device, replicas, current_rank(), kind, routes)
@@ -259,9 +260,7 @@ class World:
             return shard
         named = _named("all_gather", label)
         channel = self._channel("all_gather", shard, label)
-        full = torch_xla._XLAC._xla_all_gather(
-            self._ordered(shard), 0, size, groups, False, channel, None
-        )
+        full = xlac.all_gather(self._ordered(shard), 0, size, groups, False, channel, None)
         self._add_to_order(full)
         del named
         return full
@@ -272,8 +271,8 @@ class World:
         named = _named("reduce_scatter", label)
         channel = self._channel("reduce_scatter", full, label)
         operand = self._ordered(full)
-        token = torch_xla._XLAC._get_all_reduce_token(self._device_name)
-        shard = torch_xla._XLAC._xla_reduce_scatter(
+        token = xlac.collective_token(self._device_name)
+        shard = xlac.reduce_scatter(
             xm.REDUCE_SUM, operand, token, scale, 0, len(groups[0]), groups, False, channel, None
         )[0]
         self._add_to_order(shard)
@@ -304,7 +303,7 @@ class World:
         # torch_xla has every collective wait for the one before, through a token that it adds, as
         # zero, to what is sent: no two overlap, and full gradients are rewritten. On TPU all ranks
         # run one program, in one order.
-        torch_xla._XLAC._set_all_reduce_token(self._device_name, None)
+        xlac.set_collective_token(self._device_name, None)
         return operand
 
     def _add_to_order(self, result: torch.Tensor) -> None:
@@ -319,9 +318,9 @@ class World:
 
 def _named(kind: str, label: str) -> object:
     """Names what is traced while the result is held, for whoever reads the compiled program."""
-    if not torch_xla._XLAC._get_ir_debug():
+    if not xlac.has_scopes():
         return None
-    return torch_xla._XLAC.profiler.scope_pusher(f"{kind}[{label}]")
+    return xlac.scope(f"{kind}[{label}]")
 
 
 def _routes(kind: str, how: str) -> Routes | None:

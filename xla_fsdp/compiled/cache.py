@@ -47,12 +47,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-import torch_xla
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 import xxhash
-from torch_xla._internal import tpu
 
+from .. import xlac
 from ..tpu.compiler_options import libtpu_init_args
 from ..tpu.libtpu_flags import ARGUMENTS
 from . import loading
@@ -125,8 +124,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
         raise RuntimeError(
             f"this process keeps its compiled programs in {_folder_in_use()} already"
         )
-    xlac = torch_xla._XLAC
-    if xlac._xla_runtime_is_initialized() or xlac._xla_computation_cache_is_initialized():
+    if xlac.runtime_has_started() or xlac.compilation_cache_exists():
         raise RuntimeError(
             "enable_compilation_cache was called after XLA's runtime had started; call it in the "
             "main program before launch and before anything touches an XLA device"
@@ -170,7 +168,7 @@ def _folder_in_use() -> str | None:
 
 def _with_store(folder: str, fn: Callable, *args: Any) -> Any:
     with _opening:  # TPU v2 and v3 run two ranks in a process
-        if not torch_xla._XLAC._xla_computation_cache_is_initialized():
+        if not xlac.compilation_cache_exists():
             try:
                 _open(Path(folder), f"{xr.process_index()} of {xr.process_count()}")
             except (OSError, NotImplementedError) as error:
@@ -213,7 +211,7 @@ def _has_a_program() -> bool:
 def _platform() -> str:
     device = os.environ.get("PJRT_DEVICE")
     if device is None:
-        return "TPU" if tpu.num_available_chips() > 0 else "CPU"
+        return "TPU" if xlac.chips_of_host() > 0 else "CPU"
     name = device.split("_")[0]
     if name not in ("CPU", "TPU"):
         raise NotImplementedError(f"programs of PJRT_DEVICE={device} are not kept; CPU and TPU are")

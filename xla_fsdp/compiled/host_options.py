@@ -10,7 +10,6 @@ string, so that it compiles the program that runs.
 from __future__ import annotations
 
 import os
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,9 +21,6 @@ MEGACORE = "TPU_MEGACORE"
 # Who starts the ranks: ``xla_fsdp.launch``; torch_xla's own launch, or a program of one's own
 # around its collectives; something that does not import torch_xla, such as JAX.
 LAUNCHERS = ("xla_fsdp", "torch_xla", "other")
-# Of torch_xla 2.9: what its import does on a TPU host, and what that calls.
-_SETUP = "_setup_default_env"
-_CALLED = ("_set_missing_flags", "_setup_libtpu_flags", _SETUP)
 
 
 @dataclass(frozen=True)
@@ -88,42 +84,18 @@ def host_options(
 
 
 def torch_xla_environment(chip: Chip, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` as importing the installed torch_xla leaves it on a host with ``chip``.
+    """``environ`` as importing the installed torch_xla leaves it on a host with ``chip``."""
+    from .. import xlac  # not at the top of the file: it imports torch_xla
 
-    torch_xla's own function runs, on a copy of the environment and with another answer to which
-    chips there are.
-
-    Raises:
-        RuntimeError: the installed torch_xla has no such function.
-    """
-    import torch_xla
-
-    changed = dict(environ)
-    names = {
-        **vars(torch_xla),
-        "os": types.SimpleNamespace(environ=changed),
-        "tpu": types.SimpleNamespace(
-            version=lambda: chip.generation, num_available_chips=lambda: 1
-        ),
-    }
-    for name in _CALLED:
-        function = getattr(torch_xla, name, None)
-        if not isinstance(function, types.FunctionType):
-            raise RuntimeError(
-                f"torch_xla {torch_xla.__version__} has no {name}, which says what it tells the "
-                "TPU compiler: plan with torch_xla 2.9"
-            )
-        names[name] = types.FunctionType(function.__code__, names, name, function.__defaults__)
-    names[_SETUP]()
-    return changed
+    return xlac.environment_after_import(environ, chip.generation)
 
 
 def _of_the_user(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` less what torch_xla's import has added, at the end, if this is a TPU host."""
-    from torch_xla._internal import tpu
+    from .. import xlac
 
     user = dict(environ)
-    if tpu.num_available_chips() == 0:
+    if xlac.chips_of_host() == 0:
         return user
     added: set[str] = set()
     for chip in CHIPS.values():

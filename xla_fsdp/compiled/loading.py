@@ -20,15 +20,7 @@ import mmap
 import struct
 from typing import NoReturn
 
-from .symbols import symbols_of
-
-_SERIALIZED = "ESt17basic_string_viewIcSt11char_traitsIcEESt8optionalINS_14CompileOptionsEE"
-_DESERIALIZE = "_ZN3xla10PjRtClient21DeserializeExecutable" + _SERIALIZED
-_LOAD = (
-    "_ZN3xla10PjRtClient4LoadESt10unique_ptrINS_14PjRtExecutableE"
-    "St14default_deleteIS2_EERKNS_11LoadOptionsE"
-)
-_CLIENTS = {"CPU": "13PjRtCpuClient", "TPU": "14PjRtCApiClient"}
+from .. import xlac
 
 
 def repair(platform_name: str) -> None:
@@ -39,25 +31,24 @@ def repair(platform_name: str) -> None:
     Raises:
         NotImplementedError: not possible with this torch_xla, processor or operating system.
     """
-    client = _CLIENTS[platform_name]
-    table_name = f"_ZTVN3xla{client}E"
-    both_steps = f"_ZN3xla{client}24LoadSerializedExecutable{_SERIALIZED}RKNS_11LoadOptionsE"
+    client = xlac.CLIENTS[platform_name]
+    unable = (xlac.DESERIALIZE, xlac.LOAD)
     try:
-        symbols = symbols_of([table_name, _DESERIALIZE, _LOAD, both_steps])
+        symbols = xlac.symbols_of([client.table, client.load_serialized, *unable])
     except NotImplementedError as error:
         _refuse(str(error))
 
-    address, size = symbols[table_name]
+    address, size = symbols[client.table]
     table = (ctypes.c_uint64 * (size // 8)).from_address(address)
     places = []
-    for name in (_DESERIALIZE, _LOAD):
-        unable = symbols[name].address
-        places.append([place for place, entry in enumerate(table) if entry == unable])
+    for name in unable:
+        function = symbols[name].address
+        places.append([place for place, entry in enumerate(table) if entry == function])
     if not any(places):
         return  # repaired before
     if [len(found) for found in places] != [1, 1] or not _is_read_only(address):
-        _refuse(f"the functions of xla::{client[2:]} are not as expected")
-    deserialize, load = _functions(symbols[both_steps].address)
+        _refuse(f"the functions of xla::{client.name} are not as expected")
+    deserialize, load = _functions(symbols[client.load_serialized].address)
     _write(address, size, table, {places[0][0]: deserialize, places[1][0]: load})
 
 

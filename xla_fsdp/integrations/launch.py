@@ -11,8 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from torch_xla._internal import tpu
-
+from .. import xlac
 from ..ranks.launch import launch
 from .config_file import environment_of, read_config
 from .script import import_integrations, run_script
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not os.path.isfile(options.script):
         parser.error(f"{options.script}: there is no such file")
     os.environ.update(variables)
-    on_cpu = os.environ.get("PJRT_DEVICE", "").startswith("CPU") or not tpu.num_available_chips()
+    on_cpu = os.environ.get("PJRT_DEVICE", "").startswith("CPU") or not xlac.chips_of_host()
     ranks = options.num_processes or config.num_processes
     if on_cpu and not 1 <= ranks <= 8:
         parser.error(

@@ -210,7 +210,7 @@ def _on_tpu(device: torch.device) -> bool:
 
 
 def _chip(device: torch.device) -> Chip | None:
-    return chip_of(torch_xla._XLAC._xla_device_kind(str(device)))
+    return chip_of(xm.xla_device_kind(device))
 
 
 def _kernel(

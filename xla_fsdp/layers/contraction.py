@@ -16,6 +16,7 @@ import torch_xla
 import torch_xla.backends
 from torch.autograd import forward_ad
 
+from .. import xlac
 from ..collectives.order import after
 
 # Dimensions of both factors and of the product: a letter each.
@@ -129,7 +130,7 @@ def _contracted(x: torch.Tensor, y: torch.Tensor, equation: Equation) -> torch.T
     shared = [letter for letter in of_x if letter in of_y and letter not in output]
     contracting = _dims(of_x, shared), _dims(of_y, shared)
     batched = _dims(of_x, batch), _dims(of_y, batch)
-    product = torch_xla._XLAC._xla_dot_general(x, y, (contracting, batched), None)
+    product = xlac.dot_general(x, y, (contracting, batched), None)
     made = [*batch, *(letter for letter in of_x + of_y if letter in rest)]
     if made == list(output):
         return product

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch_xla
 import torch_xla.core.xla_model as xm
 from torch.autograd.function import once_differentiable
 
@@ -81,7 +80,7 @@ def linear_cross_entropy(
             f"hidden is {hidden.dtype} and weight {weight.dtype}: both must be float32 or both "
             "bfloat16; cast one (hidden.to(weight.dtype))"
         )
-    require_loops_compile(torch_xla._XLAC._xla_device_kind(str(hidden.device)))
+    require_loops_compile(xm.xla_device_kind(hidden.device))
     platform = "tpu" if xm.xla_device_hw(hidden.device) == "TPU" else "cpu"
     settings = _Settings(min(chunk, weight.shape[0]), ignore_index, label_smoothing, platform)
     if labels.dtype is torch.int64:  # what has no room in 32 bits would become another number

@@ -22,10 +22,9 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
-import torch_xla
 import torch_xla.core.xla_builder as xb
 
-from .. import extras
+from .. import extras, xlac
 
 KNOWN_JAX = ("0.7.1",)
 DTYPES = {
@@ -97,9 +96,7 @@ def call(
         # whatever is in it: the ranks would compile a program each, and these may meet in
         # different orders, for ever.
         computation = _computation(function, shapes, platform)
-    return torch_xla._XLAC._xla_user_computation(
-        f"xla::{function.name}", list(tensors), computation
-    )
+    return xlac.call_computation(f"xla::{function.name}", list(tensors), computation)
 
 
 def require_jax() -> None:
@@ -119,10 +116,7 @@ def _computation(
     function: JaxFunction, shapes: tuple[tuple[tuple[int, ...], str], ...], platform: str
 ) -> object:
     require_jax()
-    from torch_xla._internal.jax_workarounds import jax_env_context, jax_import_guard
-
-    jax_import_guard()  # on a TPU, torch_xla must be the first to have it
-    with jax_env_context():
+    with xlac.jax_may_start():
         code = _exported(function, shapes, platform)
     return xb.computation_from_module_proto(function.name, code)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch_xla
+import torch_xla.core.xla_model as xm
 
 from ..collectives.order import kept
 from ..tpu.chips import chip_of
@@ -31,7 +31,7 @@ def softmax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
         dim: what sums to one.
     """
     if input.is_xla:  # type: ignore[attr-defined]  # not in torch's stubs
-        kind = torch_xla._XLAC._xla_device_kind(str(input.device))
+        kind = xm.xla_device_kind(input.device)
         plain = input.dtype not in _NARROW or not input.dim() * input.numel()
         if kind.startswith("TPU") and not plain and not torch.is_autocast_enabled("xla"):
             chip = chip_of(kind)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch_xla
 
+from .. import xlac
 from ..collectives.host_data import as_data
 from ..ranks.rank import is_pretending
 from ..sharding.host_shard import HostShard, unwritten
@@ -53,7 +53,7 @@ class Uploads:
         self._under_way = 0
         if not is_pretending():
             last = as_data(torch.zeros(1, device="cpu"), self.device)
-            torch_xla._XLAC._xla_get_cpu_tensors([last])
+            xlac.copy_to_host([last])
 
 
 class ShardCopy:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import torch_xla
 
-from ..ranks.autograd_thread import start_program
+from .. import xlac
 from ..ranks.rank import is_pretending
 from ..sharding.host_shard import HostShard, unwritten
 from ..sharding.shard_hooks import accumulate
@@ -57,7 +56,7 @@ class HostGradients:
         self._told = None
         if not self.pending:
             return
-        start_program(self.device)
+        xlac.start_program(self.device)
         self.depart(lambda give: give())
 
     def depart(self, run: Callable[[Callable[[], None]], None]) -> None:
@@ -114,7 +113,7 @@ def _bytes(one: Pending) -> int:
 def _fetch(piece: list[Pending]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     shards, values = [shard for shard, _ in piece], [value for _, value in piece]
     piece.clear()  # with `values` they leave the device's memory
-    return shards, torch_xla._XLAC._xla_get_cpu_tensors(values)
+    return shards, xlac.copy_to_host(values)
 
 
 def _pretend(shards: list[torch.Tensor]) -> None:

@@ -15,10 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch_xla
+import torch_xla.core.xla_model as xm
 from torch.autograd.function import once_differentiable
 
-from ..ranks.autograd_thread import start_program
+from .. import xlac
 from ..ranks.rank import is_pretending
 from ..sharding.unit import Unit
 from ..tree import map_tensors, tensors_in
@@ -46,9 +46,8 @@ class Traffic:
     def cut(self) -> None:
         """Runs what was traced, once what ran before is over and its memory free."""
         if not is_pretending():
-            xlac = torch_xla._XLAC
-            xlac._xla_wait_device_ops(xlac._xla_real_devices([str(self.device)]))
-        start_program(self.device)
+            xm.wait_device_ops(xm.xla_real_devices([self.device]))
+        xlac.start_program(self.device)
 
     def fetch(self, task: Callable[[], None]) -> None:
         """Has ``task`` run behind those before it, which one thread does: two units may have

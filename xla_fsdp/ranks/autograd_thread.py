@@ -6,13 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch_xla
-
-
-def start_program(device: torch.device) -> None:
-    """Starts what was traced for ``device``, as ``torch_xla.sync()`` does, which on autograd's
-    thread would ask another device: that thread has a default of its own."""
-    torch_xla._XLAC._xla_step_marker(str(device), [], wait=False)
 
 
 def run_there(device: torch.device, task: Callable[[], object]) -> None:

@@ -19,8 +19,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 import torch_xla.runtime as xr
-from torch_xla._internal import tpu
 
+from .. import xlac
 from ..wording import first_line
 from .rank import current_rank, is_pretending
 from .slices import place
@@ -103,7 +103,7 @@ def _hosts() -> tuple[list[str], int]:
     if os.environ.get("PJRT_DEVICE", "").split("_")[0] != "TPU":
         return ["localhost"], 0
     try:
-        hosts, number = tpu.get_worker_ips(), tpu.worker_id()
+        hosts, number = xlac.addresses_of_hosts(), xlac.number_of_host()
     except Exception:  # whatever requests or yaml raise where there is no metadata: a host alone
         return ["localhost"], 0
     # Several slices: the first host of the first one, which all have to know already.

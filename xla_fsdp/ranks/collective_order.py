@@ -17,8 +17,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
-import torch_xla
 import torch_xla.core.xla_builder as xb
+
+from .. import xlac
 
 
 class CollectiveOrder:
@@ -38,7 +39,7 @@ class CollectiveOrder:
     def after_the_last(self, operand: torch.Tensor) -> torch.Tensor:
         """``operand`` of the next collective, dependent on all collectives before it."""
         # torch_xla's own chain adds a number to operands, which is NaN after a result with NaN.
-        torch_xla._XLAC._set_all_reduce_token(self._device, None)
+        xlac.set_collective_token(self._device, None)
         if self._last is None:
             self._last = self._first()
         if not operand.numel():
@@ -47,7 +48,7 @@ class CollectiveOrder:
 
     def add(self, result: torch.Tensor) -> None:
         """``result`` is what the collective gave: the next one depends on it."""
-        torch_xla._XLAC._set_all_reduce_token(self._device, None)
+        xlac.set_collective_token(self._device, None)
         if self._last is not None and result.numel():
             self._last = self._call("collective_order", _dependent, [result, self._last])
 
@@ -79,7 +80,7 @@ class CollectiveOrder:
             ]
             computation = self._computations[key] = build(*given).build(name)
         with torch.no_grad():
-            made = torch_xla._XLAC._xla_user_computation(f"xla::{name}", operands, computation)
+            made = xlac.call_computation(f"xla::{name}", operands, computation)
         return made[0]
 
 

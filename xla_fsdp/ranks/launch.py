@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 import torch_xla.runtime as xr
-from torch_xla._internal import tpu
 
+from .. import xlac
 from ..compiled.cache import in_spawned_processes
 from ..tpu import compiler_options
 from . import spawned
@@ -142,7 +142,7 @@ def _on_cpu() -> bool:
     # torch_xla sets PJRT_DEVICE on import; an unset one was removed since.
     device = os.environ.get("PJRT_DEVICE")
     if device is None:
-        device = "TPU" if tpu.num_available_chips() > 0 else "CPU"
+        device = "TPU" if xlac.chips_of_host() > 0 else "CPU"
         os.environ["PJRT_DEVICE"] = device
     return device.split("_")[0] == "CPU"
 
@@ -177,7 +177,7 @@ def _check_device_count(num_devices: int | None, slices: int) -> None:
         found, remedy = int(os.environ["WORLD_SIZE"]), "pass torchrun --nproc-per-node"
     elif os.environ["PJRT_DEVICE"] == "TPU":
         # Asks the machine, not the runtime, which must start in the ranks' own processes.
-        found = tpu.num_expected_global_devices() * slices
+        found = xlac.devices_of_slice() * slices
         remedy = "choose another slice"
     else:
         return

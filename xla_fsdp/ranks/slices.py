@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch_xla.runtime as xr
-from torch_xla._internal import tpu
 
+from .. import xlac
 from ..tpu.slices import (
     COUNT,
     PORT,
@@ -48,7 +48,7 @@ def place() -> PlaceAmongSlices | None:
         return None
     try:
         # Where there is metadata it is YAML, in which numbers are numbers.
-        found = dict(tpu.get_tpu_env())
+        found = dict(xlac.host_metadata())
         metadata = {name: str(value) for name, value in found.items() if value is not None}
     except Exception:  # whatever requests or yaml raise where there is none
         metadata = {}
@@ -123,9 +123,9 @@ class OnAllSlices:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # In the new process, which learns its number on the host when torch_xla calls this.
         vars(self).update(state)
-        configure = tpu.configure_topology
+        configure = xlac.configure_process.value
         if not isinstance(configure, _Configuring):
-            tpu.configure_topology = _Configuring(configure)
+            xlac.configure_process.value = _Configuring(configure)
 
     def __call__(self, rank: int, *args: Any) -> Any:
         require_all_slices()

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 import torch
-import torch_xla
+import torch_xla.core.xla_model as xm
 
 from ..compiled.cache import enable_compilation_cache
 from .errors import RankError, portable
@@ -57,7 +57,7 @@ def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
             environment = dict(os.environ)
         os.environ.clear()  # libraries leave settings in it, Accelerate for one
         os.environ.update(environment)
-        torch_xla._XLAC._xla_set_rng_seed(xla_seed, "xla:0")
+        xm.set_rng_state(xla_seed, "xla:0")
         outcome = _run(call, size)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -88,7 +88,7 @@ class _Call:
 
 def _first_seed(size: int) -> int:
     _runtime.start(size)
-    return torch_xla._XLAC._xla_get_rng_seed("xla:0")
+    return xm.get_rng_state("xla:0")
 
 
 class _ToCpuPickler(cloudpickle.Pickler):

@@ -9,6 +9,7 @@ import torch
 import torch_xla
 from torch import nn
 
+from .. import xlac
 from ..names import WRAPPED_PREFIX, dotted, names_hook
 from ..offload.attaching import attach
 from ..sharding import metadata
@@ -209,7 +210,7 @@ def _take_apart(
         # In one program, instead of one for every tensor when it is copied to the host.
         every = [row for own in rows.values() for row in own if row.device.type == "xla"]
         if every:
-            torch_xla._XLAC._xla_sync_multi(every, [], wait=False)
+            xlac.start_tensors(every)
 
 
 @names_hook

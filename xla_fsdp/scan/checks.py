@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch_xla
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from .. import xlac
 from ..names import dotted
 from ..sharding.attributes import refuse_replacement
 from ..sharding.freeing import free_, stamps
@@ -70,7 +70,7 @@ def inputs_of(tensors: Sequence[torch.Tensor]) -> set[int]:
     on_device = [tensor for tensor in tensors if tensor.device.type == "xla"]
     if not on_device:
         return set()
-    numbers, values = torch_xla._XLAC._get_tensors_xla_device_data_node(on_device)
+    numbers, values = xlac.device_data_of(on_device)
     return {number for number, value in zip(numbers, values, strict=True) if value.dim()}
 
 

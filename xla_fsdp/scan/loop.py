@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 
+from .. import xlac
 from ..collectives import token
 from ..ranks.rank import current_rank
 from ..sharding.block_memory import BlockMemory
@@ -88,7 +88,7 @@ def loop(
     order = rank.order if rank is not None and rank.pending else None
     if order is not None:
         operands[0] = order.after_the_last(operands[0])
-    outputs = torch_xla._XLAC._xla_user_computation("xla::scan_blocks", operands, computation)
+    outputs = xlac.call_computation("xla::scan_blocks", operands, computation)
     if order is not None:
         order.add(outputs[0])
     first, second = len(carry), len(carry) + len(traced.results)
@@ -244,9 +244,9 @@ def _fresh_trace(device: torch.device, seed: int | None) -> Iterator[None]:
     Random numbers and reduce-scatters would otherwise tie the body to the graph around it. With a
     ``seed`` the device's random state is afterwards what it was.
     """
-    name, xlac = str(device), torch_xla._XLAC
-    thread_device = xlac._xla_get_default_device()
-    xlac._xla_set_default_device(name)
+    name = str(device)
+    thread_device = xlac.default_device()
+    xlac.set_default_device(name)
     with token.set_aside(device):
         state = xm.get_rng_state(name)
         # Setting the state makes the seed a value that is there; it may be one that is pending.
@@ -255,4 +255,4 @@ def _fresh_trace(device: torch.device, seed: int | None) -> Iterator[None]:
             yield
         finally:
             xm.set_rng_state(xm.get_rng_state(name) if seed is None else state, name)
-            xlac._xla_set_default_device(thread_device)
+            xlac.set_default_device(thread_device)

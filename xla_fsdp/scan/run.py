@@ -19,9 +19,9 @@ import contextlib
 from collections.abc import Sequence
 
 import torch
-import torch_xla
 import torch_xla.core.xla_model as xm
 
+from .. import xlac
 from ..collectives import host_memory
 from ..collectives.order import Order
 from ..layers.keeping import Keeping
@@ -272,7 +272,7 @@ class Run:
     def _updated(self, before: Tensors, after: Tensors) -> list[int]:
         """Numbers among the sliced buffers of those that a forward has updated."""
         numbers = []
-        pending = torch_xla._XLAC._check_tensor_need_materialization(after)
+        pending = xlac.are_pending(after)
         sliced = 0
         for stack, old, new, changed in zip(self.unit.buffers, before, after, pending, strict=True):
             if (changed or new is not old) and stack.shared:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch_xla
 from torch.overrides import TorchFunctionMode
 
+from .. import xlac
 from ..tree import tensors_in
 from .freeing import fill_
 from .once import placeholder, twin
@@ -155,4 +155,4 @@ class _Seen(TorchFunctionMode):
 
 def _data_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Numbers of the buffers that ``tensors`` are computed from."""
-    return torch_xla._XLAC._get_tensors_xla_device_data_node(list(tensors))[0]
+    return xlac.device_data_of(list(tensors))[0]

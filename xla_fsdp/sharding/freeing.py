@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch_xla
+
+from .. import xlac
 
 # See :func:`stamps`.
 Stamp = tuple[int, int]
@@ -24,7 +25,7 @@ def stamps(tensors: Iterable[torch.Tensor]) -> list[Stamp]:
     version. On the CPU ``.data = ...`` gives it another address; see ``host_shard.py`` for what
     is not seen there. Takes a fraction of a microsecond each.
     """
-    number = torch_xla._XLAC._xla_get_tensor_id
+    number = xlac.tensor_id
     with torch._C.DisableTorchFunction():  # CPU ranks look at every function, this one too
         return [
             (
@@ -67,10 +68,10 @@ def assign_(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> 
 
 def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if tensor.is_inference():  # has no version counter
-        torch_xla._XLAC._replace_xla_tensor(tensor, value)
+        xlac.replace_data(tensor, value)
         return
     with torch.autograd._unsafe_preserve_version_counter(tensor):
-        torch_xla._XLAC._replace_xla_tensor(tensor, value)
+        xlac.replace_data(tensor, value)
 
 
 def release_original_(parameter: torch.Tensor) -> None:

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
+import torch_xla.core.xla_model as xm
 
+from .. import xlac
 from ..collectives import token
 from ..collectives.world import World
 
@@ -49,7 +51,7 @@ class Once:
             key: what the function does depends on this, on ``name`` and on shapes and dtypes of
                 ``tensors``, and on nothing else.
         """
-        if not tensors or torch_xla._XLAC._get_use_eager_mode():
+        if not tensors or xlac.is_eager():
             return function(tensors)
         if self._always_anew:
             known = self._trace(name, function, tensors)
@@ -65,17 +67,17 @@ class Once:
         operands = [
             one if isinstance(one, torch.Tensor) else tensors[one] for one in known.operands
         ]
-        return torch_xla._XLAC._xla_user_computation(f"xla::{name}", operands, known.computation)
+        return xlac.call_computation(f"xla::{name}", operands, known.computation)
 
     @property
     def _always_anew(self) -> bool:
         """Whether collectives have a name or a number of their own in each call."""
-        return torch_xla._XLAC._get_ir_debug() or self._world.context is not None
+        return xlac.has_scopes() or self._world.context is not None
 
     def _trace(self, name: str, function: Callable[[Tensors], Tensors], tensors: Tensors) -> _Known:
         device = str(self._world.device)
-        default = torch_xla._XLAC._xla_get_default_device()
-        torch_xla._XLAC._xla_set_default_device(device)  # autograd's threads have another
+        default = xlac.default_device()
+        xlac.set_default_device(device)  # autograd's threads have another
         try:
             # Or collectives in here would be tied to those outside.
             with token.set_aside(self._world.device):
@@ -85,7 +87,7 @@ class Once:
                     return _Known(None, [])  # torch_xla has another type (XLA_USE_32BIT_LONG)
                 traced = Traced(name, arguments, function([twin(one) for one in arguments]))
         finally:
-            torch_xla._XLAC._xla_set_default_device(default)
+            xlac.set_default_device(default)
         operands = traced.argument_of | traced.hoisted
         if not operands:  # parameters without elements: nothing to call with
             return _Known(None, [])
@@ -119,13 +121,12 @@ class Traced:
         except RuntimeError as error:
             if _ARRIVED not in str(error):
                 raise
-            xlac = torch_xla._XLAC
             # Not the devices of other ranks: what runs there may wait for this rank's next program.
-            xlac._xla_wait_device_ops(xlac._xla_real_devices([xlac._xla_get_default_device()]))
+            xm.wait_device_ops(xm.xla_real_devices([torch_xla.device()]))
             self._lower(name, arguments, outputs)
 
     def _lower(self, name: str, arguments: Tensors, outputs: Tensors) -> None:
-        context = torch_xla._XLAC.lowering.LoweringContext(name)
+        context = xlac.LoweringContext(name)
         context.build(outputs)
         self.computation = xb.computation_from_module_proto(name, context.hlo())
         self.argument_of: dict[int, int] = {}
@@ -139,8 +140,8 @@ class Traced:
             if parameter not in self.argument_of
         }
         self.seed: int | None = None
-        ids, nodes = torch_xla._XLAC._get_tensors_xla_device_data_node(outputs)
-        seed_id = torch_xla._XLAC._get_seed_info_id()
+        ids, nodes = xlac.device_data_of(outputs)
+        seed_id = xlac.seed_id()
         if seed_id in ids:
             self.seed = context.tensor_parameter_id(nodes[ids.index(seed_id)])
 
@@ -152,8 +153,8 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def _placeholder_of(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """One of the type that ``tensor`` has on the device."""
-    shape = torch_xla._XLAC._xla_op_tensor_shape(tensor, device)
-    return torch_xla._XLAC._xla_create_placeholder_tensor(shape)
+    shape = xlac.shape_on_device(tensor, device)
+    return xlac.placeholder(shape)
 
 
 def twin(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,10 @@ import warnings
 from dataclasses import dataclass
 
 import torch
-import torch_xla
 import torch_xla.debug.metrics as met
 from torch.optim import Optimizer
 
+from .. import xlac
 from ..ranks.rank import is_pretending
 from .sharded_tensor import home_of
 
@@ -46,7 +46,7 @@ def warn_of_slow_steps(optimizer: Optimizer) -> None:
     shard = _a_shard(optimizer)
     if steps.warned or shard is None or is_pretending():
         return
-    pending = torch_xla._XLAC._check_tensor_need_materialization([shard])[0]
+    pending = xlac.are_pending([shard])[0]
     steps.pending = steps.pending + 1 if pending else 0
     compilations = met.counter_value("UncachedCompile") or 0
     compiled = steps.compilations is not None and compilations > steps.compilations

@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.profiler as xp
 import torch_xla.runtime as xr
@@ -25,6 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .. import xlac
 from ..collectives.random_state import at_rest
 from ..planning.tracing.naming import Naming
 
@@ -134,7 +134,7 @@ class profile:
     def _next_event(self) -> None:
         self._end_event()
         # "_r": the root of a step, for the profiler's times of steps.
-        self._event = torch_xla._XLAC.profiler.TraceMe("train", step_num=self._step, _r=1)
+        self._event = xlac.TraceEvent("train", step_num=self._step, _r=1)
         self._event.__enter__()
 
     def _end_event(self) -> None:

@@ -103,7 +103,7 @@ def verify(
 def _check(
     stages: Sequence[str], cases: Sequence[str], sizes: Sequence[str], seconds: float
 ) -> None:
-    import torch_xla
+    from .. import xlac  # not at the top of the file: it imports torch_xla
 
     for what, given, known in (
         ("stages", stages, STAGES),
@@ -115,7 +115,7 @@ def _check(
             raise ValueError(f"{what}: {wrong or given!r}, known are {', '.join(known)}")
     if not seconds >= _SHORTEST:
         raise ValueError(f"seconds is {seconds}, at least {_SHORTEST:.0f} are needed")
-    if torch_xla._XLAC._xla_runtime_is_initialized():
+    if xlac.runtime_has_started():
         raise RuntimeError(
             "verify starts ranks in processes of its own, and this one has started XLA's runtime, "
             "which holds the devices: call it from a main program that has touched none"

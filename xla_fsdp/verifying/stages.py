@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
 from ..checkpoint.meeting import Meeting
@@ -83,7 +84,7 @@ def _plain(value: Any) -> Any:
 
 
 def _kind() -> str:
-    kind: str = torch_xla._XLAC._xla_device_kind(str(torch_xla.device()))
+    kind: str = xm.xla_device_kind()
     return kind
 
 

@@ -16,8 +16,8 @@ import torch_xla.runtime as xr
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.accelerators import Accelerator
-from torch_xla._internal import tpu
 
+from ... import xlac
 from ...ranks.rank import current_rank
 
 # As many CPU ranks as ``launch`` starts where nobody says how many.
@@ -34,7 +34,7 @@ def in_rank() -> bool:
 
 def on_cpu() -> bool:
     """Whether ranks are, or would be, threads of one process."""
-    return os.environ.get("PJRT_DEVICE", "").startswith("CPU") or not tpu.num_available_chips()
+    return os.environ.get("PJRT_DEVICE", "").startswith("CPU") or not xlac.chips_of_host()
 
 
 def ranks_of_this_host() -> int:
@@ -46,7 +46,7 @@ def ranks_of_this_host() -> int:
         return xr.local_device_count()
     if on_cpu():
         return int(os.environ.get("CPU_NUM_DEVICES", _CPU_RANKS))
-    return tpu.num_available_devices()
+    return xlac.devices_of_host()
 
 
 class RanksEnvironment(ClusterEnvironment):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import compress
 
 import torch
-import torch_xla
 
+from ... import xlac
 from ...sharding.freeing import fill_
 from ...tree import has_own_operators
 
@@ -117,7 +117,7 @@ def _tensor_types() -> set[type]:
 
 def held(tensor: torch.Tensor) -> Held:
     """Looks ``tensor`` up without touching its value."""
-    fields = dict(_FIELDS.findall(torch_xla._XLAC._get_xla_tensor_debug_info(tensor)))
+    fields = dict(_FIELDS.findall(xlac.debug_info(tensor)))
     # A computation that is nothing but a device buffer is as good as the buffer.
     pending = fields["IR"] != "None" and "xla::device_data" not in fields["IR"]
     return Held(tensor, int(fields["TensorID"]), int(fields["AliasID"]), pending)

@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from ... import xlac
 from ...names import shell_of
 from ...ranks.autograd_thread import run_there
 from ...tree import tensors_in
@@ -48,10 +49,10 @@ class Naming:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Naming]:
-        debug = torch_xla._XLAC._get_ir_debug()
+        debug = xlac.has_scopes()
         with contextlib.ExitStack() as stack:
-            torch_xla._XLAC._set_ir_debug(True)
-            stack.callback(torch_xla._XLAC._set_ir_debug, debug)
+            xlac.set_has_scopes(True)
+            stack.callback(xlac.set_has_scopes, debug)
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             # Also after an exception: what a module entered, it leaves.
             stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
@@ -150,4 +151,4 @@ def plain(name: str) -> str:
 
 
 def _push(name: str) -> Any:
-    return torch_xla._XLAC.profiler.scope_pusher(name)
+    return xlac.scope(name)

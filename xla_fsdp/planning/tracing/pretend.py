@@ -24,6 +24,7 @@ import torch_xla.runtime as xr
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from ... import xlac
 from ...collectives.host_data import as_data
 from ...collectives.routes import attributes_of
 from ...ranks.autograd_thread import run_there
@@ -90,21 +91,20 @@ class Pretence:
             self._stack.callback(_set_back, os.environ.get(ARGUMENTS))
             os.environ[ARGUMENTS] = self.arguments
         # torch_xla keeps both for the process once it knows them.
-        patches.set(xr, "_WORLD_SIZE", self.size)
-        patches.set(xr, "_ORDINAL", self.rank)
-        xlac = torch_xla._XLAC
+        patches.replace(xlac.WORLD_SIZE, self.size)
+        patches.replace(xlac.ORDINAL, self.rank)
         if self.slice is not None:
             devices, kind = attributes_of(self.slice), self.slice.chip.device_kind
             patches.set(xr, "global_runtime_device_attributes", lambda: devices)
-            patches.set(xlac, "_xla_device_kind", lambda device: kind)
-        patches.set(xlac, "_xla_step_marker", lambda *args, **kwargs: self.on_cut())
-        patches.set(xlac, "_xla_sync_multi", lambda *args, **kwargs: self.on_cut())
+            patches.set(xm, "xla_device_kind", lambda device=None: kind)
+        patches.replace(xlac.sync_device, lambda *args, **kwargs: self.on_cut())
+        patches.replace(xlac.sync_tensors, lambda *args, **kwargs: self.on_cut())
         # Autocast asks what it runs on.
         patches.set(xm, "xla_device_hw", lambda device: "TPU" if "xla" in str(device) else "CPU")
         # What the process traced before is none of this step's, and the other way round.
         device = str(torch_xla.device())
-        torch_xla._XLAC._set_all_reduce_token(device, None)
-        self._stack.callback(torch_xla._XLAC._set_all_reduce_token, device, None)
+        xlac.set_collective_token(device, None)
+        self._stack.callback(xlac.set_collective_token, device, None)
         self._stack.enter_context(_NothingIsRead(self))
         return self
 
@@ -155,7 +155,7 @@ def forget_pending() -> None:
     """Forgets how to compute what is still pending: values that only autograd holds, on their way
     from one node to the next, which no :func:`settle` finds. They get no values, not even zeros.
     """
-    torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
+    xlac.forget_pending(str(torch_xla.device()))
 
 
 class _NothingIsRead(TorchFunctionMode):

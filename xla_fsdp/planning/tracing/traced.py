@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch_xla
 
+from ... import xlac
 from .bound import ZeroBound
 from .fingerprint import fingerprint
 from .live import Held, held
@@ -78,7 +78,7 @@ class StepBoundary:
     def note(self, tensors: Iterable[Held]) -> None:
         """Adds tensors that have a buffer; the others are left out."""
         known = [one for one in tensors if not one.pending]
-        handles = torch_xla._XLAC._get_tensors_handle([one.tensor for one in known])
+        handles = xlac.buffer_handles([one.tensor for one in known])
         for one, handle in zip(known, handles, strict=True):
             self._by_alias[one.alias_id] = handle
 
@@ -104,11 +104,11 @@ class StepBoundary:
         outputs.sort(key=lambda one: one.tensor_id)
         if not outputs:
             return None
-        context = torch_xla._XLAC.lowering.LoweringContext("step")
+        context = xlac.LoweringContext("step")
         context.build([one.tensor for one in outputs])
         arguments = context.device_parameter_id_tensor_mapping()
         numbers = sorted(arguments)
-        handles = torch_xla._XLAC._get_tensors_handle([arguments[n] for n in numbers])
+        handles = xlac.buffer_handles([arguments[n] for n in numbers])
         number_of = dict(zip(handles, numbers, strict=True))
         self._read = frozenset(handles)
         donated: dict[int, int] = {}
@@ -124,7 +124,7 @@ class StepBoundary:
     def bytes_beside(self, tensors: Sequence[Held]) -> int:
         """What ``tensors``, which have buffers, take up that the program lowered last does not
         read, without the padding of layouts."""
-        handles = torch_xla._XLAC._get_tensors_handle([one.tensor for one in tensors])
+        handles = xlac.buffer_handles([one.tensor for one in tensors])
         buffers = {
             handle: one.tensor.numel() * one.tensor.dtype.itemsize
             for handle, one in zip(handles, tensors, strict=True)

@@ -15,13 +15,13 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch_xla
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from ... import xlac
 from ..rank import RankContext, current_rank
 from .session import Session
 
@@ -76,7 +76,7 @@ class FreshState:
             for value in values.values()
             if isinstance(value, torch.Tensor) and value.device.type == "xla"
         ]
-        needed = torch_xla._XLAC._check_tensor_need_materialization(state) if state else ()
+        needed = xlac.are_pending(state) if state else ()
         pending = [value for value, needs in zip(state, needed, strict=True) if needs]
         if pending:
             self._session.sync_tensors(context, "the optimizer's first step", pending)

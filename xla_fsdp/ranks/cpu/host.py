@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import threading
 import time
@@ -10,10 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch_xla
 import torch_xla.core.xla_model as xm
-import torch_xla.runtime as xr
 
+from ... import xlac
 from ..errors import RankStopped
 from . import sync_points
 from .collectives import Collectives
@@ -45,8 +43,8 @@ def run_ranks(
     runtime.start(size)
     runtime.gate.open_for(size)
     session = Session(size, timeout, runtime.gate, slices)
-    caller_device = torch_xla._XLAC._xla_get_default_device()
-    caller_seed = torch_xla._XLAC._xla_get_rng_seed(caller_device)
+    caller_device = xlac.default_device()
+    caller_seed = xm.get_rng_state(caller_device)
     patches = Patches()
     fresh_state = FreshState(session)
     ended = threading.Semaphore(0)
@@ -62,7 +60,7 @@ def run_ranks(
     finally:
         fresh_state.remove()
         _clean_up(runtime, session, patches, threads)
-        torch_xla._XLAC._xla_set_rng_seed(caller_seed, caller_device)
+        xm.set_rng_state(caller_seed, caller_device)
     if session.barrier.failure is not None:
         raise session.barrier.failure
     if session.preempted is not None:
@@ -103,14 +101,14 @@ def _install(session: Session, patches: Patches, seed: int) -> None:
     devices = xm.get_xla_supported_devices()
     # Names, whatever torch_xla's annotation says.
     replicas = xm.xla_replication_devices(devices)  # type: ignore[arg-type]
-    torch_xla._XLAC._xla_set_replication_devices(replicas)
+    xlac.set_replication_devices(replicas)
     for device in devices:
-        torch_xla._XLAC._set_all_reduce_token(device, None)
-        torch_xla._XLAC._xla_set_rng_seed(seed, device)
-        xm._DEVICE_CONTEXTS.pop(device, None)  # step closures of an earlier launch
+        xlac.set_collective_token(device, None)
+        xm.set_rng_state(seed, device)
+        xlac.drop_step_closures(device)  # of an earlier launch
     # torch_xla caches these for the process, perhaps from before the launch.
-    patches.set(xr, "_WORLD_SIZE", None)
-    patches.set(xr, "_ORDINAL", None)
+    patches.replace(xlac.WORLD_SIZE, None)
+    patches.replace(xlac.ORDINAL, None)
     sync_points.install(session, patches)
     patches.set_everywhere(
         {**Collectives(session).replacements(), **Rendezvous(session).replacements()}
@@ -130,7 +128,7 @@ def _clean_up(
     runtime.leftover = [thread for thread in threads if thread.is_alive()]
     patches.undo()
     session.generators.restore_caller()
-    torch_xla._XLAC._xla_set_replication_devices([])
+    xlac.set_replication_devices([])
     if runtime.leftover:
         runtime.unfinished = session.contexts
         _skip_destructors()
@@ -148,6 +146,6 @@ def _skip_destructors() -> None:
     glibc runs ``on_exit`` handlers last registered first, with the exit status as first argument:
     that of ``_exit``.
     """
-    atexit.unregister(torch_xla._prepare_to_exit)
+    xlac.skip_exit_handler()
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch_xla.core.xla_model as xm
 
+from ...xlac import Place
 from .session import Session
 
 _MISSING = object()
@@ -22,6 +23,10 @@ class Patches:
     def set(self, owner: Any, name: str, value: Any) -> None:
         self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
+
+    def replace(self, place: Place, value: Any) -> None:
+        """Replaces something private of torch_xla."""
+        self.set(place.owner, place.name, value)
 
     def set_everywhere(self, replacements: dict[Callable, Callable]) -> None:
         """Replaces functions in every module that imported them by name."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 
+from ... import xlac
 from .patches import Replacements
 
 
@@ -43,7 +43,7 @@ class Rendezvous(Replacements):
         if self._session.rank_of() is None:
             return self._original["mesh_reduce"](tag, data, reduce_fn)
         buffer = io.BytesIO()
-        torch.save(xm._maybe_convert_to_cpu(data), buffer)
+        torch.save(xlac.tree_to_host(data), buffer)
         payloads = self._exchange("xm.mesh_reduce", tag, buffer.getvalue(), None)
         # These bytes were written by this process a moment ago: any class may be in them.
         return reduce_fn([torch.load(io.BytesIO(each), weights_only=False) for each in payloads])

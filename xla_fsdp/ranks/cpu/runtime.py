@@ -10,6 +10,7 @@ import torch_xla
 import torch_xla.core.xla_env_vars as xenv
 import torch_xla.runtime as xr
 
+from ... import xlac
 from ...compiled.cache import require_folder_is_chosen
 from ..rank import RankContext
 from .session import drop_pending
@@ -48,7 +49,7 @@ class CpuRuntime:
         """
         if num_devices is not None:
             return _checked(num_devices, "num_devices")
-        if torch_xla._XLAC._xla_runtime_is_initialized():
+        if xlac.runtime_has_started():
             return _checked(xr.addressable_device_count(), "the number of devices of the runtime")
         text = os.environ.get("CPU_NUM_DEVICES")
         if text is None:
@@ -78,7 +79,7 @@ class CpuRuntime:
         drop_pending(self.unfinished)
         self.unfinished = []
         settings = _settings(size)
-        if not torch_xla._XLAC._xla_runtime_is_initialized():
+        if not xlac.runtime_has_started():
             require_folder_is_chosen()
             os.environ.update(settings)
             self._started_here = True

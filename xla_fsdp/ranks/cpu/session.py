@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-import torch_xla
 import torch_xla.core.xla_model as xm
 
+from ... import xlac
 from ...tpu.slices import equal_parts
 from ...tree import has_own_operators
 from ..errors import Preempted
@@ -31,7 +31,6 @@ from .rng import RankGenerators
 from .start_gate import StartGate
 
 _T = TypeVar("_T")
-_XLAC = torch_xla._XLAC
 _COLLECTIVE_NODE = re.compile(
     r"= (\S.*?) (xla::(?:all_gather|reduce_scatter|cross_replica_sum|all_to_all|"
     r"collective_permute|scan_blocks)\w*)\("
@@ -66,10 +65,9 @@ class Session:
         self.dispatched = [0] * size
         self.preempted: Preempted | None = None
         # torch_xla's own functions, kept here because the module's names are replaced meanwhile.
-        self._step_marker = _XLAC._xla_step_marker
-        self._sync_multi = _XLAC._xla_sync_multi
-        self._sync_live = _XLAC._xla_sync_live_tensors
-        self._real_devices = _XLAC._xla_get_devices()  # "CPU:0", ...
+        self._step_marker = xlac.sync_device.value
+        self._sync_multi = xlac.sync_tensors.value
+        self._real_devices = xm.xla_real_devices()  # "CPU:0", ...
         self._reading = threading.RLock()
         if size > 1:
             for context in self.contexts:
@@ -91,7 +89,7 @@ class Session:
     def adopt_thread(self, context: RankContext) -> None:
         """Makes this thread one of ``context``'s: its rank, and its default XLA device."""
         _set_current_rank(context)
-        _XLAC._xla_set_default_device(str(context.device))
+        xlac.set_default_device(str(context.device))
 
     def sync(
         self, context: RankContext, device: str, devices: list[str], wait: bool, reset_scope: bool
@@ -165,10 +163,10 @@ class Session:
             self._run_all(
                 context,
                 _arrival(what, "read", context.pending),
-                lambda: self._sync_live(str(context.device), [], wait=False),
+                lambda: xlac.sync_live_tensors(str(context.device), [], False),
             )
-            _XLAC._set_all_reduce_token(str(context.device), None)
-        elif tensors and any(_XLAC._check_tensor_need_materialization(list(tensors))):
+            xlac.set_collective_token(str(context.device), None)
+        elif tensors and any(xlac.are_pending(list(tensors))):
             with self._reading:  # whoever comes second finds the program of the first
                 self._sync_multi(list(tensors), [], wait=False, sync_xla_data=True)
         # Two ranks that read what is still being computed crashed torch_xla now and then (about
@@ -224,7 +222,7 @@ class Session:
                 self._wait_for_device(context)
 
     def _wait_for_device(self, context: RankContext) -> None:
-        _XLAC._xla_wait_device_ops(devices=[self._real_devices[context.rank]])
+        xm.wait_device_ops([self._real_devices[context.rank]])
 
     def _run_all(
         self, context: RankContext, arrival: Arrival, dispatch: Callable[[], None]
@@ -262,7 +260,7 @@ class Session:
     ) -> tuple[tuple[str, str], ...]:
         if not context.pending or not tensors:
             return ()
-        text = _XLAC._get_xla_tensors_text(list(tensors))
+        text = xlac.graph_text(list(tensors))
         return tuple((kind, shape) for shape, kind in _COLLECTIVE_NODE.findall(text))
 
 
@@ -311,7 +309,7 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
     devices = {str(context.device) for context in contexts if context.pending}
     for context in contexts:
         context.forget()
-        _XLAC._set_all_reduce_token(str(context.device), None)
+        xlac.set_collective_token(str(context.device), None)
     if not devices:
         return
     gc.collect()
@@ -323,11 +321,11 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
         and value.is_xla
         and not has_own_operators(type(value))  # no stand-in
         and str(value.device) in devices
-        and _XLAC._check_tensor_need_materialization([value])[0]
+        and xlac.are_pending([value])[0]
     ]
     for device in sorted(devices):
-        _XLAC._clear_pending_irs(device)
+        xlac.forget_pending(device)
     for tensor in lost:
         fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
         value = torch.full(tensor.shape, fill, dtype=tensor.dtype).to(tensor.device)
-        _XLAC._replace_xla_tensor(tensor, value)
+        xlac.replace_data(tensor, value)

@@ -16,13 +16,11 @@ import threading
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 
 import torch
-import torch_xla
 
-from ...compiled.symbols import symbols_of
+from ... import xlac
 
 _NAME = b"xla_fsdp.start_gate"
 _PLATFORM = b"Host"
-_GET_API = "_ZN3xla3ffi12GetXlaFfiApiEv"
 _TYPED = 4  # version of custom calls that go to such handlers
 
 _VERSION = (0, 1)  # of the interface
@@ -77,9 +75,7 @@ class StartGate:
             rank: this rank's number as data of its device, int32 of shape ``(1,)``.
         """
         name = _NAME.decode()
-        return torch_xla._XLAC._xla_custom_call(
-            [rank], name, [[]], [torch.bool], True, "", _TYPED, {}
-        )[0]
+        return xlac.custom_call([rank], name, [[]], [torch.bool], True, "", _TYPED, {})[0]
 
     def _call(self, address: int) -> int | None:
         frame = _CallFrame.from_address(address)
@@ -190,7 +186,8 @@ _Handler = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 
 
 def _register(handler: object) -> None:
-    get_api = ctypes.CFUNCTYPE(POINTER(_Api))(symbols_of([_GET_API])[_GET_API].address)
+    symbol = xlac.symbols_of([xlac.GET_FFI_API])[xlac.GET_FFI_API]
+    get_api = ctypes.CFUNCTYPE(POINTER(_Api))(symbol.address)
     arguments = _RegisterArguments(ctypes.sizeof(_RegisterArguments))
     arguments.name = _Bytes(_NAME, len(_NAME))
     arguments.platform = _Bytes(_PLATFORM, len(_PLATFORM))

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Sequence
 
 import torch
-import torch_xla
 
+from ... import xlac
 from ..autograd_thread import run_there
 from ..rank import RankContext, current_rank
 from .mode import RankMode
@@ -17,22 +17,21 @@ from .session import Session
 
 def install(session: Session, patches: Patches) -> None:
     """Replaces what every cut from Python goes through: torch_xla looks these up by name."""
-    xlac = torch_xla._XLAC
-    step_marker = xlac._xla_step_marker
-    sync_multi = xlac._xla_sync_multi
-    get_cpu_tensors = xlac._xla_get_cpu_tensors
+    sync_device = xlac.sync_device.value
+    sync_tensors = xlac.sync_tensors.value
+    copy_to_host = xlac.copy_to_host.value
     start_thread = threading.Thread.start
 
-    def gated_step_marker(
+    def gated_sync_device(
         device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
     ) -> None:
         context = session.rank_of(device)
         if context is None:
-            step_marker(device, list(devices), wait=wait, reset_scope=reset_scope)
+            sync_device(device, list(devices), wait=wait, reset_scope=reset_scope)
         else:
             session.sync(context, device, list(devices), wait, reset_scope)
 
-    def gated_sync_multi(
+    def gated_sync_tensors(
         tensors: Sequence[torch.Tensor],
         devices: Sequence[str] = (),
         wait: bool = True,
@@ -40,18 +39,18 @@ def install(session: Session, patches: Patches) -> None:
     ) -> None:
         context = session.rank_of(tensors[0].device if tensors else None)
         if context is None:
-            sync_multi(tensors, list(devices), wait=wait, sync_xla_data=sync_xla_data)
+            sync_tensors(tensors, list(devices), wait=wait, sync_xla_data=sync_xla_data)
         else:
             session.sync_tensors(
                 context, "a sync of some tensors", tensors, devices, wait, sync_xla_data
             )
 
-    def gated_get_cpu_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gated_copy_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         context = session.rank_of(tensors[0].device if tensors else None)
         if context is None:
-            return get_cpu_tensors(tensors)
+            return copy_to_host(tensors)
         what = "a copy of tensors to the host"
-        return session.fetch(context, what, tensors, lambda: get_cpu_tensors(tensors))
+        return session.fetch(context, what, tensors, lambda: copy_to_host(tensors))
 
     def start_as_same_rank(thread: threading.Thread) -> None:
         # A data loader's thread belongs to the rank that started it, as in a process of its own.
@@ -67,9 +66,9 @@ def install(session: Session, patches: Patches) -> None:
             vars(thread)["run"] = run_as_rank
         start_thread(thread)
 
-    patches.set(xlac, "_xla_step_marker", gated_step_marker)
-    patches.set(xlac, "_xla_sync_multi", gated_sync_multi)
-    patches.set(xlac, "_xla_get_cpu_tensors", gated_get_cpu_tensors)
+    patches.replace(xlac.sync_device, gated_sync_device)
+    patches.replace(xlac.sync_tensors, gated_sync_tensors)
+    patches.replace(xlac.copy_to_host, gated_copy_to_host)
     patches.set(threading.Thread, "start", start_as_same_rank)
 
 

@@ -13,6 +13,7 @@ from types import FrameType
 
 import torch
 import torch_xla
+import torch_xla.debug.metrics as met
 
 from ..cpu import call_site
 
@@ -65,7 +66,7 @@ class Progress:
 
 
 def _counter(name: str) -> int:
-    return torch_xla._XLAC._xla_counter_value(name) or 0
+    return met.counter_value(name) or 0
 
 
 def doing(thread: int) -> tuple[str, str, str]:

@@ -1,0 +1,133 @@
+"""``xla_fsdp.xlac``: everything private of torch_xla, and what a release lacks of it."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from xla_fsdp import xlac
+
+TORCH_XLA = ("torch_xla", "_XLAC")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+NAMES = set(filter(is_private, (path.rpartition(".")[2] for path in xlac._USES)))
+FILES = sorted(
+    path
+    for folder in ("xla_fsdp", "benchmarks", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def import_again():
+    """What importing the file does, with torch_xla as it is now."""
+    spec = importlib.util.spec_from_file_location("xlac_again", xlac.__file__)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_the_installed_release_has_everything(run_script):
+    result = run_script("import runpy; runpy.run_module('xla_fsdp.xlac', run_name='__main__')")
+    count = len(xlac._USES) + len(xlac.SYMBOLS)
+    assert result.stdout.startswith("torch_xla 2.9."), result.stderr
+    assert result.stdout.endswith(f" has {count} of {count} private names\n")
+    assert result.returncode == 0 and not xlac.missing()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "use"),
+    [
+        pytest.param("_XLAC", "_xla_all_gather", "Concatenates the shards", id="bound"),
+        pytest.param("_XLAC", "_xla_step_marker", "Compiles and starts", id="replaceable"),
+        pytest.param("_XLAC.lowering.LoweringContext", "hlo", "The module", id="method"),
+        pytest.param("_internal.tpu", "get_worker_ips", "Network addresses", id="of a TPU host"),
+        pytest.param("_internal", "jax_workarounds", "", id="module"),
+        pytest.param("runtime", "_WORLD_SIZE", "What xr.world_size() has kept", id="variable"),
+        pytest.param("", "_prepare_to_exit", "At the end of the process", id="of the package"),
+    ],
+)
+def test_what_a_release_lacks_is_named(monkeypatch, capsys, owner, name, use):
+    path = ".".join(filter(None, ("torch_xla", owner, name)))
+    import_again()
+    monkeypatch.delattr(xlac._find(owner), name)
+    lacking = xlac.missing()
+    assert lacking and all(one.startswith(path) for one in lacking)
+    assert all(text.startswith(use) for text in lacking.values())
+    assert xlac._report() == 1
+    assert "".join(f"missing: {one}: {text}\n" for one, text in lacking.items()) in (
+        capsys.readouterr().out
+    )
+    with pytest.raises(ImportError, match=f"lacks {', '.join(lacking)}, which xla_fsdp needs"):
+        import_again()
+
+
+def test_symbols_that_a_release_lacks_are_named(monkeypatch):
+    monkeypatch.setattr(xlac, "SYMBOLS", {**xlac.SYMBOLS, "_no_such": "Does something."})
+    assert list(xlac.missing()) == ["_no_such"]
+    monkeypatch.setattr(xlac, "version", lambda package: "2.10.0")
+    lacking = xlac.missing()
+    assert set(lacking) == set(xlac.SYMBOLS)
+    assert "this is torch_xla 2.10.0 on linux" in lacking[xlac.LOAD]
+
+
+def test_functions_of_a_step_are_those_of_torch_xla(monkeypatch):
+    import torch_xla
+
+    library = torch_xla._XLAC
+    assert xlac.all_gather is library._xla_all_gather
+    assert xlac.call_computation is library._xla_user_computation
+    # While these may be replaced, and are seen to be.
+    for function in (xlac.sync_device, xlac.sync_tensors, xlac.copy_to_host):
+        assert function.value is getattr(library, function.name)
+        monkeypatch.setattr(library, function.name, lambda *args: ("replaced", args))
+        assert function("x") == ("replaced", ("x",))
+
+
+def mentions(path: Path) -> set[str]:
+    """Private names of torch_xla in a file: imported, as attributes, as strings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules, found = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(one.name, one.asname or one.name.partition(".")[0]) for one in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [(f"{node.module}.{one.name}", one.asname or one.name) for one in node.names]
+        else:
+            continue
+        for name, alias in names:
+            if name.partition(".")[0] in TORCH_XLA:
+                modules.add(alias)
+                found |= set(filter(is_private, name.split(".")))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            of_torch_xla = isinstance(root, ast.Name) and root.id in modules
+            if node.attr in NAMES or (of_torch_xla and is_private(node.attr)):
+                found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= NAMES & {node.value}
+            found |= {"_XLAC"} if "_XLAC" in node.value else set()
+    return found
+
+
+def test_no_other_file_mentions_them(tmp_path):
+    found = {path.relative_to(ROOT).as_posix(): mentions(path) for path in FILES}
+    assert "_XLAC" in found.pop("xla_fsdp/xlac.py")
+    assert not {path: names for path, names in found.items() if names}
+    for line, name in (
+        ("import torch_xla as a; a._XLAC", "_XLAC"),
+        ("import _XLAC", "_XLAC"),
+        ("from torch_xla._internal import tpu", "_internal"),
+        ("import torch_xla.core.xla_model as xm; xm._x.y", "_x"),
+        ("import torch_xla.runtime as xr; setattr(xr, '_WORLD_SIZE', 1)", "_WORLD_SIZE"),
+        ("from torch_xla.core.xla_model import _x", "_x"),
+    ):
+        file = tmp_path / "a.py"
+        file.write_text(line)
+        assert name in mentions(file), line

@@ -1,0 +1,641 @@
+"""Everything private of torch_xla that this package uses: no other file names it.
+
+Most of it are functions of ``torch_xla._XLAC``, the library in C++ below torch_xla, which are
+undocumented and may change with every release. ``python -m xla_fsdp.xlac`` lists what the installed
+release lacks; this file is then the one to change. Importing it raises an ImportError that names
+what is missing.
+
+A declaration with a path (``@_bound("_XLAC._xla_all_gather")``) has only a signature and what the
+function is for. It becomes torch_xla's own function, looked up once, since a wrapper around it
+would cost every operator of a step a tenth of a microsecond. With ``@_replaceable`` it is looked up
+at each call, because launches and plans replace it meanwhile.
+
+Devices are names, such as ``"xla:0"``.
+"""
+
+# Declarations have no bodies.
+# mypy: disable-error-code="empty-body"
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import inspect
+import mmap
+import platform
+import struct
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+import torch_xla
+
+Tensors = list[torch.Tensor]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_T = TypeVar("_T")
+
+# Private name, as a path below the module torch_xla, to what it is for. Complete once this file is
+# imported, and constant from then on.
+_USES: dict[str, str] = {}
+
+
+def _find(path: str) -> Any:
+    """What torch_xla has at ``path``.
+
+    Raises:
+        AttributeError: nothing.
+    """
+    return functools.reduce(getattr, filter(None, path.split(".")), torch_xla)
+
+
+def _exists(path: str) -> bool:
+    try:
+        _find(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _declare(path: str, use: str | None) -> None:
+    assert use is not None
+    _USES[path] = inspect.cleandoc(use).partition("\n\n")[0].replace("\n", " ")
+
+
+def _bound(path: str) -> Callable[[_T], _T]:
+    """The declared function or class becomes that of torch_xla."""
+
+    def bind(declared: _T) -> _T:
+        _declare(path, declared.__doc__)
+        if isinstance(declared, type):
+            for name, member in vars(declared).items():
+                if isinstance(member, types.FunctionType) and name != "__init__":
+                    _declare(f"{path}.{name}", member.__doc__)
+        return _find(path) if _exists(path) else declared
+
+    return bind
+
+
+class Place:
+    """An attribute of a module of torch_xla, which launches and plans set for a while.
+
+    Attributes:
+        owner: the module.
+        name: of the attribute.
+    """
+
+    def __init__(self, path: str, use: str) -> None:
+        _declare(path, use)
+        owner, _, self.name = path.rpartition(".")
+        self.owner = _find(owner) if _exists(owner) else None
+
+    @property
+    def value(self) -> Any:
+        """What is there now."""
+        return getattr(self.owner, self.name)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        setattr(self.owner, self.name, value)
+
+
+class Replaceable(Place, Generic[_P, _R]):
+    """A function that is looked up at each call, as torch_xla does: a replacement is used."""
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return self.value(*args, **kwargs)
+
+
+def _replaceable(path: str) -> Callable[[Callable[_P, _R]], Replaceable[_P, _R]]:
+    return lambda declared: Replaceable(path, declared.__doc__ or "")
+
+
+# -- collectives, and operators that torch has not -------------------------------------------------
+
+
+@_bound("_XLAC._xla_all_gather")
+def all_gather(
+    shard: torch.Tensor,
+    dim: int,
+    size: int,
+    groups: list[list[int]],
+    pin_layout: bool,
+    channel: int | None,
+    use_global_ids: bool | None,
+    /,
+) -> torch.Tensor:
+    """Concatenates the shards of each group's ``size`` ranks: ``(d, ...)`` to ``(size*d, ...)``."""
+
+
+@_bound("_XLAC._xla_reduce_scatter")
+def reduce_scatter(
+    kind: str,
+    full: torch.Tensor,
+    token: object,
+    scale: float,
+    dim: int,
+    size: int,
+    groups: list[list[int]],
+    pin_layout: bool,
+    channel: int | None,
+    use_global_ids: bool | None,
+    /,
+) -> tuple[torch.Tensor, object]:
+    """Reduces over each group, keeps this rank's part: ``(size*d, ...)`` to ``(d, ...)``, and the
+    next token."""
+
+
+@_bound("_XLAC._get_all_reduce_token")
+def collective_token(device: str, /) -> object:
+    """The token by which the next collective on a device waits for the last one."""
+
+
+@_bound("_XLAC._set_all_reduce_token")
+def set_collective_token(device: str, token: object, /) -> None:
+    """Sets that token; ``None``: the next collective waits for no other."""
+
+
+@_bound("_XLAC._xla_optimization_barrier_")
+def optimization_barrier_(tensors: Tensors, /) -> None:
+    """Replaces tensors, in place, by ones of which none exists before all do."""
+
+
+@_bound("_XLAC._xla_user_computation")
+def call_computation(name: str, operands: Tensors, computation: object, /) -> Tensors:
+    """The results of a computation of XLA, as one operator of the graph, without a gradient."""
+
+
+@_bound("_XLAC._xla_custom_call")
+def custom_call(
+    operands: Tensors,
+    target: str,
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    has_side_effect: bool,
+    backend_config: str,
+    api_version: int,
+    frontend_attributes: Mapping[str, str],
+    /,
+) -> Tensors:
+    """The results, of these shapes and dtypes, of a function that the compiler or the runtime
+    knows by name."""
+
+
+@_bound("_XLAC._xla_dot_general")
+def dot_general(
+    lhs: torch.Tensor,
+    rhs: torch.Tensor,
+    dimension_numbers: tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]],
+    precision: str | None = None,
+) -> torch.Tensor:
+    """The matmul over any dimensions: ((contracted of lhs, of rhs), (batch of lhs, of rhs))."""
+
+
+# -- tensors, and what is pending ------------------------------------------------------------------
+
+
+@_bound("_XLAC._replace_xla_tensor")
+def replace_data(tensor: torch.Tensor, value: torch.Tensor, /) -> torch.Tensor:
+    """Gives a tensor the data and the shape of another, without a trace."""
+
+
+@_bound("_XLAC._xla_get_tensor_id")
+def tensor_id(tensor: torch.Tensor, /) -> int:
+    """The number of a tensor's value: another one after each computation."""
+
+
+@_bound("_XLAC._get_xla_tensor_debug_info")
+def debug_info(tensor: torch.Tensor, /) -> str:
+    """Lines "name: value": TensorID, AliasID, and IR, the pending computation, or None."""
+
+
+@_bound("_XLAC._check_tensor_need_materialization")
+def are_pending(tensors: Tensors, /) -> list[bool]:
+    """Whether each tensor's value has been traced, but not computed."""
+
+
+@_bound("_XLAC._get_xla_tensors_text")
+def graph_text(tensors: Tensors, /) -> str:
+    """The pending graph of tensors, an operator a line."""
+
+
+@_bound("_XLAC._get_tensors_handle")
+def buffer_handles(tensors: Tensors, /) -> list[int]:
+    """Numbers of the device buffers of tensors that have one."""
+
+
+@_bound("_XLAC._get_tensors_xla_device_data_node")
+def device_data_of(tensors: Tensors, /) -> tuple[list[int], Tensors]:
+    """The device data that the pending graph of tensors reads: its numbers, and as tensors."""
+
+
+@_bound("_XLAC._get_seed_info_id")
+def seed_id() -> int:
+    """The number, in :func:`device_data_of`, of the seed that random operators start from."""
+
+
+@_bound("_XLAC._get_base_seed_as_tensor")
+def forget_draws(device: str, /) -> torch.Tensor:
+    """Sets a device's random state back to the seed of the step, which it returns."""
+
+
+@_bound("_XLAC._clear_pending_irs")
+def forget_pending(device: str, /) -> None:
+    """Makes all that is pending on a device a placeholder, which has no value."""
+
+
+@_bound("_XLAC._xla_op_tensor_shape")
+def shape_on_device(tensor: torch.Tensor, device: str, /) -> object:
+    """The shape, with the type that the device has for the tensor's dtype."""
+
+
+@_bound("_XLAC._xla_create_placeholder_tensor")
+def placeholder(shape: object, /) -> torch.Tensor:
+    """A tensor without a value, of such a shape, to trace with."""
+
+
+@_bound("_XLAC.lowering.LoweringContext")
+class LoweringContext:
+    """Makes a module of XLA, an HloModuleProto, of pending tensors."""
+
+    def __init__(self, name: str) -> None:
+        """Names the module."""
+
+    def build(self, outputs: Tensors) -> None:
+        """Lowers what computes the outputs."""
+
+    def hlo(self) -> bytes:
+        """The module, serialized."""
+
+    def tensor_parameter_id(self, tensor: torch.Tensor) -> int:
+        """The parameter number of a tensor; -1: it is none."""
+
+    def device_parameter_id_tensor_mapping(self) -> dict[int, torch.Tensor]:
+        """Parameter numbers to the tensors with that device data."""
+
+
+# -- running programs ------------------------------------------------------------------------------
+
+
+@_replaceable("_XLAC._xla_step_marker")
+def sync_device(
+    device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
+) -> None:
+    """Compiles and starts all that is live on a device: ``torch_xla.sync()`` calls it."""
+
+
+@_bound("_XLAC._xla_sync_live_tensors")
+def sync_live_tensors(device: str, devices: Sequence[str], wait: bool) -> None:
+    """The same, without the end of a step: tokens and random state stay."""
+
+
+@_replaceable("_XLAC._xla_sync_multi")
+def sync_tensors(
+    tensors: Sequence[torch.Tensor],
+    devices: Sequence[str],
+    wait: bool = True,
+    sync_xla_data: bool = True,
+) -> None:
+    """Compiles and starts the pending graph of some tensors alone."""
+
+
+@_replaceable("_XLAC._xla_get_cpu_tensors")
+def copy_to_host(tensors: Sequence[torch.Tensor], /) -> Tensors:
+    """Values of tensors as CPU tensors; runs what is pending of them, and waits."""
+
+
+@_bound("_XLAC._get_use_eager_mode")
+def is_eager() -> bool:
+    """Whether every operator runs immediately."""
+
+
+@_bound("_XLAC._xla_runtime_is_initialized")
+def runtime_has_started() -> bool:
+    """Whether this process has started XLA's runtime, which holds the devices."""
+
+
+@_bound("_XLAC._xla_computation_cache_is_initialized")
+def compilation_cache_exists() -> bool:
+    """Whether torch_xla has made its cache of programs, and read the folder's name."""
+
+
+@_bound("_XLAC._xla_get_default_device")
+def default_device() -> str:
+    """The device on which this thread traces."""
+
+
+@_bound("_XLAC._xla_set_default_device")
+def set_default_device(device: str, /) -> str:
+    """Changes it; returns the one before."""
+
+
+@_bound("_XLAC._xla_set_replication_devices")
+def set_replication_devices(devices: Sequence[str], /) -> None:
+    """Devices ("CPU:0", ...) whose ranks run one program together; none: each its own."""
+
+
+def start_program(device: torch.device) -> None:
+    """Starts what was traced for ``device``, as ``torch_xla.sync()`` does for the thread's own.
+
+    Autograd's thread has another default device.
+    """
+    sync_device(str(device), [], wait=False)
+
+
+def start_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Starts a program for the pending graph of ``tensors`` alone."""
+    sync_tensors(tensors, [], wait=False)
+
+
+# -- names in programs and traces ------------------------------------------------------------------
+
+
+@_bound("_XLAC._get_ir_debug")
+def has_scopes() -> bool:
+    """Whether what is traced gets the names of :func:`scope`."""
+
+
+@_bound("_XLAC._set_ir_debug")
+def set_has_scopes(enabled: bool, /) -> None:
+    """Turns these names on or off for the process."""
+
+
+@_bound("_XLAC.profiler.scope_pusher")
+def scope(name: str, /) -> object:
+    """Names what this thread traces until the result is dropped."""
+
+
+@_bound("_XLAC.profiler.TraceMe")
+class TraceEvent:
+    """An event of the host in a recorded profile, while it is entered."""
+
+    def __init__(self, name: str, **fields: int) -> None:
+        """Fields: ``step_num``, ``_r=1`` (the root of a step)."""
+
+    def __enter__(self) -> object:
+        """Begins the event."""
+
+    def __exit__(self, *exception: object) -> None:
+        """Ends it."""
+
+
+# -- state of a process that is kept between launches ----------------------------------------------
+
+WORLD_SIZE = Place("runtime._WORLD_SIZE", "What xr.world_size() has kept for the process, or None.")
+ORDINAL = Place("runtime._ORDINAL", "What xr.global_ordinal() has kept for the process, or None.")
+_STEP_CLOSURES = Place(
+    "core.xla_model._DEVICE_CONTEXTS", "Functions to call after the next sync, by device."
+)
+_EXIT_HANDLER = Place("_prepare_to_exit", "At the end of the process waits for its programs.")
+
+
+def drop_step_closures(device: str) -> None:
+    """Forgets what was to be called after the next sync of ``device``."""
+    _STEP_CLOSURES.value.pop(device, None)
+
+
+def skip_exit_handler() -> None:
+    """The process will end without waiting for programs."""
+    atexit.unregister(_EXIT_HANDLER.value)
+
+
+@_bound("core.xla_model._maybe_convert_to_cpu")
+def tree_to_host(data: Any) -> Any:
+    """``data``, with the XLA tensors in its lists, dicts and objects as CPU tensors."""
+
+
+# -- TPU hosts -------------------------------------------------------------------------------------
+
+
+@_replaceable("_internal.tpu.num_available_chips")
+def chips_of_host() -> int:
+    """TPU chips of this host, 0 where it has none; does not start the runtime."""
+
+
+@_replaceable("_internal.tpu.num_available_devices")
+def devices_of_host() -> int:
+    """TPU devices of this host that processes of this one's kind can use."""
+
+
+@_replaceable("_internal.tpu.num_expected_global_devices")
+def devices_of_slice() -> int:
+    """TPU devices of all hosts of the slice; does not start the runtime."""
+
+
+@_replaceable("_internal.tpu.get_worker_ips")
+def addresses_of_hosts() -> list[str]:
+    """Network addresses of the hosts of the slice, by number."""
+
+
+@_replaceable("_internal.tpu.worker_id")
+def number_of_host() -> int:
+    """The number of this host in the slice."""
+
+
+@_replaceable("_internal.tpu.get_tpu_env")
+def host_metadata() -> Mapping[str, Any]:
+    """Variables that the metadata server has for this host; raises where there is none."""
+
+
+@_replaceable("_internal.tpu.configure_topology")
+def configure_process(local_rank: int, *args: Any, **kwargs: Any) -> Any:
+    """Gives a process of a host its chips and ports; torch_xla calls it in each it starts."""
+
+
+_SETUP = Place("_setup_default_env", "Sets the environment at the import, on a TPU host.")
+_SETUP_CALLS = (
+    Place("_set_missing_flags", "Adds flags where there are none of their name."),
+    Place("_setup_libtpu_flags", "Adds torch_xla's flags to LIBTPU_INIT_ARGS."),
+    _SETUP,
+)
+
+
+def environment_after_import(environ: Mapping[str, str], generation: int) -> dict[str, str]:
+    """``environ`` as ``import torch_xla`` leaves it on a host with TPU chips, v2 being 2.
+
+    torch_xla's own functions run, on a copy of the environment and with another answer to which
+    chips there are.
+    """
+    changed = dict(environ)
+    names = {
+        **vars(torch_xla),
+        "os": types.SimpleNamespace(environ=changed),
+        "tpu": types.SimpleNamespace(version=lambda: generation, num_available_chips=lambda: 1),
+    }
+    for place in _SETUP_CALLS:
+        function = place.value
+        names[place.name] = types.FunctionType(
+            function.__code__, names, place.name, function.__defaults__
+        )
+    names[_SETUP.name]()
+    return changed
+
+
+@_replaceable("_internal.jax_workarounds.jax_import_guard")
+def _take_devices_before_jax() -> None:
+    """Starts torch_xla's runtime: JAX, if it came first, would lock the TPU."""
+
+
+@_replaceable("_internal.jax_workarounds.jax_env_context")
+def _jax_alone() -> contextlib.AbstractContextManager[None]:
+    """Within, JAX does not try to join several slices, where it would hang."""
+
+
+@contextlib.contextmanager
+def jax_may_start() -> Iterator[None]:
+    """Within, JAX can be imported and export functions without touching torch_xla's devices."""
+    _take_devices_before_jax()
+    with _jax_alone():
+        yield
+
+
+# -- functions and tables of the library that it does not export, found by their symbols -----------
+#
+# A mangled name states what arguments a function takes.
+
+GET_FFI_API = "_ZN3xla3ffi12GetXlaFfiApiEv"
+_SERIALIZED = "ESt17basic_string_viewIcSt11char_traitsIcEESt8optionalINS_14CompileOptionsEE"
+DESERIALIZE = "_ZN3xla10PjRtClient21DeserializeExecutable" + _SERIALIZED
+LOAD = (
+    "_ZN3xla10PjRtClient4LoadESt10unique_ptrINS_14PjRtExecutableE"
+    "St14default_deleteIS2_EERKNS_11LoadOptionsE"
+)
+
+
+class ClientSymbols(NamedTuple):
+    """Symbols of one of XLA's clients.
+
+    Attributes:
+        name: of the class.
+        table: its virtual functions.
+        load_serialized: ``LoadSerializedExecutable``.
+    """
+
+    name: str
+    table: str
+    load_serialized: str
+
+
+def _client(name: str) -> ClientSymbols:
+    mangled = f"{len(name)}{name}"
+    load = f"_ZN3xla{mangled}24LoadSerializedExecutable{_SERIALIZED}RKNS_11LoadOptionsE"
+    return ClientSymbols(name, f"_ZTVN3xla{mangled}E", load)
+
+
+CLIENTS = {"CPU": _client("PjRtCpuClient"), "TPU": _client("PjRtCApiClient")}
+
+SYMBOLS: Mapping[str, str] = {
+    GET_FFI_API: "Lets programs of CPU ranks wait for each other before they start.",
+    DESERIALIZE: "Answers that a compiled program cannot be loaded; replaced.",
+    LOAD: "The second step of that; replaced.",
+    **{one.table: f"Where both are replaced, for {on} programs." for on, one in CLIENTS.items()},
+    **{one.load_serialized: f"Loads compiled {on} programs." for on, one in CLIENTS.items()},
+}
+
+# One that is exported: its address gives that of the others.
+_EXPORTED = "PyInit__XLAC"
+_SYMBOL_TABLE = 2  # sh_type of the section with the symbols
+_SYMBOL = np.dtype(
+    [("name", "<u4"), ("info", "u1"), ("other", "u1"), ("section", "<u2")]
+    + [("value", "<u8"), ("size", "<u8")]
+)
+
+
+class Symbol(NamedTuple):
+    """Where something of the library lies in this process's memory, and its size in bytes."""
+
+    address: int
+    size: int
+
+
+def symbols_of(names: Iterable[str]) -> dict[str, Symbol]:
+    """The symbols ``names`` of torch_xla's library, by name.
+
+    Raises:
+        NotImplementedError: this is another release or machine than the names are known for, or the
+            library lacks one of them.
+    """
+    found = version("torch_xla")
+    machine = f"{sys.platform} {platform.machine()}"
+    if not found.startswith("2.9.") or machine != "linux x86_64":
+        raise NotImplementedError(
+            f"this is torch_xla {found} on {machine}, not torch_xla 2.9 on linux x86_64"
+        )
+    path: str = _find("_XLAC").__file__
+    offsets = _offsets(path, [*names, _EXPORTED])
+    exported = getattr(ctypes.CDLL(path), _EXPORTED)
+    start = ctypes.cast(exported, ctypes.c_void_p).value
+    assert start is not None  # a function that was found is somewhere
+    base = start - offsets.pop(_EXPORTED)[0]
+    return {name: Symbol(base + offset, size) for name, (offset, size) in offsets.items()}
+
+
+def _offsets(path: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Offset and size of each, from the table of symbols of a 64-bit ELF file."""
+    found = {}
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        start = struct.unpack_from("<Q", data, 0x28)[0]
+        size, count = struct.unpack_from("<HH", data, 0x3A)
+        # name, type, flags, address, offset, size, link, ...
+        sections = [
+            struct.unpack_from("<IIQQQQIIQQ", data, start + place * size) for place in range(count)
+        ]
+        table = next((one for one in sections if one[1] == _SYMBOL_TABLE), None)
+        if table is None:
+            raise NotImplementedError(f"{path} was stripped of its symbols")
+        strings = sections[table[6]]
+        first, last = strings[4], strings[4] + strings[5]
+        symbols = np.frombuffer(data[table[4] : table[4] + table[5]], _SYMBOL)
+        for name in names:
+            place = data.find(b"\0" + name.encode() + b"\0", first, last) + 1
+            rows = symbols[symbols["name"] == place - first] if place else symbols[:0]
+            if len(rows) != 1:
+                raise NotImplementedError(f"{path} has {len(rows)} symbols {name}, not one")
+            found[name] = (int(rows["value"][0]), int(rows["size"][0]))
+    return found
+
+
+# -- what the installed release lacks --------------------------------------------------------------
+
+
+def missing() -> dict[str, str]:
+    """Private names and symbols that the installed torch_xla lacks, with what each is for."""
+    lacking = {f"torch_xla.{path}": use for path, use in _USES.items() if not _exists(path)}
+    for name, use in SYMBOLS.items():
+        try:
+            symbols_of([name])
+        except NotImplementedError as error:
+            lacking[name] = f"{use} ({error})"
+    return lacking
+
+
+def _report() -> int:
+    """Prints what is missing; returns the exit status."""
+    lacking = missing()
+    count = len(_USES) + len(SYMBOLS)
+    print(f"torch_xla {version('torch_xla')} has {count - len(lacking)} of {count} private names")
+    for name, use in lacking.items():
+        print(f"missing: {name}: {use}")
+    return 1 if lacking else 0
+
+
+def _require_names() -> None:
+    """Raises ImportError if a name is missing. Symbols are looked up where they are needed, by CPU
+    ranks and the compilation cache."""
+    if lacking := [f"torch_xla.{path}" for path in _USES if not _exists(path)]:
+        raise ImportError(
+            f"torch_xla {version('torch_xla')} lacks {', '.join(lacking)}, which xla_fsdp needs. "
+            "Install torch_xla 2.9; python -m xla_fsdp.xlac lists what each name is for"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(_report())
+_require_names()
