@@ -68,7 +68,7 @@ def fully_shard(
             "vectors, which divides every shape evenly. Leave it out; results are the same"
         )
     if reshard_after_forward is not None:
-        # What is said of a root holds for it.
+        # What a user asks of a root holds for it.
         options |= {"reshard_after_forward": reshard_after_forward}
     given = replace(
         FSDPOptions.of(FULLY_SHARD, **options),

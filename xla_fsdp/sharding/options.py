@@ -329,8 +329,8 @@ class FSDPOptions:
             self._set("cpu_offload", None)
         elif offload is not None and precision is not None and precision.keep_low_precision_grads:
             raise ValueError(
-                "MixedPrecision(keep_low_precision_grads=True) does not go with cpu_offload: the "
-                "optimizer on the host has float32 gradients. Leave keep_low_precision_grads out"
+                "MixedPrecision(keep_low_precision_grads=True) is incompatible with cpu_offload: "
+                "the optimizer on the host has float32 gradients. Leave one of them out"
             )
 
     def _set(self, name: str, value: Any) -> None:
