@@ -100,6 +100,22 @@ def bad_values(rank):
                     r"not possible in fully_shard: (pass (.*)|leave it out), or", said
                 )
                 make(**{one: instead[one] for one in (remedy[2] or "").split(" and ") if one})
+    size = {"sharding_rank": rank, "sharding_world_size": 2}
+    place = "this rank's place in its group"
+    for options, allowed, fix in (
+        ({"sharding_groups": [[0, 1]]}, "needs sharding_rank", "Pass all three"),
+        ({"sharding_groups": [[0], [1]], **size}, "must have 2 ordinals", "equal size"),
+        ({"sharding_groups": [[0, 0]], **size}, "twice", "Each rank must be in one group"),
+        ({**size, "sharding_groups": [[0, 1]], "sharding_rank": 2}, "must be in 0..1", place),
+        ({**size, "sharding_groups": [[0, 1]], "sharding_rank": 1 - rank}, "at that place", place),
+        ({"sharding_rank": 1}, "need sharding_groups", "leave all three out"),
+        ({"reshard_after_forward": 3}, "must divide", "one of [1, 2], or True or False"),
+    ):
+        for entry in (WRAPPER, SCAN):
+            with pytest.raises(ValueError) as caught:
+                entry_points()[entry](**options)
+            said = str(caught.value)
+            assert all(part in said for part in (next(iter(options)), allowed, fix)), said
     for name, value, fix in (
         ("reshard_after_forward", "yes", "leave it out"),
         ("device_mesh", [0, 7], "1-D mesh"),
