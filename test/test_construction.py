@@ -514,7 +514,7 @@ def wrong_arguments(rank):
     fails(ValueError, "buffer_dtype must be", buffer_dtype=torch.int8)
     fails(TypeError, "reshard_after_forward must be True, False or a number of ranks, got 'yes'",
           reshard_after_forward="yes")  # fmt: skip
-    fails(TypeError, "param_init_fn must be a function of one module", param_init_fn=3)
+    fails(TypeError, "param_init_fn must be a function or None, got 3", param_init_fn=3)
     fails(ValueError, "needs sharding_rank and sharding_world_size", sharding_groups=[[0, 1]])
     fails(ValueError, "sharding_rank must be in 0..1, got 2",
           sharding_groups=[[0, 1]], sharding_rank=2, sharding_world_size=2)  # fmt: skip
@@ -541,8 +541,8 @@ def options_by_name(rank):
         "XlaFullyShardedDataParallel": lambda **options: FSDP(mlp(), **options),
         "scan_blocks": lambda **options: scan_blocks([nn.Linear(4, 4)], **options),
         "fully_shard": lambda **options: fully_shard(mlp(), **options),
-        "the wrapper": lambda **options: Sharding(options=options).shard(mlp()),
-        "the strategy": lambda **options: Settings(None, None, "full", options).wrap(mlp(), "32"),
+        "accelerate": lambda **options: Sharding(options=options).shard(mlp()),
+        "lightning": lambda **options: Settings(None, None, "full", options).wrap(mlp(), "32"),
     }
     torch_xlas = {
         "pin_layout_in_collective_ops": False,
@@ -552,7 +552,7 @@ def options_by_name(rank):
     removed = {"gather_dtype": (torch.int8, {"compute_dtype": torch.bfloat16})}
     for name, make in makers.items():
         make(**torch_xlas)
-        with pytest.raises(TypeError, match=f"{name} has no option 'compute_type'. Its options"):
+        with pytest.raises(TypeError, match="has no option 'compute_type', .* Its options are"):
             make(compute_type=torch.bfloat16)
         for option, (value, remedy) in removed.items():
             with pytest.raises(ValueError, match=f"{option} was removed: .*{next(iter(remedy))}"):

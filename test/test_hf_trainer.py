@@ -282,7 +282,10 @@ def test_a_checkpoint_of_plain_training_resumes_sharded(run_ranks, reference, tm
 
 def refused(rank, folder):
     for given, message in (
-        ({"settings": {"reshard": True}}, "the wrapper has no option 'reshard'. Its options are r"),
+        (
+            {"settings": {"reshard": True}},
+            "has no option 'reshard', got reshard=True. ",
+        ),
         ({"settings": {"compute_dtype": "int8"}}, "compute_dtype"),
         ({"settings": {"backward_prefetch": "always"}}, "backward_prefetch must be one of"),
         ({"settings": {"sharding_strategy": "SOME"}}, "must be one of FULL_SHARD, "),

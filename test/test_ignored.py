@@ -204,7 +204,7 @@ def refusals(rank):
 
     refused(TypeError, "ignored_modules must be an iterable of torch.nn.Module, got Linear",
             ignored_modules=lambda m: m.adapter)  # fmt: skip
-    refused(TypeError, "must have torch.nn.Module in it, got str", ignored_modules=lambda m: ["a"])
+    refused(TypeError, "must have torch.nn.Module in it, got 'a'", ignored_modules=lambda m: ["a"])
     refused(TypeError, "must be an iterable of torch.nn.Parameter, got Parameter",
             ignored_parameters=lambda m: m.scale)  # fmt: skip
     refused(TypeError, "must have torch.nn.Parameter in it, got Linear",

@@ -357,7 +357,7 @@ def test_the_page_s_script_starts_its_ranks(run_script, tmp_path):
 @pytest.mark.parametrize(
     "wrong, told",
     [
-        (dict(layers=[Block]), "the strategy has no option 'layers'. .* auto_wrap_policy"),
+        (dict(layers=[Block]), "has no option 'layers', .* auto_wrap_policy"),
         (dict(state_dict_type="local"), "'full' or"),
         (dict(auto_wrap_policy="Block"), "must be a set of classes"),
         (dict(auto_wrap_policy={"Block"}), "must have classes of modules"),

@@ -441,7 +441,7 @@ def refused(rank):
     with pytest.raises(TypeError, match="cpu_offload must be an xla_fsdp.CPUOffload or None"):
         FSDP(mlp(), cpu_offload=True)
     narrow = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
-    with pytest.raises(ValueError, match="keep_low_precision_grads=True. does not go with cpu_of"):
+    with pytest.raises(ValueError, match="keep_low_precision_grads=True. is incompatible with"):
         FSDP(mlp(), cpu_offload=CPUOffload(), mixed_precision=narrow)
     nothing = FSDP(mlp(), cpu_offload=CPUOffload(False, False, False))
     assert next(nothing.parameters()).device.type == "xla"

@@ -397,7 +397,7 @@ def outside_in(wrong):
     trains(xla_fsdp.fully_shard(model))
 
 
-@case("pass that instead")
+@case("pass mp_policy, or wrap")
 def other_name_in_fully_shard(wrong):
     with wrong():
         xla_fsdp.fully_shard(nn.Linear(4, 4), compute_dtype=torch.bfloat16)

@@ -46,6 +46,7 @@ if _TYPE_CHECKING:
     from .sharding.awaited import loaded_later
     from .sharding.cpu_offload import CPUOffload
     from .sharding.mixed_precision import MixedPrecision
+    from .sharding.options import FSDPOptions
     from .sharding.strategy import ShardingStrategy
     from .supervision.divergence import DivergenceError, detect_divergence
     from .supervision.preemption import Preempted, Preemption
@@ -90,6 +91,7 @@ _HOMES = {
     "BackwardPrefetch": "collectives.order",
     "MixedPrecision": "sharding.mixed_precision",
     "CPUOffload": "sharding.cpu_offload",
+    "FSDPOptions": "sharding.options",
     "loaded_later": "sharding.awaited",
     "ShardingStrategy": "sharding.strategy",
     "SyncBatchNorm": "layers.batch_norm",

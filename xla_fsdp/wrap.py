@@ -120,7 +120,7 @@ def warn_if_none_chosen(module: nn.Module, policy: Policy) -> None:
             f"auto_wrap_policy chose none of the submodules of {type(module).__name__}, so all of "
             "its full parameters are gathered together and are in memory at the same time. "
             f"Choose among the classes that are there ({some_of(classes, 8)}), or pass no policy",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

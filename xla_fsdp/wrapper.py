@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,14 +10,12 @@ import torch_xla
 from torch import nn
 
 from . import xlac
-from .collectives.order import BackwardPrefetch
 from .libraries import adapt
 from .names import is_wrapper, shell_of
 from .offload.attaching import attach
 from .offload.streaming import share_traffic
 from .sharding import metadata
 from .sharding.building import UnitBuilder
-from .sharding.cpu_offload import CPUOffload
 from .sharding.first_step import (
     compare_initial_weights,
     require_all_sharded,
@@ -27,11 +25,9 @@ from .sharding.first_step import (
 from .sharding.gathering import computing, computing_passes
 from .sharding.ignored import mark_ignored
 from .sharding.input_devices import raise_if_elsewhere
-from .sharding.mixed_precision import MixedPrecision
 from .sharding.optimizer_checks import watch_optimizers
-from .sharding.options import FSDPOptions, known_options
+from .sharding.options import WRAPPER, FSDPOptions, constructor
 from .sharding.saved_parameters import parameters_saved_as_recipes
-from .sharding.strategy import ShardingStrategy
 from .sharding.transforms import require_plain_call, require_uncompiled
 from .sharding.unit import units_in
 from .torch_checkpoint import support_torch_checkpoint
@@ -59,72 +55,8 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         module: the module to wrap. May be on CPU, on the XLA device or on the meta device. Its
             values must be the same on every rank (same seed, or same checkpoint), unless
             ``sync_module_states``.
-        reshard_after_forward: free the full parameters after the forward and gather them again
-            for the backward (ZeRO-3). ``False``: keep them in between (ZeRO-2). A number ``k``:
-            keep a ``k``-th on each of ``k`` consecutive ranks, and gather for the backward within
-            these (ZeRO++'s hpZ, torch's ``fully_shard``); it divides the ranks that share the
-            parameters.
-        flatten_parameters: store all parameters of this wrapper as one vector (one for each dtype,
-            and for trainable and frozen ones), ``flat_param_0``, ...
-        execute_sharding_on_init: run the slicing at once if the module was on the XLA device, so
-            that its full parameters leave device memory before the next layer is wrapped.
-        optimization_barrier_in_forward: gather only once the module's inputs exist. Otherwise the
-            compiler may gather all units at the start of the step.
-        optimization_barrier_in_backward: the same for the gather of the backward and the gradient
-            that arrives at the module.
-        forward_prefetch: gather the parameters of the next wrapper while this one computes its
-            forward. Two wrappers' parameters are then in memory at a time.
-        backward_prefetch: ``BackwardPrefetch.BACKWARD_PRE``: gather the parameters of the next
-            wrapper while this one computes its backward; ``BACKWARD_POST``: once it has, beside
-            the reduction of its gradients; ``None``: once these are reduced.
-        limit_all_gathers: gather for the backward only once the gradients of the wrapper two
-            before are reduced, so that full gradients of two wrappers at most are in memory.
-            Without it the compiler may put reductions off to the end of the step.
-        sync_on_finalization: call ``torch_xla.sync()`` at the end of every backward through the
-            root, so that the optimizer step is a program of its own.
-        disable_reshard_on_root: keep the root's own parameters from forward to backward whatever
-            ``reshard_after_forward`` says, since its backward follows at once.
-        compute_dtype: dtype in which parameters are gathered, the module computes and gradients
-            are reduced: ``torch.float32``, ``torch.float16`` or ``torch.bfloat16``. Floating-point
-            inputs are cast to it. Shards keep the dtype of the parameters. Default: no casting.
-        buffer_dtype: dtype of floating-point buffers (default ``compute_dtype``), except those of
-            ``SyncBatchNorm``, which keep theirs.
-        fp32_reduce_scatter: reduce gradients in float32 although they are computed in a narrower
-            ``compute_dtype``; doubles the bytes of the reduction.
-        sharding_groups: global ordinals of the ranks that share one copy of the parameters, for
-            every copy, e.g. ``[[0, 1], [2, 3]]``; needs ``sharding_rank`` (this rank's place in
-            its group) and ``sharding_world_size``. Default: one group of all ranks; on several TPU
-            slices a group for each, whose copies are replicas: docs/slices.md.
-        shard_param_on_dim_0: shard along dimension 0 and keep the other dimensions.
-        replication_groups: ordinals that hold the same shard, e.g. ``[[0, 2], [1, 3]]``, over
-            which gradients are averaged in addition (hybrid sharding). Without it, as with
-            tensor-parallel groups, the copies of ``sharding_groups`` are independent.
-        auto_wrap_policy: wraps submodules first, see :mod:`xla_fsdp.wrap`; all options are
-            forwarded to them.
-        auto_wrapper_callable: what to wrap submodules with instead of this class, e.g.
-            ``lambda m, *a, **k: FSDP(checkpoint_module(m), *a, **k)``.
-        param_init_fn: gives values to a submodule on the meta device; default
-            ``reset_parameters()``, one submodule at a time.
-        sync_module_states: take parameters and buffers of the first rank (of each of
-            ``sharding_groups``, and of the first replica) on all: one collective for each.
-        sharding_strategy: torch FSDP's name for ``reshard_after_forward`` and the groups, see
-            :class:`~xla_fsdp.ShardingStrategy`. Goes on to submodules that are wrapped by policy.
-        device_mesh: the groups, as ordinals of all ranks: a list shares the parameters; of a 2-D
-            ``(replicate, shard)`` mesh each row does, and columns average their gradients.
-        mixed_precision: torch FSDP's names for the dtypes and for which inputs are cast, see
-            :class:`~xla_fsdp.MixedPrecision`.
-        cpu_offload: ``CPUOffload()`` keeps shards, gradients and optimizer state in the host's
-            memory, and has the update run there: docs/offload.md.
-        ignored_modules, ignored_parameters: submodules (with all that is in them, wrappers
-            excepted) and parameters that stay whole on every rank, whose gradients are not reduced,
-            see :meth:`average_ignored_gradients`. ``ignored_states`` is torch FSDP's name for
-            either. Policies leave them alone too.
-        collective_routes: how collectives over all ranks of a TPU slice go over its links.
-            ``"auto"``: over one axis after the other where the model of the links says that it is
-            worth it, and large gradients around rings of chips where that makes the step shorter;
-            ``"default"``: all as the compiler does them. No effect elsewhere. See docs/torus.md.
-        pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
-            accepted without effect, for scripts of torch_xla's class.
+        args, options: those of :class:`~xla_fsdp.FSDPOptions`, which describes each, by position or
+            by name. Positions and defaults are those of torch_xla's class.
 
     Raises:
         RuntimeError: the module is already wrapped, or has no ``forward``.
@@ -132,60 +64,22 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             exist.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        reshard_after_forward: bool | int = True,
-        flatten_parameters: bool = False,
-        execute_sharding_on_init: bool = True,
-        optimization_barrier_in_forward: bool = True,
-        optimization_barrier_in_backward: bool = True,
-        sync_on_finalization: bool = False,
-        disable_reshard_on_root: bool = True,
-        compute_dtype: torch.dtype | None = None,
-        buffer_dtype: torch.dtype | None = None,
-        fp32_reduce_scatter: bool = False,
-        sharding_groups: Sequence[Sequence[int]] | None = None,
-        sharding_rank: int | None = None,
-        sharding_world_size: int | None = None,
-        shard_param_on_dim_0: bool = False,
-        pin_layout_in_collective_ops: bool = True,
-        reduce_scatter_bucket_size_mb: int | None = 0,
-        coalesce_all_gather_ops: bool = False,
-        auto_wrap_policy: Callable[..., bool] | None = None,
-        auto_wrapper_callable: Callable[..., nn.Module] | None = None,
-        param_init_fn: Callable[[nn.Module], None] | None = None,
-        replication_groups: Sequence[Sequence[int]] | None = None,
-        forward_prefetch: bool = True,
-        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        limit_all_gathers: bool = True,
-        sync_module_states: bool = False,
-        sharding_strategy: ShardingStrategy | None = None,
-        device_mesh: Any = None,
-        mixed_precision: MixedPrecision | None = None,
-        cpu_offload: CPUOffload | None = None,
-        ignored_modules: Iterable[nn.Module] | None = None,
-        ignored_parameters: Iterable[nn.Parameter] | None = None,
-        ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None = None,
-        collective_routes: str = "auto",
-        **others: Any,
-    ):
-        known_options(others, type(self).__name__)
-        _require_wrappable(module)
-        _require_functions(
-            auto_wrap_policy=auto_wrap_policy, auto_wrapper_callable=auto_wrapper_callable
-        )
-        given = locals()
-        options = FSDPOptions(**{name: given[name] for name in FSDPOptions.__dataclass_fields__})
+    @constructor(FSDPOptions)
+    def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
         super().__init__()
-        ignored = mark_ignored(module, ignored_modules, ignored_parameters, ignored_states)
-        if auto_wrap_policy is not None:
+        self._wrap(module, FSDPOptions.of(WRAPPER, *args, **options))
+
+    def _wrap(self, module: nn.Module, given: FSDPOptions) -> None:
+        _require_wrappable(module)
+        given = given.resolved()
+        self.fsdp_options = options = given.inherited()
+        ignored = mark_ignored(module, given.ignored_modules, given.ignored_parameters)
+        if given.auto_wrap_policy is not None:
             require_unwrapped(module)
-            wrapper_cls = auto_wrapper_callable or type(self)
+            wrapper_cls = given.auto_wrapper_callable or type(self)
             kwargs = options.as_kwargs()
-            recursive_wrap(module, auto_wrap_policy, wrapper_cls, *ignored, True, **kwargs)
-            warn_if_none_chosen(module, auto_wrap_policy)
-        self.fsdp_options = options
+            recursive_wrap(module, given.auto_wrap_policy, wrapper_cls, *ignored, True, **kwargs)
+            warn_if_none_chosen(module, given.auto_wrap_policy)
         world = options.world()
         on_device = any(p.device.type == "xla" and not p.is_meta for p in module.parameters())
         builder = UnitBuilder(module, self, options, world)
@@ -198,7 +92,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         self._register_state_dict_hook(metadata.clean_state_dict_keys)
         self.register_load_state_dict_pre_hook(metadata.restore_state_dict_keys)
         self.register_load_state_dict_post_hook(metadata.clean_reported_keys)
-        if execute_sharding_on_init and on_device:
+        if options.execute_sharding_on_init and on_device:
             torch_xla.sync()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -330,11 +224,3 @@ def _require_wrappable(module: nn.Module) -> None:
             "around them afterwards"
         )
     require_forward(module)
-
-
-def _require_functions(**options: Any) -> None:
-    for name, value in options.items():
-        if value is not None and not callable(value):
-            raise TypeError(
-                f"{name} must be a function or None, got {value!r}; see xla_fsdp.wrap for policies"
-            )

@@ -57,7 +57,7 @@ class WrapperMethods(GradientMethods, HookMethods):
         except AttributeError:
             if name in ("_fsdp_wrapped_module", "fsdp_options"):  # not built yet
                 raise
-        if name in FSDPOptions.__dataclass_fields__:
+        if FSDPOptions.inherits(name):
             return getattr(self.fsdp_options, name)
         value = getattr(self._fsdp_wrapped_module, name)
         own = isinstance(value, types.MethodType) and value.__self__ is self._fsdp_wrapped_module

@@ -19,10 +19,14 @@ def require_group_arguments(rank: int | None, size: int | None) -> tuple[int, in
     if rank is None or size is None:
         raise ValueError(
             "sharding_groups needs sharding_rank and sharding_world_size as well, "
-            f"got sharding_rank={rank} and sharding_world_size={size}"
+            f"got sharding_rank={rank} and sharding_world_size={size}. "
+            "Pass all three, or device_mesh"
         )
     if not 0 <= rank < size:
-        raise ValueError(f"sharding_rank must be in 0..{size - 1}, got {rank}")
+        raise ValueError(
+            f"sharding_rank must be in 0..{size - 1}, got {rank}. "
+            "Pass this rank's place in its group"
+        )
     return rank, size
 
 
@@ -33,7 +37,7 @@ def require_place(groups: Groups, rank: int, total: int) -> None:
     if total > 1 and all(group[rank] != ordinal for group in groups):
         raise ValueError(
             f"sharding_rank={rank}, but no group of sharding_groups has rank {ordinal}, which is "
-            f"this one, at that place: {[list(group) for group in groups]}"
+            f"this one, at that place: {lists(groups)}. Pass this rank's place in its group"
         )
 
 
@@ -49,10 +53,13 @@ def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None)
     flat = [ordinal for group in checked for ordinal in group]
     if not checked or any(len(group) != size for group in checked):
         raise ValueError(
-            f"every group of {name} must have {size} ordinals, got {[list(g) for g in checked]}"
+            f"every group of {name} must have {size} ordinals, got {lists(checked)}. "
+            "Pass groups of equal size (sharding_groups: sharding_world_size)"
         )
     if len(set(flat)) != len(flat):
-        raise ValueError(f"{name} names an ordinal twice: {[list(g) for g in checked]}")
+        raise ValueError(
+            f"{name} names an ordinal twice: {lists(checked)}. Each rank must be in one group"
+        )
     return checked
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
+from typing import Any
 
 from ..tpu.chips import chip_of
 from ..tpu.links import Links
@@ -57,15 +58,18 @@ _MANY_RANKS, _SMALL_BYTES = 64, 1 << 24
 _PADDED_BYTES, _PADDED_ROWS = 1 << 23, 32
 
 
-def require_how(how: object) -> None:
-    """Raises ValueError if ``collective_routes`` must not be ``how``."""
+def require_how(how: Any) -> Any:
+    """``how``; raises ValueError if it is not allowed as ``collective_routes``."""
     allowed = " or ".join(map(repr, HOWS))
     if isinstance(how, str) and how in _REMOVED:
         raise ValueError(
             f"collective_routes={how!r} was removed: pass {_REMOVED[how]!r}; allowed are {allowed}"
         )
     if how not in HOWS:
-        raise ValueError(f"collective_routes must be {allowed}, got {how!r}")
+        raise ValueError(
+            f"collective_routes must be {allowed}, got {how!r}. Pass one of these, or leave it out"
+        )
+    return how
 
 
 @dataclass(frozen=True)

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ..names import SHELL, is_wrapper
-from ..sharding.options import known_options
+from ..sharding.options import FULLY_SHARD, FSDPOptions, takes_options
 from .module import FSDPModule, become_sharded
 from .policies import MixedPrecisionPolicy, OffloadPolicy, checked_precision, meant_by_offload
 from .shell import Shell
 
 T = TypeVar("T", bound="nn.Module | list[nn.Module]")
 
-# Options of the wrapper that fully_shard says by another name, by the name.
-_OTHERWISE = {
-    "compute_dtype": "mp_policy",
-    "fp32_reduce_scatter": "mp_policy",
-    "mixed_precision": "mp_policy",
-    "cpu_offload": "offload_policy",
-    "sharding_strategy": "mesh and reshard_after_forward",
-    "device_mesh": "mesh",
-    "sharding_groups": "mesh",
-    "sharding_rank": "mesh",
-    "sharding_world_size": "mesh",
-    "replication_groups": "mesh",
-    "disable_reshard_on_root": "reshard_after_forward",
-    "ignored_modules": "ignored_params",
-    "ignored_parameters": "ignored_params",
-    "ignored_states": "ignored_params",
-}
-_IMPOSSIBLE = ("flatten_parameters", "auto_wrap_policy", "auto_wrapper_callable")
 
-
+@takes_options(FULLY_SHARD)
 def fully_shard(
     module: T,
     *,
@@ -69,7 +52,7 @@ def fully_shard(
             step are on the host, docs/offload.md. ``OffloadPolicy()``, the default: nothing is.
         ignored_params: parameters that stay whole on every rank and whose gradients are not
             reduced, see ``average_ignored_gradients``.
-        options: further ones of :class:`XlaFullyShardedDataParallel`, such as ``forward_prefetch``,
+        options: further ones of :class:`~xla_fsdp.FSDPOptions`, such as ``forward_prefetch``,
             ``param_init_fn`` (for modules on the meta device) or ``sync_module_states``.
 
     Raises:
@@ -84,44 +67,23 @@ def fully_shard(
             f"shard_placement_fn={shard_placement_fn!r} is not possible: parameters are cut as "
             "vectors, which divides every shape evenly. Leave it out; results are the same"
         )
-    given = _checked_options(options)
-    given |= _about_resharding(reshard_after_forward) | {"cpu_offload": offload}
-    if ignored_params is not None:
-        given["ignored_parameters"] = ignored_params
+    if reshard_after_forward is not None:
+        # What a user asks of a root holds for it.
+        options |= {"reshard_after_forward": reshard_after_forward}
+    given = replace(
+        FSDPOptions.of(FULLY_SHARD, **options),
+        device_mesh=mesh,
+        mixed_precision=precision.as_option,
+        cpu_offload=offload,
+        ignored_parameters=ignored_params,
+        disable_reshard_on_root=reshard_after_forward is None,
+    )
     modules = module if isinstance(module, list) else [module]
     for one in modules:
         _require_shardable(one)
     for one in modules:
-        shell = Shell(
-            one, precision, device_mesh=mesh, mixed_precision=precision.as_option, **given
-        )
-        become_sharded(one, shell)
+        become_sharded(one, Shell(one, precision, given))
     return module
-
-
-def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    for name, value in options.items():
-        if name in _OTHERWISE:
-            raise ValueError(
-                f"{name}={value!r}: fully_shard says that by {_OTHERWISE[name]}, pass that instead"
-            )
-        if name in _IMPOSSIBLE:
-            raise ValueError(
-                f"{name}={value!r} is not possible in fully_shard: leave it out, or wrap with "
-                "XlaFullyShardedDataParallel"
-            )
-    return known_options(options, "fully_shard")
-
-
-def _about_resharding(value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, int):
-        raise ValueError(
-            f"reshard_after_forward must be True, False, a number of ranks or None, got {value!r}"
-        )
-    # What is said of a root holds for it.
-    return {"reshard_after_forward": value, "disable_reshard_on_root": False}
 
 
 def _require_shardable(module: Any) -> None:

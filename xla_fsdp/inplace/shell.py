@@ -16,9 +16,11 @@ from torch import nn
 from ..sharding.attributes import refuse_replacement
 from ..sharding.gathering import Pass
 from ..sharding.keeping import Keeping
+from ..sharding.options import FSDPOptions
 from ..sharding.unit import units_in
 from ..tree import cast_floats
 from ..wrapper import XlaFullyShardedDataParallel
+from ..wrapper_methods import WrapperMethods
 from .policies import MixedPrecisionPolicy
 
 
@@ -46,8 +48,11 @@ class Shell(XlaFullyShardedDataParallel):
     # On the meta device: a module without reset_parameters is no error, as in torch.
     waits_for_values = True
 
-    def __init__(self, module: nn.Module, policy: MixedPrecisionPolicy, **options: Any) -> None:
-        super().__init__(module, **options)
+    def __init__(
+        self, module: nn.Module, policy: MixedPrecisionPolicy, options: FSDPOptions
+    ) -> None:
+        WrapperMethods.__init__(self)
+        self._wrap(module, options)
         keeping = self._unit.carrier = Keeping(self._unit.wire)
         # Not set as an attribute, which would be the module's.
         self.__dict__["in_place"] = InPlace(policy, keeping)

@@ -17,7 +17,7 @@ from torch import nn
 from ..ranks.rank import current_rank
 from ..ranks.slices import slices_of_ranks
 from ..remat import checkpoint_module
-from ..sharding.options import known_options
+from ..sharding.options import WRAPPER, FSDPOptions
 from ..sharding.strategy import ShardingStrategy
 from ..tree import cast_floats
 from ..wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
@@ -35,7 +35,7 @@ class Sharding:
     """How a model is to be wrapped.
 
     Attributes:
-        options: of :class:`~xla_fsdp.XlaFullyShardedDataParallel`.
+        options: of :class:`~xla_fsdp.FSDPOptions`.
         layers: names of the classes that are wrapped by themselves; ``None``: those that the model
             lists in ``_no_split_modules``; empty: none.
         min_parameters: instead of by class, wrap what has so many parameters; 0: by class.
@@ -59,7 +59,7 @@ class Sharding:
     output_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        known_options(self.options, "the wrapper")
+        FSDPOptions.of(WRAPPER, **self.options)
 
     def shard(self, model: nn.Module) -> XlaFullyShardedDataParallel:
         """``model``, wrapped. Its parameters may be on the CPU, the device or the meta device.
@@ -148,6 +148,16 @@ def _checkpointed(module: nn.Module, **options: Any) -> nn.Module:
     return XlaFullyShardedDataParallel(checkpoint_module(module), **options)
 
 
+def strategy_by_name(strategy: str) -> ShardingStrategy:
+    """torch's name for a strategy, or ours, in capitals or not; raises ValueError for others."""
+    name = strategy.upper().removeprefix("SHARDINGSTRATEGY.")
+    name = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}.get(name, name)
+    if name not in ShardingStrategy.__members__:
+        allowed = ", ".join(ShardingStrategy.__members__)
+        raise ValueError(f"sharding strategy must be one of {allowed}, got {strategy!r}")
+    return ShardingStrategy[name]
+
+
 def meant_by_name(strategy: str) -> dict[str, Any]:
     """The options for a sharding strategy by torch's name for it.
 
@@ -158,13 +168,8 @@ def meant_by_name(strategy: str) -> dict[str, Any]:
     Raises:
         ValueError: there is none of that name, or the ranks do not divide.
     """
-    name = strategy.upper().removeprefix("SHARDINGSTRATEGY.")
-    name = {"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"}.get(name, name)
-    if name not in ShardingStrategy.__members__:
-        allowed = ", ".join(ShardingStrategy.__members__)
-        raise ValueError(f"sharding strategy must be one of {allowed}, got {strategy!r}")
-    found = ShardingStrategy[name]
-    if "HYBRID" not in name or (SHARD_SIZE not in os.environ and slices_of_ranks()):
+    found = strategy_by_name(strategy)
+    if "HYBRID" not in found.name or (SHARD_SIZE not in os.environ and slices_of_ranks()):
         return {"sharding_strategy": found}
     size, world = _ranks_of_a_host(), xr.world_size()
     if size < 1 or world % size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,7 @@ from ..sharding import metadata
 from ..sharding.first_step import require_values
 from ..sharding.input_devices import raise_if_elsewhere
 from ..sharding.optimizer_checks import watch_optimizers
-from ..sharding.options import FSDPOptions, known_options
+from ..sharding.options import SCAN, FSDPOptions, takes_options
 from ..sharding.transforms import require_plain_call
 from ..torch_checkpoint import support_torch_checkpoint
 from ..tpu import compiler_options
@@ -29,15 +29,8 @@ from .run import Run
 from .unit import ScanUnit, Stack
 
 
-def scan_blocks(
-    blocks: Iterable[nn.Module],
-    *,
-    ignore: Collection[str] = (),
-    offload: bool = False,
-    prefetch: bool = False,
-    keep: Collection[str] = (),
-    **options: Any,
-) -> ScannedBlocks:
+@takes_options(SCAN)
+def scan_blocks(blocks: Iterable[nn.Module], **options: Any) -> ScannedBlocks:
     """Shards equal blocks and runs them one after the other in a loop of the compiled program.
 
     The program has one block's forward and one block's backward in it however many blocks there
@@ -61,22 +54,11 @@ def scan_blocks(
         blocks: modules that take a tensor and return one of the same shape and dtype, equal in
             all but the values of their parameters and buffers. A generator is taken block by
             block, so that only one exists in full. May be on CPU, XLA or meta device.
-        ignore: names of attributes in which the blocks may differ (``"layer_idx"``). The first
-            block's are used for all.
-        offload: on TPU, the blocks' inputs wait for the backward in the host's memory, as with
-            ``checkpoint_module(block, offload=True)``.
-        prefetch: gather the next block's parameters while a block computes. The step is shorter
-            where gathers run beside compute and are a large part of it (a slice of many v5e), and
-            longer where they are not; two blocks' parameters are there in full at a time instead of
-            one, and compiling takes longer. ``plan`` both.
-        keep: what the backward takes from the forward instead of computing it again: names of
-            submodules of a block that return a tensor (``"mlp.up"``), and ``"attention"`` for
-            :func:`xla_fsdp.layers.scaled_dot_product_attention`. HBM holds these of all blocks
-            until the backward, beside the blocks' inputs.
-        options: those of :class:`XlaFullyShardedDataParallel`. Not possible are
-            ``reshard_after_forward=False`` and ``flatten_parameters=True``. Barriers and the
-            wrapper's options for prefetch have no effect: see ``prefetch``. Nor has ``no_sync()``:
-            a backward always reduces, which gives the same gradients.
+        options: those of :class:`~xla_fsdp.FSDPOptions`; ``ignore``, ``offload``, ``prefetch`` and
+            ``keep`` are of this function only. Not possible are ``reshard_after_forward=False`` and
+            ``flatten_parameters=True``. Barriers and the wrapper's options for prefetch have no
+            effect: see ``prefetch``. Nor has ``no_sync()``: a backward always reduces, which gives
+            the same gradients.
 
     Raises:
         ValueError: blocks differ (the message says in what), share parameters, are wrapped, or have
@@ -88,13 +70,7 @@ def scan_blocks(
         RuntimeError: on v5e and v6e, where the compiler would crash: the message says what has to
             be called before ``launch``.
     """
-    for name, value in (("offload", offload), ("prefetch", prefetch)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
-    for name, names in (("ignore", ignore), ("keep", keep)):
-        if isinstance(names, str):
-            raise TypeError(f"{name} must be names, such as ({names!r},), got {names!r}")
-    return ScannedBlocks(blocks, _checked(options), ignore, offload, prefetch, tuple(keep))
+    return ScannedBlocks(blocks, FSDPOptions.of(SCAN, **options))
 
 
 class ScannedBlocks(XlaFullyShardedDataParallel):
@@ -102,21 +78,14 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
 
     _unit: ScanUnit
 
-    def __init__(
-        self,
-        blocks: Iterable[nn.Module],
-        options: FSDPOptions,
-        ignore: Collection[str],
-        offload: bool,
-        prefetch: bool,
-        keep: tuple[str, ...],
-    ) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], options: FSDPOptions) -> None:
         WrapperMethods.__init__(self)
-        self.fsdp_options = options
+        self.fsdp_options = options = options.resolved()
+        _require_scannable(options)
         world = options.world()
         compiler_options.require_loops_compile(world.device_kind)
-        builder = ScanBuilder(options, world, ignore)
-        self._unit = builder.build(blocks, offload, prefetch, keep)
+        builder = ScanBuilder(options, world)
+        self._unit = builder.build(blocks)
         attach(self._unit)
         self._fsdp_wrapped_module = self._unit.template
         watch_optimizers()
@@ -165,25 +134,24 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         return f"blocks={len(self)}, {super().extra_repr()}"
 
 
-def _checked(options: dict[str, Any]) -> FSDPOptions:
-    checked = FSDPOptions(**known_options(options, "scan_blocks"))
-    if not checked.reshard_after_forward:
+def _require_scannable(options: FSDPOptions) -> None:
+    """Raises ValueError if the wrapper can do what ``options`` say, and a loop cannot."""
+    if not options.reshard_after_forward:
         raise ValueError(
             "reshard_after_forward=False is not possible in scan_blocks: the loop of the forward "
             "would have to hand the full parameters of all blocks to the loop of the backward. "
             "Wrap the blocks singly, or give a number of ranks from 2 on, which keeps a part"
         )
-    if checked.flatten_parameters:
+    if options.flatten_parameters:
         raise ValueError(
             "flatten_parameters=True is not possible in scan_blocks, and not needed: small "
             "parameters travel together anyway"
         )
-    if checked.cpu_offload is not None and checked.cpu_offload.stream:
+    if options.cpu_offload is not None and options.cpu_offload.stream:
         raise ValueError(
             "CPUOffload(stream=True) is not possible in scan_blocks: a loop is one program, which "
             "has all blocks' shards on the device. Wrap the blocks one by one"
         )
-    return checked
 
 
 @names_hook

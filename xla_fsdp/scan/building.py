@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -26,16 +26,12 @@ from .unit import ParameterStack, ScanUnit, Stack
 
 
 class ScanBuilder:
-    """Takes blocks one by one, so that only one of them need exist in full.
+    """Takes blocks one by one, so that only one of them need exist in full."""
 
-    Args:
-        ignore: names of attributes in which blocks may differ.
-    """
-
-    def __init__(self, options: FSDPOptions, world: World, ignore: Collection[str]):
+    def __init__(self, options: FSDPOptions, world: World):
         self.options = options
         self.world = world
-        self.ignore = frozenset(ignore)
+        self.ignore = frozenset(options.ignore)
         self.on_device = False  # whether a block was on the XLA device
         self._template: nn.Module | None = None
         self._described: dict = {}
@@ -48,12 +44,10 @@ class ScanBuilder:
         # Objects met so far, which stay alive so that identities stay unique.
         self._seen: dict[nn.Parameter, int] = {}
 
-    def build(
-        self, blocks: Iterable[nn.Module], offload: bool, prefetch: bool, keep: tuple[str, ...] = ()
-    ) -> ScanUnit:
+    def build(self, blocks: Iterable[nn.Module]) -> ScanUnit:
         """Raises ValueError, TypeError as :func:`xla_fsdp.scan_blocks` says."""
         checked: Iterable[nn.Module] = (
-            self._checked(block, number, keep) for number, block in enumerate(blocks)
+            self._checked(block, number) for number, block in enumerate(blocks)
         )
         if not isinstance(blocks, Iterator):
             checked = list(checked)  # if one is refused, none has been taken apart
@@ -63,7 +57,7 @@ class ScanBuilder:
             depth += 1
         if self._template is None:
             raise ValueError("scan_blocks needs at least one block, got none")
-        unit = ScanUnit(self.options, self.world, self._template, offload, prefetch, keep)
+        unit = ScanUnit(self.options, self.world, self._template)
         for name, stack in self._stacks.items():
             if isinstance(stack, ParameterStack):
                 self._stack_shards(stack, self._pieces.pop(name), self._template)
@@ -84,7 +78,7 @@ class ScanBuilder:
         unit.note_homes()
         return unit
 
-    def _checked(self, block: nn.Module, number: int, keep: tuple[str, ...]) -> nn.Module:
+    def _checked(self, block: nn.Module, number: int) -> nn.Module:
         """``block``, if it can be scanned with those before it."""
         self._require_block(block, number)
         for name, parameter in block.named_parameters():
@@ -100,7 +94,7 @@ class ScanBuilder:
         if self._template is None:
             self._template, self._described = block, described
             known = {ATTENTION, *(name for name, _ in block.named_modules() if name)}
-            if unknown := [name for name in keep if name not in known]:
+            if unknown := [name for name in self.options.keep if name not in known]:
                 raise ValueError(
                     f"keep={unknown[0]!r}: the blocks have no such submodule; there are "
                     f"{', '.join(sorted(known))}"

@@ -57,11 +57,11 @@ class Run:
             tensor.requires_grad for tensor in (x, *self.constants, *unit.shards)
         )
         # Whether what the backward needs of the inputs waits in the host's memory.
-        self.offloads = unit.offload and self.keeps_inputs and host_memory.can_wait_there(x)
+        self.offloads = unit.options.offload and self.keeps_inputs and host_memory.can_wait_there(x)
         self.seed = xm.get_rng_state(str(unit.world.device))
         self.modes = [(module, module.training) for module in unit.template.modules()]
         self._stamps = stamps(unit.shards)
-        self.prefetch = unit.prefetch and bool(unit.parameters)
+        self.prefetch = unit.options.prefetch and bool(unit.parameters)
         # Numbers of the parameters of which the forward keeps pieces, see sharding/secondary.py.
         self.pieces: list[int] = []
         self.recorded = 0  # how many values of a block the forward keeps besides its input
@@ -97,7 +97,7 @@ class Run:
                 following = [*whole, *parts]
             else:
                 full, pieces = gathered(shards, x, Order())
-            keeping = Keeping(self.unit.keep if self.keeps_inputs else ())
+            keeping = Keeping(self.unit.options.keep if self.keeps_inputs else ())
             y, after = self._compute(x, full, buffers, constants, keeping)
             keeping.require_met()
             self.recorded = len(keeping.values)
@@ -157,7 +157,7 @@ class Run:
                 following, x = [host_memory.to_device(x)], carry.pop()
             secondary = self.unit.secondary(dict(zip(self.pieces, slices, strict=False)))
             shards, slices = slices[pieces : pieces + count], slices[pieces + count :]
-            keeping = Keeping(self.unit.keep, slices[: self.recorded])
+            keeping = Keeping(self.unit.options.keep, slices[: self.recorded])
             buffers = self._buffers(slices[self.recorded :], constants)
             # In the order of the forward, with whose recomputation this starts.
             if prefetch:

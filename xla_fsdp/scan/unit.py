@@ -97,27 +97,11 @@ class ScanUnit(Unit):
     layouts, without values), which is what shard metadata and plans speak of. ``shards`` are the
     stacked parameters, which the optimizer sees. They rest in the template, the block that is
     traced for all.
-
-    Attributes:
-        offload: whether inputs of blocks wait for the backward in the host's memory.
-        prefetch: whether parameters are gathered while the block before computes.
-        keep: names of what the backward takes from the forward (``layers/keeping.py``).
     """
 
-    def __init__(
-        self,
-        options: FSDPOptions,
-        world: World,
-        template: nn.Module,
-        offload: bool,
-        prefetch: bool,
-        keep: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, options: FSDPOptions, world: World, template: nn.Module) -> None:
         super().__init__(options, world)
         self.template = template
-        self.offload = offload
-        self.prefetch = prefetch
-        self.keep = keep
         self.depth = 0
         # What the optimizer sees; `tensors` are what a block has of it.
         self._stacked: list[ShardedTensor] = []

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
-
-from .mixed_precision import MixedPrecision
 
 
 @dataclass(frozen=True)
@@ -50,34 +47,12 @@ class CPUOffload:
             )
 
 
-def checked_offload(
-    value: Any, precision: MixedPrecision | None, reshard: bool | int
-) -> CPUOffload | None:
-    """``cpu_offload`` as it counts: ``None`` where nothing is offloaded.
-
-    Raises:
-        TypeError: it is neither a :class:`CPUOffload` nor ``None``.
-        ValueError: ``precision`` keeps gradients narrower than shards; what is to be streamed is to
-            stay on the device after a forward (``reshard``, of ``reshard_after_forward``).
-    """
-    if value is None:
-        return None
-    if not isinstance(value, CPUOffload):
-        raise TypeError(
-            "cpu_offload must be an xla_fsdp.CPUOffload or None, got "
-            f"{value!r}; torch's CPUOffload(offload_params=True) is xla_fsdp.CPUOffload()"
-        )
-    if not value.parameters:
-        return None
-    if precision is not None and precision.keep_low_precision_grads:
-        raise ValueError(
-            "MixedPrecision(keep_low_precision_grads=True) does not go with cpu_offload: the "
-            "optimizer on the host has float32 gradients. Leave keep_low_precision_grads out"
-        )
-    if value.stream and reshard is not True:
+def require_streamable(offload: CPUOffload | None, reshard: bool | int) -> None:
+    """Raises ValueError if ``offload`` streams what is to stay on the device after a forward, by
+    ``reshard_after_forward=reshard``."""
+    if offload is not None and offload.stream and reshard is not True:
         raise ValueError(
             "CPUOffload(stream=True) leaves nothing of a wrapper on the device after its forward, "
             f"and reshard_after_forward={reshard} keeps parameters there, as do SHARD_GRAD_OP and "
             "NO_SHARD of sharding_strategy: leave one of the two out"
         )
-    return value

@@ -42,29 +42,17 @@ def mark_ignored(
     module: nn.Module,
     ignored_modules: Iterable[nn.Module] | None,
     ignored_parameters: Iterable[nn.Parameter] | None,
-    ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None,
 ) -> Ignored:
-    """Checks the constructor's arguments of these names, and notes what they say.
+    """Checks the options of these names against ``module``, and notes what they say.
 
     Returns:
         What of ``module`` is ignored, by this wrapper or by one inside.
 
     Raises:
-        TypeError: an argument is no iterable of what it should have.
         ValueError: something that is not in ``module``, is the module itself, a wrapper, sharded
-            already or without values; or the same was said in two ways.
+            already or without values.
     """
-    modules = _listed("ignored_modules", ignored_modules, nn.Module)
-    parameters = _listed("ignored_parameters", ignored_parameters, nn.Parameter)
-    if ignored_states is not None:
-        if modules or parameters:
-            raise ValueError(
-                "ignored_states is another name for ignored_modules and ignored_parameters: pass "
-                "either that or these"
-            )
-        given = _listed("ignored_states", ignored_states, (nn.Module, nn.Parameter))
-        modules = [one for one in given if isinstance(one, nn.Module)]
-        parameters = [one for one in given if not isinstance(one, nn.Module)]
+    modules, parameters = tuple(ignored_modules or ()), tuple(ignored_parameters or ())
     _require_inside(module, modules, parameters)
     inside = [one for root in modules for one in _outside_wrappers(root)]
     own = [(one, name, p) for one in inside for name, p in one._parameters.items() if p is not None]
@@ -130,19 +118,29 @@ def settle_ignored(path: str, module: nn.Module, device: torch.device) -> list[n
     return found
 
 
-def _listed(name: str, given: Any, kind: type | tuple[type, ...]) -> list[Any]:
+def listed(name: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """The values of the option ``name``, all of ``kinds``; none of ``None``.
+
+    Raises:
+        TypeError: it is no iterable of these.
+    """
     if given is None:
         return []
-    kinds = kind if isinstance(kind, tuple) else (kind,)
     wanted = " or ".join(f"torch.nn.{one.__name__}" for one in kinds)
     # A parameter can be iterated over, but means itself; a ModuleList means what is in it.
     if isinstance(given, (str, bytes, torch.Tensor)) or not isinstance(given, Iterable):
-        raise TypeError(f"{name} must be an iterable of {wanted}, got {type(given).__name__}")
+        raise TypeError(f"{name} must be an iterable of {wanted}, got {_shown(given)}. Pass a list")
     values = list(given)
     for value in values:
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must have {wanted} in it, got {type(value).__name__}")
+        if not isinstance(value, kinds):
+            raise TypeError(f"{name} must have {wanted} in it, got {_shown(value)}. Leave that out")
     return values
+
+
+def _shown(value: Any) -> str:
+    # The values of a parameter may be on the device, and modules have long descriptions.
+    long = isinstance(value, (torch.Tensor, nn.Module))
+    return type(value).__name__ if long else repr(value)
 
 
 def _require_inside(

@@ -84,18 +84,8 @@ def require_flags_and_dtypes(policy: Any, flags: Sequence[str], dtypes: Sequence
         )
 
 
-def meant_by_precision(policy: MixedPrecision | None) -> dict[str, Any]:
-    """The options that ``mixed_precision`` stands for, by name.
-
-    Raises:
-        ValueError: it is none of ours.
-    """
-    if policy is None:
-        return {}
-    if not isinstance(policy, MixedPrecision):
-        raise ValueError(
-            f"mixed_precision must be an xla_fsdp.MixedPrecision or None, got {policy!r}"
-        )
+def meant_by_precision(policy: MixedPrecision) -> dict[str, Any]:
+    """The options that ``mixed_precision`` stands for, by name."""
     widened = policy.reduce_dtype is torch.float32 and policy.param_dtype is not torch.float32
     return {
         "compute_dtype": policy.param_dtype,

@@ -1,138 +1,401 @@
-"""Every option of the wrapper, stated and validated once."""
+"""Every option, declared once: its type, default and check, and which entry points take it.
+
+A new option is a field of :class:`FSDPOptions` with a line in its docstring, the code that uses it,
+and a test. Signatures, names that are known and what wrapped submodules inherit follow from the
+fields.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from numbers import Integral
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 import torch_xla.runtime as xr
+from torch import nn
 
 from ..collectives.order import BackwardPrefetch
 from ..collectives.routes import require_how
 from ..collectives.world import World
-from .cpu_offload import CPUOffload, checked_offload
+from .cpu_offload import CPUOffload, require_streamable
+from .ignored import listed
 from .mixed_precision import COMPUTE_DTYPES, MixedPrecision, meant_by_precision
 from .secondary import checked_reshard
 from .strategy import ShardingStrategy, checked_mesh, meant_by_strategy, mesh_of_slices
 
-# Options that say which ranks share what.
-_GROUPS = ("sharding_groups", "sharding_rank", "sharding_world_size", "replication_groups")
+# The entry points that take options.
+WRAPPER, FULLY_SHARD, SCAN = "XlaFullyShardedDataParallel", "fully_shard", "scan_blocks"
 
-# Arguments of torch_xla's class that scripts may pass and that do nothing here. Layouts are never
-# pinned (a pinned gather is an all-reduce of twice the bytes), and every unit gathers and reduces
-# its parameters together.
-WITHOUT_EFFECT = (
-    "pin_layout_in_collective_ops",
-    "reduce_scatter_bucket_size_mb",
-    "coalesce_all_gather_ops",
-)
 # Options that were removed, and what to do instead. Kept for one release.
 _REMOVED = {
     "gather_dtype": "gathers in 8 bits made no step shorter. Leave it out; "
     "compute_dtype=torch.bfloat16 gathers in 16 bits",
 }
 
+# Takes the name of an option and its value; returns the value to store, or raises.
+Check = Callable[[str, Any], Any]
+
+
+def option(
+    default: Any,
+    check: Check | None = None,
+    taken_by: Collection[str] = (WRAPPER, FULLY_SHARD, SCAN),
+    *,
+    instead: str = "",
+    inherited: bool = True,
+) -> Any:
+    """Declares an option.
+
+    Args:
+        check: of each value; ``None``: where it is used.
+        taken_by: the entry points that take it.
+        instead: the argument of ``fully_shard``, which does not take it, that means the same.
+        inherited: whether submodules that a policy wraps get it, and the wrapper shows it as an
+            attribute. Not what is about one module, nor what has no effect.
+    """
+    taken_by = [one for one in taken_by if not (instead and one == FULLY_SHARD)]
+    how = {"check": check, "taken_by": taken_by, "instead": instead, "inherited": inherited}
+    return field(default=default, compare=inherited, metadata=how)
+
+
+def must_be(
+    allowed: str,
+    holds: Callable[[Any], bool],
+    error: type[Exception] = TypeError,
+    fix: str = "Pass one of these, or leave it out",
+) -> Check:
+    """A check that raises ``error`` with the name, the value, ``allowed`` and ``fix``."""
+
+    def check(name: str, value: Any) -> Any:
+        if not holds(value):
+            raise error(f"{name} must be {allowed}, got {value!r}. {fix}")
+        return value
+
+    return check
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: value is None or isinstance(value, kinds)
+
+
+def _groups(name: str, value: Any) -> list[list[int]] | None:
+    try:
+        return None if value is None else [[int(ordinal) for ordinal in group] for group in value]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} must be lists of ordinals, such as [[0, 1], [2, 3]], or None, got {value!r}. "
+            "Pass one list for each group, or leave it out"
+        ) from error
+
+
+def _ignored(*kinds: type) -> Check:
+    return lambda name, value: tuple(listed(name, value, kinds))
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be names, such as ({str(value)!r},), got {value!r}")
+    return tuple(value)
+
+
+flag = must_be("True or False", lambda value: isinstance(value, bool))
+_dtype = must_be(
+    f"one of {', '.join(map(str, COMPUTE_DTYPES))} or None",
+    lambda value: value is None or value in COMPUTE_DTYPES,
+    ValueError,
+)
+_number = must_be("a number or None", _is(Integral))
+_function = must_be("a function or None", lambda value: value is None or callable(value))
+_prefetch = must_be(f"{', '.join(map(str, BackwardPrefetch))} or None", _is(BackwardPrefetch))
+_reshard = must_be("True, False or a number of ranks", lambda value: isinstance(value, int))
+_strategy = must_be(
+    f"{', '.join(map(str, ShardingStrategy))} or None",
+    _is(ShardingStrategy),
+    ValueError,
+    "Take it from xla_fsdp.ShardingStrategy, or leave it out",
+)
+_precision = must_be("an xla_fsdp.MixedPrecision or None", _is(MixedPrecision), ValueError)
+_offload = must_be(
+    "an xla_fsdp.CPUOffload or None",
+    _is(CPUOffload),
+    fix="torch's CPUOffload(offload_params=True) is xla_fsdp.CPUOffload()",
+)
+
+
+_ALONE: Any = {"taken_by": (WRAPPER,), "inherited": False}
+
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """The constructor's arguments, by their names; see ``XlaFullyShardedDataParallel``."""
+    """Options of :class:`~xla_fsdp.XlaFullyShardedDataParallel`, :func:`~xla_fsdp.fully_shard` and
+    :func:`~xla_fsdp.scan_blocks`, checked when it is made.
 
-    reshard_after_forward: bool | int = True
-    flatten_parameters: bool = False
-    execute_sharding_on_init: bool = True
-    optimization_barrier_in_forward: bool = True
-    optimization_barrier_in_backward: bool = True
-    forward_prefetch: bool = True
-    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
-    limit_all_gathers: bool = True
-    sync_on_finalization: bool = False
-    disable_reshard_on_root: bool = True
-    compute_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-    fp32_reduce_scatter: bool = False
-    sharding_groups: Sequence[Sequence[int]] | None = None
-    sharding_rank: int | None = None
-    sharding_world_size: int | None = None
-    shard_param_on_dim_0: bool = False
-    param_init_fn: Callable[[torch.nn.Module], None] | None = None
-    replication_groups: Sequence[Sequence[int]] | None = None
-    sync_module_states: bool = False
-    sharding_strategy: ShardingStrategy | None = None
-    device_mesh: Any = None
-    mixed_precision: MixedPrecision | None = None
-    cpu_offload: CPUOffload | None = None
-    collective_routes: str = "auto"
+    Attributes:
+        reshard_after_forward: free the full parameters after the forward and gather them again
+            for the backward (ZeRO-3). ``False``: keep them in between (ZeRO-2). A number ``k``:
+            keep a ``k``-th on each of ``k`` consecutive ranks, and gather for the backward within
+            these (ZeRO++'s hpZ, torch's ``fully_shard``); it divides the ranks that share the
+            parameters.
+        flatten_parameters: store all parameters of this wrapper as one vector (one for each dtype,
+            and for trainable and frozen ones), ``flat_param_0``, ...
+        execute_sharding_on_init: cut the parameters immediately if the module was on the XLA
+            device, so that its full parameters leave device memory before the next layer is
+            wrapped.
+        optimization_barrier_in_forward: gather only once the module's inputs exist. Otherwise the
+            compiler may gather all units at the start of the step.
+        optimization_barrier_in_backward: the same for the gather of the backward and the gradient
+            that arrives at the module.
+        sync_on_finalization: call ``torch_xla.sync()`` at the end of every backward through the
+            root, so that the optimizer step is a separate program.
+        disable_reshard_on_root: keep the root's own parameters from forward to backward whatever
+            ``reshard_after_forward`` says, since its backward follows immediately.
+        compute_dtype: dtype in which parameters are gathered, the module computes and gradients
+            are reduced: ``torch.float32``, ``torch.float16`` or ``torch.bfloat16``. Floating-point
+            inputs are cast to it. Shards keep the dtype of the parameters. Default: no casting.
+        buffer_dtype: dtype of floating-point buffers (default ``compute_dtype``), except those of
+            ``SyncBatchNorm``, which keep theirs.
+        fp32_reduce_scatter: reduce gradients in float32 although they are computed in a narrower
+            ``compute_dtype``; doubles the bytes of the reduction.
+        sharding_groups: global ordinals of the ranks that share one copy of the parameters, for
+            every copy, e.g. ``[[0, 1], [2, 3]]``; needs ``sharding_rank`` (this rank's place in
+            its group) and ``sharding_world_size``. Default: one group of all ranks; on several TPU
+            slices a group for each, whose copies are replicas: docs/slices.md.
+        shard_param_on_dim_0: shard along dimension 0 and keep the other dimensions.
+        pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
+            accepted without effect, for scripts of torch_xla's class. Layouts are never pinned (a
+            pinned gather is an all-reduce of twice the bytes), and every unit gathers and reduces
+            its parameters together.
+        auto_wrap_policy: wraps submodules first, see :mod:`xla_fsdp.wrap`; they inherit all
+            options that are not about one module.
+        auto_wrapper_callable: what to wrap submodules with instead of the class, e.g.
+            ``lambda m, *a, **k: FSDP(checkpoint_module(m), *a, **k)``.
+        param_init_fn: gives values to a submodule on the meta device; default
+            ``reset_parameters()``, one submodule at a time.
+        replication_groups: ordinals that hold the same shard, e.g. ``[[0, 2], [1, 3]]``, over
+            which gradients are averaged in addition (hybrid sharding). Without it, as with
+            tensor-parallel groups, the copies of ``sharding_groups`` are independent.
+        forward_prefetch: gather the parameters of the next wrapper while this one computes its
+            forward. Two wrappers' parameters are then in memory at a time.
+        backward_prefetch: ``BackwardPrefetch.BACKWARD_PRE``: gather the parameters of the next
+            wrapper while this one computes its backward; ``BACKWARD_POST``: once it has, while its
+            gradients are reduced; ``None``: once these are reduced.
+        limit_all_gathers: gather for the backward only once the gradients of the wrapper two
+            before are reduced, so that full gradients of two wrappers at most are in memory.
+            Without it the compiler may delay reductions to the end of the step.
+        sync_module_states: take parameters and buffers of the first rank (of each of
+            ``sharding_groups``, and of the first replica) on all: one collective for each.
+        sharding_strategy: torch FSDP's name for ``reshard_after_forward`` and the groups, see
+            :class:`~xla_fsdp.ShardingStrategy`.
+        device_mesh: the groups, as ordinals of all ranks: a list shares the parameters; of a 2-D
+            ``(replicate, shard)`` mesh each row does, and columns average their gradients.
+        mixed_precision: torch FSDP's names for the dtypes and for which inputs are cast, see
+            :class:`~xla_fsdp.MixedPrecision`.
+        cpu_offload: ``CPUOffload()`` keeps shards, gradients and optimizer state in the host's
+            memory, and has the update run there: docs/offload.md.
+        ignored_modules, ignored_parameters: submodules (with all that is in them, wrappers
+            excepted) and parameters that stay replicated on every rank, whose gradients are not
+            reduced, see ``average_ignored_gradients``. ``ignored_states`` is torch FSDP's name for
+            either. Policies leave them alone too.
+        collective_routes: how collectives over all ranks of a TPU slice use its links. ``"auto"``:
+            along one axis after the other where the model of the links predicts that it is worth
+            it, and large gradients around rings of chips where that makes the step shorter;
+            ``"default"``: all as the compiler does them. No effect elsewhere. See docs/torus.md.
+        ignore: of ``scan_blocks``: names of attributes in which the blocks may differ
+            (``"layer_idx"``). The first block's are used for all.
+        offload: of ``scan_blocks``: on TPU, the blocks' inputs wait for the backward in the host's
+            memory, as with ``checkpoint_module(block, offload=True)``.
+        prefetch: of ``scan_blocks``: gather the next block's parameters while a block computes. The
+            step is shorter where gathers overlap with compute and are a large part of it (a slice
+            of many v5e), and longer where they do not; two blocks' parameters are full at a time
+            instead of one, and compiling takes longer. ``plan`` both.
+        keep: of ``scan_blocks``: what the backward takes from the forward instead of computing it
+            again: names of submodules of a block that return a tensor (``"mlp.up"``), and
+            ``"attention"`` for :func:`xla_fsdp.layers.scaled_dot_product_attention`. HBM holds
+            these of all blocks until the backward, in addition to the blocks' inputs.
 
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if option.name == "reshard_after_forward":
-                continue  # may be a number, see below
-            if isinstance(option.default, bool) and not isinstance(value, bool):
-                raise TypeError(f"{option.name} must be True or False, got {value!r}")
-        for name in ("compute_dtype", "buffer_dtype"):
-            value = getattr(self, name)
-            if value is not None and value not in COMPUTE_DTYPES:
-                allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
-                raise ValueError(f"{name} must be one of {allowed} or None, got {value!r}")
-        prefetch = self.backward_prefetch
-        if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
-            allowed = ", ".join(str(one) for one in BackwardPrefetch)
-            raise TypeError(f"backward_prefetch must be {allowed} or None, got {prefetch!r}")
-        require_how(self.collective_routes)
-        if self.param_init_fn is not None and not callable(self.param_init_fn):
-            raise TypeError(
-                f"param_init_fn must be a function of one module, got {self.param_init_fn!r}"
-            )
-        self._settle_groups()
-        size = self.sharding_world_size or xr.world_size()
-        resharded = checked_reshard(self.reshard_after_forward, size)
-        object.__setattr__(self, "reshard_after_forward", resharded)
-        meant = meant_by_precision(self.mixed_precision)
-        self._settle(f"mixed_precision={self.mixed_precision}", meant)
-        object.__setattr__(
-            self,
-            "cpu_offload",
-            checked_offload(self.cpu_offload, self.mixed_precision, resharded),
-        )
+    Raises:
+        ValueError, TypeError: a value that is not allowed, or two that contradict each other.
+    """
 
-    def _settle_groups(self) -> None:
-        mesh = self.device_mesh
-        if mesh is not None:
-            mesh = checked_mesh(mesh)
-            object.__setattr__(self, "device_mesh", mesh)
-        elif all(getattr(self, name) is None for name in _GROUPS):
-            mesh = mesh_of_slices(self.sharding_strategy)
-        meant = meant_by_strategy(
-            self.sharding_strategy, mesh, self.sharding_groups, self.replication_groups
-        )
-        source = f"sharding_strategy={self.sharding_strategy}, device_mesh={mesh}"
-        self._settle(source, meant)
+    # In the order of the wrapper's positional arguments, which starts with that of torch_xla's.
+    reshard_after_forward: bool | int = option(True, _reshard)
+    flatten_parameters: bool = option(False, flag, (WRAPPER, SCAN))
+    execute_sharding_on_init: bool = option(True, flag)
+    optimization_barrier_in_forward: bool = option(True, flag)
+    optimization_barrier_in_backward: bool = option(True, flag)
+    sync_on_finalization: bool = option(False, flag)
+    disable_reshard_on_root: bool = option(True, flag, instead="reshard_after_forward")
+    compute_dtype: torch.dtype | None = option(None, _dtype, instead="mp_policy")
+    buffer_dtype: torch.dtype | None = option(None, _dtype)
+    fp32_reduce_scatter: bool = option(False, flag, instead="mp_policy")
+    sharding_groups: Sequence[Sequence[int]] | None = option(None, _groups, instead="mesh")
+    sharding_rank: int | None = option(None, _number, instead="mesh")
+    sharding_world_size: int | None = option(None, _number, instead="mesh")
+    shard_param_on_dim_0: bool = option(False, flag)
+    pin_layout_in_collective_ops: bool = option(True, inherited=False)
+    reduce_scatter_bucket_size_mb: int | None = option(0, inherited=False)
+    coalesce_all_gather_ops: bool = option(False, inherited=False)
+    auto_wrap_policy: Callable[..., bool] | None = option(None, _function, **_ALONE)
+    auto_wrapper_callable: Callable[..., nn.Module] | None = option(None, _function, **_ALONE)
+    param_init_fn: Callable[[nn.Module], None] | None = option(None, _function)
+    replication_groups: Sequence[Sequence[int]] | None = option(None, _groups, instead="mesh")
+    forward_prefetch: bool = option(True, flag)
+    backward_prefetch: BackwardPrefetch | None = option(BackwardPrefetch.BACKWARD_PRE, _prefetch)
+    limit_all_gathers: bool = option(True, flag)
+    sync_module_states: bool = option(False, flag)
+    sharding_strategy: ShardingStrategy | None = option(
+        None, _strategy, instead="mesh and reshard_after_forward"
+    )
+    device_mesh: Any = option(None, instead="mesh")
+    mixed_precision: MixedPrecision | None = option(None, _precision, instead="mp_policy")
+    cpu_offload: CPUOffload | None = option(None, _offload, instead="offload_policy")
+    ignored_modules: Iterable[nn.Module] | None = option(
+        None, _ignored(nn.Module), instead="ignored_params", **_ALONE
+    )
+    ignored_parameters: Iterable[nn.Parameter] | None = option(
+        None, _ignored(nn.Parameter), instead="ignored_params", **_ALONE
+    )
+    ignored_states: Iterable[nn.Module | nn.Parameter] | None = option(
+        None, _ignored(nn.Module, nn.Parameter), instead="ignored_params", **_ALONE
+    )
+    collective_routes: str = option("auto", lambda _, value: require_how(value))
+    _: KW_ONLY
+    ignore: Collection[str] = option((), _names, (SCAN,))
+    offload: bool = option(False, flag, (SCAN,))
+    prefetch: bool = option(False, flag, (SCAN,))
+    keep: Collection[str] = option((), _names, (SCAN,))
 
-    def _settle(self, source: str, meant: Mapping[str, Any]) -> None:
-        """Sets the options that ``source`` stands for.
+    @classmethod
+    def of(cls, entry: str, /, *args: Any, **given: Any) -> Self:
+        """What ``entry`` was given, by name or in the order of its parameters.
 
         Raises:
-            ValueError: one was given, and otherwise. Wrapped children are given what is meant.
+            ValueError: an option was removed, or is not one of ``entry``; see the class.
+            TypeError: there never was such an option; see the class.
         """
-        for option in fields(self):
-            if option.name not in meant:
+        parameters = cls.parameters(entry)
+        taken = [one.name for one in parameters]
+        for name, value in given.items():
+            if name in taken:
                 continue
-            given, value = getattr(self, option.name), meant[option.name]
-            if option.name == "reshard_after_forward" and not isinstance(given, bool):
+            if name in _REMOVED:
+                raise ValueError(f"{name} was removed: {_REMOVED[name]}")
+            declared = cls.__dataclass_fields__.get(name)
+            if entry == FULLY_SHARD and declared and WRAPPER in declared.metadata["taken_by"]:
+                instead = declared.metadata["instead"]
+                raise ValueError(
+                    f"{name}={value!r} is not possible in fully_shard: "
+                    f"{f'pass {instead}' if instead else 'leave it out'}, or wrap with "
+                    "XlaFullyShardedDataParallel"
+                )
+            raise TypeError(
+                f"{entry} has no option {name!r}, got {name}={value!r}. Its options are "
+                f"{', '.join(taken)}"
+            )
+        return cls(**inspect.Signature(parameters).bind(*args, **given).arguments)
+
+    @classmethod
+    def parameters(cls, entry: str) -> list[inspect.Parameter]:
+        """The options that ``entry`` takes, as parameters of a function."""
+        every = inspect.signature(cls).parameters.items()
+        declared = cls.__dataclass_fields__
+        return [one for name, one in every if entry in declared[name].metadata["taken_by"]]
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if check := one.metadata["check"]:
+                self._set(one.name, check(one.name, getattr(self, one.name)))
+        if self.ignored_states:
+            if self.ignored_modules or self.ignored_parameters:
+                raise ValueError(
+                    "ignored_states is another name for ignored_modules and ignored_parameters: "
+                    "pass either that or these"
+                )
+            modules = tuple(one for one in self.ignored_states if isinstance(one, nn.Module))
+            self._set("ignored_modules", modules)
+            rest = tuple(one for one in self.ignored_states if not isinstance(one, nn.Module))
+            self._set("ignored_parameters", rest)
+            self._set("ignored_states", ())
+        precision = self.mixed_precision
+        if precision is not None:
+            meant = self._agreed(f"mixed_precision={precision}", meant_by_precision(precision))
+            for name, value in meant.items():
+                self._set(name, value)
+        offload = self.cpu_offload
+        if offload is not None and not offload.parameters:
+            self._set("cpu_offload", None)
+        elif offload is not None and precision is not None and precision.keep_low_precision_grads:
+            raise ValueError(
+                "MixedPrecision(keep_low_precision_grads=True) is incompatible with cpu_offload: "
+                "the optimizer on the host has float32 gradients. Leave one of them out"
+            )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _agreed(self, source: str, meant: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that ``source`` stands for.
+
+        Raises:
+            ValueError: one was given with another value. Wrapped children are given what is meant.
+        """
+        agreed = {}
+        for name, value in meant.items():
+            given, default = getattr(self, name), self.__dataclass_fields__[name].default
+            if name == "reshard_after_forward" and not isinstance(given, bool):
                 if value and given != 1:
                     continue  # among how many ranks, where the strategy says that
                 given = False if given == 1 else given  # 1 is equal to True
-            if option.name.endswith("_groups") and given is not None:
-                given = [list(group) for group in given]
-            if given not in (option.default, value):
+            if given not in (default, value):
                 raise ValueError(
-                    f"{option.name}={given!r} contradicts {source}, which means "
-                    f"{option.name}={value!r}: leave one of them out"
+                    f"{name}={given!r} contradicts {source}, which means {name}={value!r}: leave "
+                    "one of them out"
                 )
-            object.__setattr__(self, option.name, value)
+            agreed[name] = value
+        return agreed
+
+    def resolved(self) -> Self:
+        """The options as they count on the calling rank: with the groups and what depends on them.
+
+        Raises:
+            ValueError: a value that is not possible with these ranks.
+        """
+        ranks = mesh = None if self.device_mesh is None else checked_mesh(self.device_mesh)
+        groups = self.sharding_groups, self.replication_groups
+        if mesh is None and (*groups, self.sharding_rank, self.sharding_world_size) == (None,) * 4:
+            ranks = mesh_of_slices(self.sharding_strategy)
+        meant = self._agreed(
+            f"sharding_strategy={self.sharding_strategy}, device_mesh={ranks}",
+            meant_by_strategy(self.sharding_strategy, ranks, *groups),
+        )
+        options = replace(self, **{"device_mesh": mesh, **meant})
+        size = options.sharding_world_size or xr.world_size()
+        reshard = checked_reshard(options.reshard_after_forward, size)
+        require_streamable(options.cpu_offload, reshard)
+        return replace(options, reshard_after_forward=reshard)
+
+    def inherited(self) -> Self:
+        """Without what is about one module."""
+        alone = (one for one in fields(self) if not one.metadata["inherited"])
+        defaults: dict[str, Any] = {one.name: one.default for one in alone}
+        return replace(self, **defaults)
+
+    @classmethod
+    def inherits(cls, name: str) -> bool:
+        """Whether submodules that a policy wraps inherit an option of this name."""
+        declared = cls.__dataclass_fields__.get(name)
+        if declared is None:
+            return False
+        return declared.metadata["inherited"] and WRAPPER in declared.metadata["taken_by"]
+
+    def as_kwargs(self) -> dict[str, Any]:
+        """The options that submodules inherit, as arguments of the wrapper."""
+        return {
+            one.name: getattr(self, one.name) for one in fields(self) if self.inherits(one.name)
+        }
 
     @property
     def dtype_of_buffers(self) -> torch.dtype | None:
@@ -154,24 +417,31 @@ class FSDPOptions:
             self.collective_routes,
         )
 
-    def as_kwargs(self) -> dict[str, Any]:
-        """The options as constructor arguments, to forward to auto-wrapped children."""
-        return {option.name: getattr(self, option.name) for option in fields(self)}
+
+P = ParamSpec("P")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def known_options(
-    given: Mapping[str, Any], owner: str, others: Iterable[str] = ()
-) -> dict[str, Any]:
-    """Those of ``given`` that have an effect; ``others`` are options of ``owner`` alone.
+def takes_options(entry: str) -> Callable[[Function], Function]:
+    """Has the signature of ``entry`` show its options instead of ``*args`` and ``**options``."""
 
-    Raises:
-        ValueError: one was removed.
-        TypeError: one never was an option.
-    """
-    has = [*others, *FSDPOptions.__dataclass_fields__]
-    for name in given:
-        if name in _REMOVED:
-            raise ValueError(f"{name} was removed: {_REMOVED[name]}")
-        if name not in has and name not in WITHOUT_EFFECT:
-            raise TypeError(f"{owner} has no option {name!r}. Its options are {', '.join(has)}")
-    return {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
+    def describe(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = {one.name: one for one in signature.parameters.values()}
+        positional = own.pop("args", None)
+        del own["options"]
+        more = [one for one in FSDPOptions.parameters(entry) if one.name not in own]
+        if positional is None:
+            more = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in more]
+        shown = signature.replace(parameters=[*own.values(), *more])
+        vars(function)["__signature__"] = shown
+        return function
+
+    return describe
+
+
+def constructor(
+    options: Callable[P, FSDPOptions],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, nn.Module, P], None]]:
+    """:func:`takes_options` of the wrapper, for type checkers too."""
+    return takes_options(WRAPPER)

@@ -95,13 +95,8 @@ def meant_by_strategy(
     ``sharding_groups`` and ``replication_groups`` are the options of these names.
 
     Raises:
-        ValueError: the strategy is none, or does not go with the mesh or the groups.
+        ValueError: the strategy does not go with the mesh or the groups.
     """
-    if strategy is not None and not isinstance(strategy, ShardingStrategy):
-        allowed = ", ".join(str(one) for one in ShardingStrategy)
-        raise ValueError(
-            f"sharding_strategy must be {allowed} or None, all of xla_fsdp, got {strategy!r}"
-        )
     rows = None if mesh is None else torch.tensor(mesh)
     hybrid = strategy in _HYBRID
     if rows is not None and strategy is not None and (rows.dim() == 2) != hybrid:

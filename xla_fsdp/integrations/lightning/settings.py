@@ -12,10 +12,10 @@ from torch import nn
 from ...names import is_wrapper
 from ...remat import checkpoint_module
 from ...sharding.mixed_precision import MixedPrecision
-from ...sharding.options import known_options
+from ...sharding.options import WRAPPER, FSDPOptions
 from ...wrap import has_forward, transformer_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
-from ..sharding import meant_by_name
+from ..sharding import meant_by_name, strategy_by_name
 
 Policy = Collection[type[nn.Module]] | Callable[..., bool]
 
@@ -64,8 +64,10 @@ class Settings:
                 "auto_wrapper_callable and activation_checkpointing_policy both say what to wrap "
                 "with: give one of them"
             )
-        own = ("auto_wrap_policy activation_checkpointing_policy state_dict_type").split()
-        known_options(self.options, "the strategy", [*own, "auto_wrapper_callable"])
+        given, strategy = dict(self.options), self.options.get("sharding_strategy")
+        if isinstance(strategy, str):
+            given["sharding_strategy"] = strategy_by_name(strategy)
+        FSDPOptions.of(WRAPPER, **given)
 
     def wrap(self, module: nn.Module, precision: str) -> nn.Module:
         """``module``, wrapped, unless it is a wrapper already."""

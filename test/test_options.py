@@ -1,0 +1,234 @@
+"""Options: declared once, checked when they are given, the same in every entry point."""
+
+import inspect
+import re
+from dataclasses import dataclass, fields
+from unittest import mock
+
+import pytest
+import torch
+from test_special_uses import mlp, run
+from torch import nn
+
+from xla_fsdp.sharding.options import (
+    FULLY_SHARD,
+    SCAN,
+    WRAPPER,
+    FSDPOptions,
+    flag,
+    option,
+    takes_options,
+)
+from xla_fsdp.wrap import always_wrap_policy
+
+FLAG = (1, TypeError, "True or False", "leave it out")
+DTYPE = (torch.int8, ValueError, "torch.float32, torch.float16, torch.bfloat16", "leave it out")
+FUNCTION = (3, TypeError, "a function", "leave it out")
+GROUPS = ([0, 1], TypeError, "lists of ordinals", "leave it out")
+NUMBER = ("1", TypeError, "a number or None", "leave it out")
+IGNORED = (7, TypeError, "iterable of torch.nn.", "Pass a list")
+NAMES = ("up", TypeError, "names", "such as ('up',)")
+FLAGS = [one.name for one in fields(FSDPOptions) if one.metadata["check"] is flag]
+# A value that is not allowed, the error, and what the message has: what is allowed, and the fix.
+BAD = dict.fromkeys(FLAGS, FLAG) | {
+    "reshard_after_forward": ("yes", TypeError, "True, False or a number", "leave it out"),
+    "compute_dtype": DTYPE,
+    "buffer_dtype": DTYPE,
+    "sharding_groups": GROUPS,
+    "sharding_rank": NUMBER,
+    "sharding_world_size": NUMBER,
+    "auto_wrap_policy": FUNCTION,
+    "auto_wrapper_callable": FUNCTION,
+    "param_init_fn": FUNCTION,
+    "replication_groups": GROUPS,
+    "backward_prefetch": ("pre", TypeError, "BackwardPrefetch.BACKWARD_PRE", "leave it out"),
+    "sharding_strategy": ("FULL_SHARD", ValueError, "ShardingStrategy.FULL_SHARD", "Take it from"),
+    "device_mesh": ([0, 7], ValueError, "each of the 2 ranks once", "1-D mesh"),
+    "mixed_precision": ("bf16", ValueError, "an xla_fsdp.MixedPrecision", "leave it out"),
+    "cpu_offload": (True, TypeError, "an xla_fsdp.CPUOffload", "is xla_fsdp.CPUOffload()"),
+    "ignored_modules": IGNORED,
+    "ignored_parameters": IGNORED,
+    "ignored_states": IGNORED,
+    "collective_routes": ("fast", ValueError, "'auto' or 'default'", "leave it out"),
+    "ignore": NAMES,
+    "keep": NAMES,
+}
+WITHOUT_EFFECT = {
+    "pin_layout_in_collective_ops",
+    "reduce_scatter_bucket_size_mb",
+    "coalesce_all_gather_ops",
+}
+
+
+def entry_points():
+    import xla_fsdp
+
+    return {
+        WRAPPER: lambda **options: xla_fsdp.XlaFullyShardedDataParallel(mlp(), **options),
+        FULLY_SHARD: lambda **options: xla_fsdp.fully_shard(mlp(), **options),
+        SCAN: lambda **options: xla_fsdp.scan_blocks([nn.Linear(4, 4)], **options),
+    }
+
+
+def taken_by(entry):
+    return [one.name for one in FSDPOptions.parameters(entry)]
+
+
+def bad_values(rank):
+    import xla_fsdp
+
+    instead = {
+        "mesh": [0, 1],
+        "mp_policy": xla_fsdp.MixedPrecisionPolicy(torch.bfloat16),
+        "offload_policy": xla_fsdp.CPUOffloadPolicy(),
+        "reshard_after_forward": True,
+        "ignored_params": [],
+    }
+    for name, (value, error, allowed, fix) in BAD.items():
+        for entry, make in entry_points().items():
+            with pytest.raises((ValueError, TypeError)) as caught:
+                make(**{name: value})
+            said = str(caught.value)
+            assert name in said and repr(value) in said, said
+            if name in taken_by(entry):
+                assert caught.type is error, said
+                assert allowed in said and fix in said, said
+            elif caught.type is TypeError:
+                assert f"{entry} has no option {name!r}" in said and "Its options are" in said
+            else:
+                remedy = re.search(
+                    r"not possible in fully_shard: (pass (.*)|leave it out), or", said
+                )
+                make(**{one: instead[one] for one in (remedy[2] or "").split(" and ") if one})
+    size = {"sharding_rank": rank, "sharding_world_size": 2}
+    place = "this rank's place in its group"
+    for options, allowed, fix in (
+        ({"sharding_groups": [[0, 1]]}, "needs sharding_rank", "Pass all three"),
+        ({"sharding_groups": [[0], [1]], **size}, "must have 2 ordinals", "equal size"),
+        ({"sharding_groups": [[0, 0]], **size}, "twice", "Each rank must be in one group"),
+        ({**size, "sharding_groups": [[0, 1]], "sharding_rank": 2}, "must be in 0..1", place),
+        ({**size, "sharding_groups": [[0, 1]], "sharding_rank": 1 - rank}, "at that place", place),
+        ({"sharding_rank": 1}, "need sharding_groups", "leave all three out"),
+        ({"reshard_after_forward": 3}, "must divide", "one of [1, 2], or True or False"),
+    ):
+        for entry in (WRAPPER, SCAN):
+            with pytest.raises(ValueError) as caught:
+                entry_points()[entry](**options)
+            said = str(caught.value)
+            assert all(part in said for part in (next(iter(options)), allowed, fix)), said
+    for name, value, fix in (
+        ("reshard_after_forward", "yes", "leave it out"),
+        ("device_mesh", [0, 7], "1-D mesh"),
+        ("mp_policy", torch.bfloat16, "xla_fsdp.MixedPrecisionPolicy"),
+        ("offload_policy", True, "xla_fsdp.CPUOffloadPolicy"),
+        ("shard_placement_fn", len, "Leave it out"),
+        ("ignored_parameters", 7, "Pass a list"),
+    ):
+        own = {"device_mesh": "mesh", "ignored_parameters": "ignored_params"}.get(name, name)
+        with pytest.raises((ValueError, TypeError)) as caught:
+            xla_fsdp.fully_shard(mlp(), **{own: value})
+        said = str(caught.value)
+        assert name in said and repr(value) in said and fix in said, said
+
+
+def test_a_bad_value_raises_in_every_entry_point(run_ranks):
+    assert set(BAD) | WITHOUT_EFFECT == {one.name for one in fields(FSDPOptions)}
+    run(run_ranks, bad_values)
+
+
+def test_integrations_check_options_before_there_are_ranks():
+    from xla_fsdp.integrations.lightning.settings import Settings
+    from xla_fsdp.integrations.sharding import Sharding
+
+    for make in (
+        lambda options: Sharding(options),
+        lambda options: Settings(None, None, "full", options),
+    ):
+        make({"compute_dtype": torch.bfloat16, "reshard_after_forward": 2})
+        for name in taken_by(WRAPPER):
+            if name in WITHOUT_EFFECT or name in ("device_mesh", "auto_wrapper_callable"):
+                continue  # need ranks to be judged, or are taken out by the strategy
+            value, error, allowed, _ = BAD[name]
+            if name == "sharding_strategy":
+                value = 7
+            with pytest.raises(error, match=re.escape(allowed)):
+                make({name: value})
+    with pytest.raises(ValueError, match="must be one of FULL_SHARD"):
+        Settings(None, None, "full", {"sharding_strategy": "SOME"})
+
+
+def test_signatures_show_the_options():
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
+
+    import xla_fsdp
+
+    def shown(function):
+        return inspect.signature(function).parameters
+
+    ours = shown(xla_fsdp.XlaFullyShardedDataParallel)
+    theirs = [one for one in shown(InTree).values() if not one.name.startswith("_")]
+    same = [(one.name, one.kind, one.default) for one in list(ours.values())[: len(theirs)]]
+    assert same == [(one.name, one.kind, one.default) for one in theirs]
+    assert list(ours) == ["module", *taken_by(WRAPPER)]
+    assert list(shown(xla_fsdp.scan_blocks)) == ["blocks", *taken_by(SCAN)]
+    assert set(shown(xla_fsdp.fully_shard)) > set(taken_by(FULLY_SHARD))
+    assert not any("options" in shown(one) for one in (xla_fsdp.scan_blocks, xla_fsdp.fully_shard))
+
+
+def by_position(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model = FSDP(mlp(), False, True, compute_dtype=torch.bfloat16)
+    assert model.reshard_after_forward is False and model.flatten_parameters is True
+    with pytest.raises(TypeError, match="multiple values for argument 'flatten_parameters'"):
+        FSDP(mlp(), False, True, flatten_parameters=True)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        FSDP(mlp(), *[None] * 60)
+
+
+def test_options_go_by_position_too(run_ranks):
+    run(run_ranks, by_position)
+
+
+@dataclass(frozen=True)
+class More(FSDPOptions):
+    """As if one more option were declared."""
+
+    made_up: bool = option(False, flag)
+
+
+def one_more(rank):
+    """A new option is known, checked, shown and inherited, and only its declaration is new."""
+    import xla_fsdp
+
+    files = ("wrapper", "wrapper_methods", "inplace.api", "scan.blocks", "sharding.options")
+    patches = [mock.patch(f"xla_fsdp.{file}.FSDPOptions", More) for file in files]
+    for patch in patches:
+        patch.start()
+    try:
+        model = xla_fsdp.XlaFullyShardedDataParallel(
+            mlp(), made_up=True, auto_wrap_policy=always_wrap_policy
+        )
+        units = [one for one in model.modules() if hasattr(one, "fsdp_options")]
+        assert len(units) == 6 and all(one.made_up is True for one in units)
+        blocks = xla_fsdp.scan_blocks([nn.Linear(4, 4)], made_up=True)
+        shell = xla_fsdp.names.shell_of(xla_fsdp.fully_shard(mlp(), made_up=True))
+        assert blocks.made_up is True and shell.made_up is True
+        for make in entry_points().values():
+            with pytest.raises(TypeError, match="made_up must be True or False, got 3"):
+                make(made_up=3)
+        described = takes_options(WRAPPER)(lambda module, *args, **options: None)
+        assert "made_up" in inspect.signature(described).parameters
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def test_a_new_option_needs_its_declaration_only(run_ranks):
+    run(run_ranks, one_more, ranks=1)
+
+
+def test_every_option_is_documented():
+    described = FSDPOptions.__doc__.partition("Attributes:")[2]
+    for one in fields(FSDPOptions):
+        assert re.search(rf"\b{one.name}\b", described), one.name
