@@ -373,8 +373,10 @@ class TestRefusals:
             enable()
 
     def test_another_torch_xla(self, monkeypatch):
-        monkeypatch.setattr(xlac, "version", lambda package: "2.10.0")
-        with pytest.raises(NotImplementedError, match="this is torch_xla 2.10.0 on linux"):
+        monkeypatch.setattr(loading, "version", lambda package: "2.10.0")
+        with pytest.raises(
+            NotImplementedError, match="this is torch_xla 2.10.0, not torch_xla 2.9"
+        ):
             loading.repair("CPU")
 
     def test_each_client_is_as_expected(self):

@@ -194,6 +194,27 @@ def test_a_result_that_one_rank_alone_refers_to(run_ranks):
     ]
 
 
+def test_channels_of_the_caller(run_ranks):
+    """Collectives with a channel of their own are in order with the others."""
+
+    def step(rank):
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        own = {"groups": [[0, 1]], "pin_layout": False}
+        first = xm.all_gather(torch.full((2,), rank + 1.5).to("xla"), channel_id=71, **own)
+        second = gather(torch.full((2,), rank + 2.5))
+        values = torch.arange(4.0).to("xla") + rank
+        third = xm.reduce_scatter("sum", values, 1.0, 0, 2, channel_id=72, **own)
+        kept = [first, second, third][:: -1 if rank else 1]
+        del first, second, third
+        torch_xla.sync()
+        return [one.tolist() for one in kept[:: -1 if rank else 1]]
+
+    want = [[1.5, 1.5, 2.5, 2.5], [2.5, 2.5, 3.5, 3.5]]
+    assert run_ranks(step, 2) == [[*want, [1.0, 3.0]], [*want, [5.0, 7.0]]]
+
+
 def test_values_go_through_as_they_are(run_ranks):
     """What orders collectives must not change an operand, whatever the collective before gave."""
     special = [float("nan"), float("inf"), -float("inf"), 0.5, 2e-38]

@@ -542,6 +542,38 @@ launch(step, (), 2)
     assert "script.py:9 in step" in report
 
 
+def test_programs_after_one_that_no_hook_has_seen(run_script):
+    """All ranks read inside of XLA. Later, rank 1 starts its program late."""
+    result = run_script(
+        """
+import time, torch, torch_xla
+import torch_xla.core.xla_model as xm
+from xla_fsdp import launch
+
+dispatch = torch_xla._XLAC._xla_step_marker
+
+def late(device, *args, **kwargs):
+    if device == "xla:1":
+        time.sleep(1.5)
+    dispatch(device, *args, **kwargs)
+
+torch_xla._XLAC._xla_step_marker = late
+
+def step(rank):
+    gathered = xm.all_gather(torch.ones(2).to("xla"))
+    found = torch.frexp(gathered).mantissa.tolist()
+    for number in range(2):
+        gathered = xm.all_gather(torch.ones(2).to("xla"))
+        torch_xla.sync()
+        xm.rendezvous("here")
+    return [*found, *gathered.tolist()]
+
+print(launch(step, (), 2))
+"""
+    )
+    assert result.stdout == f"{[[0.5] * 4 + [1.0] * 4] * 2}\n", result.stderr
+
+
 def test_a_rank_that_reads_inside_xla_is_stopped_with_the_others(run_script):
     result = run_script(
         """

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
+from importlib.metadata import version
 from typing import NoReturn
 
 from .. import xlac
@@ -31,6 +32,9 @@ def repair(platform_name: str) -> None:
     Raises:
         NotImplementedError: not possible with this torch_xla, processor or operating system.
     """
+    found = version("torch_xla")
+    if not found.startswith("2.9."):
+        _refuse(f"this is torch_xla {found}, not torch_xla 2.9")
     client = xlac.CLIENTS[platform_name]
     unable = (xlac.DESERIALIZE, xlac.LOAD)
     try:

@@ -8,7 +8,7 @@ rank traces the same graph: what depends on the rank enters as data, so ranks sh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch_xla.core.xla_model as xm
@@ -18,6 +18,7 @@ from . import call_site
 from .patches import Replacements
 
 Groups = Sequence[Sequence[int]] | None
+_Tensors = TypeVar("_Tensors", torch.Tensor, "torch.Tensor | list[torch.Tensor]")
 
 # Shapes below: a gathered value is [g, ...] with g the size of a group, one row for each member.
 _REDUCE_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -77,11 +78,13 @@ class Collectives(Replacements):
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
         """See ``xm.all_gather``: a tensor or a list of tensors, joined along ``dim``."""
-        context = self._rank_without_channel("all_gather", value, channel_id)
-        if context is None:
-            return self._original["all_gather"](
-                value, dim, groups, output, pin_layout, channel_id, use_global_device_ids
-            )
+        context = self._rank_of(value)
+        if context is None or channel_id is not None:
+            gathered = self._original["all_gather"](
+                _with_own_channel(context, "all_gather", value, channel_id), dim, groups, output,
+                pin_layout, channel_id, use_global_device_ids,
+            )  # fmt: skip
+            return _added(context, gathered)
         with torch.no_grad():
             if isinstance(value, torch.Tensor):
                 return _put(output, self._gather(context, value, dim, groups))
@@ -102,12 +105,14 @@ class Collectives(Replacements):
         use_global_device_ids: bool | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
         """See ``xm.reduce_scatter``: a tensor or a list of tensors."""
-        context = self._rank_without_channel("reduce_scatter", input, channel_id)
-        if context is None:
-            return self._original["reduce_scatter"](
-                reduce_type, input, scale, scatter_dim, shard_count, groups, output, pin_layout,
-                channel_id, use_global_device_ids,
+        context = self._rank_of(input)
+        if context is None or channel_id is not None:
+            mine = self._original["reduce_scatter"](
+                reduce_type, _with_own_channel(context, "reduce_scatter", input, channel_id), scale,
+                scatter_dim, shard_count, groups, output, pin_layout, channel_id,
+                use_global_device_ids,
             )  # fmt: skip
+            return _added(context, mine)
         _require_reduce_type(reduce_type)
 
         def scatter(value: torch.Tensor) -> torch.Tensor:
@@ -169,18 +174,6 @@ class Collectives(Replacements):
             rows = self._gather(context, value[None], 0, None, kind="collective_permute")
             rows = torch.cat([rows, torch.zeros_like(rows[:1])])
             return _pick(rows, sources.get(context.rank, self._session.size))
-
-    def _rank_without_channel(
-        self, kind: str, value: torch.Tensor | list[torch.Tensor], channel_id: int | None
-    ) -> RankContext | None:
-        """The rank whose collective is to be replaced. One that comes with a channel of its own is
-        traced as it is, and noted."""
-        context = self._rank_of(value)
-        if context is None or channel_id is None:
-            return context
-        first = value if isinstance(value, torch.Tensor) else value[0]
-        context.record(channel_id, kind, first.shape, first.dtype, call_site.here())
-        return None
 
     def _reduced(
         self,
@@ -250,10 +243,24 @@ def _ordered(context: RankContext, operand: torch.Tensor) -> torch.Tensor:
     return operand if context.order is None else context.order.after_the_last(operand)
 
 
-def _added(context: RankContext, result: torch.Tensor) -> torch.Tensor:
-    if context.order is not None:
-        context.order.add(result)
+def _added(context: RankContext | None, result: _Tensors) -> _Tensors:
+    if context is not None and context.order is not None:
+        context.order.add(result if isinstance(result, torch.Tensor) else result[0])
     return result
+
+
+def _with_own_channel(
+    context: RankContext | None, kind: str, value: _Tensors, channel_id: int | None
+) -> _Tensors:
+    """The operands of a collective whose caller chose the channel, recorded and in order."""
+    if context is None or channel_id is None:
+        return value
+    first = value if isinstance(value, torch.Tensor) else value[0]
+    context.record(channel_id, kind, first.shape, first.dtype, call_site.here())
+    first = _ordered(context, first)
+    if isinstance(value, torch.Tensor):
+        return first
+    return [first, *value[1:]]
 
 
 def _pick(rows: torch.Tensor, index: int) -> torch.Tensor:

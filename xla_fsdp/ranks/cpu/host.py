@@ -21,7 +21,7 @@ from .rank_thread import RankThread
 from .rendezvous import Rendezvous
 from .rng import GeneratorOfThisRank
 from .runtime import CpuRuntime
-from .session import Session, drop_pending
+from .session import Session, drop_pending, wait_for_programs
 
 # A failed launch returns within 5 seconds; by then every rank has either ended or is left behind.
 _INTERRUPT_AFTER = 1.5
@@ -129,12 +129,14 @@ def _clean_up(
     patches.undo()
     session.generators.restore_caller()
     xlac.set_replication_devices([])
+    failed = session.barrier.failure is not None
+    if failed:
+        session.gate.close()
     if runtime.leftover:
         runtime.unfinished = session.contexts
         _skip_destructors()
         return
-    if session.barrier.failure is not None:
-        session.end_programs()
+    wait_for_programs(failed)
     runtime.settle_autograd_threads()
     drop_pending(session.contexts)
 

@@ -13,7 +13,7 @@ import torch_xla.runtime as xr
 from ... import xlac
 from ...compiled.cache import require_folder_is_chosen
 from ..rank import RankContext
-from .session import drop_pending
+from .session import drop_pending, wait_for_programs
 from .start_gate import StartGate
 
 # Who launches ranks, or pretends to be one, changes what torch_xla believes in the whole process.
@@ -76,6 +76,8 @@ class CpuRuntime:
                 f"an earlier launch in this process failed and could not stop {names}; its "
                 "devices are not usable any more. Start a new process."
             )
+        if self.unfinished:
+            wait_for_programs(failed=True)
         drop_pending(self.unfinished)
         self.unfinished = []
         settings = _settings(size)

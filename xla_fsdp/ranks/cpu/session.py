@@ -45,7 +45,8 @@ class Session:
         barrier: where they meet.
         generators: their random states.
         dispatching: which ranks must not be interrupted, because others depend on their program.
-        dispatched: how many programs with collectives each rank has dispatched.
+        expected: how many programs with collectives each rank will have started, once those that it
+            has dispatched have.
         gate: where these programs wait for those of the other ranks.
         preempted: what the ranks' functions ended with, if the machine is being taken away.
     """
@@ -62,7 +63,7 @@ class Session:
         )
         self.generators = RankGenerators(self.contexts)
         self.dispatching = [False] * size
-        self.dispatched = [0] * size
+        self.expected = [0] * size
         self.preempted: Preempted | None = None
         # torch_xla's own functions, kept here because the module's names are replaced meanwhile.
         self._step_marker = xlac.sync_device.value
@@ -201,25 +202,17 @@ class Session:
         them can start a program that this one could meet.
         """
         unseen, waiting = [], self.barrier.waiting()
-        for rank, (started, dispatched) in enumerate(
-            zip(self.gate.started, self.dispatched, strict=True)
+        for rank, (started, expected) in enumerate(
+            zip(self.gate.started, self.expected, strict=True)
         ):
-            if started > dispatched and self.gate.is_waiting(rank):
+            if started > expected and self.gate.is_waiting(rank):
                 unseen.append(rank)
-            elif rank not in waiting or started < dispatched:
+            elif rank not in waiting or started < expected:
                 return
         if unseen:
             self.barrier.stop_different(
                 dict.fromkeys(unseen, "an operator that reads pending collectives")
             )
-
-    def end_programs(self) -> None:
-        """The launch failed: ends programs that wait for those of other ranks."""
-        self.gate.close()
-        for context in self.contexts:
-            # The error of such a program is that of the next call that waits for the device.
-            with contextlib.suppress(RuntimeError):
-                self._wait_for_device(context)
 
     def _wait_for_device(self, context: RankContext) -> None:
         xm.wait_device_ops([self._real_devices[context.rank]])
@@ -243,7 +236,9 @@ class Session:
         turn = self.barrier.meet(context.rank, replace(arrival, payload=turn))[0]
         leads = context.rank == 0
         self.dispatching[context.rank] = True
-        self.dispatched[context.rank] += context.order is not None
+        # Not one more than before: an operator may have run a program that no hook has seen.
+        if context.order is not None:
+            self.expected[context.rank] = self.gate.started[context.rank] + 1
         try:
             # From here to the end of this block nothing may stop a rank: others wait for it.
             if leads:
@@ -298,6 +293,16 @@ class _Turn:
 def _arrival(what: str, kind: str, pending: list[Collective]) -> Arrival:
     key = (kind, tuple(collective.key for collective in pending))
     return Arrival(what, key, call_site.here(), tuple(pending))
+
+
+def wait_for_programs(failed: bool) -> None:
+    """Waits until no program runs: the gate of the next launch must not meet one of this.
+
+    ``failed``: of a launch that failed, whose programs may have ended with an error, too.
+    """
+    for device in xm.xla_real_devices():
+        with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
+            xm.wait_device_ops([device])
 
 
 def drop_pending(contexts: Sequence[RankContext]) -> None:

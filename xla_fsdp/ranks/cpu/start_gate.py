@@ -48,9 +48,9 @@ class StartGate:
         """A launch of ``size`` ranks begins.
 
         Raises:
-            NotImplementedError: this torch_xla lacks what is needed to register a handler.
+            NotImplementedError: this torch_xla lacks what several ranks need.
         """
-        if not self._registered:
+        if size > 1 and not self._registered:
             _register(self._handler)
             self._registered = True
         with self._changed:
@@ -186,11 +186,24 @@ _Handler = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 
 
 def _register(handler: object) -> None:
-    symbol = xlac.symbols_of([xlac.GET_FFI_API])[xlac.GET_FFI_API]
-    get_api = ctypes.CFUNCTYPE(POINTER(_Api))(symbol.address)
+    try:
+        symbol = xlac.symbols_of([xlac.GET_FFI_API])[xlac.GET_FFI_API]
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"several ranks cannot run on this CPU: {error}. Use num_devices=1, or torch_xla 2.9 "
+            "for Linux on x86-64"
+        ) from error
+    api = ctypes.CFUNCTYPE(POINTER(_Api))(symbol.address)()[0]
+    found = api.version.major, api.version.minor
+    if found != _VERSION:
+        raise NotImplementedError(
+            f"several ranks cannot run on this CPU: XLA's foreign function interface has version "
+            f"{found}, not {_VERSION}. Use num_devices=1, or torch_xla 2.9"
+        )
     arguments = _RegisterArguments(ctypes.sizeof(_RegisterArguments))
     arguments.name = _Bytes(_NAME, len(_NAME))
     arguments.platform = _Bytes(_PLATFORM, len(_PLATFORM))
-    arguments.execute = ctypes.cast(handler, c_void_p)  # type: ignore[arg-type]  # a pointer it is
-    if get_api()[0].register(byref(arguments)):
+    address = ctypes.cast(handler, c_void_p)  # type: ignore[arg-type]  # it is a function pointer
+    arguments.execute = address
+    if api.register(byref(arguments)):
         raise NotImplementedError("XLA refused to register a handler of custom calls")
