@@ -117,7 +117,7 @@ def slow_steps(rank):
 
     for what, warning in {
         "no sync": "the last 8 steps of SGD were recorded, but none of them has run",
-        "other shapes": "a new program in each of the last 12 steps of SGD",
+        "other shapes": "something between each of the last 12 steps of SGD",
         "every": None,
         "every 4": None,
     }.items():
