@@ -346,6 +346,14 @@ def ignoring(rank):
     found = accelerator.get_state_dict(model)
     for name, value in plain.state_dict().items() if rank == 0 else ():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    # Hooks of what is around a part have no say in its state.
+    whole = accelerator.unwrap_model(model)
+    hook = whole.register_state_dict_post_hook(lambda module, state, prefix, local: state.clear())
+    assert accelerator.get_state_dict(model) == {}
+    part = accelerator.get_state_dict(whole[0])
+    hook.remove()
+    assert part.keys() == ({"weight", "bias"} if rank == 0 else set())
+    assert all(torch.equal(part[name], found[f"0.{name}"]) for name in part)
     deferred(rank)
 
 

@@ -430,12 +430,16 @@ def in_an_old_folder(rank, folder):
     """Saves only the model into a folder that has the full checkpoint of another run."""
     from rank_warnings import warnings_of_ranks
 
+    from xla_fsdp.integrations.trainer_checkpoints import _ranks_that_saved
+
     cell = ("Trainer", "none", "model", 1, "save_model")
     with_trainer(cell, folder)
     cell = (*cell[:2], "smoothing", 1, "save_only_model")
     with_trainer(cell, folder)
+    checkpoint = os.path.join(folder, f"checkpoint-{SAVED}")
     with warnings_of_ranks(rank) as said:
-        found = with_trainer(cell, folder, os.path.join(folder, f"checkpoint-{SAVED}"))
+        found = with_trainer(cell, folder, checkpoint)
+    assert _ranks_that_saved(checkpoint) == 2
     if rank == 0:
         for lacking in ("no state of the optimizer", "no random state"):
             assert any(lacking in text for text in said), said
@@ -445,6 +449,17 @@ def in_an_old_folder(rank, folder):
 def test_save_only_model_leaves_nothing_of_another_run(run_ranks, tmp_path):
     found = run_ranks(in_an_old_folder, 2, str(tmp_path / "0"), timeout=TIMEOUT)
     compare([("Trainer", "none", "smoothing", 1, "save_only_model")], found, tmp_path, SAVED)
+
+
+def test_the_number_of_ranks_that_saved(tmp_path):
+    """As recorded, whatever else is there; of older versions, as their files tell."""
+    from xla_fsdp.integrations.trainer_checkpoints import _ranks_that_saved
+
+    assert _ranks_that_saved(str(tmp_path)) is None
+    (tmp_path / "rng_state.pth").touch()
+    assert _ranks_that_saved(str(tmp_path)) == 1
+    (tmp_path / "xla_fsdp_ranks.json").write_text('{"world_size": 4}')
+    assert _ranks_that_saved(str(tmp_path)) == 4
 
 
 class NotesDtype(IgnoresItems):

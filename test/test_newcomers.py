@@ -21,6 +21,12 @@ class Moves(nn.Module):
         return self.linear(x.to(self.linear.weight.device))
 
 
+class MovesAndFails(Moves):
+    def forward(self, x):
+        super().forward(x)
+        raise RuntimeError("no such table")
+
+
 class Loss(Moves):
     def forward(self, x, target):
         return nn.functional.cross_entropy(self.linear(x), target)
@@ -61,6 +67,8 @@ def inputs_on_the_cpu(rank):
         loss(VECTORS.to("xla"), target)
     loss(VECTORS.to("xla"), target.to("xla")).backward()
     assert wrap(Moves())(VECTORS).device.type == "xla"
+    with pytest.raises(RuntimeError, match=r"^no such table\n.* on cpu, while"):
+        wrap(MovesAndFails())(VECTORS)
     # All on the device: what torch says of it.
     with pytest.raises(RuntimeError) as caught:
         wrap(nn.Linear(4, 4))(torch.ones(2, 5, device="xla"))
@@ -117,7 +125,7 @@ def slow_steps(rank):
 
     for what, warning in {
         "no sync": "the last 8 steps of SGD were recorded, but none of them has run",
-        "other shapes": "a new program in each of the last 12 steps of SGD",
+        "other shapes": "something between each of the last 12 steps of SGD",
         "every": None,
         "every 4": None,
     }.items():

@@ -63,7 +63,7 @@ class Autocast:
 
 @contextlib.contextmanager
 def random_numbers_from(state: RandomState) -> Iterator[None]:
-    """What is drawn within is what was drawn from ``state`` on, and nothing to those outside."""
+    """Inside, random numbers start from ``state``. Afterwards the generators are as before."""
     now = RandomState.of(state.device)
     state.restore()
     try:

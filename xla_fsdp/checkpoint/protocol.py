@@ -85,7 +85,11 @@ def offered_by_load(
     given: Callable[[], Mapping[str, Any] | None],
 ) -> Offered | None:
     """What ``load_state_dict`` of the unwrapped module takes from what is ``given`` on this rank;
-    every rank must call this. Changes nothing yet.
+    every rank must call this.
+
+    Parameters and persistent buffers keep their values. The module's own code runs: load hooks and
+    overrides of ``_load_from_state_dict`` may change other things, and run twice if one of them
+    needs values.
 
     Values are tensors or :class:`Stored`. ``label`` is what they are, and ``doing``, the same on
     every rank, what is done, for messages. Ranks on which nothing (``None``) is given get ``None``.
@@ -219,7 +223,7 @@ def _load(
         for name, value in offered.items():
             if isinstance(value, UnreadTensor) and value.source is entry:
                 continue  # it stays as it is
-            # Tied parameters are one object; what is not need be compared.
+            # Values that are one object need no comparison.
             found[name] = seen.setdefault(id(value), _stored(name, value, label))
     for name, state in extra.items():
         found[name] = state.source if isinstance(state, UnreadTensor) else state

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 _ATEN = torch.ops.aten
-# What needs values, or sets others, without an operator that the dispatcher would see.
+# Operations that read or replace values without calling the dispatcher.
 _AROUND_THE_DISPATCHER = {
     torch.Tensor.data.__set__,  # type: ignore[attr-defined]
     torch.Tensor.numpy,

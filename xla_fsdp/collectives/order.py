@@ -155,7 +155,10 @@ def after(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> li
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of ``tensor``, computed in no other operation than this; without a graph."""
+    """A copy of ``tensor``, computed in no other operation than this.
+
+    If gradients are enabled, they go through the copy to ``tensor``.
+    """
     copy = torch.view_copy(tensor, tensor.shape)
     xlac.optimization_barrier_([copy])
     return copy

@@ -26,7 +26,7 @@ from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
 from accelerate.utils.dataclasses import KwargsHandler
 from torch import nn
 
-from ..checkpoint.full_state import full_state_dict
+from ..checkpoint.full_state import gather_state
 from ..names import is_wrapper, shell_of
 from ..ranks.rank import current_rank
 from ..sharding.around import is_sharded
@@ -283,9 +283,7 @@ def _get_state_dict(
     if not is_sharded(model):
         return original(self, model, unwrap)
     root, path = outermost(model)  # of an unwrapped model, too
-    state = full_state_dict(root)
-    start = f"{path}." if path else ""
-    return {name[len(start) :]: state[name] for name in state if name.startswith(start)}
+    return gather_state(root, lambda _: True, rank0_only=True, offload_to_cpu=True, path=path)
 
 
 @changes.around(Accelerator, "save_state")

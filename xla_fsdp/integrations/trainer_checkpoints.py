@@ -1,13 +1,14 @@
 """What a Trainer saves of a sharded model, and loads again on any number of ranks.
 
 A folder ``checkpoint-N`` has what ``from_pretrained`` reads (full weights or adapters, and the
-configuration) and, in ``xla_fsdp/``, a checkpoint of this package with model, optimizer and
-scheduler.
+configuration), in ``xla_fsdp/`` a checkpoint of this package with model, optimizer and scheduler,
+and in ``xla_fsdp_ranks.json`` how many ranks saved it.
 """
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import random
 import shutil
@@ -35,6 +36,7 @@ from ..checkpoint.weights import load_weights
 from ..consolidate.format.reader import ShardedCheckpoint
 
 FOLDER = "xla_fsdp"
+RANKS = "xla_fsdp_ranks.json"
 
 
 def save_whole(trainer: Trainer, folder: str) -> None:
@@ -91,6 +93,14 @@ def save_training(trainer: Trainer, folder: str) -> None:
         trainer.lr_scheduler,
         step=trainer.state.global_step,
     )
+
+
+def record_ranks(trainer: Trainer, folder: str) -> None:
+    """Writes how many ranks save a checkpoint, sharded or not, into its ``folder``."""
+    if trainer.args.should_save:
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, RANKS), "w") as file:
+            json.dump({"world_size": trainer.args.world_size}, file)
 
 
 def remove_training(folder: str) -> None:
@@ -185,11 +195,16 @@ def load_random_state(trainer: Trainer, folder: str) -> None:
 
 
 def _ranks_that_saved(folder: str) -> int | None:
-    """How many ranks saved the random states of a checkpoint; ``None``: several, not recorded.
+    """How many ranks saved a checkpoint; ``None``: several, not recorded.
 
-    The manifest of this package records it. A Trainer without sharding writes ``rng_state.pth`` if
-    it is the only process.
+    :func:`record_ranks` recorded it, unless the checkpoint is of an older version or of a machine
+    without this package. Then the manifest of this package tells, and a Trainer without sharding
+    writes ``rng_state.pth`` if it is the only process.
     """
+    recorded = os.path.join(folder, RANKS)
+    if os.path.exists(recorded):
+        with open(recorded) as file:
+            return int(json.load(file)["world_size"])
     ours = os.path.join(folder, FOLDER)
     if os.path.isdir(ours):
         return ShardedCheckpoint(ours).manifest.world_size

@@ -31,6 +31,7 @@ from .trainer_checkpoints import (
     load_random_state,
     load_training,
     load_whole,
+    record_ranks,
     remove_training,
     save_training,
     save_whole,
@@ -141,9 +142,11 @@ def _save_optimizer(original: Any, self: Trainer, output_dir: str) -> None:
 
 @changes.around(Trainer, "_save_checkpoint")
 def _save_checkpoint(original: Any, self: Trainer, model: nn.Module, trial: Any) -> None:
+    name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+    folder = os.path.join(self._get_output_dir(trial=trial), name)
     if self.args.save_only_model and is_sharded(self.model):
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        remove_training(os.path.join(self._get_output_dir(trial=trial), name))
+        remove_training(folder)
+    record_ranks(self, folder)
     return original(self, model, trial)
 
 

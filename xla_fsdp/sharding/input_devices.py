@@ -18,14 +18,14 @@ def raise_if_elsewhere(module: str, inputs: Any, device: torch.device, error: Ru
     """Raises InputDeviceError from ``error`` if ``inputs`` were not all on ``device``.
 
     ``error`` is what the forward of a ``module`` (the name of its class) ended with. It may move
-    its inputs itself, so they are no error as long as it computes.
+    its inputs itself and fail for another reason, so its message comes first.
     """
     elsewhere = [tensor for tensor in tensors_in(inputs) if tensor.device != device]
-    # Exceptions of other classes are ours, and say themselves what to do.
+    # Subclasses, of this package or of torch such as torch.OutOfMemoryError, name another reason.
     if elsewhere and type(error) in (RuntimeError, NotImplementedError):
         raise InputDeviceError(
-            f"the forward of {module} failed, and was given a tensor of shape "
+            f"{error}\nThe forward of {module} that failed with this was given a tensor of shape "
             f"{tuple(elsewhere[0].shape)} on {elsewhere[0].device}, while its parameters are on "
-            f"{device}: move inputs there with .to({str(device)!r}). If it moves them itself, the "
-            f"reason is another: {error}"
+            f"{device}. If it does not move its inputs itself, move inputs there with "
+            f".to({str(device)!r})"
         ) from error

@@ -358,7 +358,7 @@ class FSDPOptions:
         return agreed
 
     def resolved(self) -> Self:
-        """The options as they count on the calling rank: with the groups and what depends on them.
+        """The options with the groups of the calling rank filled in, and what depends on them.
 
         Raises:
             ValueError: a value that is not possible with these ranks.

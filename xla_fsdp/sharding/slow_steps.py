@@ -1,6 +1,7 @@
 """Training that gets slow without an error, found before an optimizer's step and warned of once.
 
-Both are certain: whether a shard waits for its value, and whether XLA compiled, are facts.
+XLA tells whether a shard waits for its value, and counts the programs that the process compiled. It
+does not tell what they were compiled for, so the warning lists causes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _Steps:
 
     Attributes:
         pending: consecutive steps that began before the previous one had run.
-        compiled: consecutive steps after which something was compiled.
+        compiled: consecutive steps before which the process compiled something.
         compilations: of the process, at the last step.
         warned: nothing more is to be said.
     """
@@ -65,11 +66,12 @@ def warn_of_slow_steps(optimizer: Optimizer) -> None:
     elif steps.compiled >= COMPILED_STEPS:
         steps.warned = True
         warnings.warn(
-            f"XLA compiled a new program in each of the last {steps.compiled} steps of {kind}, "
-            "which takes seconds to minutes each time: shapes of inputs, or Python numbers that "
-            "the model computes with, are new in every step. Pad batches to a few fixed shapes "
-            "(drop_last=True of the DataLoader for the last one), and pass numbers that change as "
-            "tensors",
+            f"XLA compiled something between each of the last {steps.compiled} steps of {kind}, "
+            "which takes seconds to minutes each time. Causes are shapes of inputs, or Python "
+            "numbers that the model computes with, that are new in every step, and what else this "
+            "process computes between steps, such as evaluation or another model. Pad batches to a "
+            "few fixed shapes (drop_last=True of the DataLoader for the last one), and pass "
+            "numbers that change as tensors",
             stacklevel=2,
         )
 
