@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from test_special_uses import WIDTH, inputs, trace_as_on_tpu, wrapped
 from torch import nn
+from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -145,6 +146,28 @@ def barriers(rank):
 
 def test_recomputation_is_kept_apart_from_the_forward(run_ranks):
     assert run_ranks(barriers, 1) == [True]
+
+
+def in_composition(rank):
+    """The composable checkpoint has torch's function by a name of its own."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    def gradients(mark):
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Dropout(0.5), nn.Tanh())
+        model = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), mark(inner)))
+        xm.set_rng_state(11, str(torch_xla.device()))
+        model(inputs(rank).to(torch_xla.device())).square().sum().backward()
+        return [p.grad.cpu() for p in model.parameters()]
+
+    for one, other in zip(gradients(lambda m: m), gradients(composable), strict=True):
+        torch.testing.assert_close(one, other)
+    return True
+
+
+def test_composable_checkpoint(run_ranks):
+    assert run_ranks(in_composition, 2) == [True, True]
 
 
 def is_layer(module):

@@ -9,6 +9,7 @@ what is checked stays torch's.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -33,13 +34,18 @@ _torch_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generato
 def support_torch_checkpoint() -> None:
     """Has ``torch.utils.checkpoint`` work on XLA devices. A second call changes nothing."""
     with _lock:
+        if torch.utils.checkpoint.CheckpointFunction is _Reentrant:
+            return
         if not hasattr(torch, "xla"):
             torch._register_device_module("xla", types.ModuleType("torch.xla", __doc__))
-        for name, own in (
-            ("CheckpointFunction", _Reentrant),
-            ("_checkpoint_without_reentrant_generator", _generator),
-        ):
-            setattr(torch.utils.checkpoint, name, own)
+        # Some modules, as torch's composable checkpoint, have imported them by name.
+        for module in list(sys.modules.values()):
+            for name, theirs, own in (
+                ("CheckpointFunction", _TorchFunction, _Reentrant),
+                ("_checkpoint_without_reentrant_generator", _torch_generator, _generator),
+            ):
+                if getattr(module, "__dict__", {}).get(name) is theirs:
+                    setattr(module, name, own)
 
 
 class _Region:
