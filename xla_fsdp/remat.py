@@ -22,7 +22,7 @@ from torch import nn
 from .collectives import host_memory
 from .collectives.order import after
 from .layers import linear
-from .replaying import Autocast, Buffers, RandomState, random_numbers_from
+from .replaying import Autocast, Buffers, RandomState, checkpoints, random_numbers_from
 from .sharding.gathering import Gathers, computing, computing_passes
 from .sharding.unit import units_in
 from .tree import map_tensors, tensors_in
@@ -96,7 +96,7 @@ def recomputed(
 
     ``offload``: with the inputs in the host's memory until then.
     """
-    if not torch.is_grad_enabled():
+    if not (torch.is_grad_enabled() and checkpoints()):
         return forward(*args, **kwargs)
     replay = _Replay(module, forward, args, kwargs)
     if offload:

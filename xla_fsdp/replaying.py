@@ -4,6 +4,7 @@ autocast, modes, buffers."""
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -70,6 +71,28 @@ def random_numbers_from(state: RandomState) -> Iterator[None]:
         yield
     finally:
         now.restore()
+
+
+class _Thread(threading.local):
+    checkpoints = True
+
+
+_this_thread = _Thread()
+
+
+def checkpoints() -> bool:
+    """Whether this thread is to keep what a checkpointed function needs to be run again."""
+    return _this_thread.checkpoints
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Within, this thread calls checkpointed functions as if they were not checkpointed."""
+    before, _this_thread.checkpoints = _this_thread.checkpoints, False
+    try:
+        yield
+    finally:
+        _this_thread.checkpoints = before
 
 
 @contextlib.contextmanager

@@ -18,16 +18,18 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 import torch_xla
+import torch_xla.utils.checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import xlac
 from .collectives.order import after, apart
-from .replaying import Autocast, RandomState, random_numbers_from
+from .replaying import Autocast, RandomState, checkpoints, random_numbers_from
 from .sharding.gathering import computing, computing_passes
 from .tree import map_tensors, tensors_in
 
 _lock = threading.Lock()
 _TorchFunction = torch.utils.checkpoint.CheckpointFunction
+_TorchXlaFunction = torch_xla.utils.checkpoint.CheckpointFunction
 _torch_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
 
@@ -42,6 +44,7 @@ def support_torch_checkpoint() -> None:
         for module in list(sys.modules.values()):
             for name, theirs, own in (
                 ("CheckpointFunction", _TorchFunction, _Reentrant),
+                ("CheckpointFunction", _TorchXlaFunction, _TorchXlaReentrant),
                 ("_checkpoint_without_reentrant_generator", _torch_generator, _generator),
             ):
                 if getattr(module, "__dict__", {}).get(name) is theirs:
@@ -108,6 +111,9 @@ def _generator(
     **kwargs: Any,
 ) -> Iterator[None]:
     """torch's, which calls the function that it is given in recomputations only."""
+    if not checkpoints():
+        yield
+        return
     options = preserve_rng_state, context_fn, determinism_check, debug, early_stop
     device = _device_of((args, kwargs)) if torch.is_grad_enabled() else None
     if device is None:
@@ -118,7 +124,21 @@ def _generator(
     region.forward_over()
 
 
-class _Reentrant(_TorchFunction):
+class _Applied:
+    """How torch's and torch_xla's reentrant functions are called."""
+
+    @classmethod
+    def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if not checkpoints():
+            return function(*args)
+        return super().apply(function, preserve_rng_state, *args)  # type: ignore[misc]
+
+
+class _TorchXlaReentrant(_Applied, _TorchXlaFunction):
+    """torch_xla's, which needs no more."""
+
+
+class _Reentrant(_Applied, _TorchFunction):
     @staticmethod
     def forward(
         ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any
