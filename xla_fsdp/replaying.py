@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import nn
 
 from . import xlac
+from .collectives.order import after, apart
 from .sharding.freeing import Stamp, stamps
 
 
@@ -71,6 +73,28 @@ def random_numbers_from(state: RandomState) -> Iterator[None]:
         yield
     finally:
         now.restore()
+
+
+def xla_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """The XLA device that a function of ``tensors`` computes on, if any."""
+    for tensor in tensors:
+        if tensor.device.type == "xla":
+            return tensor.device
+    if xlac.runtime_has_started():  # what a closure holds may be there
+        return torch_xla.device()
+    return None
+
+
+def tied(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of ``tensors`` that exist only after ``events``, to compute again from.
+
+    Without a barrier the compiler would see the same computation twice, do it once and keep the
+    result: what checkpointing is there to avoid.
+    """
+    copies = after(tensors, events) if events else [apart(tensor) for tensor in tensors]
+    # Each has a graph node with one output: torch_xla 2.9 aborts the process when the indices of an
+    # embedding come straight out of a barrier, which has several.
+    return [torch.view_copy(copy, copy.shape) for copy in copies]
 
 
 class _Thread(threading.local):

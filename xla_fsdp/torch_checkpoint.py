@@ -17,13 +17,17 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-import torch_xla
 import torch_xla.utils.checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import xlac
-from .collectives.order import after, apart
-from .replaying import Autocast, RandomState, checkpoints, random_numbers_from
+from .replaying import (
+    Autocast,
+    RandomState,
+    checkpoints,
+    random_numbers_from,
+    tied,
+    xla_device_of,
+)
 from .sharding.gathering import computing, computing_passes
 from .tree import map_tensors, tensors_in
 
@@ -80,7 +84,7 @@ class _Region:
             for one in self.passes:
                 one.require_shards_unchanged()
                 one.unit.enter_backward(one, events[0] if events else None)
-            args, kwargs = _tied((args, kwargs), events, self.device)
+            args, kwargs = _tied_in((args, kwargs), events, self.device)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.autocast.again())
             stack.enter_context(computing(self.passes))
@@ -89,14 +93,10 @@ class _Region:
             return self.function(*args, **kwargs)
 
 
-def _tied(arguments: Any, events: Sequence[torch.Tensor], device: torch.device) -> Any:
+def _tied_in(arguments: Any, events: Sequence[torch.Tensor], device: torch.device) -> Any:
     """Copies of ``arguments``, with their graph, that exist only after ``events``."""
     tensors = [tensor for tensor in tensors_in(arguments) if tensor.device == device]
-    tied = after(tensors, events) if events else [apart(tensor) for tensor in tensors]
-    copies = {
-        id(tensor): torch.view_copy(copy, copy.shape)  # as in remat.py, for embeddings
-        for tensor, copy in zip(tensors, tied, strict=True)
-    }
+    copies = dict(zip(map(id, tensors), tied(tensors, events), strict=True))
     return map_tensors(lambda tensor: copies.get(id(tensor), tensor), arguments)
 
 
@@ -115,7 +115,7 @@ def _generator(
         yield
         return
     options = preserve_rng_state, context_fn, determinism_check, debug, early_stop
-    device = _device_of((args, kwargs)) if torch.is_grad_enabled() else None
+    device = xla_device_of(tensors_in((args, kwargs))) if torch.is_grad_enabled() else None
     if device is None:
         yield from _torch_generator(function, *options, *args, **kwargs)
         return
@@ -143,7 +143,7 @@ class _Reentrant(_Applied, _TorchFunction):
     def forward(
         ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any
     ) -> Any:
-        device = _device_of(args)
+        device = xla_device_of(tensors_in(args))
         ctx.region = None if device is None else _Region(function, device)
         outputs = _TorchFunction.forward(ctx, function, preserve_rng_state, *args)
         if ctx.region is not None:
@@ -157,13 +157,3 @@ class _Reentrant(_Applied, _TorchFunction):
             events = [grad for grad in grads if grad is not None and grad.device == region.device]
             ctx.run_function = lambda *args: region.recompute(events, args, {})
         return _TorchFunction.backward(ctx, *grads)
-
-
-def _device_of(arguments: Any) -> torch.device | None:
-    """The XLA device that a function of ``arguments`` computes on, if any."""
-    for tensor in tensors_in(arguments):
-        if tensor.device.type == "xla":
-            return tensor.device
-    if xlac.runtime_has_started():  # what a closure holds may be there
-        return torch_xla.device()
-    return None
