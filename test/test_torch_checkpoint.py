@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from test_special_uses import WIDTH, inputs, trace_as_on_tpu, wrapped
 from torch import nn
+from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -147,6 +148,28 @@ def test_recomputation_is_kept_apart_from_the_forward(run_ranks):
     assert run_ranks(barriers, 1) == [True]
 
 
+def in_composition(rank):
+    """The composable checkpoint has torch's function by a name of its own."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    def gradients(mark):
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Dropout(0.5), nn.Tanh())
+        model = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), mark(inner)))
+        xm.set_rng_state(11, str(torch_xla.device()))
+        model(inputs(rank).to(torch_xla.device())).square().sum().backward()
+        return [p.grad.cpu() for p in model.parameters()]
+
+    for one, other in zip(gradients(lambda m: m), gradients(composable), strict=True):
+        torch.testing.assert_close(one, other)
+    return True
+
+
+def test_composable_checkpoint(run_ranks):
+    assert run_ranks(in_composition, 2) == [True, True]
+
+
 def is_layer(module):
     return isinstance(module, Layer)
 
@@ -245,3 +268,60 @@ def stored(rank, folder):
 
 def test_states_have_the_names_of_the_module(run_ranks, tmp_path):
     assert run_ranks(stored, 2, str(tmp_path)) == [True, True]
+
+
+class Scanned(nn.Module):
+    """A block that calls its own module as ``call`` says."""
+
+    def __init__(self, call, wrap=lambda module: module):
+        super().__init__()
+        self.call = call
+        self.inner = wrap(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+
+    def forward(self, x):
+        return x + self.call(self.inner, x)
+
+
+def direct(module, x):
+    return module(x)
+
+
+def of_torch_xla(module, x):
+    from torch_xla.utils.checkpoint import checkpoint
+
+    return checkpoint(module, x)
+
+
+def in_scanned_blocks(rank):
+    """Scanned blocks are computed again as a whole, whatever else they would have recomputed."""
+    import torch_xla
+
+    from xla_fsdp import checkpoint_module, full_state_dict, scan_blocks
+
+    def trained(around, device, *block):
+        torch.manual_seed(0)
+        blocks = around([Scanned(*block) for _ in range(3)])
+        # One process has the rows of both ranks.
+        rows = [inputs(one) for one in ((rank,) if device.type == "xla" else (0, 1))]
+        blocks(torch.cat(rows).to(device)).square().mean().backward()
+        torch.optim.SGD(blocks.parameters(), lr=1.0).step()
+        return blocks
+
+    expected = trained(lambda blocks: nn.Sequential(*blocks), torch.device("cpu"), direct)
+    ways = {name: (CALLS[name],) for name in ("reentrant", "not reentrant", "selective", "nested")}
+    ways["torch_xla"] = (of_torch_xla,)
+    ways["checkpoint_module"] = (direct, checkpoint_module)
+    ways["wrapper"] = (direct, checkpoint_wrapper)
+    for way, block in ways.items():
+        found = trained(scan_blocks, torch_xla.device(), *block)
+        state = full_state_dict(found, rank0_only=False)
+        assert set(state) == set(expected.state_dict())
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(
+                state[name], value, msg=lambda m, way=way, name=name: f"{way}, {name}: {m}"
+            )
+    return True
+
+
+def test_checkpoints_in_scanned_blocks(run_ranks):
+    assert run_ranks(in_scanned_blocks, 2) == [True, True]

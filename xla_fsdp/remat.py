@@ -16,13 +16,19 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
-import torch_xla
 from torch import nn
 
 from .collectives import host_memory
-from .collectives.order import after
 from .layers import linear
-from .replaying import Autocast, Buffers, RandomState, random_numbers_from
+from .replaying import (
+    Autocast,
+    Buffers,
+    RandomState,
+    checkpoints,
+    random_numbers_from,
+    tied,
+    xla_device_of,
+)
 from .sharding.gathering import Gathers, computing, computing_passes
 from .sharding.unit import units_in
 from .tree import map_tensors, tensors_in
@@ -96,7 +102,7 @@ def recomputed(
 
     ``offload``: with the inputs in the host's memory until then.
     """
-    if not torch.is_grad_enabled():
+    if not (torch.is_grad_enabled() and checkpoints()):
         return forward(*args, **kwargs)
     replay = _Replay(module, forward, args, kwargs)
     if offload:
@@ -151,7 +157,8 @@ class _Replay:
         tensors = tensors_in((args, kwargs))
         # Units whose parameters the forward uses; the recomputation needs them gathered again.
         self.passes = computing_passes()
-        self.device = _device_of(tensors, module)
+        candidates = [*tensors, *module.parameters(), *module.buffers()]
+        self.device = xla_device_of(candidates) or torch.device("cpu")
         self.random = RandomState.of(self.device)
         self.buffers = Buffers(module)
         self.draws = True
@@ -262,13 +269,9 @@ class _Replay:
         self._fetch(tensors)
         on_xla = [number for number, t in enumerate(tensors) if t.device == self.device]
         if self.device.type == "xla" and self.gradient is not None:
-            # Without a barrier the compiler would see the same computation twice, do it once and
-            # keep the result: what checkpointing is there to avoid.
-            tied = after([tensors[number] for number in on_xla], [self.gradient])
-            for number, tensor in zip(on_xla, tied, strict=True):
-                # The copy has a graph node with one output: torch_xla 2.9 aborts the process when
-                # the indices of an embedding come straight out of a barrier, which has several.
-                tensors[number] = torch.view_copy(tensor, tensor.shape)
+            copies = tied([tensors[number] for number in on_xla], [self.gradient])
+            for number, copy in zip(on_xla, copies, strict=True):
+                tensors[number] = copy
         for one in self.passes:
             one.require_shards_unchanged()
             one.unit.enter_backward(one, self.gradient)
@@ -325,11 +328,3 @@ class _Slot:
 
 def _fill(value: Any, tensors: list[torch.Tensor]) -> Any:
     return map_tensors(lambda slot: tensors[slot.number], value, leaf=_Slot)
-
-
-def _device_of(tensors: list[torch.Tensor], module: nn.Module) -> torch.device:
-    candidates = [*tensors, *module.parameters(), *module.buffers()]
-    on_xla = [tensor.device for tensor in candidates if tensor.device.type == "xla"]
-    if on_xla:
-        return on_xla[0]
-    return candidates[0].device if candidates else torch_xla.device()

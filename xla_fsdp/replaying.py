@@ -4,14 +4,17 @@ autocast, modes, buffers."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import nn
 
 from . import xlac
+from .collectives.order import after, apart
 from .sharding.freeing import Stamp, stamps
 
 
@@ -70,6 +73,50 @@ def random_numbers_from(state: RandomState) -> Iterator[None]:
         yield
     finally:
         now.restore()
+
+
+def xla_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """The XLA device that a function of ``tensors`` computes on, if any."""
+    for tensor in tensors:
+        if tensor.device.type == "xla":
+            return tensor.device
+    if xlac.runtime_has_started():  # what a closure holds may be there
+        return torch_xla.device()
+    return None
+
+
+def tied(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of ``tensors`` that exist only after ``events``, to compute again from.
+
+    Without a barrier the compiler would see the same computation twice, do it once and keep the
+    result: what checkpointing is there to avoid.
+    """
+    copies = after(tensors, events) if events else [apart(tensor) for tensor in tensors]
+    # Each has a graph node with one output: torch_xla 2.9 aborts the process when the indices of an
+    # embedding come straight out of a barrier, which has several.
+    return [torch.view_copy(copy, copy.shape) for copy in copies]
+
+
+class _Thread(threading.local):
+    checkpoints = True
+
+
+_this_thread = _Thread()
+
+
+def checkpoints() -> bool:
+    """Whether this thread is to keep what a checkpointed function needs to be run again."""
+    return _this_thread.checkpoints
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Within, this thread calls checkpointed functions as if they were not checkpointed."""
+    before, _this_thread.checkpoints = _this_thread.checkpoints, False
+    try:
+        yield
+    finally:
+        _this_thread.checkpoints = before
 
 
 @contextlib.contextmanager

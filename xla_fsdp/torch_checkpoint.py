@@ -9,6 +9,7 @@ what is checked stays torch's.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -16,30 +17,42 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-import torch_xla
+import torch_xla.utils.checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import xlac
-from .collectives.order import after, apart
-from .replaying import Autocast, RandomState, random_numbers_from
+from .replaying import (
+    Autocast,
+    RandomState,
+    checkpoints,
+    random_numbers_from,
+    tied,
+    xla_device_of,
+)
 from .sharding.gathering import computing, computing_passes
 from .tree import map_tensors, tensors_in
 
 _lock = threading.Lock()
 _TorchFunction = torch.utils.checkpoint.CheckpointFunction
+_TorchXlaFunction = torch_xla.utils.checkpoint.CheckpointFunction
 _torch_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
 
 def support_torch_checkpoint() -> None:
     """Has ``torch.utils.checkpoint`` work on XLA devices. A second call changes nothing."""
     with _lock:
+        if torch.utils.checkpoint.CheckpointFunction is _Reentrant:
+            return
         if not hasattr(torch, "xla"):
             torch._register_device_module("xla", types.ModuleType("torch.xla", __doc__))
-        for name, own in (
-            ("CheckpointFunction", _Reentrant),
-            ("_checkpoint_without_reentrant_generator", _generator),
-        ):
-            setattr(torch.utils.checkpoint, name, own)
+        # Some modules, as torch's composable checkpoint, have imported them by name.
+        for module in list(sys.modules.values()):
+            for name, theirs, own in (
+                ("CheckpointFunction", _TorchFunction, _Reentrant),
+                ("CheckpointFunction", _TorchXlaFunction, _TorchXlaReentrant),
+                ("_checkpoint_without_reentrant_generator", _torch_generator, _generator),
+            ):
+                if getattr(module, "__dict__", {}).get(name) is theirs:
+                    setattr(module, name, own)
 
 
 class _Region:
@@ -71,7 +84,7 @@ class _Region:
             for one in self.passes:
                 one.require_shards_unchanged()
                 one.unit.enter_backward(one, events[0] if events else None)
-            args, kwargs = _tied((args, kwargs), events, self.device)
+            args, kwargs = _tied_in((args, kwargs), events, self.device)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.autocast.again())
             stack.enter_context(computing(self.passes))
@@ -80,14 +93,10 @@ class _Region:
             return self.function(*args, **kwargs)
 
 
-def _tied(arguments: Any, events: Sequence[torch.Tensor], device: torch.device) -> Any:
+def _tied_in(arguments: Any, events: Sequence[torch.Tensor], device: torch.device) -> Any:
     """Copies of ``arguments``, with their graph, that exist only after ``events``."""
     tensors = [tensor for tensor in tensors_in(arguments) if tensor.device == device]
-    tied = after(tensors, events) if events else [apart(tensor) for tensor in tensors]
-    copies = {
-        id(tensor): torch.view_copy(copy, copy.shape)  # as in remat.py, for embeddings
-        for tensor, copy in zip(tensors, tied, strict=True)
-    }
+    copies = dict(zip(map(id, tensors), tied(tensors, events), strict=True))
     return map_tensors(lambda tensor: copies.get(id(tensor), tensor), arguments)
 
 
@@ -102,8 +111,11 @@ def _generator(
     **kwargs: Any,
 ) -> Iterator[None]:
     """torch's, which calls the function that it is given in recomputations only."""
+    if not checkpoints():
+        yield
+        return
     options = preserve_rng_state, context_fn, determinism_check, debug, early_stop
-    device = _device_of((args, kwargs)) if torch.is_grad_enabled() else None
+    device = xla_device_of(tensors_in((args, kwargs))) if torch.is_grad_enabled() else None
     if device is None:
         yield from _torch_generator(function, *options, *args, **kwargs)
         return
@@ -112,12 +124,26 @@ def _generator(
     region.forward_over()
 
 
-class _Reentrant(_TorchFunction):
+class _Applied:
+    """How torch's and torch_xla's reentrant functions are called."""
+
+    @classmethod
+    def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if not checkpoints():
+            return function(*args)
+        return super().apply(function, preserve_rng_state, *args)  # type: ignore[misc]
+
+
+class _TorchXlaReentrant(_Applied, _TorchXlaFunction):
+    """torch_xla's, which needs no more."""
+
+
+class _Reentrant(_Applied, _TorchFunction):
     @staticmethod
     def forward(
         ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any
     ) -> Any:
-        device = _device_of(args)
+        device = xla_device_of(tensors_in(args))
         ctx.region = None if device is None else _Region(function, device)
         outputs = _TorchFunction.forward(ctx, function, preserve_rng_state, *args)
         if ctx.region is not None:
@@ -131,13 +157,3 @@ class _Reentrant(_TorchFunction):
             events = [grad for grad in grads if grad is not None and grad.device == region.device]
             ctx.run_function = lambda *args: region.recompute(events, args, {})
         return _TorchFunction.backward(ctx, *grads)
-
-
-def _device_of(arguments: Any) -> torch.device | None:
-    """The XLA device that a function of ``arguments`` computes on, if any."""
-    for tensor in tensors_in(arguments):
-        if tensor.device.type == "xla":
-            return tensor.device
-    if xlac.runtime_has_started():  # what a closure holds may be there
-        return torch_xla.device()
-    return None

@@ -25,7 +25,7 @@ from .. import xlac
 from ..collectives import host_memory
 from ..collectives.order import Order
 from ..layers.keeping import Keeping
-from ..replaying import in_modes
+from ..replaying import in_modes, without_checkpoints
 from ..sharding.block_memory import BlockMemory
 from ..sharding.freeing import stamps
 from ..sharding.gathering import refuse_change_before_backward
@@ -261,6 +261,8 @@ class Run:
             stack.enter_context(torch.autocast("xla", dtype, enabled, cache_enabled=False))
             stack.enter_context(self.unit.installed(full, buffers))
             stack.enter_context(keeping.over(self.unit.template))
+            # The backward computes the block again as a whole.
+            stack.enter_context(without_checkpoints())
             stack.enter_context(checks.NothingDrawnOnHost(self.unit.template))
             given = checks.inputs_of([x, *full, *buffers, *constants])
             stack.enter_context(checks.nothing_lost(self.unit, full, given))
