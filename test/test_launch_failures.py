@@ -69,6 +69,22 @@ class TestARankRaises:
 
         assert fails(step, 4).rank == 1
 
+    def test_an_interrupt_in_a_destructor_is_repeated(self, fails, capfd):
+        class Loader:
+            def __del__(self):
+                while True:
+                    time.sleep(0.05)
+
+        def step(rank):
+            if rank == 1:
+                raise ValueError("no data")
+            Loader()  # the first interrupt ends only its destructor
+            while True:
+                time.sleep(0.05)
+
+        assert fails(step, 2).rank == 1
+        assert "Exception ignored" not in capfd.readouterr().err
+
     def test_after_a_step_while_others_train_on(self, fails):
         def train(rank):
             import torch_xla

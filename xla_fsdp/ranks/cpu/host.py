@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ def run_ranks(
     threads = [RankThread(session, c, fn, tuple(args), ended.release) for c in session.contexts]
     try:
         _install(session, patches, caller_seed)
+        patches.set(sys, "unraisablehook", _interrupt_again(threads, sys.unraisablehook))
         for thread in threads:
             thread.start()
         _wait(session, threads, ended)
@@ -70,7 +72,6 @@ def run_ranks(
 
 def _wait(session: Session, threads: list[RankThread], ended: threading.Semaphore) -> None:
     stopping_since: float | None = None
-    interrupted = False
     while any(thread.is_alive() for thread in threads):
         ended.acquire(timeout=_POLL_SECONDS)
         session.barrier.watch()
@@ -81,11 +82,11 @@ def _wait(session: Session, threads: list[RankThread], ended: threading.Semaphor
         stopping_since = stopping_since or now
         if now - stopping_since > _LEAVE_AFTER:
             return
-        if now - stopping_since > _INTERRUPT_AFTER and not interrupted:
-            interrupted = True
+        if now - stopping_since > _INTERRUPT_AFTER:
             session.gate.close()
             for rank, thread in enumerate(threads):
-                if thread.is_alive() and not session.dispatching[rank]:
+                if thread.is_alive() and not thread.interrupted and not session.dispatching[rank]:
+                    thread.interrupted = True
                     _raise_in(thread, RankStopped)
 
 
@@ -95,6 +96,23 @@ def _raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread.ident), ctypes.py_object(exception)
     )
+
+
+def _interrupt_again(threads: list[RankThread], report: Callable) -> Callable:
+    """A ``sys.unraisablehook`` for interrupts that Python discards.
+
+    An interrupt that arrives inside of a ``__del__``, a data loader's for example, ends only that
+    method. The rank is interrupted again, and nothing is printed.
+    """
+
+    def hook(unraisable: Any) -> None:
+        if unraisable.exc_type is not RankStopped:
+            report(unraisable)
+        for thread in threads:
+            if unraisable.exc_type is RankStopped and thread.ident == threading.get_ident():
+                thread.interrupted = False
+
+    return hook
 
 
 def _install(session: Session, patches: Patches, seed: int) -> None:

@@ -26,6 +26,7 @@ class RankThread(threading.Thread):
 
     Attributes:
         result: what ``fn`` returned, XLA tensors in it moved to the CPU.
+        interrupted: :class:`RankStopped` was raised in this thread.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class RankThread(threading.Thread):
     ) -> None:
         super().__init__(name=f"rank {context.rank}", daemon=True)
         self.result: Any = None
+        self.interrupted = False
         self._session = session
         self._context = context
         self._fn = fn
