@@ -10,13 +10,11 @@ import pytest
 from preflight_command import CLEAN, ROOT, WHERE
 from processes import ended
 
-from xla_fsdp.preflight import running
+from xla_fsdp.preflight import workers
+from xla_fsdp.preflight.__main__ import main
 from xla_fsdp.preflight.checks import Status, by_worker, ok
-from xla_fsdp.preflight.cli import main
-from xla_fsdp.preflight.running import run_all
-from xla_fsdp.preflight.versions import OLDEST_PYTHON, PINS
-from xla_fsdp.preflight.worker_checks import GIB, check_looks
-from xla_fsdp.preflight.workers import Answer
+from xla_fsdp.preflight.worker_checks import GIB, OLDEST_PYTHON, PINS, check_looks
+from xla_fsdp.preflight.workers import Answer, _run_all
 
 
 def look(**changes):
@@ -80,7 +78,7 @@ def test_a_command_without_end_is_stopped_and_its_words_are_kept_in_part(tmp_pat
     # "timeout" would end it, with code 124, if nobody else did.
     command = ["sh", "-c", f"echo $$ > {tmp_path}/pid; exec timeout 300 yes"]
     for seconds in (0.5, 5, 50):  # a busy machine may not let it say that much in the first
-        outcome = run_all({0: command}, seconds, at_once=1)[0]
+        outcome = _run_all({0: command}, seconds, at_once=1)[0]
         assert outcome.code is None
         if len(outcome.out) == 1 << 20:
             break
@@ -90,8 +88,8 @@ def test_a_command_without_end_is_stopped_and_its_words_are_kept_in_part(tmp_pat
 
 def test_commands_run_beside_each_other_but_not_too_many(monkeypatch):
     # A clock that only orders what happens.
-    monkeypatch.setattr(running.time, "time", itertools.count().__next__)
-    outcomes = run_all({n: ["sleep", "0.1"] for n in range(4)}, seconds=300, at_once=2).values()
+    monkeypatch.setattr(workers.time, "time", itertools.count().__next__)
+    outcomes = _run_all({n: ["sleep", "0.1"] for n in range(4)}, seconds=300, at_once=2).values()
     assert {outcome.code for outcome in outcomes} == {0} and len(outcomes) == 4
     beside = [
         sum(other.started <= one.started < other.ended for other in outcomes) for one in outcomes
@@ -137,8 +135,8 @@ def test_a_wrong_url_in_the_environment_is_named(monkeypatch, capsys):
 
 def test_neither_torch_nor_the_client_is_imported_to_say_no():
     code = (
-        "import sys; from xla_fsdp.preflight.cli import main; main(['--tpu', 'a/b', '--zone', 'z',"
-        "'--project', 'p', '--skip_workers']); "
+        "import sys; from xla_fsdp.preflight.__main__ import main; "
+        "main(['--tpu', 'a/b', '--zone', 'z', '--project', 'p', '--skip_workers']); "
         "print([m for m in ('torch', 'torch_xla', 'cloud_tpu_client', 'absl') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=CLEAN)

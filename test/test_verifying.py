@@ -14,13 +14,12 @@ from reports import make
 
 import xla_fsdp
 from xla_fsdp.extras import MissingExtraError
-from xla_fsdp.preflight.cli import main
+from xla_fsdp.preflight.__main__ import main
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError, calibrated
 from xla_fsdp.tpu.chips import V5E
 from xla_fsdp.tpu.topology import resolve
 from xla_fsdp.verifying import api, stages, steps, verdict
-from xla_fsdp.verifying.collectives import axes, modelled
-from xla_fsdp.verifying.fitting import calibrate
+from xla_fsdp.verifying.microbenchmarks import axes, modelled
 from xla_fsdp.verifying.nets import Size
 from xla_fsdp.verifying.parity import CASES, _compared
 from xla_fsdp.verifying.privacy import scrubbed, shown_environment
@@ -28,6 +27,7 @@ from xla_fsdp.verifying.records import CollectiveTime, Finding, Rate, Status, St
 from xla_fsdp.verifying.report import Verification
 from xla_fsdp.verifying.stages import Job
 from xla_fsdp.verifying.steps import ON_TPU
+from xla_fsdp.verifying.verdict import calibrate
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
 HOSTILE = '<script>alert("1")</script>'
@@ -221,7 +221,7 @@ def test_a_report_is_told_kept_and_drawn(tmp_path):
 
 SCRIPT = """
 import sys
-from xla_fsdp.preflight.cli import main
+from xla_fsdp.preflight.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(["--measure", *sys.argv[1:]]))
@@ -282,7 +282,7 @@ def _as_on_a_tpu(rank, folder):
 def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, monkeypatch):
     run_ranks(_as_on_a_tpu, 2, str(tmp_path))
     children = api._Children(tmp_path, now() + 100, lambda text: None)
-    where = api._where(children.notes("where"))
+    where = verdict.describe_machine(children.notes("where"))
     assert (where.family, where.ranks, where.topology) == ("v5e", 2, "v5litepod-4")
     # What is planned, and where: of the slice that is here, the sizes of its kind.
     asked = []
@@ -296,7 +296,7 @@ def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, m
     monkeypatch.setattr(children, "_run", planned)
     children.plan(Job(("steps",), "", "", 0.0), where, None)
     assert asked == [("plan", tuple(ON_TPU), "v5litepod-4", {"PJRT_DEVICE": "CPU"})]
-    found = api._verification(children, where, None, ("steps",))
+    found = verdict.judge(children.notes, children.failures, where, None, ("steps",))
     ours = next(run for run in found.steps if run.lane == "xla_fsdp")
     assert (ours.planned, ours.hbm) == (make().timing.step, 3 << 20) and ours.seconds > 0
     about = {each.name: each for each in found.findings}
@@ -316,7 +316,8 @@ def test_a_step_that_cannot_be_planned_is_told_of(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "plan", fail)
     child._plan(Job(("steps",), str(tmp_path), "", 0.0, sizes=("2 x 64",), topology="v5litepod-4"))
     children = api._Children(tmp_path, 0.0, lambda text: None)
-    found = api._verification(children, api._where([]), None, ("steps",))
+    where = verdict.describe_machine([])
+    found = verdict.judge(children.notes, children.failures, where, None, ("steps",))
     assert [(each.name, each.found) for each in found.findings] == [
         ("plan of 2 x 64", "MissingExtraError: plan needs jax")
     ]

@@ -9,21 +9,23 @@ from __future__ import annotations
 import json
 import logging
 import random
+import threading
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..extras import require_extra
 from ..wording import first_line, some_of
 from . import trouble
 from .errors import ApiError, UsageError
-from .node import Node
-from .states import passes
+from .node import Node, passes
 from .where import Where
 
 # v1, which the client asks by default, knows no runtime version of TPU VMs.
 DISCOVERY_URL = "https://tpu.googleapis.com/$discovery/rest?version=v2"
+
+Found = TypeVar("Found")
 
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 16.0  # seconds between two tries
@@ -127,11 +129,9 @@ class TpuApi:
 
     def _patiently(self, call: Callable[[], Any]) -> Any:
         """``call()``, again after errors that may pass."""
-        from .asking import within
-
         for attempt in range(self._retries + 1):
             try:
-                return within(_REQUESTS * self._timeout, call)
+                return _within(_REQUESTS * self._timeout, call)
             except Exception as error:
                 what = trouble.explain(self._without_token(error), self._where)
                 if isinstance(error, TimeoutError):
@@ -187,3 +187,32 @@ def wait_until_usable(api: TpuApi, seconds: float, say: Callable[[str], None]) -
         say(f"waiting: state {node.state}, health {node.health or 'not stated'}")
         time.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _within(seconds: float, call: Callable[[], Found]) -> Found:
+    """``call()``, or TimeoutError: a server may send a byte at a time for ever.
+
+    What is not over by then goes on, in a thread that ends with the process.
+    """
+    ended: list[Callable[[], Found]] = []
+
+    def run() -> None:
+        try:
+            value = call()
+            ended.append(lambda: value)
+        except BaseException as error:
+            ended.append(_raises(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not ended:
+        raise TimeoutError(f"timed out: no whole answer in {seconds:g} s")
+    return ended[0]()
+
+
+def _raises(error: BaseException) -> Callable[[], Any]:
+    def run() -> Any:
+        raise error
+
+    return run

@@ -1,12 +1,10 @@
-"""HTTP for the TPU API: bounded in bytes and time, without redirects, and with the user's token
+"""HTTP for the TPU API: bounded in bytes, without redirects, and with the user's token
 only for whom it is meant. Imports what the ``pod`` extra brings."""
 
 from __future__ import annotations
 
 import http.client
-import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import google_auth_httplib2
@@ -14,8 +12,6 @@ import httplib2
 
 from .errors import UsageError
 from .trouble import shown
-
-Found = TypeVar("Found")
 
 # The description of the API has some 100 KB, a node a few.
 MOST_BYTES = 16 << 20
@@ -80,32 +76,3 @@ class AuthorizedHttp(google_auth_httplib2.AuthorizedHttp):
 def _origin(url: str) -> str:
     place = urlsplit(url)
     return f"{place.scheme}://{place.netloc.rpartition('@')[2]}".lower()
-
-
-def within(seconds: float, call: Callable[[], Found]) -> Found:
-    """``call()``, or TimeoutError: a server may send a byte at a time for ever.
-
-    What is not over by then goes on, in a thread that ends with the process.
-    """
-    ended: list[Callable[[], Found]] = []
-
-    def run() -> None:
-        try:
-            value = call()
-            ended.append(lambda: value)
-        except BaseException as error:
-            ended.append(_raises(error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not ended:
-        raise TimeoutError(f"timed out: no whole answer in {seconds:g} s")
-    return ended[0]()
-
-
-def _raises(error: BaseException) -> Callable[[], Any]:
-    def run() -> Any:
-        raise error
-
-    return run

@@ -1,14 +1,48 @@
-"""What the TPU API says about a node."""
+"""A node: what the TPU API says about it, and checks of its state, health, slice and workers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from ..tpu.topology import Slice, UnknownTopologyError, resolve
+from .checks import Check, failed, ok, skipped, warning
 from .errors import ApiError
+from .where import Where
 
 _SYMPTOMS = 3  # the last few tell what is wrong now
+_COMING = "wait for it: --wait 900"
+_GONE = "'{delete}', then create it again; what was on its disks is lost"
+# State: whether waiting helps, remedy. The states are those of v2 of the API; v1 has no others.
+_STATES: Mapping[str, tuple[bool, str]] = MappingProxyType(
+    {
+        "READY": (True, ""),  # and unhealthy, or nobody would wait
+        "CREATING": (True, _COMING),
+        "STARTING": (True, _COMING),
+        "RESTARTING": (True, _COMING),
+        "REIMAGING": (True, _COMING),
+        "REPAIRING": (True, f"{_COMING}; if it lasts, {_GONE}"),
+        "UNHIDING": (True, _COMING),
+        "STOPPED": (False, "'{start}'"),
+        "STOPPING": (False, "wait until it is STOPPED, then '{start}'"),
+        "PREEMPTED": (False, _GONE),
+        "TERMINATED": (False, _GONE),
+        "DELETING": (False, "create another one"),
+        "HIDING": (False, "it was taken out of use by Google Cloud: ask its support"),
+        "HIDDEN": (False, "it was taken out of use by Google Cloud: ask its support"),
+    }
+)
+_OTHER = (False, "look at it with '{describe}'")
+# Health: remedy. Any other is not healthy either.
+_HEALTH_REMEDIES = {
+    "UNHEALTHY_MAINTENANCE": "its host is under maintenance: wait (--wait 900), or '{delete}' and "
+    "create it again",
+    "TIMEOUT": "it does not answer the health monitor: wait (--wait 300), then '{stop}' and "
+    "'{start}'",
+}
+_OTHER_HEALTH = "look at the symptoms, then '{stop}' and '{start}', or create it again"
 
 
 @dataclass(frozen=True)
@@ -106,3 +140,139 @@ def _items(answer: Mapping, key: str) -> list[Mapping]:
 def _text(answer: Mapping, key: str) -> str:
     value = answer.get(key)
     return value if isinstance(value, str) else ""
+
+
+def passes(state: str) -> bool:
+    """Whether a node in this state may become READY and HEALTHY if one waits."""
+    return _STATES.get(state, _OTHER)[0]
+
+
+def _remedy(state: str, where: Where) -> str:
+    commands = {verb: where.gcloud(verb) for verb in ("start", "delete", "describe")}
+    return _STATES.get(state, _OTHER)[1].format(**commands)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the user says that the node should be; ``None`` where nothing was said."""
+
+    accelerator: str | None
+    runtime: str | None
+    world_size: int | None
+
+
+def slice_of(accelerator: str) -> Slice | None:
+    """The slice that an accelerator type names; ``None`` if this package knows no such."""
+    try:
+        return resolve(accelerator)
+    except UnknownTopologyError:
+        return None
+
+
+def check_node(node: Node, where: Where, expected: Expected) -> Iterator[Check]:
+    """A check for each property of the node."""
+    yield _state(node, where)
+    yield _health(node, where)
+    if node.symptoms:
+        yield warning(
+            "symptoms",
+            "; ".join(node.symptoms),
+            "none",
+            "they may be of an earlier run; if they are new, look at that worker",
+        )
+    if node.maintenance:
+        remedy = "save checkpoints often, or start when it is over"
+        yield warning("maintenance", node.maintenance, "none", remedy)
+    wanted = expected.accelerator
+    if wanted is not None and _same_slice(wanted, node.accelerator):
+        wanted = node.accelerator  # v5e-16 is a v5litepod-16
+    yield _stated("accelerator type", node.accelerator, wanted, "--accelerator_type")
+    yield _stated("runtime version", node.runtime, expected.runtime, "--runtime_version")
+    yield _workers(node, where)
+    if expected.world_size is not None:
+        yield _world_size(node, expected.world_size)
+
+
+def _state(node: Node, where: Where) -> Check:
+    if node.state != "READY":
+        return failed("state", node.state, "READY", _remedy(node.state, where))
+    kind = ", spot: may be preempted at any time" if node.spot else ""
+    return ok("state", f"READY ({where.tpu} in {where.zone}{kind})")
+
+
+def _health(node: Node, where: Where) -> Check:
+    if node.health == "HEALTHY":
+        return ok("health", "HEALTHY")
+    if node.state != "READY":
+        return skipped("health", f"{node.health or 'not stated'}, as the node is not READY")
+    if not node.health:
+        return warning("health", "not stated", "HEALTHY", "wait for the first report: --wait 300")
+    found = f"{node.health}: {node.health_description}".removesuffix(": ")
+    commands = {verb: where.gcloud(verb) for verb in ("start", "stop", "delete")}
+    remedy = _HEALTH_REMEDIES.get(node.health, _OTHER_HEALTH).format(**commands)
+    return failed("health", found, "HEALTHY", remedy)
+
+
+def _same_slice(one: str, other: str) -> bool:
+    a, b = slice_of(one), slice_of(other)
+    return a is not None and b is not None and (a.chip.family, a.shape) == (b.chip.family, b.shape)
+
+
+def _stated(name: str, found: str, expected: str | None, flag: str) -> Check:
+    if expected is None or found == expected:
+        return ok(name, found or "not stated")
+    return failed(
+        name, found or "not stated", expected, f"create the node with {expected}, or change {flag}"
+    )
+
+
+def _workers(node: Node, where: Where) -> Check:
+    count, wanted = len(node.endpoints), slice_of(node.accelerator)
+    again = f"'{where.gcloud('describe')}'; if it stays so, create the node again"
+    if not count and node.state != "READY":
+        return skipped("worker count", "no workers, as the node is not READY")
+    if not count:
+        return failed("worker count", "no network endpoints", "one for each worker", again)
+    if wanted is None:
+        return warning(
+            "worker count",
+            f"{count}, of an accelerator type that this version of xla_fsdp does not know: "
+            f"{node.accelerator or 'not stated'}",
+            "a known type, such as v4-32",
+            "count the workers yourself",
+        )
+    if count != wanted.hosts:
+        return failed(
+            "worker count",
+            f"{count} network endpoints",
+            f"{wanted.hosts} for {node.accelerator}",
+            again,
+        )
+    return ok("worker count", f"{count} ({node.accelerator}: {wanted.chips} chips)")
+
+
+def _world_size(node: Node, world_size: int) -> Check:
+    wanted, count = slice_of(node.accelerator), len(node.endpoints)
+    if wanted is not None and wanted.devices == world_size:
+        each = wanted.devices // wanted.hosts
+        return ok("world size", f"{world_size} ({wanted.hosts} workers of {each} devices)")
+    if wanted is not None:
+        return failed(
+            "world size",
+            f"{wanted.devices} devices in {node.accelerator}",
+            str(world_size),
+            f"run with {wanted.devices} ranks, or on another slice",
+        )
+    if not count or world_size % count:
+        return failed(
+            "world size",
+            f"{count} workers",
+            f"a number that divides {world_size}",
+            "run with as many ranks on each worker as it has devices",
+        )
+    return warning(
+        "world size",
+        f"{count} workers of unknown devices",
+        f"{world_size // count} devices on each, for {world_size} ranks",
+        "see that it is so",
+    )

@@ -1,19 +1,33 @@
-"""Checks of what the workers say about themselves: chips, memory, clock, disk, environment."""
+"""Checks of the workers: their chips, memory, clock, disk and environment, whether all have the
+software that this package needs, and whether all write to one and the same checkpoint folder.
+
+For the last, each worker leaves a file, each looks for the files of all the others, each removes
+its own. Three rounds: a file must not go before everybody has looked for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
+from .. import __version__
 from ..tpu.topology import Slice
-from .checks import Check, by_worker, failed, ok, warning
-from .workers import Answer
+from ..wording import runs
+from .checks import Check, by_worker, failed, ok, skipped, warning
+from .workers import Answer, Workers
 
 GIB = 2**30
 _CACHE_GIB = 2  # compiled programs of a few models
 _CLOCK_SECONDS = 5.0
 # Of a worker's memory, before training: less means that something else runs there.
 _AVAILABLE_PART = 0.5
+# As setup.py pins them: torch_xla loads with no other torch, this package with no other torch_xla.
+PINS: Mapping[str, str] = MappingProxyType({"torch": "2.9.0", "torch_xla": "2.9.0"})
+OLDEST_PYTHON = (3, 10)  # python_requires
+_NOT_INSTALLED = "not installed"
+_INSTALL_REMEDY = "install the same on every worker; --python names the interpreter that is meant"
+_LOW_GIB = 10  # a few checkpoints of a small model
 
 
 def check_answers(answers: Mapping[int, Answer]) -> Check:
@@ -135,3 +149,171 @@ def _clocks(answers: Mapping[int, Answer]) -> Check:
         remedy = "set the clock there (or here): credentials and logs depend on it"
         return warning("clocks", by_worker(off), f"within {_CLOCK_SECONDS:g} s", remedy)
     return ok("clocks", f"within {_CLOCK_SECONDS:g} s and the time of an answer")
+
+
+def check_versions(looks: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
+    """A check for Python and each package; ``looks``: what each worker said."""
+    yield _python({number: str(look["python"]) for number, look in looks.items()})
+    for name in ("torch", "torch_xla", "libtpu", "xla_fsdp", "jax", "jaxlib"):
+        found = {number: look["packages"][name] or _NOT_INSTALLED for number, look in looks.items()}
+        kinds = set(found.values())
+        if kinds == {_NOT_INSTALLED} and name in ("jax", "jaxlib"):
+            continue  # only needed for planning and kernels
+        if len(kinds) > 1:
+            yield failed(name, by_worker(found), _expected(name), _INSTALL_REMEDY)
+        elif name in PINS:
+            yield _pinned(name, kinds.pop())
+        elif name == "libtpu":
+            yield _libtpu(kinds.pop(), {str(look["libtpu_wanted"]) for look in looks.values()})
+        elif name == "xla_fsdp":
+            yield _own(kinds.pop())
+        else:
+            yield ok(name, f"{kinds.pop()} everywhere")
+
+
+def _python(found: Mapping[int, str]) -> Check:
+    # Pickles and wheels depend on the first two numbers only.
+    minor = {number: ".".join(text.split(".")[:2]) for number, text in found.items()}
+    oldest = ".".join(map(str, OLDEST_PYTHON))
+    if len(set(minor.values())) > 1:
+        return failed("python", by_worker(minor), "the same everywhere", _INSTALL_REMEDY)
+    text = next(iter(minor.values()))
+    if tuple(int(part) for part in text.split(".")) < OLDEST_PYTHON:
+        return failed("python", f"{text} everywhere", f"{oldest} or later", _INSTALL_REMEDY)
+    return ok("python", by_worker(found) if len(set(found.values())) > 1 else f"{text} everywhere")
+
+
+def _expected(name: str) -> str:
+    return f"{PINS[name]} everywhere" if name in PINS else "the same everywhere"
+
+
+def _pinned(name: str, found: str) -> Check:
+    if found.partition("+")[0] == PINS[name]:  # 2.9.0+cpu is a 2.9.0
+        return ok(name, f"{found} everywhere")
+    remedy = f"pip install '{name}=={PINS[name]}'; --python names the interpreter that is meant"
+    return failed(name, f"{found} everywhere", _expected(name), remedy)
+
+
+def _libtpu(found: str, wanted: set[str]) -> Check:
+    if found == _NOT_INSTALLED:
+        remedy = f"pip install 'torch_xla[tpu]=={PINS['torch_xla']}'"
+        return failed("libtpu", "not installed anywhere", "libtpu on every worker", remedy)
+    if wanted in ({"None"}, {found}):
+        return ok("libtpu", f"{found} everywhere")
+    needs = ", ".join(sorted(wanted))
+    return warning(
+        "libtpu",
+        f"{found} everywhere",
+        f"{needs}, which torch_xla names",
+        f"pip install 'libtpu=={needs}'; jax[tpu] may have replaced it",
+    )
+
+
+def _own(found: str) -> Check:
+    if found == __version__:
+        return ok("xla_fsdp", f"{found} everywhere, as here")
+    if found == _NOT_INSTALLED:
+        return warning(
+            "xla_fsdp",
+            "not installed anywhere",
+            f"{__version__}, as here",
+            "install it, or see that a copy is on PYTHONPATH when training starts",
+        )
+    return warning(
+        "xla_fsdp", f"{found} everywhere", f"{__version__}, as here", "install the same version"
+    )
+
+
+def check_shared_path(workers: Workers, numbers: Iterable[int], path: str) -> Iterator[Check]:
+    """The checks of ``path`` as the workers ``numbers`` see it."""
+    numbers = list(numbers)
+    wrote: dict[int, Answer] = {}
+    try:
+        wrote = workers.ask("write", numbers, path=path)
+        yield _writable(wrote, path, len(workers.numbers))
+        writers = [number for number, answer in wrote.items() if not answer.problem]
+        if writers:
+            yield _space(wrote, writers, path)
+        if len(writers) > 1 or writers == workers.numbers:
+            read = workers.ask("read", writers, path=path, workers=writers)
+            yield _shared(read, path, len(workers.numbers))
+        else:
+            yield skipped(
+                "checkpoints shared", f"{path}: takes two workers that write, not {len(writers)}"
+            )
+    finally:  # also after Ctrl-C, and if whoever takes the checks stops
+        left = _clean(workers, numbers, wrote, path)
+    if left:
+        yield warning(
+            "probe files",
+            by_worker(left),
+            "removed",
+            f"remove {path.rstrip('/')}/.preflight-{workers.token} by hand",
+        )
+
+
+def _clean(
+    workers: Workers, numbers: Iterable[int], wrote: Mapping[int, Answer], path: str
+) -> dict[int, str]:
+    """Removes what was left; where that did not work, and why."""
+    # Who did not come back from writing would not come back from removing either.
+    hung = {number for number, answer in wrote.items() if not answer.data}
+    cleaned = workers.ask("clean", [n for n in numbers if n not in hung], path=path)
+    made = {
+        number: {"action": "prune", "worker": number, "made": answer.data["made"]}
+        for number, answer in wrote.items()
+        if answer.data.get("made")
+    }
+    workers.ask_each(made)  # what others have put in there by now stays
+    left = dict.fromkeys(hung, "it may have left a file")
+    for number, answer in cleaned.items():
+        # Where nothing could be written, the reason has been told.
+        if answer.problem and not (number in wrote and wrote[number].problem):
+            left[number] = answer.problem
+    return left
+
+
+def _writable(wrote: Mapping[int, Answer], path: str, total: int) -> Check:
+    problems = {number: answer.problem for number, answer in wrote.items() if answer.problem}
+    if not problems:
+        return ok("checkpoints written", f"{path}: by {len(wrote)} of {total} workers")
+    return failed(
+        "checkpoints written",
+        f"{path}: {by_worker(problems)}",
+        f"a file written by each of {total} workers",
+        "mount it there and let this user write; a bucket needs fsspec and its package (gcsfs) "
+        "there, and a service account that may write",
+    )
+
+
+def _space(wrote: Mapping[int, Answer], writers: Iterable[int], path: str) -> Check:
+    free = {number: wrote[number].data["free"] for number in writers}
+    sizes = [size for size in free.values() if size is not None]
+    if not sizes:
+        return ok("checkpoint space", "a bucket states no limit")
+    least = min(sizes) / GIB
+    if least < _LOW_GIB:
+        remedy = "make room: keep_last= of save_checkpoint removes older checkpoints"
+        found = f"{path}: {least:.1f} GiB free"
+        return warning("checkpoint space", found, f"{_LOW_GIB} GiB or more", remedy)
+    return ok("checkpoint space", f"{least:.0f} GiB free")
+
+
+def _shared(read: Mapping[int, Answer], path: str, total: int) -> Check:
+    problems = {}
+    for number, answer in read.items():
+        if answer.problem:
+            problems[number] = answer.problem
+        elif answer.data["missing"]:
+            problems[number] = f"no file of {runs('worker', answer.data['missing'])}"
+        elif answer.data["different"]:
+            problems[number] = f"another content of {runs('worker', answer.data['different'])}"
+    if problems:
+        return failed(
+            "checkpoints shared",
+            f"{path}: {by_worker(problems)}",
+            "each worker sees the files of all",
+            "mount one file system on every worker (NFS, Filestore, a bucket), or give a bucket: "
+            "gs://...",
+        )
+    return ok("checkpoints shared", f"{path}: by {len(read)} of {total} workers")

@@ -12,23 +12,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from datetime import datetime, timezone
-from importlib import metadata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..tpu.topology import Slice, UnknownTopologyError, resolve
-from . import verdict
-from .fitting import calibrate
+from ..tpu.topology import Slice, resolve
 from .parity import CASES
-from .privacy import scrubbed, shown_environment
-from .records import CollectiveTime, Finding, Rate, Status, StepRun, Where
+from .privacy import scrubbed
+from .records import Finding, Status, Where
 from .report import Verification
 from .stages import NOTES, STAGES, Job
-from .steps import ON_CPU, ON_TPU, OURS
+from .steps import ON_CPU, ON_TPU
+from .verdict import describe_machine, judge
 
-_PACKAGES = ("xla_fsdp", "torch", "torch_xla", "libtpu", "jax", "jaxlib", "numpy")
 _SHORTEST = 30.0  # seconds that make sense as a limit
 
 
@@ -91,13 +87,13 @@ def verify(
         run.stages(job)
         if "programs" in stages:
             run.again(replace(job, stages=("programs",)))
-        where = _where(run.notes("where"))
+        where = describe_machine(run.notes("where"))
         if not run.notes("where") and not run.failures:
             found = "rank 0 runs on another host, which has the report"
             run.failures.append(Finding(Status.SKIPPED, "report", found))
         if "steps" in stages:
             run.plan(job, where, slice)
-        return _verification(run, where, slice, stages)
+        return judge(run.notes, run.failures, where, slice, stages)
 
 
 def _check(
@@ -209,95 +205,3 @@ def _reason(lines: Sequence[str]) -> str:
     spoken = [line.strip() for line in lines if line.strip()]
     errors = [line for line in spoken if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     return (errors or spoken or [""])[-1]
-
-
-def _where(notes: Sequence[Mapping[str, Any]]) -> Where:
-    found = notes[0] if notes else {"device": "", "family": "cpu", "ranks": 0, "topology": ""}
-    versions = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    versions["python"] = sys.version.split()[0]
-    return Where(
-        device=str(found["device"]),
-        family=str(found["family"]),
-        ranks=int(found["ranks"]),
-        topology=str(found["topology"]),
-        versions=versions,
-        environment=shown_environment(),
-        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-    )
-
-
-def _verification(
-    run: _Children, where: Where, asked: Slice | None, stages: Sequence[str]
-) -> Verification:
-    slice = None
-    with contextlib.suppress(UnknownTopologyError):
-        slice = resolve(where.topology) if where.topology else None
-    rates = [_of(Rate, note) for note in run.notes("rate")]
-    times = [
-        replace(time, groups=tuple(map(tuple, time.groups)))
-        for time in (_of(CollectiveTime, note) for note in run.notes("collective"))
-    ]
-    runs = _planned([_of(StepRun, note) for note in run.notes("step")], run)
-    findings = [
-        replace(found, found=scrubbed(found.found))
-        for found in (_of(Finding, note) for note in run.notes("finding"))
-    ]
-    findings = [replace(found, status=Status(found.status)) for found in findings]
-    if "programs" in stages:
-        uncached = run.notes("uncached")
-        if uncached:
-            skipped = Finding(Status.SKIPPED, "compiled programs", scrubbed(uncached[0]["error"]))
-            findings.append(skipped)
-        else:
-            findings.append(verdict.programs(run.notes("programs")))
-    findings += [verdict.death(note, where.ranks) for note in run.notes("death")]
-    for rate in rates:
-        findings += verdict.of_rate(rate)
-    findings += verdict.of_collectives(times)
-    findings += verdict.of_steps(runs, where.family != "cpu")
-    for note in run.notes("unplanned"):
-        found = scrubbed(note["error"])
-        findings.append(Finding(Status.SKIPPED, f"plan of {note['name']}", found))
-    calibration = calibrate(where.family, times, rates, slice)
-    about = {**where.versions, "device": where.device, "date": where.date}
-    about["topology"] = where.topology or "unknown"
-    return Verification(
-        where=where,
-        findings=tuple([*run.failures, *findings]),
-        rates=tuple(rates),
-        collectives=tuple(times),
-        steps=tuple(runs),
-        calibration=replace(calibration, about=about),
-        planned_for=asked.name if asked else where.topology,
-    )
-
-
-def _planned(runs: list[StepRun], run: _Children) -> list[StepRun]:
-    """The runs, with what their plans say; on CPU ranks a plan is of other hardware."""
-    from ..planning.reporting.report import Report
-
-    plans = {note["name"]: Report.load(note["path"]) for note in run.notes("plan")}
-    return [
-        replace(
-            one,
-            planned=plans[one.name].timing.step,
-            planned_hbm=plans[one.name].memory.required,
-        )
-        if one.name in plans and one.lane == OURS
-        else one
-        for one in runs
-    ]
-
-
-def _of(kind: type, note: Mapping[str, Any]) -> Any:
-    names = {one.name for one in fields(kind)}
-    return kind(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in note.items()
-            if name in names
-        }
-    )

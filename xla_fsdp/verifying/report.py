@@ -1,34 +1,79 @@
-"""The report on a verification, with all that can be done with it."""
+"""The report on a verification: as text, as JSON, and as one HTML page.
+
+Printing and saving work without matplotlib; the page needs it, and nothing else: no network, no
+other file.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import textwrap
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
 
 from ..planning.compiling.cache import write_whole
+from ..planning.reporting.amounts import UNKNOWN, figure, milliseconds, percent
+from ..planning.reporting.page import STYLE, table
 from ..planning.reporting.storage import target, target_of_page
-from ..planning.reporting.tables import aligned
-from .findings import CPU_NOTE, Measured
-from .records import Status
-from .tables import sections
+from ..planning.reporting.tables import Section, aligned
+from ..tpu.calibration import Calibration
+from .records import CollectiveTime, Finding, Rate, Status, StepRun, Where
 
 _FORMAT, _VERSION = "xla_fsdp verification", 1
+_CPU_NOTE = (
+    "Ranks are threads of one CPU here: what is right is right, and times say nothing of a TPU."
+)
+_STYLE = """
+.ok { color: #00694f } .different { color: #8a6100 } .failed { color: #b03a00; font-weight: 600 }
+.skipped { color: #777 }
+"""
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_OURS, _IN_TREE, _PLAN = "#0072B2", "#8A8A8A", "#E69F00"
 
 
-class Verification(Measured):
-    """What was found: ``print`` it, ``save`` it, ``plot`` it; ``calibration`` is for plans."""
+@dataclass(frozen=True, repr=False)
+class Verification:
+    """What was found: ``print`` it, ``save`` it, ``plot`` it; ``calibration`` is for plans.
+
+    ``planned_for``: the slice that the steps were planned for, "" if they were not.
+    """
+
+    where: Where
+    findings: tuple[Finding, ...]
+    rates: tuple[Rate, ...]
+    collectives: tuple[CollectiveTime, ...]
+    steps: tuple[StepRun, ...]
+    calibration: Calibration
+    planned_for: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that must hold does; figures may be others than published."""
+        return not any(found.status is Status.FAILED for found in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        counts = {status: 0 for status in Status}
+        for found in self.findings:
+            counts[found.status] += 1
+        shown = ", ".join(f"{n} {status.value}" for status, n in counts.items() if n)
+        what = "AS PROMISED" if self.ok else "NOT AS PROMISED"
+        on = f"{self.where.ranks} ranks on {self.where.device or 'unknown devices'}"
+        return f"{what}: {shown or 'nothing was looked at'} ({on})"
 
     def __repr__(self) -> str:
         return f"<Verification {self.verdict}>"
 
     def __str__(self) -> str:
         lines = [self.verdict]
-        lines += [CPU_NOTE] if self.where.family == "cpu" else []
+        lines += [_CPU_NOTE] if self.where.family == "cpu" else []
         for found in self.findings:
             lines += textwrap.wrap(found.line(), 110, subsequent_indent=" " * 37)
-        for section in sections(self):
+        for section in _sections(self):
             table = [(section.title, *section.columns)]
             table += [(f"  {row[0]}", *row[1:]) for row in section.rows]
             lines += ["", *aligned(table, [False, *section.numeric()[1:]])]
@@ -70,11 +115,166 @@ class Verification(Measured):
             FileNotFoundError: there is no such folder.
             MissingExtraError: (an ImportError) matplotlib is not installed.
         """
-        place = target_of_page(path)
-        from .page import page  # with matplotlib, which printing and saving do without
-
-        write_whole(place, page(self).encode())
+        write_whole(target_of_page(path), _page(self).encode())
 
     def failures(self) -> list[str]:
         """Names of what must hold and does not."""
         return [found.name for found in self.findings if found.status is Status.FAILED]
+
+
+def _sections(found: Verification) -> list[Section]:
+    """Those that have something to show."""
+    all = [_rates(found), _collectives(found), _steps(found), _about(found)]
+    return [section for section in all if section.rows]
+
+
+def _rates(found: Verification) -> Section:
+    rows = []
+    for rate in found.rates:
+        share = None if rate.published is None else rate.value / rate.published
+        rows.append((rate.name, _speed(rate), percent(share) if share is not None else UNKNOWN))
+    return Section("One device", ("attained", "of the published figure"), tuple(rows))
+
+
+def _speed(rate: Rate) -> str:
+    if rate.unit == "FLOP":
+        return figure(rate.value / 1e12, 2, "TFLOP/s")
+    return figure(rate.value / 1e9, 2, "GB/s")
+
+
+def _collectives(found: Verification) -> Section:
+    rows = []
+    for time in found.collectives:
+        rows.append(
+            (
+                f"{time.kind}, {time.axis}",
+                figure(time.bytes / 1024, 0, "KiB"),
+                milliseconds(time.seconds, 4),
+                milliseconds(time.modelled, 4),
+                figure(time.sent / time.seconds / 1e9, 2, "GB/s"),
+            )
+        )
+    columns = ("size", "measured", "modelled", "sent by a rank")
+    return Section("Collectives", columns, tuple(rows))
+
+
+def _steps(found: Verification) -> Section:
+    rows = []
+    for run in found.steps:
+        hbm = None if run.hbm is None else run.hbm / 2**20
+        planned = None if run.planned_hbm is None else run.planned_hbm / 2**20
+        rows.append(
+            (
+                f"{run.name}, {run.lane}",
+                milliseconds(run.seconds),
+                milliseconds(run.host),
+                milliseconds(run.planned),
+                figure(hbm, 0, "MiB"),
+                figure(planned, 0, "MiB"),
+            )
+        )
+    columns = ("a step", "traced in", "planned", "HBM at most", "planned HBM")
+    return Section("Steps", columns, tuple(rows))
+
+
+def _about(found: Verification) -> Section:
+    where = found.where
+    rows = [("device", f"{where.device or UNKNOWN} ({where.family})"), ("ranks", str(where.ranks))]
+    rows += [("slice", where.topology or UNKNOWN), ("date", where.date)]
+    if found.planned_for and found.planned_for != where.topology:
+        rows.append(("plans are of", found.planned_for))
+    rows += [*where.versions.items(), *where.environment.items()]
+    return Section("Where", ("",), tuple((name, value) for name, value in rows))
+
+
+def _draw_collectives(found: Verification) -> str:
+    """What a rank sends a second, by size: a panel a kind, a line an axis, dashed the model."""
+    from ..planning.reporting.drawing import canvas, clean, svg  # imports matplotlib
+
+    kinds = list(dict.fromkeys(time.kind for time in found.collectives))
+    colors = dict(zip(dict.fromkeys(t.axis for t in found.collectives), _COLORS, strict=False))
+    figure = canvas(12.5, 3.4)
+    for number, kind in enumerate(kinds):
+        width = 0.94 / len(kinds)
+        axes = figure.add_axes((0.05 + number * width, 0.17, width - 0.05, 0.68))
+        clean(axes)
+        for axis, color in colors.items():
+            some = sorted(
+                (t for t in found.collectives if (t.kind, t.axis) == (kind, axis)),
+                key=lambda time: time.bytes,
+            )
+            if some:
+                _line(axes, some, color, axis)
+        axes.set_title(kind, loc="left", fontsize=11, weight="bold")
+        axes.set_xlabel("bytes")
+        if number == 0:
+            axes.set_ylabel("GB/s sent by a rank")
+            axes.legend(frameon=False, fontsize=8.5, loc="upper left")
+    return svg(figure)
+
+
+def _line(axes: Any, some: list[CollectiveTime], color: str, label: str) -> None:
+    sizes = [time.bytes for time in some]
+    speeds = [time.sent / time.seconds / 1e9 for time in some]
+    axes.loglog(sizes, speeds, color=color, marker="o", markersize=4, label=label)
+    modelled = [time.sent / time.modelled / 1e9 for time in some if time.modelled]
+    if len(modelled) == len(sizes):
+        axes.loglog(sizes, modelled, color=color, linestyle="--", linewidth=1)
+
+
+def _draw_steps(found: Verification) -> str:
+    """Milliseconds of each step: ours, in-tree, planned."""
+    from ..planning.reporting.drawing import canvas, clean, svg
+
+    names = list(dict.fromkeys(run.name for run in found.steps))
+    figure = canvas(12.5, 0.6 + 0.9 * len(names))
+    axes = figure.add_axes((0.1, 0.5 / (0.6 + 0.9 * len(names)), 0.86, 0.8))
+    clean(axes)
+    axes.grid(axis="x", color="#E4E4E4", linewidth=0.8)
+    for row, name in enumerate(names):
+        by_lane = {run.lane: run for run in found.steps if run.name == name}
+        ours = by_lane.get("xla_fsdp")
+        planned = None if ours is None or found.where.family == "cpu" else ours.planned
+        bars = [
+            ("xla_fsdp", None if ours is None else ours.seconds, _OURS),
+            ("in-tree", by_lane["in-tree"].seconds if "in-tree" in by_lane else None, _IN_TREE),
+            ("planned", planned, _PLAN),
+        ]
+        for place, (label, seconds, color) in enumerate(bars):
+            if seconds is not None:
+                y = row + 0.27 * (place - 1)
+                axes.barh(y, 1e3 * seconds, 0.24, color=color, label=label if row == 0 else None)
+                axes.text(1e3 * seconds, y, f" {1e3 * seconds:.2f}", va="center", fontsize=8.5)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds a step")
+    axes.margins(x=0.1)
+    axes.legend(frameon=False, fontsize=8.5, loc="lower right")
+    return svg(figure)
+
+
+def _page(found: Verification) -> str:
+    """The whole page. Every text is escaped."""
+    heading = f'<h1 class="{"fits" if found.ok else "not"}">{escape(found.verdict)}</h1>'
+    parts = [heading]
+    parts += [f"<p>{escape(_CPU_NOTE)}</p>"] * (found.where.family == "cpu")
+    parts.append("<h2>What is as promised, and what is not</h2>")
+    rows = "".join(
+        f'<tr><td class="{f.status.name.lower()}">{escape(f.status.value)}</td>'
+        + "".join(f"<td>{escape(text)}</td>" for text in (f.name, f.found, f.promised, f.remedy))
+        + "</tr>"
+        for f in found.findings
+    )
+    head = "<tr><th></th><th></th><th>found</th><th>promised</th><th>remedy</th></tr>"
+    parts.append(f'<div class="scroll"><table>{head}{rows}</table></div>')
+    if found.collectives:
+        note = "Lines: measured; dashed: modelled from published figures."
+        parts += ["<h2>Collectives by size</h2>", f"<p>{note}</p>", _draw_collectives(found)]
+    if found.steps:
+        parts += ["<h2>Steps</h2>", _draw_steps(found)]
+    tables = "".join(table(section) for section in _sections(found))
+    parts.append(f'<div class="tables">{tables}</div>')
+    body = "\n".join(parts)
+    style = f"<style>{STYLE}{_STYLE}</style>"
+    head = f'<meta charset="utf-8"><title>xla_fsdp verification</title>{style}'
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'

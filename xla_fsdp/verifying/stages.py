@@ -21,11 +21,18 @@ from ..compiled.cache import compilation_counts
 from ..tpu.chips import Chip, chip_of
 from ..tpu.topology import Slice
 from ..wrapper import XlaFullyShardedDataParallel as FSDP
-from . import collectives, rates, steps
+from . import steps
+from .microbenchmarks import (
+    AMOUNTS_ON_CPU,
+    AMOUNTS_ON_TPU,
+    SIZES_ON_CPU,
+    SIZES_ON_TPU,
+    Stopwatch,
+    measure_collectives,
+    measure_device,
+)
 from .nets import SEED, Net, tokens
-from .parity import CASES, SIZE, compare
-from .saving import save_and_load
-from .timing import Stopwatch
+from .parity import CASES, SIZE, compare, save_and_load
 
 # In the order in which they run; those after the first failure run in a new process.
 STAGES = ("programs", "parity", "checkpoints", "rates", "collectives", "steps")
@@ -140,16 +147,16 @@ def _checkpoints(job: Job, out: Notes) -> None:
 
 def _rates(job: Job, out: Notes) -> None:
     chip = _chip()
-    amounts = rates.ON_CPU if chip is None else rates.ON_TPU
+    amounts = AMOUNTS_ON_CPU if chip is None else AMOUNTS_ON_TPU
     watch = Stopwatch(torch_xla.device())
-    for rate in rates.rates(watch, amounts, chip):
+    for rate in measure_device(watch, amounts, chip):
         out.add("rate", **asdict(rate))
 
 
 def _collectives(job: Job, out: Notes) -> None:
-    sizes = collectives.ON_CPU if _chip() is None else collectives.ON_TPU
+    sizes = SIZES_ON_CPU if _chip() is None else SIZES_ON_TPU
     watch, world = Stopwatch(torch_xla.device()), World.current()
-    for time_ in collectives.measure(watch, world, _slice(), sizes, _asking(job)):
+    for time_ in measure_collectives(watch, world, _slice(), sizes, _asking(job)):
         out.add("collective", **asdict(time_))
 
 

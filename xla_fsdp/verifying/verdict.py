@@ -1,12 +1,34 @@
-"""From what was measured to what is as promised, and what is not."""
+"""From what was measured to a report: what is as promised and what is not, and a calibration.
+
+The calibration has the figures that the time model takes. The model's seconds of a collective are
+``launch + hops * hop + load / W`` (``tpu/links.py``); what hops and load are of each that was
+measured is asked of that very model, so that a plan with the figures found here gives the measured
+times as well as any figures could.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from datetime import datetime, timezone
+from importlib import metadata
+from itertools import combinations
 from typing import Any
 
+import numpy
+
 from ..planning.reporting.amounts import milliseconds
-from .records import CollectiveTime, Finding, Rate, Status, StepRun
+from ..planning.reporting.report import Report
+from ..tpu.calibration import Calibration
+from ..tpu.topology import Slice, UnknownTopologyError, resolve
+from .microbenchmarks import modelled
+from .privacy import scrubbed, shown_environment
+from .records import CollectiveTime, Finding, Rate, Status, StepRun, Where
+from .report import Verification
+from .steps import OURS
 
 # Shares of a published or modelled figure between which it counts as held.
 _FIGURE = (0.75, 1.1)
@@ -16,6 +38,113 @@ _MEMORY = (0.5, 1.1)
 _LOSSES = 2e-2
 # Seconds after which the other ranks should have ended.
 _DEATH = 60.0
+_FIGURES = 3  # of links: launch, hop, 1 / W
+_PACKAGES = ("xla_fsdp", "torch", "torch_xla", "libtpu", "jax", "jaxlib", "numpy")
+
+
+Notes = Callable[[str], list[dict[str, Any]]]
+
+
+def describe_machine(notes: Sequence[Mapping[str, Any]]) -> Where:
+    """What was run on, from the first note about it."""
+    found = notes[0] if notes else {"device": "", "family": "cpu", "ranks": 0, "topology": ""}
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    versions["python"] = sys.version.split()[0]
+    return Where(
+        device=str(found["device"]),
+        family=str(found["family"]),
+        ranks=int(found["ranks"]),
+        topology=str(found["topology"]),
+        versions=versions,
+        environment=shown_environment(),
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def judge(
+    notes: Notes,
+    failures: Sequence[Finding],
+    where: Where,
+    asked: Slice | None,
+    stages: Sequence[str],
+) -> Verification:
+    """The report on what the stages noted.
+
+    Args:
+        notes: gives all notes of a kind, in the order in which they were written.
+        failures: findings of those who ran the stages.
+        asked: the slice that the steps were planned for, if the user named one.
+    """
+    slice = None
+    with contextlib.suppress(UnknownTopologyError):
+        slice = resolve(where.topology) if where.topology else None
+    rates = [_of(Rate, note) for note in notes("rate")]
+    times = [
+        replace(time, groups=tuple(map(tuple, time.groups)))
+        for time in (_of(CollectiveTime, note) for note in notes("collective"))
+    ]
+    runs = _planned([_of(StepRun, note) for note in notes("step")], notes)
+    findings = [
+        replace(found, found=scrubbed(found.found))
+        for found in (_of(Finding, note) for note in notes("finding"))
+    ]
+    findings = [replace(found, status=Status(found.status)) for found in findings]
+    if "programs" in stages:
+        uncached = notes("uncached")
+        if uncached:
+            skipped = Finding(Status.SKIPPED, "compiled programs", scrubbed(uncached[0]["error"]))
+            findings.append(skipped)
+        else:
+            findings.append(programs(notes("programs")))
+    findings += [death(note, where.ranks) for note in notes("death")]
+    for rate in rates:
+        findings += of_rate(rate)
+    findings += of_collectives(times)
+    findings += of_steps(runs, where.family != "cpu")
+    for note in notes("unplanned"):
+        found = scrubbed(note["error"])
+        findings.append(Finding(Status.SKIPPED, f"plan of {note['name']}", found))
+    calibration = calibrate(where.family, times, rates, slice)
+    about = {**where.versions, "device": where.device, "date": where.date}
+    about["topology"] = where.topology or "unknown"
+    return Verification(
+        where=where,
+        findings=tuple([*failures, *findings]),
+        rates=tuple(rates),
+        collectives=tuple(times),
+        steps=tuple(runs),
+        calibration=replace(calibration, about=about),
+        planned_for=asked.name if asked else where.topology,
+    )
+
+
+def _planned(runs: list[StepRun], notes: Notes) -> list[StepRun]:
+    """The runs, with what their plans say; on CPU ranks a plan is of other hardware."""
+    plans = {note["name"]: Report.load(note["path"]) for note in notes("plan")}
+    return [
+        replace(
+            one,
+            planned=plans[one.name].timing.step,
+            planned_hbm=plans[one.name].memory.required,
+        )
+        if one.name in plans and one.lane == OURS
+        else one
+        for one in runs
+    ]
+
+
+def _of(kind: type, note: Mapping[str, Any]) -> Any:
+    names = {one.name for one in fields(kind)}
+    return kind(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in note.items()
+            if name in names
+        }
+    )
 
 
 def programs(notes: Sequence[Mapping[str, Any]]) -> Finding:
@@ -135,3 +264,77 @@ def _memory(name: str, peak: int, planned: int) -> Finding:
         f"{peak / 2**20:,.0f} MiB at most since the process began, {share:.2f} x of the plan",
         f"{planned / 2**20:,.0f} MiB required by the plan",
     )
+
+
+def calibrate(
+    family: str, times: Sequence[CollectiveTime], rates: Sequence[Rate], slice: Slice | None
+) -> Calibration:
+    """The figures that fit best; ``None`` for those of which nothing was measured."""
+    launch, hop, bandwidth = (None, None, None) if slice is None else _fit_links(times, slice)
+    devices = 1 if slice is None else slice.chip.devices
+    best = {rate.name: rate.value for rate in rates}
+    products = [rate.value for rate in rates if rate.unit == "FLOP"]
+
+    def of_a_chip(value: float | None) -> float | None:
+        return None if value is None else value * devices
+
+    return Calibration(
+        family=family,
+        link_bandwidth=bandwidth,
+        launch_latency=launch,
+        hop_latency=hop,
+        hbm_bandwidth=of_a_chip(best.get("HBM, read and written")),
+        matrix_flops=of_a_chip(max(products, default=None)),
+        to_device=best.get("host to device"),
+        to_host=best.get("device to host"),
+    )
+
+
+def _fit_links(
+    times: Sequence[CollectiveTime], slice: Slice
+) -> tuple[float | None, float | None, float | None]:
+    """Launch and hop latency in seconds, bytes a second of a link one way.
+
+    From groups along one axis: over several axes the compiler has the choice of algorithms, and
+    inside of a chip no link is used. By least squares of relative errors, none below zero.
+    """
+    lengths = [n for n in slice.device_shape if n > 1]
+    along = [t for t in times if t.seconds > 0 and (t.axis != "all" or len(lengths) == 1)]
+    rows = [(row, t.seconds) for t in along if (row := _terms(t, slice)) is not None]
+    if len({tuple(row) for row, _ in rows}) < _FIGURES:
+        return None, None, None
+    matrix = numpy.array([[term / seconds for term in row] for row, seconds in rows])
+    found = _least_squares(matrix)
+    if found is None or not found[2]:
+        return None, None, None
+    return float(found[0]), float(found[1]), float(1 / found[2])
+
+
+def _terms(time: CollectiveTime, slice: Slice) -> list[float] | None:
+    """How often launch and hop count in ``time``, and the bytes on the busiest link."""
+
+    def seconds(launch: float = 0.0, hop: float = 0.0, bandwidth: float = math.inf) -> float:
+        chip = replace(slice.chip, launch_latency=launch, hop_latency=hop, link_bandwidth=bandwidth)
+        return modelled(time, replace(slice, chip=chip)) or 0.0
+
+    if seconds():  # not over links
+        return None
+    terms = [seconds(launch=1.0), seconds(hop=1.0), seconds(bandwidth=1.0)]
+    return terms if terms[2] else None
+
+
+def _least_squares(matrix: numpy.ndarray) -> numpy.ndarray | None:
+    """``x >= 0`` for which ``matrix @ x`` is closest to ones: of all choices of what is zero."""
+    best, least = None, math.inf
+    for count in range(1, matrix.shape[1] + 1):
+        for columns in combinations(range(matrix.shape[1]), count):
+            part = matrix[:, columns]
+            scale = numpy.abs(part).max(axis=0)
+            if not scale.all():
+                continue
+            values = numpy.linalg.lstsq(part / scale, numpy.ones(len(part)), rcond=None)[0] / scale
+            error = float(((part @ values - 1) ** 2).sum())
+            if (values >= 0).all() and error < least - 1e-12:
+                best, least = numpy.zeros(matrix.shape[1]), error
+                best[list(columns)] = values
+    return best

@@ -1,27 +1,138 @@
-"""Collectives of several sizes along each axis of the slice, timed on the device."""
+"""Times what a step is made of: memory, matrix products, the link to the host, collectives.
+
+What is measured runs in a loop of the compiled program, so that tracing and starting a program
+count once however often it runs; a program of nothing says how much they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
 
+from ..collectives.host_data import as_data
 from ..collectives.world import World
+from ..scan.loop import Body, loop
 from ..sharding.once import Tensors
+from ..tpu.chips import Chip
 from ..tpu.links import collective_seconds
 from ..tpu.slices import Groups
 from ..tpu.topology import Slice
 from ..tpu.traffic import OneCollective
-from .records import CollectiveTime
-from .timing import Stopwatch
+from .records import CollectiveTime, Rate
 
-# Bytes, rounded down to float32 elements for each rank.
-ON_TPU = tuple(1 << n for n in (13, 17, 20, 24, 26))
-ON_CPU = tuple(1 << n for n in (13, 17))
-_SHORTEST = 20e-6  # seconds that one is taken to last where no model says
-_LONG = 20e-3  # seconds that a loop should last
+# Bytes of collectives, rounded down to float32 elements for each rank.
+SIZES_ON_TPU = tuple(1 << n for n in (13, 17, 20, 24, 26))
+SIZES_ON_CPU = tuple(1 << n for n in (13, 17))
+_SHORTEST = 20e-6  # seconds that a collective is taken to last where no model says
+_LONG = 20e-3  # seconds that a loop of collectives should last
 _MOST_TIMES = 400
+_REPEATS = 4
+
+
+class Stopwatch:
+    """Times loops on this rank's device; call its methods on every rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counter: dict[int, torch.Tensor] = {}
+        # Seconds to start a program and wait for it.
+        self.overhead = 0.0
+        one = self.sent(torch.ones(8))
+        self.overhead = min(self._run(lambda: [one + 1.0]) for _ in range(2 + _REPEATS))
+
+    def sent(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` on the device, as data of programs and not a constant in them."""
+        return as_data(value, self._device)
+
+    def seconds(
+        self,
+        body: Body,
+        carry: Sequence[torch.Tensor],
+        constants: Sequence[torch.Tensor],
+        times: int,
+    ) -> float:
+        """Of one execution of ``body``, which hands its carry on; the least of a few runs."""
+        if times not in self._counter:
+            self._counter[times] = self.sent(torch.zeros(times))
+        counter = self._counter[times]
+
+        def start() -> Sequence[torch.Tensor]:
+            return loop(body, carry, [counter], constants, self._device)[0]
+
+        self._run(start)  # compiles
+        best = min(self._run(start) for _ in range(_REPEATS))
+        return max(best - self.overhead, 1e-9) / times
+
+    def _run(self, start: object) -> float:
+        xm.wait_device_ops([])
+        results = start()  # type: ignore[operator]
+        began = time.perf_counter()
+        torch_xla.sync(wait=True)
+        xm.wait_device_ops([])
+        took = time.perf_counter() - began
+        del results
+        return took
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """How much is measured: bytes in memory, rows of matrices, bytes to and from the host."""
+
+    memory: int
+    rows: tuple[int, ...]
+    transfer: int
+    times: int
+
+
+AMOUNTS_ON_TPU = Amounts(memory=256 << 20, rows=(1024, 4096, 8192), transfer=64 << 20, times=50)
+AMOUNTS_ON_CPU = Amounts(memory=4 << 20, rows=(64, 256), transfer=4 << 20, times=4)
+
+
+def measure_device(watch: Stopwatch, amounts: Amounts, chip: Chip | None) -> Iterator[Rate]:
+    """Measures what one device attains; call on every rank.
+
+    ``chip``: whose figures are published.
+    """
+    memory = None if chip is None else chip.device_hbm_bandwidth
+    peak = None if chip is None else chip.device_flops
+    vector = watch.sent(torch.ones(amounts.memory // 4))
+    factor = watch.sent(torch.tensor(1.0))
+    seconds = watch.seconds(_scale, [vector], [factor], amounts.times)
+    yield Rate("HBM, read and written", "B", 2 * amounts.memory, seconds, memory)
+    for rows in amounts.rows:
+        matrix = torch.randn(rows, rows, generator=torch.Generator().manual_seed(rows))
+        held = watch.sent((matrix / rows**0.5).bfloat16())
+        times = max(1, min(amounts.times, round(amounts.times * (4096 / rows) ** 2)))
+        seconds = watch.seconds(_multiply, [held], [held], times)
+        name = f"matrix product, {rows}, bfloat16"
+        yield Rate(name, "FLOP", 2.0 * rows**3, seconds, peak)
+    there = torch.ones(amounts.transfer // 4)
+    best_out = best_back = float("inf")
+    for _ in range(4):
+        began = time.perf_counter()
+        here = watch.sent(there)
+        xm.wait_device_ops([])
+        best_out = min(best_out, time.perf_counter() - began)
+        began = time.perf_counter()
+        back = here.cpu()
+        best_back = min(best_back, time.perf_counter() - began)
+        if not torch.equal(back, there):
+            raise RuntimeError("what came back from the device is not what was sent to it")
+    yield Rate("host to device", "B", amounts.transfer, best_out)
+    yield Rate("device to host", "B", amounts.transfer, best_back)
+
+
+def _scale(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
+    return [carry[0] * constants[0]], []
+
+
+def _multiply(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
+    return [carry[0] @ constants[0]], []
 
 
 @dataclass(frozen=True)
@@ -68,7 +179,7 @@ def modelled(time: CollectiveTime, slice: Slice | None) -> float | None:
     return collective_seconds(OneCollective(time.kind, time.bytes, time.groups), slice)
 
 
-def measure(
+def measure_collectives(
     watch: Stopwatch, world: World, slice: Slice | None, sizes: tuple[int, ...], go_on: Callable
 ) -> Iterator[CollectiveTime]:
     """Times each kind on each axis at each size; call on every rank.
