@@ -487,8 +487,8 @@ def test_a_config_file_is_what_the_plugin_reads(tmp_path, monkeypatch):
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     import xla_fsdp.integrations.accelerate  # noqa: F401
-    from xla_fsdp.integrations.config_file import environment_of, read_config
-    from xla_fsdp.integrations.fsdp_plugin import sharding_of_plugin
+    from xla_fsdp.integrations.accelerate import sharding_of_plugin
+    from xla_fsdp.integrations.launch import environment_of, read_config
 
     path = tmp_path / "fsdp.yaml"
     path.write_text(YAML)

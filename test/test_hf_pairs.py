@@ -74,8 +74,7 @@ def resumed(rank, folder, more):
     """Version 2 of FSDP, in a folder of its own, from the latest checkpoint of four ranks."""
     from accelerate.state import AcceleratorState, GradientState
 
-    from xla_fsdp.integrations.config_file import environment_of, read_config
-    from xla_fsdp.integrations.script import run_script
+    from xla_fsdp.integrations.launch import environment_of, read_config, run_script
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()

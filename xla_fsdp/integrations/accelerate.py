@@ -10,8 +10,9 @@ usual way, but that all know when the last batch has come.
 from __future__ import annotations
 
 import os
+import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import accelerate.checkpointing
@@ -21,25 +22,36 @@ import torch_xla.runtime as xr
 from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import MpDeviceLoaderWrapper
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
 from accelerate.utils.dataclasses import KwargsHandler
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import wrap as torch_wrap
 
 from ..checkpoint.full_state import gather_state
+from ..collectives.order import BackwardPrefetch
 from ..names import is_wrapper, shell_of
 from ..ranks.rank import current_rank
 from ..sharding.around import is_sharded
 from ..sharding.clipping import clip_grad_norm_ as clip_shards
+from ..sharding.cpu_offload import CPUOffload
+from ..sharding.mixed_precision import MixedPrecision
 from ..sharding.optimizer_checks import has_shards
 from ..sharding.unit import units_in
 from .accelerate_state import load_sharded_state, save_sharded_state
 from .changes import Changes
-from .device_loader import batches_of
-from .fsdp_plugin import sharding_of_plugin
 from .held_shards import average_unsharded, hold_shards
 from .saving import outermost
-from .sharding import SHARD_SIZE, downcasting, restore, sharding_of, use_sharding
+from .sharding import (
+    SHARD_SIZE,
+    Sharding,
+    downcasting,
+    meant_by_name,
+    restore,
+    sharding_of,
+    use_sharding,
+)
 
 __all__ = ["Accelerator", "install", "uninstall"]
 
@@ -49,6 +61,130 @@ uninstall = changes.undo
 
 # On an AcceleratedOptimizer: its gradients are those of the whole batch already.
 _AVERAGED = "_xla_fsdp_averaged"
+
+
+# -- what the plugin asks for --------------------------------------------------------------------
+
+
+def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: str) -> Sharding:
+    """What the plugin asks for.
+
+    ``forward_prefetch`` and ``use_orig_params`` have no effect: layers are always gathered ahead in
+    the forward, as GPUs do without being asked, and parameters are always the original ones. Nor
+    have the configurations of state dicts: whole ones are of the first rank, on the host.
+
+    Args:
+        plugin: as Accelerate made it from arguments or from the environment that a config file
+            becomes.
+        mixed_precision: Accelerate's: ``"no"``, ``"bf16"``, ...
+
+    Raises:
+        ValueError, TypeError: it asks for something that does not go on XLA; the message says what
+            to change.
+    """
+    if mixed_precision not in ("no", "bf16"):
+        raise ValueError(
+            f"mixed_precision={mixed_precision!r} does not go with sharding on XLA, whose TPUs "
+            "compute in bfloat16 and float32: use 'bf16', which needs no loss scaling, or 'no'"
+        )
+    options: dict[str, Any] = {"limit_all_gathers": bool(plugin.limit_all_gathers)}
+    if plugin.param_init_fn is not None:
+        options["param_init_fn"] = plugin.param_init_fn
+    if plugin.fsdp_version == 2:
+        options["reshard_after_forward"] = bool(plugin.reshard_after_forward)
+        # There it has the first rank's weights sent to all, without being told so.
+        options["sync_module_states"] = bool(plugin.cpu_ram_efficient_loading)
+    else:
+        options |= meant_by_name((plugin.sharding_strategy or plugin.reshard_after_forward).name)
+        options["sync_module_states"] = bool(plugin.sync_module_states)
+        prefetch = plugin.backward_prefetch
+        options["backward_prefetch"] = None if prefetch is None else BackwardPrefetch[prefetch.name]
+    options["cpu_offload"] = _offload(plugin)
+    precision = _precision(plugin, mixed_precision)
+    if precision is not None:
+        options["mixed_precision"] = precision
+    return Sharding(
+        options,
+        full_precision=mixed_precision != "no",
+        full_state=plugin.state_dict_type.name == "FULL_STATE_DICT",
+        checkpointing=bool(plugin.activation_checkpointing),
+        ignored=_ignored(plugin.ignored_modules),
+        output_dtype=_output_dtype(plugin, mixed_precision),
+        **_units(plugin),
+    )
+
+
+def _offload(plugin: FullyShardedDataParallelPlugin) -> CPUOffload | None:
+    """torch's ``CPUOffload`` or, in version 2, its ``CPUOffloadPolicy``."""
+    asked = plugin.cpu_offload
+    offloads = getattr(asked, "offload_params", False) or isinstance(asked, CPUOffloadPolicy)
+    return CPUOffload() if offloads else None
+
+
+def _ignored(given: Any) -> Sequence[nn.Module] | str:
+    if isinstance(given, str):
+        try:
+            re.compile(given)
+        except re.error as error:
+            raise ValueError(
+                f"fsdp_ignored_modules={given!r} must be a regular expression that the whole name "
+                f"of each ignored module matches: {error}"
+            ) from error
+        return given
+    modules = () if given is None else tuple(given)
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                "ignored_modules must be modules, or a regular expression that the whole name of "
+                f"each matches, got {type(module).__name__}"
+            )
+    return modules
+
+
+def _units(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
+    """Which submodules are wrapped by themselves."""
+    policy = plugin.auto_wrap_policy
+    arguments: dict[str, Any] = {}
+    # set_auto_wrap_policy, which a script may have called, makes a partial of it.
+    if hasattr(policy, "func"):
+        policy, arguments = policy.func, policy.keywords
+    if policy is None:
+        return {"layers": ()}
+    if policy is torch_wrap.transformer_auto_wrap_policy:
+        classes = arguments.get("transformer_layer_cls")
+        if classes is not None:
+            return {"layers": [each.__name__ for each in classes]}
+        return {"layers": plugin.transformer_cls_names_to_wrap}
+    if policy is torch_wrap.size_based_auto_wrap_policy:
+        return {"min_parameters": arguments.get("min_num_params", plugin.min_num_params or 0)}
+    if not callable(policy):
+        raise TypeError(
+            f"auto_wrap_policy must be TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP or a "
+            f"function (module, recurse, unwrapped_params) -> bool, got {policy!r}"
+        )
+    return {"policy": plugin.auto_wrap_policy}
+
+
+def _output_dtype(
+    plugin: FullyShardedDataParallelPlugin, mixed_precision: str
+) -> torch.dtype | None:
+    """Accelerate gives float32 where it was asked for mixed precision itself."""
+    asked = getattr(plugin.mixed_precision_policy, "output_dtype", None)
+    return asked or (torch.float32 if mixed_precision != "no" else None)
+
+
+def _precision(
+    plugin: FullyShardedDataParallelPlugin, mixed_precision: str
+) -> MixedPrecision | None:
+    policy = plugin.mixed_precision_policy
+    if policy is None:
+        # Buffers keep their dtype: rotary frequencies in bfloat16 would be other frequencies.
+        return MixedPrecision(torch.bfloat16) if mixed_precision == "bf16" else None
+    names = [
+        *("param_dtype", "reduce_dtype", "buffer_dtype", "keep_low_precision_grads"),
+        *("cast_forward_inputs", "cast_root_forward_inputs"),
+    ]
+    return MixedPrecision(**{n: getattr(policy, n) for n in names if hasattr(policy, n)})
 
 
 # -- who is there, and what was asked for ------------------------------------------------------
@@ -199,9 +335,45 @@ def _unwrap_model(
     return original(self, inner, *args, **kwargs)
 
 
+class _Place:
+    """What ``GradientState`` wants to know of the loader that the loop is in."""
+
+    end_of_dataloader = False
+    remainder = -1
+
+
+class _Nobody:
+    """Takes the notes of the thread that reads ahead."""
+
+    def _add_dataloader(self, loader: object) -> None:
+        pass
+
+    def _remove_dataloader(self, loader: object) -> None:
+        pass
+
+
 @changes.around(MpDeviceLoaderWrapper, "__iter__")
 def _batches(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
-    return batches_of(original, self)
+    """The batches, the last of which is known as such in its turn.
+
+    On XLA a thread reads batches ahead of the loop, and notes "this was the last one" when it has
+    read it, several batches before the loop has: ``gather_for_metrics`` would cut a batch in the
+    middle, or not the last one, and ``accumulate`` would step at another batch.
+    """
+    self.dataloader.gradient_state = _Nobody()
+    batches = iter(original(self))
+    state, place, none = GradientState(), _Place(), object()
+    state._add_dataloader(place)
+    try:
+        batch = next(batches, none)
+        while batch is not none:
+            following = next(batches, none)
+            place.remainder = self.dataloader.remainder
+            place.end_of_dataloader = following is none
+            yield batch
+            batch = following
+    finally:
+        state._remove_dataloader(place)
 
 
 # Asked for to count examples, and to save where a loader is.

@@ -13,20 +13,24 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import transformers.trainer
 from torch import nn
-from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, FSDPOption
 
+from ..collectives.order import BackwardPrefetch
 from ..names import WRAPPED
 from ..sharding.around import is_sharded
+from ..sharding.cpu_offload import CPUOffload
+from ..sharding.mixed_precision import MixedPrecision
+from ..tree import keep_dtype
 from . import accelerate as _accelerate  # first: it changes the Accelerator of every Trainer
 from .changes import Changes
-from .sharding import downcasting, restore, sharding_of, use_sharding
+from .sharding import Sharding, downcasting, meant_by_name, restore, sharding_of, use_sharding
 from .trainer_checkpoints import (
     load_random_state,
     load_training,
@@ -36,8 +40,6 @@ from .trainer_checkpoints import (
     save_training,
     save_whole,
 )
-from .trainer_losses import accumulating, global_loss
-from .trainer_settings import sharding_of_arguments
 
 __all__ = ["Trainer", "install", "uninstall"]
 
@@ -53,6 +55,102 @@ def install() -> None:
 def uninstall() -> None:
     """Undoes the changes in transformers; Accelerate's have an ``uninstall`` of their own."""
     changes.undo()
+
+
+# -- what the arguments ask for -----------------------------------------------------------------
+
+
+_STRATEGIES = {
+    FSDPOption.FULL_SHARD: "FULL_SHARD",
+    FSDPOption.SHARD_GRAD_OP: "SHARD_GRAD_OP",
+    FSDPOption.NO_SHARD: "NO_SHARD",
+    FSDPOption.HYBRID_SHARD: "HYBRID_SHARD",
+    FSDPOption.HYBRID_SHARD_ZERO2: "_HYBRID_SHARD_ZERO2",
+}
+# What fsdp_config may have: the first change nothing here, see accelerate.py.
+_WITHOUT_EFFECT = frozenset("forward_prefetch use_orig_params cpu_ram_efficient_loading".split())
+_KNOWN = _WITHOUT_EFFECT | frozenset(
+    "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt activation_checkpointing min_num_params "
+    "transformer_layer_cls_to_wrap sync_module_states limit_all_gathers backward_prefetch".split()
+)
+
+
+def sharding_of_arguments(args: TrainingArguments) -> Sharding:
+    """What ``fsdp``, ``fsdp_config`` and ``bf16`` ask for.
+
+    Of ``fsdp_config`` counts: ``xla_fsdp_settings`` (options of the wrapper by name; dtypes,
+    strategies and prefetch as strings), ``xla_fsdp_grad_ckpt`` or ``activation_checkpointing``,
+    ``transformer_layer_cls_to_wrap``, ``min_num_params``, ``sync_module_states``,
+    ``limit_all_gathers`` and ``backward_prefetch``.
+
+    Raises:
+        ValueError: one of them is none of those that go on XLA, or has a name that is none.
+    """
+    config = args.fsdp_config
+    unknown = sorted(set(config) - _KNOWN)
+    if unknown:
+        raise ValueError(
+            f"fsdp_config has {', '.join(unknown)}, of which the Trainer knows nothing on XLA; it "
+            f"knows {', '.join(sorted(_KNOWN))}"
+        )
+    if args.fp16:
+        raise ValueError(
+            "fp16=True does not go with sharding on XLA, whose TPUs have no float16 units: use "
+            "bf16=True, which needs no loss scaling"
+        )
+    if args.torch_compile:
+        raise ValueError(
+            "torch_compile=True does not go with sharding on XLA, which compiles every step as it "
+            "is: leave it out"
+        )
+    # The Trainer's default: models that ranks have built may differ.
+    options: dict[str, Any] = {"sync_module_states": True}
+    if FSDPOption.OFFLOAD in args.fsdp:
+        options["cpu_offload"] = CPUOffload()
+    strategies = [_STRATEGIES[option] for option in args.fsdp if option in _STRATEGIES]
+    settings = dict(args.xla_fsdp_config)
+    if strategies and not {"reshard_after_forward", "sharding_strategy"} & set(settings):
+        options |= meant_by_name(strategies[0])
+    for name in ("sync_module_states", "limit_all_gathers"):
+        if name in config:
+            options[name] = _flag(name, config[name])
+    if "backward_prefetch" in config:
+        options["backward_prefetch"] = _prefetch(config["backward_prefetch"])
+    if "sharding_strategy" in settings:
+        options |= meant_by_name(str(settings.pop("sharding_strategy")))
+    if "backward_prefetch" in settings:
+        options["backward_prefetch"] = _prefetch(settings.pop("backward_prefetch"))
+    options |= settings
+    if args.bf16 and not {"compute_dtype", "mixed_precision"} & set(settings):
+        options["mixed_precision"] = MixedPrecision(torch.bfloat16)
+    checkpointing = "xla_fsdp_grad_ckpt", "activation_checkpointing"
+    return Sharding(
+        options,
+        layers=config.get("transformer_layer_cls_to_wrap"),
+        min_parameters=config["min_num_params"],
+        checkpointing=any(_flag(name, config.get(name, False)) for name in checkpointing),
+        full_precision=args.bf16 or "compute_dtype" in settings,
+        output_dtype=torch.float32 if "mixed_precision" in options else None,
+    )
+
+
+def _flag(name: str, value: Any) -> bool:
+    """A switch, which configuration files have as a string, too."""
+    if str(value).lower() not in ("true", "false"):
+        raise ValueError(f"fsdp_config[{name!r}] must be true or false, got {value!r}")
+    return str(value).lower() == "true"
+
+
+def _prefetch(value: Any) -> BackwardPrefetch | None:
+    if value is None or isinstance(value, BackwardPrefetch):
+        return value
+    name = str(value).upper()
+    if name == "NO_PREFETCH":
+        return None
+    if name not in BackwardPrefetch.__members__:
+        allowed = ", ".join([*BackwardPrefetch.__members__, "NO_PREFETCH"]).lower()
+        raise ValueError(f"backward_prefetch must be one of {allowed}, got {value!r}")
+    return BackwardPrefetch[name]
 
 
 # -- wrapping and the optimizer ----------------------------------------------------------------
@@ -102,9 +200,57 @@ def _optimizer(original: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str,
 # -- the loss ----------------------------------------------------------------------------------
 
 
+# On a Trainer during a training step: the number of micro-batches that it accumulates.
+_MICRO_BATCHES = "_xla_fsdp_micro_batches"
+
+
+@contextlib.contextmanager
+def _accumulating(trainer: Trainer) -> Iterator[None]:
+    """Inside, losses are those of a training step; outside, those of an evaluation."""
+    number = getattr(trainer, "current_gradient_accumulation_steps", 1)  # set by train()
+    setattr(trainer, _MICRO_BATCHES, number)
+    try:
+        yield
+    finally:
+        delattr(trainer, _MICRO_BATCHES)
+
+
+def _global_loss(trainer: Trainer, compute: Callable[[Any], Any], num_items: Any) -> Any:
+    """``Trainer.compute_loss``, right for losses that use ``num_items`` and for those that do not.
+
+    ``num_items`` is the number of labels in all micro-batches of all ranks. The Trainer assumes
+    that a loss which receives it is a sum divided by it. So it multiplies the loss by the number of
+    ranks, because gradients are averaged over them, and it adds up the micro-batches. A mean (label
+    smoothing, a router's loss, a model that ignores ``num_items``) becomes too large by both
+    numbers. Whether a loss uses ``num_items`` cannot be known, and a loss can be the sum of both
+    kinds. Therefore the loss receives the mean number of labels in a micro-batch of one rank. Then
+    both kinds are means, and so is their sum: the mean over ranks and micro-batches is the loss
+    on the global batch.
+
+    Args:
+        compute: ``Trainer.compute_loss`` as a function of ``num_items``. Returns the loss, or the
+            loss and the outputs.
+        num_items: what the Trainer counted; ``None`` if it did not count.
+    """
+    is_mean = not trainer.model_accepts_loss_kwargs or num_items is None
+    if is_mean and trainer.compute_loss_func is None:
+        return compute(num_items)  # which training_step divides by the micro-batches
+    parts = getattr(trainer, _MICRO_BATCHES, 1)
+    if num_items is not None:
+        if trainer.args.average_tokens_across_devices:
+            parts *= trainer.accelerator.num_processes  # by which compute multiplies
+        num_items = num_items / parts
+        if isinstance(num_items, torch.Tensor):
+            keep_dtype(num_items)  # bfloat16 would round it
+    found = compute(num_items)
+    if isinstance(found, tuple):
+        return found[0] / parts, *found[1:]
+    return found / parts
+
+
 @changes.around(Trainer, "training_step")
 def _training_step(original: Any, self: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-    with accumulating(self):
+    with _accumulating(self):
         return original(self, *args, **kwargs)
 
 
@@ -120,7 +266,7 @@ def _compute_loss(
     compute = functools.partial(original, self, model, inputs, return_outputs)
     if not self.is_fsdp_xla_v1_enabled:
         return compute(num_items_in_batch)
-    return global_loss(self, compute, num_items_in_batch)
+    return _global_loss(self, compute, num_items_in_batch)
 
 
 # -- saving and loading ------------------------------------------------------------------------

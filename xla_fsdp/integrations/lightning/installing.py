@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
+from types import FunctionType
 from typing import Any
 
 import lightning.fabric.fabric
@@ -14,6 +15,7 @@ import lightning.fabric.strategies.xla_fsdp
 import lightning.fabric.utilities.throughput
 import lightning.pytorch.callbacks.throughput_monitor
 import lightning.pytorch.trainer.connectors.data_connector
+import torch
 from lightning.fabric import Fabric
 from lightning.fabric.accelerators import CPUAccelerator, XLAAccelerator
 from lightning.fabric.connector import _Connector
@@ -30,21 +32,21 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner.lr_finder import _LRCallback
-from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities import grad_norm, model_summary
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_summary.model_summary import LayerSummary
+from torch import nn
 
 from ...sharding.around import is_sharded
 from ...sharding.optimizer_checks import has_shards
+from ..saving import count_whole
 from .changed import changes, drop_in
 from .fabric_strategy import FabricStrategy
-from .norms import enter
 from .ranks import RanksAccelerator, let_first_rank_speak, on_cpu
-from .summary import WholeSummary
 from .trainer_strategy import TrainerStrategy
 
 NAME = TrainerStrategy.strategy_name
 DROP_IN_NAME = "xla_fsdp"
-
 _undo_speaking: list[Callable[[], None]] = []
 _installing = threading.Lock()
 
@@ -117,6 +119,7 @@ def _with_ranks(original: Any, self: Any, **kwargs: Any) -> None:
 
 
 changes.around(_Connector, "_check_config_and_set_final_flags")(_with_ranks)
+
 changes.around(_AcceleratorConnector, "_check_config_and_set_final_flags")(_with_ranks)
 
 
@@ -158,6 +161,7 @@ class _Shared:
 _shared = _Shared()
 
 changes.around(lightning.fabric.fabric, "_replace_dunder_methods")(_shared)
+
 changes.around(lightning.pytorch.trainer.connectors.data_connector, "_replace_dunder_methods")(
     _shared
 )
@@ -199,6 +203,7 @@ for _averaging in (StochasticWeightAveraging, WeightAveraging):
         "on_fit_start, when it is sharded, keep it in a list, so that it is no part of the "
         "module, and call its update_parameters(self.net) in on_train_batch_end",
     )
+
 _refuse(
     ModelPruning,
     list(TrainerFn),
@@ -237,11 +242,80 @@ def _record_mean_loss(
     original(self, trainer, pl_module, outputs, *batch)
 
 
+class _FullLayer(LayerSummary):
+    @property
+    def num_parameters(self) -> int:
+        return count_whole(self._module)
+
+
+class _FullSummary(model_summary.ModelSummary):
+    """The table of layers that the Trainer prints, with the sizes of full parameters.
+
+    Without sizes of inputs, which would take a forward of a model without its parameters.
+    """
+
+    def summarize(self) -> Any:
+        found = {name: _FullLayer(module) for name, module in self.named_modules}
+        for layer in found.values():
+            layer.detach_hook()
+        shown = {k: v for k, v in found.items() if k.count(".") < self._max_depth}
+        return shown if self._max_depth >= 1 else found
+
+    @property
+    def in_sizes(self) -> list[Any]:
+        return ["?"] * len(self._layer_summary)
+
+    out_sizes = in_sizes
+
+    @property
+    def total_parameters(self) -> int:
+        return count_whole(self._model)
+
+    @property
+    def trainable_parameters(self) -> int:
+        return count_whole(self._model, only_trainable=True)
+
+
 @changes.around(ModelSummary, "_summary")
 def _summary(original: Any, self: Any, trainer: Any, pl_module: Any) -> Any:
     if not is_sharded(pl_module):
         return original(self, trainer, pl_module)
-    return WholeSummary(pl_module, max_depth=self._max_depth)
+    return _FullSummary(pl_module, max_depth=self._max_depth)
+
+
+_plain = FunctionType(
+    grad_norm.__code__, grad_norm.__globals__, "grad_norm", grad_norm.__defaults__
+)
+
+
+def norms(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Any]:
+    """The norm of each whole gradient and of all together, by the names that Lightning has for
+    them; of a sharded module every rank calls it.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+    """
+    if not is_sharded(module):
+        return _plain(module, norm_type, group_separator)
+    order = float(norm_type)
+    # Clipping at infinity changes nothing, and knows how parameters are shared.
+    found = {
+        f"grad_{order}_norm{group_separator}{name}": (
+            torch.nn.utils.clip_grad_norm_([parameter], float("inf"), order)
+        )
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    if found:
+        found[f"grad_{order}_norm_total"] = torch.stack(list(found.values())).norm(order)
+    return found
+
+
+def enter(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
+    """Its code becomes that of ``grad_norm``, which scripts have imported before they import us."""
+    from xla_fsdp.integrations.lightning.installing import norms
+
+    return norms(module, norm_type, group_separator)
 
 
 # Not by its name, under which others have it already.
