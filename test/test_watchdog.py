@@ -6,8 +6,8 @@ import re
 import pytest
 
 from xla_fsdp.ranks.watchdog import waits
-from xla_fsdp.ranks.watchdog.report import Place, report
 from xla_fsdp.ranks.watchdog.settings import Settings, settings
+from xla_fsdp.ranks.watchdog.watcher import RankPlace, report
 
 # Three processes, forked, each a world of its own for XLA: no CPU has collectives between
 # processes, so they wait for each other in a function that has its file in torch_xla's folder.
@@ -238,7 +238,7 @@ def test_what_is_compiled_is_work(monkeypatch):
 
 def place(rank, steps=7, what=waits.DEVICE, where="a.py:1 in f", **more):
     given = {"silent": 0.0, "stack": "  one\n", "ended": False, "process": f"process {rank}"}
-    return Place(rank, steps, what=what, where=where, **{**given, **more})
+    return RankPlace(rank, steps, what=what, where=where, **{**given, **more})
 
 
 @pytest.mark.parametrize(

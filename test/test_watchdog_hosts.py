@@ -61,7 +61,7 @@ import torch_xla
 import torch_xla.runtime as xr
 from pathlib import Path
 from xla_fsdp.ranks import channel
-from xla_fsdp.ranks.watchdog import dumps
+from xla_fsdp.ranks.watchdog import watch
 from xla_fsdp.ranks.watchdog.watch import watched
 
 folder, ends = Path(sys.argv[1]), {}
@@ -92,7 +92,7 @@ def train(rank):
 
 def process(host, rank):
     os.dup2(ends["write"], 2)
-    dumps._host = lambda: f"host {host}"
+    watch._host = lambda: f"host {host}"
     xr.world_size, xr.global_ordinal = lambda: 4, lambda: rank
     watched(train, 3.0)(rank)
 

@@ -1,21 +1,29 @@
-"""``xm``'s collectives on CPU ranks: same signatures and results, built from two operations.
+"""``xm``'s collectives, and what meets on the host, on CPU ranks: same signatures and results.
 
 XLA on CPU lets programs that were compiled separately meet only at collectives that carry a channel
-id, and torch_xla takes one for all-gather and reduce-scatter alone. The rest is composed. Every
-rank traces the same graph: what depends on the rank enters as data, so ranks share a compilation.
+id, and torch_xla takes one for all-gather and reduce-scatter alone. The rest is composed of these
+two. Every rank traces the same graph: what depends on the rank enters as data, so ranks share a
+compilation.
+
+``xm.rendezvous`` and ``xm.mesh_reduce`` torch_xla builds from collectives over the payload's bytes;
+in one process an exchange in Python is enough. Payloads are pickled, so that ranks share no
+objects, as between processes.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch_xla
 import torch_xla.core.xla_model as xm
 
+from ... import xlac
 from ..rank import RankContext
 from . import call_site
-from .patches import Replacements
+from .session import Session
 
 Groups = Sequence[Sequence[int]] | None
 _Tensors = TypeVar("_Tensors", torch.Tensor, "torch.Tensor | list[torch.Tensor]")
@@ -38,10 +46,21 @@ def _fold(rows: torch.Tensor, combine: Callable) -> torch.Tensor:
     return total
 
 
-class Collectives(Replacements):
-    """Of what computes: collectives as programs of their own on a CPU."""
+class Collectives:
+    """Methods that replace functions of ``xla_model`` of their own names, for one session."""
 
-    NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
+    NAMES = (
+        *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"),
+        *("rendezvous", "xla_rendezvous", "mesh_reduce"),
+    )
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._original = {name: getattr(xm, name) for name in self.NAMES}
+
+    def replacements(self) -> dict[Callable, Callable]:
+        """Original function to replacement."""
+        return {self._original[name]: getattr(self, name) for name in self.NAMES}
 
     def all_reduce(
         self,
@@ -175,6 +194,32 @@ class Collectives(Replacements):
             rows = torch.cat([rows, torch.zeros_like(rows[:1])])
             return _pick(rows, sources.get(context.rank, self._session.size))
 
+    def rendezvous(
+        self, tag: str, payload: bytes = b"", replicas: Sequence[int] = ()
+    ) -> list[bytes]:
+        """See ``xm.rendezvous``. Tags must be equal on all ranks (TPU only logs them)."""
+        if self._session.rank_of() is None:
+            return self._original["rendezvous"](tag, payload, list(replicas))
+        return self._exchange("xm.rendezvous", tag, payload, replicas)
+
+    def xla_rendezvous(
+        self, payload: bytes = b"", ordinals: Sequence[int] | None = None, tag: str | None = None
+    ) -> list[bytes]:
+        """See ``xm.xla_rendezvous``."""
+        if self._session.rank_of() is None:
+            return self._original["xla_rendezvous"](payload, ordinals, tag)
+        return self._exchange("xm.xla_rendezvous", tag, payload, ordinals)
+
+    def mesh_reduce(self, tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
+        """See ``xm.mesh_reduce``: ``reduce_fn`` gets a copy of every rank's data, by rank."""
+        if self._session.rank_of() is None:
+            return self._original["mesh_reduce"](tag, data, reduce_fn)
+        buffer = io.BytesIO()
+        torch.save(xlac.tree_to_host(data), buffer)
+        payloads = self._exchange("xm.mesh_reduce", tag, buffer.getvalue(), None)
+        # These bytes were written by this process a moment ago: any class may be in them.
+        return reduce_fn([torch.load(io.BytesIO(each), weights_only=False) for each in payloads])
+
     def _reduced(
         self,
         context: RankContext,
@@ -237,6 +282,21 @@ class Collectives(Replacements):
         if device is not None and device.type != "xla":
             return None  # torch_xla's own complaint says it best
         return self._session.rank_of(device)
+
+    def _exchange(
+        self, what: str, tag: str | None, payload: bytes, ordinals: Sequence[int] | None
+    ) -> list[bytes]:
+        context = self._session.rank_of()
+        assert context is not None  # as its callers have seen
+        if ordinals and len(ordinals) != self._session.size:
+            raise ValueError(
+                f"{what}: only a rendezvous of all {self._session.size} ranks is supported, "
+                f"got ranks {list(ordinals)}; leave the argument out"
+            )
+        if not isinstance(payload, bytes):
+            raise TypeError(f"{what}: payload must be bytes, got {type(payload).__name__}")
+        torch_xla.sync()  # as on TPU, where a rendezvous is a program of its own
+        return self._session.exchange(context, f"{what}({tag!r})", (what, tag), payload)
 
 
 def _ordered(context: RankContext, operand: torch.Tensor) -> torch.Tensor:

@@ -1,25 +1,29 @@
-"""Runs the ranks of one launch and waits for them, whatever happens."""
+"""Runs the ranks of one launch, each on a thread, and waits for them, whatever happens."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
 
 from ... import xlac
-from ..errors import RankStopped
-from . import sync_points
+from ...tree import map_tensors, tensors_in
+from ..autograd_thread import run_there
+from ..errors import Preempted, RankError, RankStopped
+from ..rank import RankContext, _set_current_rank, current_rank
 from .collectives import Collectives
 from .fresh_state import FreshState
+from .mode import RankMode
 from .patches import Patches
-from .rank_thread import RankThread
-from .rendezvous import Rendezvous
 from .rng import GeneratorOfThisRank
 from .runtime import CpuRuntime
 from .session import Session, drop_pending, wait_for_programs
@@ -28,6 +32,8 @@ from .session import Session, drop_pending, wait_for_programs
 _INTERRUPT_AFTER = 1.5
 _LEAVE_AFTER = 3.5
 _POLL_SECONDS = 0.2
+# Those that call the user's function.
+_OWN_FILES = (__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "worker.py"))
 
 
 def run_ranks(
@@ -49,7 +55,7 @@ def run_ranks(
     patches = Patches()
     fresh_state = FreshState(session)
     ended = threading.Semaphore(0)
-    threads = [RankThread(session, c, fn, tuple(args), ended.release) for c in session.contexts]
+    threads = [_RankThread(session, c, fn, tuple(args), ended.release) for c in session.contexts]
     try:
         _install(session, patches, caller_seed)
         patches.set(sys, "unraisablehook", _interrupt_again(threads, sys.unraisablehook))
@@ -70,7 +76,7 @@ def run_ranks(
     return [thread.result for thread in threads]
 
 
-def _wait(session: Session, threads: list[RankThread], ended: threading.Semaphore) -> None:
+def _wait(session: Session, threads: list[_RankThread], ended: threading.Semaphore) -> None:
     stopping_since: float | None = None
     while any(thread.is_alive() for thread in threads):
         ended.acquire(timeout=_POLL_SECONDS)
@@ -98,7 +104,7 @@ def _raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
     )
 
 
-def _interrupt_again(threads: list[RankThread], report: Callable) -> Callable:
+def _interrupt_again(threads: list[_RankThread], report: Callable) -> Callable:
     """A ``sys.unraisablehook`` for interrupts that Python discards.
 
     An interrupt that arrives inside of a ``__del__``, a data loader's for example, ends only that
@@ -127,10 +133,8 @@ def _install(session: Session, patches: Patches, seed: int) -> None:
     # torch_xla caches these for the process, perhaps from before the launch.
     patches.replace(xlac.WORLD_SIZE, None)
     patches.replace(xlac.ORDINAL, None)
-    sync_points.install(session, patches)
-    patches.set_everywhere(
-        {**Collectives(session).replacements(), **Rendezvous(session).replacements()}
-    )
+    _replace_sync_points(session, patches)
+    patches.set_everywhere(Collectives(session).replacements())
     patches.set(
         torch.random,
         "default_generator",
@@ -138,8 +142,66 @@ def _install(session: Session, patches: Patches, seed: int) -> None:
     )
 
 
+def _replace_sync_points(session: Session, patches: Patches) -> None:
+    """Replaces the functions of torch_xla that cut a graph by ones that go through the session:
+    every cut from Python does, as torch_xla looks them up by name."""
+    sync_device = xlac.sync_device.value
+    sync_tensors = xlac.sync_tensors.value
+    copy_to_host = xlac.copy_to_host.value
+    start_thread = threading.Thread.start
+
+    def gated_sync_device(
+        device: str = "", devices: Sequence[str] = (), wait: bool = True, reset_scope: bool = True
+    ) -> None:
+        context = session.rank_of(device)
+        if context is None:
+            sync_device(device, list(devices), wait=wait, reset_scope=reset_scope)
+        else:
+            session.sync(context, device, list(devices), wait, reset_scope)
+
+    def gated_sync_tensors(
+        tensors: Sequence[torch.Tensor],
+        devices: Sequence[str] = (),
+        wait: bool = True,
+        sync_xla_data: bool = True,
+    ) -> None:
+        context = session.rank_of(tensors[0].device if tensors else None)
+        if context is None:
+            sync_tensors(tensors, list(devices), wait=wait, sync_xla_data=sync_xla_data)
+        else:
+            session.sync_tensors(
+                context, "a sync of some tensors", tensors, devices, wait, sync_xla_data
+            )
+
+    def gated_copy_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        context = session.rank_of(tensors[0].device if tensors else None)
+        if context is None:
+            return copy_to_host(tensors)
+        what = "a copy of tensors to the host"
+        return session.fetch(context, what, tensors, lambda: copy_to_host(tensors))
+
+    def start_as_same_rank(thread: threading.Thread) -> None:
+        # A data loader's thread belongs to the rank that started it, as in a process of its own.
+        context = current_rank()
+        if context is not None:
+            run = thread.run
+
+            def run_as_rank() -> None:
+                session.adopt_thread(context)
+                with RankMode(session, context):
+                    run()
+
+            vars(thread)["run"] = run_as_rank
+        start_thread(thread)
+
+    patches.replace(xlac.sync_device, gated_sync_device)
+    patches.replace(xlac.sync_tensors, gated_sync_tensors)
+    patches.replace(xlac.copy_to_host, gated_copy_to_host)
+    patches.set(threading.Thread, "start", start_as_same_rank)
+
+
 def _clean_up(
-    runtime: CpuRuntime, session: Session, patches: Patches, threads: list[RankThread]
+    runtime: CpuRuntime, session: Session, patches: Patches, threads: list[_RankThread]
 ) -> None:
     for context in session.contexts:
         context.active = False
@@ -169,3 +231,102 @@ def _skip_destructors() -> None:
     xlac.skip_exit_handler()
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)
+
+
+class _RankThread(threading.Thread):
+    """Runs ``fn(rank, *args)`` as one rank.
+
+    A daemon: a rank that is stuck in C++ must not keep the process from ending.
+
+    Attributes:
+        result: what ``fn`` returned, XLA tensors in it moved to the CPU.
+        interrupted: :class:`RankStopped` was raised in this thread.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        context: RankContext,
+        fn: Callable,
+        args: tuple,
+        on_end: Callable[[], None],
+    ) -> None:
+        super().__init__(name=f"rank {context.rank}", daemon=True)
+        self.result: Any = None
+        self.interrupted = False
+        self._session = session
+        self._context = context
+        self._fn = fn
+        self._fn_args = args
+        self._on_end = on_end
+
+    def run(self) -> None:
+        session, context = self._session, self._context
+        context.thread = threading.get_ident()
+        session.adopt_thread(context)
+        try:
+            with RankMode(session, context):
+                _adopt_autograd_thread(session, context)
+                value = self._call()
+                session.materialize(
+                    context, [t for t in tensors_in(value) if t.device.type == "xla"]
+                )
+                self.result = _to_cpu(value)
+                session.finish(context)
+        except RankStopped:
+            pass
+        except BaseException as error:  # whatever it is, the caller gets it
+            session.barrier.stop(_rank_error(session, context, error))
+        finally:
+            _set_current_rank(None)
+            # The caller may keep the error and so this frame: it must not keep the model.
+            del self._fn, self._fn_args
+            self._on_end()
+
+    def _call(self) -> Any:
+        try:
+            return self._fn(self._context.rank, *self._fn_args)
+        except Preempted as error:
+            # An end that all ranks come to, like a return; launch hands it on when they have.
+            self._session.preempted = error
+            return None
+        except SystemExit as error:
+            if error.code in (None, 0):
+                return None
+            raise
+
+
+def _rank_error(session: Session, context: RankContext, error: BaseException) -> RankError:
+    error.__traceback__ = _users_part(error.__traceback__)
+    text = "".join(traceback.format_exception(error))
+    others = session.barrier.places().splitlines()
+    del others[context.rank]
+    who = f"rank {context.rank} of {context.size}"
+    message = f"{who} raised {type(error).__name__}: {error}"
+    if others:
+        message += "\n\nThe other ranks were stopped:\n" + "\n".join(others)
+    failure = RankError(message, context.rank, text)
+    failure.__cause__ = error
+    return failure
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    # The frames that lead to the user's function say nothing about the error.
+    first = trace
+    while first is not None and first.tb_frame.f_code.co_filename in _OWN_FILES:
+        first = first.tb_next
+    return first or trace
+
+
+def _to_cpu(value: Any) -> Any:
+    return map_tensors(lambda t: t.detach().cpu() if t.is_xla else t, value)
+
+
+def _adopt_autograd_thread(session: Session, context: RankContext) -> None:
+    """Tells autograd's thread for the rank's device, which outlives the launch, its rank."""
+
+    def adopt() -> None:
+        if threading.get_ident() != context.thread:
+            session.adopt_thread(context)
+
+    run_there(context.device, adopt)

@@ -6,10 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch_xla.core.xla_model as xm
-
 from ...xlac import Place
-from .session import Session
 
 _MISSING = object()
 
@@ -48,17 +45,3 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
-
-
-class Replacements:
-    """Methods that replace functions of ``xla_model`` of their own names, for one session."""
-
-    NAMES: tuple[str, ...]
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._original = {name: getattr(xm, name) for name in self.NAMES}
-
-    def replacements(self) -> dict[Callable, Callable]:
-        """Original function to replacement."""
-        return {self._original[name]: getattr(self, name) for name in self.NAMES}
