@@ -135,7 +135,7 @@ def _require_equal(found: Any, expected: Any, where: str = "") -> None:
 
 def _consolidate(*arguments: str) -> str:
     """What the command prints; warnings are errors."""
-    from xla_fsdp.consolidate.cli import main
+    from xla_fsdp.consolidate.__main__ import main
 
     said, wrong = io.StringIO(), io.StringIO()
     with warnings.catch_warnings():

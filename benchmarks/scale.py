@@ -226,7 +226,7 @@ def consolidating(path: str, parameters: int) -> dict:
 
 def launching(world: int) -> dict:
     """What a rank has to know of all others before its first step."""
-    from xla_fsdp.checkpoint.tiers.choosing import choose
+    from xla_fsdp.checkpoint.tiers.checkpointer import choose
     from xla_fsdp.collectives.routes import attributes_of, routes_for
     from xla_fsdp.tpu.topology import resolve
 

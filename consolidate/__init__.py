@@ -3,7 +3,7 @@
 Needs torch only: runs on a machine without torch_xla. Reads checkpoint folders (``format``), the
 per-rank torch files that this package wrote before, and those of torch_xla's own
 ``XlaFullyShardedDataParallel`` (``legacy``): each is a ``source``. ``stream`` brings it to files in
-constant memory; the command line (``cli``) and the functions that also return a state_dict
+constant memory; the command line (``__main__``) and the functions that also return a state_dict
 (``checkpoints``) are its fronts.
 """
 

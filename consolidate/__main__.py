@@ -1,5 +1,202 @@
-"""``python -m xla_fsdp.consolidate``."""
+"""Command line: ``python -m xla_fsdp.consolidate``.
 
-from .cli import main
+Progress and errors go to stderr, the last line, which says what was written, to stdout.
+Exit codes: 0 written, up to date or verified; 2 wrong usage, a checkpoint that is not whole or a
+place that cannot be written; 130 interrupted.
+"""
 
-raise SystemExit(main())
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from .errors import CheckpointError, OptionsError
+from .legacy.files import OUTPUT_NAME
+from .stream.options import DTYPES, FORMATS, parse_size
+from .stream.reshard import reshard_checkpoint
+from .stream.run import LEGACY_SUFFIX, Result, silent, verify_checkpoint
+from .stream.run import consolidate_checkpoint as run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run with `argv` (default: of the process) and return the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        print(_run(arguments))
+    except CheckpointError as error:
+        # One line whatever is in a file name or in a message passed on from elsewhere.
+        message = str(error).replace("\r", "\\r").replace("\n", "\\n")
+        print(f"{type(error).__name__}: {message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted, nothing written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> str:
+    """Do what was asked for; the line that says what was done."""
+    shown = arguments.progress or sys.stderr.isatty()
+    common = {
+        "suffix": arguments.ckpt_suffix,
+        "allow_unsafe_pickle": arguments.allow_unsafe_pickle,
+        "progress": _bar if shown else silent,
+    }
+    if arguments.verify:
+        return verify_checkpoint(arguments.ckpt_prefix, **common)
+    common["tied"] = dict(arguments.tied)
+    common["say"] = lambda line: print(line, file=sys.stderr)
+    if arguments.reshard is not None:
+        given = (arguments.format, arguments.max_shard_size, arguments.dtype)
+        if any(value is not None for value in given):
+            raise OptionsError(
+                "--reshard writes a checkpoint as it is: leave --format, --max_shard_size and "
+                "--dtype out"
+            )
+        return _line(
+            reshard_checkpoint(
+                arguments.ckpt_prefix, arguments.reshard, arguments.save_path, **common
+            )
+        )
+    return _line(
+        run(
+            arguments.ckpt_prefix,
+            arguments.save_path,
+            format=arguments.format,
+            max_shard_size=arguments.max_shard_size,
+            optimizer=arguments.optimizer,
+            dtype=arguments.dtype,
+            **common,
+        )
+    )
+
+
+@contextlib.contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr; nothing if there is nothing to do."""
+    try:
+        from tqdm import tqdm
+    except ImportError:  # a machine with torch only
+        tqdm = None
+    if not total or tqdm is None:
+        yield lambda count: None
+        return
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr) as shown:
+        yield shown.update
+
+
+def _line(result: Result) -> str:
+    if result.up_to_date:
+        return f"up to date: {result.path}"
+    kept = f", {result.resumed} files kept from an earlier run" if result.resumed else ""
+    return (
+        f"wrote {result.path}: {result.parameters} parameters"
+        f" ({result.elements} elements), {result.bytes} bytes{kept}"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m xla_fsdp.consolidate",
+        description="Join the checkpoint of all ranks into one of the unsharded model, a few MiB in"
+        " memory at a time. Whatever ends the command, the result is the old one or all of the"
+        " new; run it again and it goes on where it stopped.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--ckpt_prefix",
+        required=True,
+        metavar="P",
+        help="a checkpoint folder; or a folder of step-... folders, meaning the newest; or the path"
+        " prefix of per-rank torch files, taken literally",
+    )
+    parser.add_argument(
+        "--ckpt_suffix",
+        metavar="PATTERN",
+        help="glob pattern that follows the prefix of per-rank torch files (default:"
+        f" {LEGACY_SUFFIX}); if given, P is a prefix even if it is a checkpoint folder",
+    )
+    parser.add_argument(
+        "--save_path",
+        default="",
+        metavar="S",
+        help="file (.safetensors, .pth) or folder to write (default: the prefix followed by"
+        f" {OUTPUT_NAME}, or the folder followed by _consolidated.safetensors; with --reshard by"
+        " _of_M)",
+    )
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="default: what S ends in, else safetensors for checkpoint folders and pth for per-rank"
+        " torch files",
+    )
+    parser.add_argument(
+        "--max_shard_size",
+        type=_size,
+        metavar="SIZE",
+        help="split into safetensors files of at most SIZE (500MB, 5GB, 2GiB) of tensors, with"
+        " model.safetensors.index.json; a larger tensor gets a file of its own",
+    )
+    parser.add_argument(
+        "--optimizer",
+        action="store_true",
+        help="also write the optimizer's state by parameter name: optimizer.pth, or"
+        " optimizer.safetensors and optimizer.json; S is then a folder",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="cast floating-point parameters (not buffers, not optimizer state)",
+    )
+    parser.add_argument(
+        "--reshard",
+        type=int,
+        metavar="M",
+        help="write a checkpoint folder of M ranks instead: model, buffers and optimizer; only the"
+        " model and buffers from per-rank torch files",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="write nothing: check every byte of the checkpoint (digests, or the CRCs of per-rank"
+        " torch files) and that nothing is missing",
+    )
+    parser.add_argument(
+        "--tied",
+        action="append",
+        default=[],
+        type=_tied_names,
+        metavar="ALIAS=NAME",
+        help="also save parameter NAME as ALIAS; for tied weights in checkpoints of the in-tree"
+        " class, which does not record them; may be repeated",
+    )
+    parser.add_argument(
+        "--allow_unsafe_pickle",
+        action="store_true",
+        help="read per-rank torch files that hold objects outside torch's safe set: CODE IN THE"
+        " FILES WILL RUN with your permissions; only for files that you trust as programs",
+    )
+    parser.add_argument(
+        "--progress",
+        action="store_true",
+        help="show a progress bar on stderr even if it is not a terminal",
+    )
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except OptionsError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _tied_names(text: str) -> tuple[str, str]:
+    alias, separator, name = text.partition("=")
+    if not (alias and separator and name):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form ALIAS=NAME")
+    return alias, name
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -257,7 +257,7 @@ def lowered_from(place, line, function):
 def lowered_from_two_places():
     from torch_xla._internal.jax_workarounds import jax_import_guard
 
-    from xla_fsdp.layers.splash import Forward, Splash
+    from xla_fsdp.layers.attention import Forward, Splash
 
     jax_import_guard()
     splash = Splash(True, 1.0, interpret=False, matrix_unit=128, itemsize=2)

@@ -14,10 +14,9 @@ from checkpoint_runs import Run
 from rank_warnings import warnings_of_ranks
 
 import xla_fsdp
-from xla_fsdp.checkpoint.tiers.choosing import choose, listed
+from xla_fsdp.checkpoint.tiers.checkpointer import choose, listed
 from xla_fsdp.checkpoint.tiers.holding import Card, HostTier, Save, manifest_of
-from xla_fsdp.checkpoint.tiers.spread import SpreadStore
-from xla_fsdp.checkpoint.tiers.wire import Peer, TierServer
+from xla_fsdp.checkpoint.tiers.hosts import Peer, SpreadStore, TierServer
 from xla_fsdp.consolidate.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -349,7 +348,7 @@ def test_only_the_job_is_served(started):
 
 
 def test_a_host_that_says_nothing_is_given_up(started, monkeypatch):
-    monkeypatch.setattr("xla_fsdp.checkpoint.tiers.wire.TIMEOUT", 0.2)
+    monkeypatch.setattr("xla_fsdp.checkpoint.tiers.hosts.TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         peer = Peer(mute.getsockname(), KEY, "the mute host")
         tier = HostTier(LocalStore(), str(started / "start/host0"), "run")

@@ -148,7 +148,7 @@ def test_a_new_record_has_times_and_routes():
     from xla_fsdp.collectives.routes import attributes_of, routes_for
     from xla_fsdp.planning.records import Op, Schedule
     from xla_fsdp.planning.timing import time_step
-    from xla_fsdp.planning.tuning.traffic import Wire
+    from xla_fsdp.planning.tuning.estimate import Wire
 
     with added():
         where = resolve("v9pod-8")
@@ -191,8 +191,8 @@ def test_a_new_record_has_compiler_options(tmp_path, monkeypatch):
 def traced_on_a_new_record():
     from xla_fsdp import XlaFullyShardedDataParallel
     from xla_fsdp.layers import attention
+    from xla_fsdp.layers.attention import Forward
     from xla_fsdp.layers.linear import keeps_input
-    from xla_fsdp.layers.splash import Forward
     from xla_fsdp.planning.tracing.step import trace_step
 
     made = []

@@ -20,7 +20,7 @@ from test_consolidate_support import (
 )
 
 import xla_fsdp.consolidate
-from xla_fsdp.consolidate import cli
+from xla_fsdp.consolidate import __main__ as cli
 
 pytestmark = pytest.mark.filterwarnings("error")
 FOLDER = Path(xla_fsdp.consolidate.__file__).parent

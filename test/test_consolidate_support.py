@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from xla_fsdp.consolidate import cli
+from xla_fsdp.consolidate import __main__ as cli
 
 SUFFIX = "_rank-*-of-*.pth"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xla_fsdp.planning.program.groups import parse_groups
+from xla_fsdp.planning.program.collectives import parse_groups
 from xla_fsdp.planning.program.hlo import parse_module
 from xla_fsdp.planning.program.scopes import asked, scope
 from xla_fsdp.planning.program.shapes import ShapeReader, Tuple, leaves, padded_bytes

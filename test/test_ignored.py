@@ -184,7 +184,7 @@ def consolidated(rank, folder, full):
 
 
 def test_what_goes_in_and_out_of_files(run_ranks, tmp_path):
-    from xla_fsdp.consolidate.cli import main
+    from xla_fsdp.consolidate.__main__ import main
 
     full = run_ranks(states, 2, str(tmp_path), timeout=300)[0]
     run_ranks(consolidated, 4, str(tmp_path), full, timeout=300)

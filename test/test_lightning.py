@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 import xla_fsdp.integrations.lightning as integration
 from xla_fsdp import full_state_dict
 from xla_fsdp.collectives.random_state import DeviceRandomState
-from xla_fsdp.consolidate.cli import main as consolidate
+from xla_fsdp.consolidate.__main__ import main as consolidate
 from xla_fsdp.consolidate.errors import OtherRankError
 from xla_fsdp.integrations.changes import Changes
 from xla_fsdp.integrations.lightning import NAME, FabricStrategy, TrainerStrategy

@@ -89,7 +89,7 @@ def load_all(rank, paths):
     from xla_fsdp.checkpoint.filling import fill_model
     from xla_fsdp.checkpoint.inventory import take_inventory
     from xla_fsdp.checkpoint.matching import match_model
-    from xla_fsdp.checkpoint.weight_files import _open_file
+    from xla_fsdp.checkpoint.weights import _open_file
 
     inventory = take_inventory(zoo("flat"))
     tensors = _open_file(Counting(), str(paths[0]))

@@ -8,7 +8,7 @@ from test_optim import KINDS, STEPS, gradients, plain, put_gradients, wrapped
 from test_special_uses import whole
 from torch import nn
 
-from xla_fsdp.optim import AdamW8bit, blockwise
+from xla_fsdp.optim import AdamW8bit, adam8bit
 
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 0.1}
 STEPS = 2 * STEPS
@@ -28,7 +28,7 @@ def published_values(signed: bool) -> torch.Tensor:
 def test_the_values_are_the_published_ones(signed):
     expected = published_values(signed)
     assert len(expected) == 256
-    torch.testing.assert_close(blockwise.values(signed).double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(adam8bit.values(signed).double(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -37,15 +37,15 @@ def test_an_element_becomes_the_nearest_value(signed):
     x = torch.randn(5000, generator=generator) * 10 ** (-8 * torch.rand(5000, generator=generator))
     x = x if signed else x.abs()
     x[2048:4096] *= 1e-3  # a block of another scale
-    numbers, scales = blockwise.encode(x, signed)
+    numbers, scales = adam8bit.encode(x, signed)
     assert numbers.dtype is torch.uint8 and numbers.shape == x.shape and scales.shape == (3,)
-    found = blockwise.decode(numbers, scales, signed)
+    found = adam8bit.decode(numbers, scales, signed)
     for number, block in enumerate(x.split(2048)):
         known = published_values(signed) * block.abs().max().double()
         least = (block.double()[:, None] - known).abs().amin(1)
         error = (found[2048 * number :][: len(block)].double() - block.double()).abs()
         torch.testing.assert_close(error, least, rtol=1e-5, atol=1e-7 * block.abs().max().item())
-    zeros = blockwise.decode(*blockwise.encode(torch.zeros(3, 5), signed), signed)
+    zeros = adam8bit.decode(*adam8bit.encode(torch.zeros(3, 5), signed), signed)
     assert torch.equal(zeros, torch.zeros(3, 5))
 
 
@@ -54,7 +54,7 @@ def nearest(x, signed):
     known = published_values(signed)
     blocks = [
         known[(b[:, None] / b.abs().max().clamp(min=1e-45) - known).abs().argmin(1)] * b.abs().max()
-        for b in x.double().reshape(-1).split(blockwise.BLOCK)
+        for b in x.double().reshape(-1).split(adam8bit.BLOCK)
     ]
     return torch.cat(blocks).view(x.shape).float()
 

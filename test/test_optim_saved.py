@@ -7,7 +7,7 @@ import torch
 from test_optim import gradients, plain, put_gradients, wrapped
 from test_special_uses import whole
 
-from xla_fsdp.optim import Adafactor, AdamW8bit, blockwise
+from xla_fsdp.optim import Adafactor, AdamW8bit, adam8bit
 
 MAKES = {
     "adafactor": lambda p: Adafactor(p, lr=0.65, weight_decay=0.1),
@@ -68,7 +68,7 @@ def full_state_is_the_unsharded(name, full):
             what = ("exp_avg", "exp_avg_sq")[number]
             assert found[what].dtype is torch.uint8
             ours, theirs = (
-                blockwise.decode(one[what], one["scales"].reshape(2, -1)[number], signed)
+                adam8bit.decode(one[what], one["scales"].reshape(2, -1)[number], signed)
                 for one in (found, state)
             )
             # The block of a shard may be one of other blocks of a stack too.
@@ -177,14 +177,14 @@ def test_blocks_that_stay_blocks_are_encoded_as_they_were(signed):
     value = torch.randn(5000, generator=generator)
     value = value if signed else value.abs()
     value[:2048] = -value[:2048].abs() if signed else 0.0  # the largest is negative; or all zero
-    numbers, scales = blockwise.encode(value, signed)
-    each = blockwise.scales_of_elements(scales, value.shape)
-    decoded = blockwise.decode_each(numbers, each, signed)
-    assert torch.equal(decoded, blockwise.decode(numbers, scales, signed))
-    again = blockwise.encode_again(decoded, numbers, each, signed)
+    numbers, scales = adam8bit.encode(value, signed)
+    each = adam8bit.scales_of_elements(scales, value.shape)
+    decoded = adam8bit.decode_each(numbers, each, signed)
+    assert torch.equal(decoded, adam8bit.decode(numbers, scales, signed))
+    again = adam8bit.encode_again(decoded, numbers, each, signed)
     assert torch.equal(again[0], numbers) and torch.equal(again[1], scales)
     # Other blocks: as if encoded for the first time, or not at all where one came out of one.
     shifted = [torch.roll(one, 1000) for one in (decoded, numbers, each)]
-    found = blockwise.decode(*blockwise.encode_again(*shifted, signed), signed)
-    plain = blockwise.decode(*blockwise.encode(shifted[0], signed), signed)
+    found = adam8bit.decode(*adam8bit.encode_again(*shifted, signed), signed)
+    plain = adam8bit.decode(*adam8bit.encode(shifted[0], signed), signed)
     assert ((found == plain) | (found == shifted[0])).all() and not torch.equal(found, shifted[0])

@@ -15,8 +15,8 @@ from processes import ended
 from safetensors.torch import load_file
 
 from xla_fsdp.ranks.channel import Channel
-from xla_fsdp.supervision.agreement import Agreement
 from xla_fsdp.supervision.metadata_server import KEYS, notice
+from xla_fsdp.supervision.preemption import _Agreement
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -160,7 +160,7 @@ def test_ranks_agree_however_they_run(tmp_path):
     draw = random.Random(0)
     for size in (1, 2, 5):
         store, stops, barrier = dist.HashStore(), {}, threading.Barrier(size)
-        agreements = [Agreement(Channel(rank, size, store, False), id) for rank in range(size)]
+        agreements = [_Agreement(Channel(rank, size, store, False), id) for rank in range(size)]
         speaker = draw.randrange(size)
 
         # Ranks are never more than a step apart, as collectives keep them.
@@ -238,7 +238,7 @@ def metadata():
 
 def test_a_maintenance_event_is_a_notice(metadata, monkeypatch):
     import xla_fsdp
-    from xla_fsdp.supervision import notices as watched
+    from xla_fsdp.supervision import preemption as watched
 
     monkeypatch.setattr(watched, "_SECONDS_BETWEEN_QUESTIONS", 0.05)
     monkeypatch.setenv("GCE_METADATA_HOST", metadata.host)
@@ -326,14 +326,16 @@ def test_a_server_that_never_ends_is_given_up(metadata, answer):
 
 
 def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatch):
-    from xla_fsdp.supervision import notices as watched
+    from xla_fsdp.supervision import preemption as watched
 
     monkeypatch.setattr(watched, "_SECONDS_AFTER_NO_ANSWER", 0.01)
     ask = watched.metadata_server.notice
     monkeypatch.setattr(watched.metadata_server, "notice", lambda *given: ask(*given, timeout=0.1))
     metadata.said["maintenance-event"] = drip(HEAD + b"\r\n", b"T")
     heard, told = [], threading.Event()
-    end = watched.Notices().listen(lambda word: (heard.append(word), told.set()), (), metadata.host)
+    end = watched._Notices().listen(
+        lambda word: (heard.append(word), told.set()), (), metadata.host
+    )
     while sum(path.endswith("preempted") for path, _ in metadata.asked) < 2:
         time.sleep(0.01)
     metadata.said["preempted"] = "TRUE"

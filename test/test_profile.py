@@ -9,7 +9,7 @@ from test_report_pictures import Page
 from test_trace_beside import table
 from torch import nn
 
-from xla_fsdp.planning.cli import main
+from xla_fsdp.planning.__main__ import main
 from xla_fsdp.planning.recorded.trace import read_trace
 
 

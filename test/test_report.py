@@ -179,7 +179,7 @@ def test_comparison_knows_what_is_unknown():
 
 
 def test_imports_neither_torch_nor_matplotlib():
-    code = "import sys; from xla_fsdp.planning.reporting import report, page, compare"
+    code = "import sys; from xla_fsdp.planning.reporting import report, page"
     code += "; print({'torch', 'torch_xla', 'jax', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -256,7 +256,7 @@ def defaults(rank):
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
     from xla_fsdp import fully_shard, scan_blocks
     from xla_fsdp.integrations.sharding import meant_by_name
-    from xla_fsdp.planning.tuning.wrapping import _mesh
+    from xla_fsdp.planning.tuning.settings import _mesh
 
     on_two_slices()
     model = assert_trains_alike(rank, 4)

@@ -8,8 +8,8 @@ import pytest
 from reports import HOSTILE, given_up, make, refused
 from test_report_pictures import Page
 
-from xla_fsdp.planning.cli import main
-from xla_fsdp.planning.recorded import programs
+from xla_fsdp.planning.__main__ import main
+from xla_fsdp.planning.recorded import trace
 from xla_fsdp.planning.recorded.trace import read_trace
 from xla_fsdp.planning.recorded.xspace import messages
 
@@ -213,7 +213,7 @@ def test_programs_without_names_and_steps_that_were_cut_off(tmp_path, monkeypatc
             assert read_trace(path).steps == 3
     # XLA ends the process that reads what it cannot: this one goes on.
     path.write_bytes(tpu_trace(proto))
-    monkeypatch.setattr(programs, "__package__", "os.path")
+    monkeypatch.setattr(trace, "__package__", "os.path")
     with pytest.raises(ValueError, match="host.xplane.pb: XLA cannot read a program"):
         read_trace(path)
 

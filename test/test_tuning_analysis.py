@@ -10,11 +10,11 @@ from test_tuning import GIB, INNER, ROWS, V3, WIDTH, Network, facts, small_step
 
 from xla_fsdp import ShardingSettings
 from xla_fsdp.planning.tracing.units import OnWire
-from xla_fsdp.planning.tuning.activations import Again
 from xla_fsdp.planning.tuning.blocks import find_blocks
-from xla_fsdp.planning.tuning.by_worth import worth_keeping
 from xla_fsdp.planning.tuning.estimate import AHEAD, Correction, Estimates
+from xla_fsdp.planning.tuning.facts import Again
 from xla_fsdp.planning.tuning.remedies import larger, what_would_fit
+from xla_fsdp.planning.tuning.search import worth_keeping
 from xla_fsdp.planning.tuning.space import Space, ranks_together
 from xla_fsdp.tpu.topology import resolve
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
     from .checkpoint.asynchronous import AsyncCheckpointer
-    from .checkpoint.dcp import to_dcp
     from .checkpoint.dcp_reading import from_dcp
+    from .checkpoint.dcp_writing import to_dcp
     from .checkpoint.full_optimizer import full_optim_state_dict, load_full_optim_state_dict
     from .checkpoint.full_state import full_state_dict, load_full_state_dict
     from .checkpoint.loading import LoadedCheckpoint, load_checkpoint
@@ -126,7 +126,7 @@ _HOMES = {
     "full_optim_state_dict": "checkpoint.full_optimizer",
     "load_full_optim_state_dict": "checkpoint.full_optimizer",
     "load_weights": "checkpoint.weights",
-    "to_dcp": "checkpoint.dcp",
+    "to_dcp": "checkpoint.dcp_writing",
     "from_dcp": "checkpoint.dcp_reading",
     "consolidate_sharded_model_checkpoints": "consolidate",
     "consolidate_sharded_state_dicts": "consolidate",

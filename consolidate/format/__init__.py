@@ -2,6 +2,5 @@
 
 From the bottom up: ``store`` (where bytes live), ``strict`` and ``values`` (JSON), ``container``
 (safetensors), ``digests``, ``rank_file`` (one rank's tensors), ``manifest`` (what makes a folder a
-checkpoint), ``folders`` (many of them), ``rank_reader`` (a rank's file beside its
-manifest), ``reader``.
+checkpoint), ``folders`` (many of them), ``reader``.
 """

@@ -20,9 +20,7 @@ from ..errors import (
     WorldSizeError,
 )
 from ..format.fields import Fields
-from .intree import read_intree
-from .layout import FLAT, RankLayout, ShardedParameter
-from .native import read_native
+from .layout import FLAT, RankLayout, ShardedParameter, read_intree, read_native
 
 
 @dataclass(frozen=True)

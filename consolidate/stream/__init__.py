@@ -2,6 +2,6 @@
 
 The data passes through, in this order: ``sharded`` or ``legacy.source`` (a ``Source``: any elements
 of any tensor), ``plan`` (which tensors into which files), ``pump`` (reads ahead),
-``safetensors_file`` or ``torch_file`` (one file), ``stage`` (beside the target, then in its place).
+``result_file`` (writes one file), ``stage`` (beside the target, then in its place).
 ``run`` ties them together; ``reshard`` is another thing that can be done with a source.
 """

@@ -16,9 +16,8 @@ from ..format.manifest import FORMAT, VERSION, Optimizer, dump_groups
 from ..format.strict import write_json
 from ..source import Source
 from .options import SAFETENSORS, Options
-from .safetensors_file import SafetensorsFile
+from .result_file import SafetensorsFile, TorchFile
 from .tensors import Stored, all_of
-from .torch_file import TorchFile
 
 RECORD = "consolidated.json"
 INDEX = "model.safetensors.index.json"

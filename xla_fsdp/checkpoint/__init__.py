@@ -7,6 +7,6 @@ What all ways share: ``inventory`` and ``optimizers`` (what this rank holds of t
 Checkpoints: ``contents`` (as tensors of a file), ``draft``, ``saving``, ``asynchronous``;
 ``reading``, ``loading``. Full state: ``parts`` (gathers), ``protocol``
 (torch's own state_dict, on ``unread`` tensors), ``full_state``, ``full_optimizer``,
-``optimizer_names``. Weights from files: ``weight_files``, ``weights``. Directories of
+``optimizer_names``. Weights from files: ``weights``. Directories of
 torch.distributed.checkpoint: ``boxes``, ``dcp*``.
 """

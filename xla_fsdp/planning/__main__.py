@@ -1,6 +1,54 @@
-import sys
+"""Command line: ``python -m xla_fsdp.planning plan.json``, what can be done with a saved plan.
 
-from .cli import main
+It goes to stdout; with ``--trace`` beside a recorded trace. Exit codes: 0; 2 wrong usage, or a file
+that is not what it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..wording import in_a_line
+from .reporting.report import Report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints, and draws if asked to; the exit code."""
+    flags = _parser().parse_args(argv)
+    try:
+        report = Report.load(flags.plan)
+        shown = report.beside(flags.trace) if flags.trace else report
+        print(shown)
+        for path in flags.plot:
+            shown.plot(path)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"plan: {in_a_line(error, 1000)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m xla_fsdp.planning",
+        description="Prints a plan that Report.save() or --plan_report wrote; with --trace beside "
+        "what xla_fsdp.profile or --profile_steps recorded of the same model.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument(
+        "--trace", metavar="FOLDER", help="with plugins/profile/*/*.xplane.pb: the newest is taken"
+    )
+    parser.add_argument(
+        "--plot",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help=".html, or .png without --trace; repeatable",
+    )
+    return parser
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,9 +12,8 @@ from ..tpu.topology import Slice, resolve
 from .compiling.cache import CompiledStep, PlanCache
 from .compiling.compiler import compile_step, require_extra
 from .compiling.progress import Progress
-from .make_report import make_report
+from .make_report import make_report, report_on_parts
 from .reporting.report import Report
-from .streamed import report_on_parts
 from .tracing.step import TracedStep, trace_step
 from .tracing.traced import TracedProgram
 

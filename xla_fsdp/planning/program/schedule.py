@@ -1,4 +1,6 @@
-"""From the text of a scheduled program to what a plan knows about it."""
+"""From the text of a scheduled program to what a plan knows about it: what runs when, which buffers
+are live where (by the compiler's own assignment), and what is copied to and from the host.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,14 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ...tpu.chips import Chip
-from ..records import Collective, Op, Schedule
-from .assignment import Assignment
+from ..records import Buffer, Collective, Op, Schedule
+from .assignment import Allocation, Assignment, Value, without_overlap
 from .collectives import find_collectives
 from .hlo import Instruction, Module, parse_module
-from .host_transfers import host_transfers
 from .kernels import is_kernel, kernel_cycles
-from .memory import Memory
 from .places import Line, Place, line_up
 from .scopes import Labels
+from .shapes import Shape, leaves
 
 # Nothing runs for these; of a loop or a call it is the instructions inside that run.
 _FREE = frozenset(
@@ -26,6 +27,9 @@ _FREE = frozenset(
 )
 _CANNOT_TELL = 2**63 - 1
 _ESTIMATE = re.compile(r'"estimated_cycles":\s*"?(\d+)')
+
+_HOST = 5  # the memory space, in layouts
+_COPIES = frozenset("copy slice dynamic-slice dynamic-update-slice".split())
 
 
 def read_schedule(
@@ -49,9 +53,9 @@ def read_schedule(
     found = find_collectives(line)
     labels = Labels(line, {c.name: (c.phase, c.module) for c in found.collectives})
     ops = tuple(_ops(line, found.places, labels, chip))
-    memory = Memory(line, labels, assignment, arguments)
+    memory = _Memory(line, labels, assignment, arguments)
     curve = memory.curve
-    to_host, to_device = host_transfers(line)
+    to_host, to_device = _host_transfers(line)
     return Schedule(
         length=len(line.places),
         ops=ops,
@@ -66,7 +70,7 @@ def read_schedule(
     )
 
 
-def estimated_cycles(instruction: Instruction) -> int:
+def _estimated_cycles(instruction: Instruction) -> int:
     """The compiler's estimate for one execution, 0 if it gives none.
 
     It stands in ``window_config`` wherever it was seen, and never twice for one instruction, so
@@ -86,7 +90,7 @@ def _untimed(line: Line) -> list[str]:
     notes = []
     if unable:
         notes.append(f"the compiler has no estimate for {unable} fusion(s): no time for them here")
-    if random and not any(estimated_cycles(p.instruction) for p in random):
+    if random and not any(_estimated_cycles(p.instruction) for p in random):
         notes.append(
             f"the compiler has no estimate for {len(random)} generator(s) of random numbers: no "
             "time for them here"
@@ -115,7 +119,7 @@ def _kernels(line: Line, chip: Chip | None) -> list[str]:
 def _cycles(instruction: Instruction, chip: Chip | None) -> int:
     if chip is not None and is_kernel(instruction):
         return kernel_cycles(instruction, chip) or 0
-    return estimated_cycles(instruction)
+    return _estimated_cycles(instruction)
 
 
 def computing(line: Line, taken: Collection[int]) -> Iterator[Place]:
@@ -155,3 +159,111 @@ def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[
 def _aliased(module: Module) -> dict[int, int]:
     # A program with one output has no tuple of outputs, and its place is ().
     return {output[0] if output else 0: argument for output, argument, _ in module.aliases}
+
+
+def _host_transfers(line: Line) -> tuple[int, int]:
+    """Bytes to the host and from it in a step, without padding; loops as often as they run."""
+    to_host = to_device = 0
+    shapes = {
+        (place.scope, place.instruction.name): place.instruction.shape for place in line.places
+    }
+    for place in line.places:
+        kind = place.instruction.opcode.removesuffix("-start")
+        if kind not in _COPIES:
+            continue
+        given = [leaves(shapes[operand])[0] for operand in line.operands(place)]
+        source, target = _ends(kind, place.instruction, given)
+        if (source.space == _HOST) != (target.space == _HOST):
+            # Of an update in place moves what is written, of a slice what is read.
+            size = (source if kind == "dynamic-update-slice" else target).bytes * place.times
+            to_host += size if target.space == _HOST else 0
+            to_device += size if source.space == _HOST else 0
+    return to_host, to_device
+
+
+def _ends(kind: str, instruction: Instruction, given: list[Shape]) -> tuple[Shape, Shape]:
+    """What is copied from and to. Of an asynchronous copy the shape is that of its result, of its
+    operand and of its context; of a slice and an update of operands, result and context."""
+    if kind == "dynamic-update-slice":
+        return given[1], given[0]
+    found = leaves(instruction.shape)
+    if not instruction.opcode.endswith("-start"):
+        return given[0], found[0]
+    return given[0], found[0] if kind == "copy" else found[len(given)]
+
+
+class _Memory:
+    """HBM over the places of ``line``.
+
+    Args:
+        arguments: names of the arguments, by number; "" or too few where nobody knows.
+
+    Attributes:
+        buffers: everything in HBM but the program itself, largest first.
+        curve: bytes in use at every place.
+    """
+
+    def __init__(
+        self, line: Line, labels: Labels, assignment: Assignment, arguments: Sequence[str] = ()
+    ) -> None:
+        self._labels = labels
+        self._arguments = arguments
+        self._places = {place.instruction.name: place for place in reversed(line.places)}
+        self._last = len(line.places) - 1
+        self._place_of = self._positions(assignment)
+        found = [buffer for one in assignment.allocations for buffer in self._of_allocation(one)]
+        self.buffers = tuple(sorted(found, key=lambda b: (-b.bytes, b.born)))
+        change = [0] * (len(line.places) + 1)
+        for buffer in self.buffers:
+            change[buffer.born] += buffer.bytes
+            change[buffer.dies + 1] -= buffer.bytes
+        self.curve = tuple(accumulate(change[:-1]))
+
+    def _positions(self, assignment: Assignment) -> list[int]:
+        """The place in the line for every place of the compiler's sequence.
+
+        The sequence also has what is inside of fusions and asynchronous operations; that belongs
+        to the last place before it.
+        """
+        at, places = 0, []
+        for name in assignment.sequence:
+            place = self._places.get(name)
+            if place is not None:
+                at = max(at, place.index)
+            places.append(at)
+        return places
+
+    def _of_allocation(self, one: Allocation) -> Iterator[Buffer]:
+        if one.category == "constant":
+            return  # part of the program
+        if one.category == "temporary":
+            for value in without_overlap(one.values):
+                yield self._buffer(value.name, value.bytes, value, "temporary", value.shape)
+        elif one.values:
+            value = one.values[0]
+            number = len(self._arguments) if one.parameter is None else one.parameter
+            name = self._arguments[number] if number < len(self._arguments) else ""
+            yield self._buffer(name or value.name, one.bytes, value, one.category, value.shape)
+
+    def _buffer(self, name: str, size: int, value: Value, category: str, shape: str) -> Buffer:
+        place = self._places.get(value.name)
+        phase, module = self._labels.of(place.instruction) if place else ("", "")
+        born, dies = 0, self._last
+        if category == "temporary":
+            born, dies = self._place_of[value.born], self._place_of[value.dies]
+        elif category == "output":
+            born = self._place_of[value.born]
+        if category == "argument":
+            # "exp_avg of blocks.3.mlp.weight" belongs to blocks.3.mlp.weight.
+            module = name.rpartition(" of ")[2] if name != value.name else ""
+        return Buffer(
+            name=name,
+            bytes=size,
+            born=born,
+            dies=dies,
+            category=category,
+            shape=shape.partition("{")[0],
+            opcode=place.instruction.opcode if place else "",
+            module=module,
+            phase=phase,
+        )

@@ -1,21 +1,26 @@
-"""A plan beside a recorded trace of the same step: what was modelled and what was measured."""
+"""A plan beside a recorded trace of the same step: what was modelled and what was measured, as text
+and as a page with both timelines that needs nothing else.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from html import escape
 
 from ...wording import some_of
 from ..compiling.cache import write_whole
 from ..recorded.trace import RecordedStep, Share
-from ..records import KINDS, PHASES
+from ..records import KINDS, PHASES, Slot
 from .amounts import figure, milliseconds, percent, share, short, units
 from .findings import Findings
+from .page import document, table
+from .series import duration, timeline
 from .storage import target_of_page
 from .tables import Section, aligned
 
-CPU_NOTE = (
+_CPU_NOTE = (
     "Recorded on CPU ranks: what there is, in which order, and how it is divided can be compared; "
     "milliseconds and ratios say nothing of a TPU. Each parameter travels by itself there, and on "
     "a TPU the small ones of a unit do together: compare collectives by unit."
@@ -24,6 +29,8 @@ _COLUMNS = ("modelled", "share", "measured", "share", "ratio")
 _MOST = 24  # collectives in the table
 _SHOWN = 6  # names in a sentence
 Total = tuple[float | None, float | None]  # seconds modelled and measured
+
+_WIDTH, _HEIGHT = 12.5, 3.4  # inches, of each
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Beside:
     planned: tuple[Share, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "planned", tuple(planned_shares(self.report)))
+        object.__setattr__(self, "planned", tuple(_planned_shares(self.report)))
         ours, theirs = {s.module for s in self.planned} - {""}, self.recorded.modules
         if not ours & theirs:
             raise ValueError(
@@ -61,7 +68,7 @@ class Beside:
     def notes(self) -> list[str]:
         """What a reader should know of the figures."""
         recorded = self.recorded
-        notes = [CPU_NOTE] if recorded.on_cpu else []
+        notes = [_CPU_NOTE] if recorded.on_cpu else []
         where = f"{recorded.source}: {recorded.steps} step{'s' * (recorded.steps > 1)}"
         notes += [f"{where}; the timeline is of the median one, times in tables are means."]
         if recorded.on_cpu and recorded.ranks > 1:
@@ -89,11 +96,7 @@ class Beside:
             FileNotFoundError: there is no such folder.
             MissingExtraError: (an ImportError) matplotlib is not installed.
         """
-        place = target_of_page(path)
-        from .beside_page import page  # with matplotlib, which printing does without
-
-        timelines = (self.report, self.recorded)
-        write_whole(place, page(*timelines, self.verdict, self.notes(), self.sections()).encode())
+        write_whole(target_of_page(path), _page(self).encode())
 
     def __str__(self) -> str:
         lines = [self.verdict]
@@ -178,7 +181,7 @@ class Beside:
         return _ms(total[0]), shares[0], _ms(total[1]), shares[1], _ratio(*total)
 
 
-def planned_shares(report: Findings) -> list[Share]:
+def _planned_shares(report: Findings) -> list[Share]:
     """What each instruction of a plan takes in a step, by the model."""
     once: dict[tuple[int, str], float] = {}
     for slot in report.timing.slots:
@@ -215,3 +218,40 @@ def _ratio(modelled: float | None, measured: float | None) -> str:
 def _some(names: Iterable[str]) -> str:
     """The first of some names, and how many more there are."""
     return some_of([short(name, 40) for name in sorted(names)], _SHOWN)
+
+
+def _page(both: Beside) -> str:
+    """The whole page. Every text is escaped."""
+    report, recorded = both.report, both.recorded
+    parts = [f"<h1>{escape(both.verdict)}</h1>"]
+    parts += [f"<p>{escape(note)}</p>" for note in both.notes()]
+    modelled, measured = 1e3 * duration(report), _end(recorded.slots)
+    # Of the same kind of device a millisecond is as long in both.
+    common = max(modelled, measured) if not recorded.on_cpu else 0.0
+    for heading, slots, end in (
+        ("Modelled", report.timing.slots, modelled),
+        (f"Measured: step {recorded.number + 1} of {recorded.steps}", recorded.slots, measured),
+    ):
+        parts += [f"<h2>{escape(heading)}</h2>"]
+        parts += [f'<div data-axis="ms">{_timeline(slots, common or end)}</div>']
+    tables = "".join(table(section) for section in both.sections())
+    parts += [f'<div class="tables">{tables}</div>']
+    title = f"{report.title or 'xla_fsdp plan'} and {recorded.device}"
+    return document(title, parts, {})
+
+
+def _end(slots: Sequence[Slot]) -> float:
+    return 1e3 * max((slot.end for slot in slots), default=0.0)
+
+
+def _timeline(slots: Sequence[Slot], end: float) -> str:
+    from .drawing import canvas, svg  # imports matplotlib, which printing does without
+    from .pictures import SIDES, draw_lanes
+
+    figure = canvas(_WIDTH, _HEIGHT)
+    axes = figure.add_axes((SIDES[0], 0.14, SIDES[1] - SIDES[0], 0.74))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlim(0, end)
+    axes.set_xlabel("ms")
+    draw_lanes(axes, timeline(slots, end), end)
+    return svg(figure)

@@ -42,7 +42,7 @@ class Findings:
     notes: tuple[str, ...] = ()
     refusal: str = ""  # the compiler's message, if the step did not fit while it compiled
     host: HostNeeds | None = None  # where the optimizer steps there
-    parts: tuple[Part, ...] = ()  # where the step is cut into programs: `streamed.py`
+    parts: tuple[Part, ...] = ()  # where the step is cut into programs
 
     def __post_init__(self) -> None:
         for name in ("devices", "hbm_capacity"):

@@ -1,26 +1,31 @@
-"""Traces the caller's training step as one rank of a slice, and stops where it would run."""
+"""Traces the caller's training step as one rank of a slice, and stops where it would run.
+
+A streamed step is cut into several programs, each with what is on the device beside it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch_xla.runtime as xr
+from torch import nn
 
 from ...collectives.random_state import preserve_random_state
+from ...offload.copies import ShardCopy
 from ...ranks.cpu import call_site
 from ...ranks.cpu.runtime import ONE_AT_A_TIME
 from ...ranks.rank import current_rank
 from ...tpu.topology import Slice
 from ..records import HostNeeds
 from .bound import ZeroBound, zero_bound
-from .host_step import needs_of, offloaded, waiting
+from .host_step import needs_of, offloaded, units_of, waiting
 from .live import LiveTensors, held, is_xla
 from .naming import Naming, plain
-from .parts import Parts, TracedPart, fingerprint, is_streamed
 from .pretend import Pretence, StepTraced, forget_pending, settle
 from .steady import SteadyOptimizers, named_state, state_tensors
 from .traced import StepBoundary, TracedProgram
@@ -68,7 +73,7 @@ class TracedStep:
     @property
     def fingerprint(self) -> str:
         """Equal for steps that could share all executables."""
-        return fingerprint(self.parts) if self.parts else self.program.fingerprint
+        return _fingerprint(self.parts) if self.parts else self.program.fingerprint
 
 
 def trace_step(
@@ -146,7 +151,7 @@ class _Run:
         self.steps_read: int | None = None
         self.over = False
         self.calls = 0  # of roots, and of optimizers, since the last cut
-        self.parts = Parts()
+        self.parts = _Parts()
         self.sent: list[int] = []  # bytes of each gradient that `found` sends to the host
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # on the host, before
 
@@ -271,7 +276,7 @@ class _Run:
         tensors = self.live.all()
         program = self.boundary.lower(tensors, self._names(self.boundary))
         sent = [t.numel() * t.dtype.itemsize for t in waiting(self.naming.roots)]
-        streamed = is_streamed(self.naming.roots)
+        streamed = _is_streamed(self.naming.roots)
         if streamed and program is not None and not self.optimizers.stepped:
             self.parts.add(program, self.boundary, tensors, self.naming.roots, sum(sent))
         elif self.sent and not sent:  # beside the host's step: norms, parameters that are ignored
@@ -330,3 +335,78 @@ def _everything_put_back() -> Iterator[LiveTensors]:
         for tensor, grad in grads:
             tensor.grad = grad
         live.close()
+
+
+@dataclass(frozen=True)
+class TracedPart:
+    """One program of a step.
+
+    Attributes:
+        beside: bytes of tensors on the device that the program neither reads nor makes.
+        to_device: bytes of shards that are sent for it.
+        to_host: bytes of gradients that it makes for the host.
+    """
+
+    program: TracedProgram
+    beside: int
+    to_device: int
+    to_host: int
+
+
+class _Parts:
+    """Collects the programs of one step, of whose model units are streamed."""
+
+    def __init__(self) -> None:
+        self.found: list[TracedPart] = []
+        self._known: dict[str, TracedProgram] = {}  # by fingerprint; the same one for equal ones
+        self._sent = 0
+
+    def add(
+        self,
+        program: TracedProgram,
+        boundary: StepBoundary,
+        tensors: Iterable[torch.Tensor],
+        roots: Iterable[nn.Module],
+        to_host: int,
+    ) -> None:
+        """``program`` is what ``boundary`` lowered last, of ``tensors``, those on the device."""
+        sent = _sent(roots)
+        program = self._known.setdefault(program.fingerprint, program)
+        beside = boundary.bytes_beside([one for one in map(held, tensors) if not one.pending])
+        self.found.append(TracedPart(program, beside, sent - self._sent, to_host))
+        self._sent = sent
+
+    def noted(self) -> tuple[TracedPart, ...]:
+        """All of them. While one runs, the copies for the next arrive, and the gradients of the two
+        before leave."""
+        parts = self.found
+        return tuple(
+            replace(
+                part,
+                beside=part.beside
+                + sum(after.to_device for after in parts[number + 1 : number + 2])
+                + sum(before.to_host for before in parts[max(number - 2, 0) : number]),
+            )
+            for number, part in enumerate(parts)
+        )
+
+
+def _is_streamed(roots: Iterable[nn.Module]) -> bool:
+    """Whether units of ``roots`` have their parameters on the device only while they compute."""
+    return any(unit.stream is not None for unit in units_of(roots))
+
+
+def _fingerprint(parts: Iterable[TracedPart]) -> str:
+    """Equal for steps whose programs could share executables."""
+    return hashlib.sha256("".join(p.program.fingerprint for p in parts).encode()).hexdigest()
+
+
+def _sent(roots: Iterable[nn.Module]) -> int:
+    """Bytes that were sent to the device so far."""
+    uploads = {
+        id(tensor.copy.uploads): tensor.copy.uploads
+        for unit in units_of(roots)
+        for tensor in unit.stored
+        if isinstance(tensor.copy, ShardCopy)
+    }
+    return sum(one.sent for one in uploads.values())

@@ -8,6 +8,8 @@ Time is compute and what of the collectives nothing hides.
 * Parameters are gathered for the forward, again for the backward unless they are kept, and
   gradients are reduced. Where the compiler gathers beside compute, the gather of a unit is hidden
   by the compute of the unit before it, as far as that is longer; all else waits.
+* What a unit has travels in several collectives, see ``sharding/wire.py``: its large tensors each
+  by itself, and over which ways of the links depends on the bytes of that one.
 
 Memory is the state of the optimizer and gradients, cut by the ranks that share; what the forward
 leaves for the backward; full parameters and gradients of the units that have any at a time; and
@@ -17,15 +19,22 @@ last word, and :class:`Correction` learns from what it said.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
+from ...collectives.rings import Rings
+from ...collectives.routes import Routes, reduction_stages
+from ...sharding.layout import LANES
+from ...sharding.wire import BESIDE_BYTES, SMALL_BYTES
+from ...tpu.links import Links
 from ...tpu.topology import Slice
+from ...tpu.traffic import Groups, OneCollective
+from ..tracing.units import OnWire
 from .facts import StepFacts, UnitFacts
 from .kept import keeps
 from .settings import ShardingSettings
-from .traffic import Wire, large, small
 
 # Of the executable, for every block that is compiled by itself: 50 MiB for four blocks of workload
 # S on v3-8, 393 for 32 (docs/scan.md).
@@ -34,6 +43,129 @@ CODE_BYTES = 12 << 20
 # nothing else, and far apart: 10 % more of GPT-3 13B on v5litepod-64, 5 % less of ViT-10B on
 # v5litepod-256 (docs/tuning.md).
 AHEAD = 0.03
+
+# What a collective is made of, stage by stage: who takes part, and rings that it goes around.
+_Way = list[tuple[Groups, Rings | None]]
+
+
+class Reducing(NamedTuple):
+    """Seconds of the reductions of a unit: ``waited`` for, ``beside`` compute, around rings, and
+    ``adding`` up there what came, which a chip does itself: it reads two values and writes one."""
+
+    waited: float
+    beside: float
+    adding: float
+
+
+def collectives(tensors: Iterable[OnWire]) -> tuple[OnWire, ...]:
+    """What of ``tensors`` travels together: the small ones, and each other by itself."""
+    tensors = tuple(tensors)
+    size = sum(one.bytes for one in small(tensors))
+    together = (OnWire(size, max(size // (2 * LANES), 1)),) if size else ()  # of 16 bits
+    return together + large(tensors)
+
+
+def small(tensors: Iterable[OnWire]) -> tuple[OnWire, ...]:
+    return tuple(one for one in tensors if one.bytes <= SMALL_BYTES)
+
+
+def large(tensors: Iterable[OnWire]) -> tuple[OnWire, ...]:
+    return tuple(one for one in tensors if one.bytes > SMALL_BYTES)
+
+
+class Wire:
+    """Seconds of the collectives of a unit on ``where``."""
+
+    def __init__(self, where: Slice) -> None:
+        self._where = where
+        self._links = Links(where)
+        self._routes = Routes(where)
+        self.seconds = lru_cache(maxsize=None)(self._seconds)
+        # Asked for every block of every candidate, and blocks are alike.
+        self.gathering = lru_cache(maxsize=None)(self._gathering)
+        self.reducing = lru_cache(maxsize=None)(self._reducing)
+
+    @property
+    def gathers_beside(self) -> bool:
+        """Whether gathers run beside compute."""
+        return self._where.chip.overlaps_gathers
+
+    def _gathering(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> float:
+        """Seconds of the gathers of ``tensors`` among each ``ranks`` consecutive ranks."""
+        sent = collectives(tensors)
+        return sum(self.seconds("all-gather", one.bytes, ranks, routes) for one in sent)
+
+    def _reducing(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> Reducing:
+        waited = beside = adding = 0.0
+        for one in collectives(tensors):
+            seconds = self.seconds("reduce-scatter", one.bytes, ranks, routes)
+            if ranks == self._where.devices and self._rings(one, routes):
+                beside += seconds
+                adding += 3 * one.bytes / self._where.chip.device_hbm_bandwidth
+            else:
+                waited += seconds
+        return Reducing(waited, beside, adding)
+
+    def differs(self, gathered: Iterable[OnWire], reduced: Iterable[OnWire]) -> bool:
+        """Whether a collective over the whole slice, of those that gather or reduce these tensors,
+        goes another way with ``"auto"`` than with ``"default"``."""
+        return self._where.count == 1 and (
+            any(self._gather(one) != self._at_once for one in collectives(gathered))
+            or any(self._reduce(one, "auto") != self._at_once for one in collectives(reduced))
+        )
+
+    def _gather(self, one: OnWire) -> _Way:
+        return [(groups, None) for groups in self._routes.gather(one.bytes).stages]
+
+    def _reduce(self, one: OnWire, routes: str) -> _Way:
+        if routes == "default":
+            return self._at_once
+        beside = one.bytes > BESIDE_BYTES
+        return reduction_stages(self._routes, one.bytes, one.rows, beside)
+
+    def _rings(self, one: OnWire, routes: str) -> bool:
+        return self._where.count == 1 and any(rings for _, rings in self._reduce(one, routes))
+
+    @property
+    def _at_once(self) -> _Way:
+        return [((tuple(range(self._where.devices)),), None)]
+
+    def _seconds(self, kind: str, size: int, ranks: int, routes: str = "auto") -> float:
+        """Of one collective of ``size`` bytes, the larger of its ends, among each ``ranks``
+        consecutive ranks; ``kind``: "all-gather", "reduce-scatter" or "all-reduce"."""
+        devices = self._where.devices
+        if ranks <= 1 or not size:
+            return 0.0
+        one = devices // self._where.count  # ranks of one slice
+        if ranks > one:
+            return self._between(kind, size, ranks // one) + self.seconds(kind, size, one)
+        if ranks == one and self._where.count == 1 and kind != "all-reduce":
+            if routes == "default":
+                return self._routes.all(kind, size)[0].seconds
+            gathers, ways = kind == "all-gather", self._routes
+            return (ways.gather(size) if gathers else ways.scatter(size)).seconds
+        groups = tuple(tuple(range(first, first + ranks)) for first in range(0, one, ranks))
+        return self._links.seconds(OneCollective(kind, size, groups))
+
+    def replicas(self, size: int, ranks: int) -> float:
+        """Of the sum of ``size`` bytes over the copies that each ``ranks`` consecutive ranks make
+        one of."""
+        devices, count = self._where.devices, self._where.count
+        one = devices // count
+        if ranks >= devices:
+            return 0.0
+        between = self._between("all-reduce", size, count) if count > 1 else 0.0
+        if ranks >= one:
+            return between
+        groups = tuple(tuple(range(first, one, ranks)) for first in range(ranks))
+        return between + self._links.seconds(OneCollective("all-reduce", size, groups))
+
+    def _between(self, kind: str, size: int, slices: int) -> float:
+        """Over the data-centre network: each device its part, as in docs/plan-time-model.md."""
+        one = self._where.devices // self._where.count
+        part = size if kind == "all-reduce" else size // one
+        group = tuple(range(slices))
+        return self._links.seconds(OneCollective(kind, part, (group,), across_slices=True))
 
 
 @dataclass(frozen=True)

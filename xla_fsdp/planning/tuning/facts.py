@@ -1,19 +1,32 @@
-"""What is known of a model after tracing two of its steps: all that an estimate starts from."""
+"""What is known of a model after tracing two of its steps: all that an estimate starts from.
+
+What a forward leaves for its backward, and what it moves, is read off a program not yet compiled.
+The compiler fuses element-wise operations into what uses them, and computes them there again from
+what they are made of. So what stays in memory between forward and backward are not the tensors
+that autograd saved but their *sources*: results of products, convolutions, reductions and the
+like, found by going back through what can be fused. Bytes are those of the elements, without the
+padding of layouts; a collective's result does not count, since full parameters are gathered again.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...layers.keeping import ATTENTION
 from ...tpu.chips import Chip
-from ..program.hlo import Module, parse_module
+from ..program.flops import flops_of
+from ..program.hlo import Instruction, Module, parse_module
+from ..program.kernels import is_kernel, kernel_cycles
+from ..program.places import Line, Place, line_up
+from ..program.scopes import scope
 from ..program.shapes import leaves
+from ..records import KINDS
 from ..tracing.step import TracedStep
 from ..tracing.traced import TracedProgram
 from ..tracing.units import OnWire
-from .activations import Again, again_in, by_unit, largest_by_unit, read_activations, unit_of
 from .settings import ShardingSettings
 
 # How a step is traced for facts: whole and recomputed, each block a unit.
@@ -21,6 +34,25 @@ KEPT = ShardingSettings()
 RECOMPUTED = KEPT.changed(recompute="all")
 # What modules that a backward runs again are called.
 _RECOMPUTED = re.compile(r"recompute\[([^\]]*)\]")
+
+# What the compiler computes again wherever it is used, or what only moves.
+_FUSED = frozenset(
+    "abs add and atan2 bitcast bitcast-convert broadcast cbrt ceil clamp compare complex"
+    " concatenate convert copy cosine divide dynamic-slice erf exponential exponential-minus-one"
+    " floor get-tuple-element iota is-finite log log-plus-one logistic maximum minimum multiply"
+    " negate not or pad popcnt power real reduce-precision remainder reshape reverse"
+    " round-nearest-afz round-nearest-even rsqrt select sign sine slice sqrt subtract tan tanh"
+    " transpose xor".split()
+)
+_MOVED = frozenset("bitcast copy reshape transpose".split())
+# Nothing of the forward's own: parameters and inputs are there anyway.
+_GIVEN = frozenset(
+    [*KINDS, *(f"{kind}-start" for kind in KINDS), "parameter", "constant", "after-all", "token"]
+)
+# They take what goes in as it is.
+_WHOLE = frozenset(["tuple", "opt-barrier", "optimization-barrier"])
+
+_Key = tuple[int, str]  # scope and name of an instruction
 
 
 @dataclass(frozen=True)
@@ -190,3 +222,226 @@ def hlo_text(hlo: bytes) -> str:
 
     module: Any = jaxlib.HloModule.from_serialized_hlo_module_proto(hlo)
     return module.to_string()
+
+
+@dataclass(frozen=True)
+class Again:
+    """What a backward computes again and could take from the forward: the result of one product or
+    kernel, by the name that ``scan_blocks(keep=...)`` has for it."""
+
+    name: str
+    seconds: float
+    bytes: float
+
+
+@dataclass
+class Activations:
+    """Of the modules that call themselves so, in a forward on one device.
+
+    ``held``: bytes of each tensor that its backward needs, by module; ``largest``: bytes of the
+    largest tensor that a module makes; ``seconds``: of compute, by the roofline of ``chip``: the
+    longer of operations at the peak rate and bytes at the bandwidth of HBM, for each operation that
+    is not fused; ``flops``: of products and convolutions; ``again``: of each module, what the
+    backward in this step computes again of products and kernels, without names.
+    """
+
+    held: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+    again: dict[str, list[Again]] = field(default_factory=dict)
+
+
+def read_activations(module: Module, chip: Chip) -> Activations:
+    """What the forward in ``module``, a traced step with names, leaves and takes.
+
+    Raises ValueError where ``module`` refers to what it does not define.
+    """
+    return _Reader(line_up(module), chip).read()
+
+
+class _Reader:
+    def __init__(self, line: Line, chip: Chip) -> None:
+        self._line, self._chip = line, chip
+        self._places: dict[_Key, Place] = {(p.scope, p.instruction.name): p for p in line.places}
+        self._callers = _callers(line)
+        self._phases = {key: self._phase(place) for key, place in self._places.items()}
+        self._sources: dict[_Key, frozenset[_Key]] = {}
+        computations = line.module.computations.values()
+        self._computations = {id(i): c for c in computations for i in c.instructions}
+
+    def read(self) -> Activations:
+        found = Activations()
+        for key in self._held():
+            place = self._places[key]
+            _, name = self._phases[key]
+            found.held[name] = found.held.get(name, 0) + place.times * _bytes(place.instruction)
+        for key, place in self._places.items():
+            phase, name = self._phases[key]
+            opcode = place.instruction.opcode
+            if opcode in _FUSED | _GIVEN | _WHOLE:
+                continue
+            if phase == "forward":
+                self._add_time(found, place, name)
+            if _again(phase, place.instruction):
+                self._add_again(found, place, name)
+        return found
+
+    def _phase(self, place: Place) -> tuple[str, str]:
+        """Phase and module. What JAX traced (kernels) bears JAX's names only: it is called where
+        the call is."""
+        own, caller = scope(place.instruction.op_name), self._callers.get(place.scope)
+        return own if any(own) or caller is None else scope(caller.op_name)
+
+    def _add_time(self, found: Activations, place: Place, name: str) -> None:
+        instruction = place.instruction
+        if instruction.opcode in ("while", "call", "conditional"):
+            return  # what they call stands in line
+        made = _bytes(instruction)
+        seconds, flops = self._time(place, instruction)
+        found.seconds[name] = found.seconds.get(name, 0.0) + place.times * seconds
+        found.flops[name] = found.flops.get(name, 0.0) + place.times * flops
+        found.largest[name] = max(found.largest.get(name, 0), made)
+
+    def _add_again(self, found: Activations, place: Place, name: str) -> None:
+        seconds, flops = self._time(place, place.instruction)
+        kernel = is_kernel(place.instruction)
+        if kernel or flops:
+            # A kernel writes a row's number many times over; its function returns it once.
+            result = (
+                self._callers.get(place.scope, place.instruction) if kernel else place.instruction
+            )
+            one = Again(ATTENTION if kernel else "", seconds, _bytes(result))
+            found.again.setdefault(name, []).extend([one] * place.times)
+
+    def _time(self, place: Place, instruction: Instruction) -> tuple[float, float]:
+        """Seconds by the roofline, and operations."""
+        flops = flops_of(self._computations[id(instruction)], instruction)
+        if is_kernel(instruction):
+            return (kernel_cycles(instruction, self._chip) or 0) / self._chip.clock_hz, flops
+        moved = _bytes(instruction)
+        moved += sum(self._read_bytes(operand) for operand in self._line.operands(place))
+        return max(flops / self._chip.device_flops, moved / self._chip.device_hbm_bandwidth), flops
+
+    def _read_bytes(self, key: _Key) -> int:
+        """What one operand makes its user read: itself, or what it is made of if that is less."""
+        own = _bytes(self._places[key].instruction)
+        made_of = sum(_bytes(self._places[one].instruction) for one in self._sources_of(key))
+        return min(own, made_of) if made_of else own
+
+    def _held(self) -> set[_Key]:
+        """Tensors of the forward that something after it uses."""
+        held: set[_Key] = set()
+        for key, place in self._places.items():
+            if self._phases[key][0] not in ("backward", "optimizer"):
+                continue
+            for operand in self._line.operands(place):
+                if operand not in self._places or self._phases[operand][0] != "forward":
+                    continue
+                if place.instruction.opcode in _WHOLE:
+                    held.add(self._moved_from(operand))
+                else:
+                    held |= self._sources_of(operand)
+        return {
+            key for key in held
+            if self._phases[key][0] == "forward"
+            and self._places[key].instruction.opcode not in _GIVEN | _WHOLE
+        }  # fmt: skip
+
+    def _moved_from(self, key: _Key) -> _Key:
+        while self._places[key].instruction.opcode in _MOVED:
+            (key,) = self._line.operands(self._places[key])[:1]
+        return key
+
+    def _sources_of(self, key: _Key) -> frozenset[_Key]:
+        """What ``key`` is computed from, through all that can be fused; itself if it can not be."""
+        waiting = [key]
+        while waiting:
+            now = waiting[-1]
+            if now in self._sources:
+                waiting.pop()
+                continue
+            place = self._places[now]
+            if place.instruction.opcode not in _FUSED:
+                self._sources[now] = frozenset([now])
+                continue
+            operands = [one for one in self._line.operands(place) if one in self._places]
+            unknown = [one for one in operands if one not in self._sources]
+            if unknown:
+                waiting += unknown
+                continue
+            nothing: frozenset[_Key] = frozenset()
+            found = nothing.union(*(self._sources[one] for one in operands))
+            self._sources[now] = self._smaller(now, found)
+        return self._sources[key]
+
+    def _smaller(self, key: _Key, sources: frozenset[_Key]) -> frozenset[_Key]:
+        """``key`` itself where many tensors are added up to it: no chain is computed again from
+        its beginning, however cheap each link is."""
+        large = [s for s in sources if self._places[s].instruction.opcode not in _GIVEN]
+        many = sum(_bytes(self._places[s].instruction) for s in large)
+        return frozenset([key]) if many > 2 * _bytes(self._places[key].instruction) else sources
+
+
+def _again(phase: str, instruction: Instruction) -> bool:
+    """Whether this is computed again, by a submodule that a backward calls; or a kernel, which is
+    if its block is: there it has the name of what the gradient reached last."""
+    if is_kernel(instruction):
+        return phase == "forward"
+    return "/recompute[" in instruction.op_name
+
+
+def _callers(line: Line) -> dict[int, Instruction]:
+    """By scope, the call that it is part of, the outermost."""
+    found: dict[int, Instruction] = {}
+    for place in line.places:
+        if place.instruction.opcode == "call":
+            caller = found.get(place.scope, place.instruction)
+            found.update((inline.scope, caller) for inline in place.inline)
+    return found
+
+
+def _bytes(instruction: Instruction) -> int:
+    return sum(leaf.bytes for leaf in leaves(instruction.shape))
+
+
+def unit_of(module: str, units: Iterable[str]) -> str:
+    """The innermost of ``units`` that ``module`` is in; of none of them, the shortest."""
+    names = sorted(units, key=len, reverse=True)
+    inside = (u for u in names if not u or module == u or module.startswith(f"{u}."))
+    return next(inside, names[-1])
+
+
+def again_in(unit: str, found: Mapping[str, list[Again]]) -> tuple[Again, ...]:
+    """Of what is computed again in ``unit``, a block, what can be kept by its name.
+
+    Of a submodule its only product, which is what it returns; a kernel by the name of attention.
+    """
+    several = []
+    for module, every in found.items():
+        inside = module.removeprefix(f"{unit}.")
+        if module != unit and inside == module:
+            continue
+        kernels = [one for one in every if one.name]
+        several += kernels
+        if len(every) == 1 and not kernels and module != unit:
+            several.append(replace(every[0], name=inside))
+    names = [one.name for one in several]
+    return tuple(one for one in several if names.count(one.name) == 1)
+
+
+def by_unit(figures: Mapping[str, float], units: Collection[str]) -> dict[str, float]:
+    """Figures of modules added up by the unit that they are in."""
+    found = dict.fromkeys(units, 0.0)
+    for module, value in figures.items():
+        found[unit_of(module, units)] += value
+    return found
+
+
+def largest_by_unit(figures: Mapping[str, int], units: Collection[str]) -> dict[str, int]:
+    """The same, the largest of each."""
+    found = dict.fromkeys(units, 0)
+    for module, value in figures.items():
+        unit = unit_of(module, units)
+        found[unit] = max(found[unit], value)
+    return found

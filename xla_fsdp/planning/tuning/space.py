@@ -71,7 +71,7 @@ def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tu
 @dataclass(frozen=True)
 class Space:
     """``values``: of each setting, those to try, the usual one first. ``by_worth``: settings of
-    which those are tried as well that ``by_worth.py`` chooses by what they save."""
+    which those are tried as well that ``search.py`` chooses by what they save."""
 
     values: Values
     by_worth: frozenset[str] = frozenset()
