@@ -6,7 +6,7 @@ import re
 import pytest
 
 from xla_fsdp.ranks.watchdog import waits
-from xla_fsdp.ranks.watchdog.settings import Settings, settings
+from xla_fsdp.ranks.watchdog.settings import WatchSettings, settings
 from xla_fsdp.ranks.watchdog.watcher import RankPlace, report
 
 # Three processes, forked, each a world of its own for XLA: no CPU has collectives between
@@ -231,9 +231,9 @@ def test_what_is_compiled_is_work(monkeypatch):
     assert look(ExecuteComputation=1) == (2, 0, "")
     assert look() == (2, 1, "computing")
     assert look() == (2, 2, "computing")
-    assert Settings(600.0, False).patience(0, False) == 2400.0
-    assert Settings(600.0, False).patience(1, True) == 2400.0
-    assert Settings(600.0, False).patience(1, False) == 600.0
+    assert WatchSettings(600.0, False).patience(0, False) == 2400.0
+    assert WatchSettings(600.0, False).patience(1, True) == 2400.0
+    assert WatchSettings(600.0, False).patience(1, False) == 600.0
 
 
 def place(rank, steps=7, what=waits.DEVICE, where="a.py:1 in f", **more):
@@ -272,15 +272,15 @@ def test_who_is_named(odd, words):
 
 def test_what_may_be_asked_for(monkeypatch):
     for said, expected in (
-        ("", Settings(600.0, False)),
+        ("", WatchSettings(600.0, False)),
         ("off", None),
-        ("end", Settings(600.0, True)),
-        ("900, end", Settings(900.0, True)),
-        ("1e3", Settings(1000.0, False)),
+        ("end", WatchSettings(600.0, True)),
+        ("900, end", WatchSettings(900.0, True)),
+        ("1e3", WatchSettings(1000.0, False)),
     ):
         monkeypatch.setenv("XLA_FSDP_WATCHDOG", said)
         assert settings(600.0) == expected
-    assert Settings(600.0, False).beat == 5.0
+    assert WatchSettings(600.0, False).beat == 5.0
     for said in ("0", "-1", "nan", "inf", "on", "900,stop", "end,900", "send"):
         monkeypatch.setenv("XLA_FSDP_WATCHDOG", said)
         with pytest.raises(ValueError, match=f"XLA_FSDP_WATCHDOG='{said}': allowed are off, a pos"):

@@ -30,7 +30,7 @@ _COMPARED_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ParameterLocation:
     """Where a parameter is: by the key of the tensor it is in, from element ``member.offset``."""
 
     key: str
@@ -81,7 +81,7 @@ class LegacySource:
         self.found = f"{len(self.ranks)} rank files matching {label}"
         self._mapped = files and all(map(can_forget, self.inputs))
         self._places = {
-            member.names[0]: _Place(key, member)
+            member.names[0]: _ParameterLocation(key, member)
             for key, parameter in first.layout.parameters.items()
             for member in parameter.members
         }

@@ -85,7 +85,7 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
-    contents = _Contents()
+    contents = _DcpContents()
     meeting.together("describe the model", lambda: _add_model(contents, model, inventory))
     if optimizer is not None:
         state_kinds(meeting, inventory, optimizer)
@@ -101,7 +101,7 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     meeting.first(f"finish {folder}", lambda: _finish(folder, contents, results))
 
 
-def _add_model(contents: _Contents, model: nn.Module, inventory: Inventory) -> None:
+def _add_model(contents: _DcpContents, model: nn.Module, inventory: Inventory) -> None:
     state = unread_state_dict(model, inventory)
     if state is None:
         raise ValueError(
@@ -124,7 +124,7 @@ def _add_model(contents: _Contents, model: nn.Module, inventory: Inventory) -> N
 
 
 def _add_optimizer(
-    contents: _Contents, inventory: Inventory, optimizer: torch.optim.Optimizer
+    contents: _DcpContents, inventory: Inventory, optimizer: torch.optim.Optimizer
 ) -> None:
     if saver_of(optimizer) is not None:
         raise TypeError(
@@ -174,7 +174,7 @@ def _require_seen(folder: str) -> None:
         )
 
 
-def _finish(folder: str, contents: _Contents, results: list[list[Any]]) -> None:
+def _finish(folder: str, contents: _DcpContents, results: list[list[Any]]) -> None:
     chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in contents.shapes}
     found: list[WriteResult] = []
     for key, box, size, place in (one for each in results for one in each):
@@ -206,7 +206,7 @@ def _finish(folder: str, contents: _Contents, results: list[list[Any]]) -> None:
 
 
 @dataclass
-class _Contents:
+class _DcpContents:
     """What this rank writes, and what the checkpoint holds in all.
 
     Attributes:
@@ -269,7 +269,7 @@ def _is_taken_apart(value: Any) -> bool:
 class _Planner(DefaultSavePlanner):
     """Gives torch's writer what it is to write, when it is."""
 
-    def __init__(self, contents: _Contents):
+    def __init__(self, contents: _DcpContents):
         super().__init__()
         self.contents = contents
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -328,7 +328,7 @@ def _first_element(shape: tuple[int, ...], offsets: torch.Size) -> int:
     return number
 
 
-def _write_part(folder: str, contents: _Contents, inventory: Inventory) -> list[Any]:
+def _write_part(folder: str, contents: _DcpContents, inventory: Inventory) -> list[Any]:
     """Writes this rank's files; what is in them, as JSON for rank 0."""
     planner, written = _Planner(contents), []
     batches: list[list[WriteItem]] = [[]]

@@ -335,7 +335,7 @@ def _unwrap_model(
     return original(self, inner, *args, **kwargs)
 
 
-class _Place:
+class _LoaderPosition:
     """What ``GradientState`` wants to know of the loader that the loop is in."""
 
     end_of_dataloader = False
@@ -362,7 +362,7 @@ def _batches(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
     """
     self.dataloader.gradient_state = _Nobody()
     batches = iter(original(self))
-    state, place, none = GradientState(), _Place(), object()
+    state, place, none = GradientState(), _LoaderPosition(), object()
     state._add_dataloader(place)
     try:
         batch = next(batches, none)

@@ -151,7 +151,7 @@ class _Run:
         self.steps_read: int | None = None
         self.over = False
         self.calls = 0  # of roots, and of optimizers, since the last cut
-        self.parts = _Parts()
+        self.parts = _PartCollector()
         self.sent: list[int] = []  # bytes of each gradient that `found` sends to the host
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # on the host, before
 
@@ -353,7 +353,7 @@ class TracedPart:
     to_host: int
 
 
-class _Parts:
+class _PartCollector:
     """Collects the programs of one step, of whose model units are streamed."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ _BEATS_TO_ANSWER, _SECONDS_TO_ANSWER = 3, 2.0  # whichever is longer
 
 
 @dataclass(frozen=True)
-class Settings:
+class WatchSettings:
     """``timeout``: seconds without any progress. ``end``: whether ranks are ended then."""
 
     timeout: float
@@ -39,7 +39,7 @@ class Settings:
         return self.timeout * (_TIMES_AT_WORK if work or not steps else 1)
 
 
-def settings(timeout: float) -> Settings | None:
+def settings(timeout: float) -> WatchSettings | None:
     """What the user asked for: ``timeout`` of launch, unless the environment says otherwise; and
     ``None`` for nothing.
 
@@ -55,7 +55,7 @@ def settings(timeout: float) -> Settings | None:
     with contextlib.suppress(ValueError):
         value = float(seconds) if seconds else timeout
         if 0 < value < math.inf or not seconds:
-            return Settings(value, end)
+            return WatchSettings(value, end)
     raise ValueError(
         f"{VARIABLE}={given!r}: allowed are off, a positive number of seconds, end, or both, as in "
         "900,end"

@@ -25,7 +25,7 @@ from ..channel import open_channel
 from ..cpu.call_site import is_library
 from ..errors import RankTimeoutError
 from ..slices import slices_of_ranks
-from .settings import Settings, say, settings
+from .settings import WatchSettings, say, settings
 from .waits import Progress, doing
 from .watcher import Watcher
 
@@ -47,7 +47,7 @@ def watched(fn: Callable, timeout: float) -> Callable:
 
 
 class _Watched:
-    def __init__(self, fn: Callable, chosen: Settings) -> None:
+    def __init__(self, fn: Callable, chosen: WatchSettings) -> None:
         self.fn, self.chosen = fn, chosen
 
     def __call__(self, rank: int, *args: Any) -> Any:
@@ -61,7 +61,7 @@ class _Watch:
     _store: Any  # torch's annotations lack half of its methods
     _watcher: Watcher
 
-    def __init__(self, chosen: Settings) -> None:
+    def __init__(self, chosen: WatchSettings) -> None:
         # On v2 and v3 only this thread knows which rank of its process it is.
         self._rank, self._size = xr.global_ordinal(), xr.world_size()
         self._slices = slices_of_ranks()

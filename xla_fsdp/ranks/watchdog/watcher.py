@@ -12,7 +12,7 @@ from typing import Any
 from ...tpu.slices import Groups
 from ...wording import runs
 from ..channel import Channel
-from .settings import Settings, say
+from .settings import WatchSettings, say
 from .waits import DEVICE
 
 _SILENT_RANKS_ASKED_FOR = 32
@@ -27,7 +27,7 @@ class Watcher:
     question (where are you?), processes that did not answer it, and why all are to end.
     """
 
-    def __init__(self, channel: Channel, chosen: Settings, slices: Groups = ()) -> None:
+    def __init__(self, channel: Channel, chosen: WatchSettings, slices: Groups = ()) -> None:
         self._rank, self._settings, self._slices = channel.rank, chosen, slices
         self._store: Any = channel.store  # torch's annotations lack half of its methods
         self._said = ""  # as the store has it, while on duty
