@@ -92,10 +92,10 @@ def cache_of_examples(tmp_path_factory):
 
 @pytest.fixture
 def run_example(tmp_path, script_server, plain_server, cache_of_examples):
-    """``run_example(script, *flags, timeout=400, **environment)``: in an empty folder, the way a
+    """``run_example(script, *flags, timeout=1500, **environment)``: in an empty folder, the way a
     user does, and with the programs that examples have compiled in this run."""
 
-    def run(script, *flags, timeout=400, **environment):
+    def run(script, *flags, timeout=1500, **environment):
         cache = {"XDG_CACHE_HOME": str(cache_of_examples)}
         environment = {**os.environ, **cache, **environment}
         own = any("compilation_cache" in flag or "profile_steps" in flag for flag in flags)
@@ -112,9 +112,9 @@ def run_example(tmp_path, script_server, plain_server, cache_of_examples):
 
 @pytest.fixture
 def run_script(tmp_path, script_server):
-    """``run_script(text, *args, env={}, timeout=300)``: Python in a process of its own."""
+    """``run_script(text, *args, env={}, timeout=1500)``: Python in a process of its own."""
 
-    def run(text, *args, env=None, timeout=300, cwd=None):
+    def run(text, *args, env=None, timeout=1500, cwd=None):
         path = tmp_path / "script.py"
         path.write_text(text)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -184,7 +184,7 @@ def forks():
     """``forks(fn, *args)`` runs a function of a test module in a process that may fork: everything
     is imported there, and no thread ever started."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield lambda fn, *args: pool.submit(fn, *args).result(timeout=240)
+        yield lambda fn, *args: pool.submit(fn, *args).result(timeout=900)
 
 
 @pytest.fixture(scope="session")

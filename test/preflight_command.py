@@ -33,7 +33,7 @@ def finish(began):
     with began:
         try:
             # Minutes more than any of it takes: only what waits for ever comes to the end of them.
-            said = began.communicate(timeout=300)
+            said = began.communicate(timeout=1500)
         finally:
             began.kill()
     return subprocess.CompletedProcess(began.args, began.returncode, *said)

@@ -66,7 +66,7 @@ def kernel_on_ranks(rank):
 
 
 def test_values_and_gradients_are_those_of_torch(run_ranks):
-    (results,) = run_ranks(kernel_on_ranks, 1, timeout=300)
+    (results,) = run_ranks(kernel_on_ranks, 1, timeout=1500)
     for (*sizes, causal, segments), found in zip(CASES, results, strict=True):
         mask = segment_mask(ids(sizes[2]), causal) if segments else None
 
@@ -150,7 +150,7 @@ def train_on_ranks(rank):
 
 
 def test_in_checkpointed_and_scanned_blocks(run_ranks):
-    results = run_ranks(train_on_ranks, 2, timeout=300)
+    results = run_ranks(train_on_ranks, 2, timeout=1500)
     model = nn.ModuleList(blocks("math"))
     x, segments = batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)

@@ -214,7 +214,7 @@ def test_an_example_refuses_a_folder_in_one_line(script_server, tmp_path):
     blocked = tmp_path / "a-file"
     blocked.write_text("")
     example = [ROOT / "examples/train_mnist.py", f"--compilation_cache={blocked}"]
-    done = script_server.run(example, cwd=tmp_path, env=os.environ, timeout=180)
+    done = script_server.run(example, cwd=tmp_path, env=os.environ, timeout=900)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and not done.stdout
     assert f"--compilation_cache={blocked}: compiled programs cannot be kept in" in done.stderr

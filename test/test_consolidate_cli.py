@@ -34,7 +34,7 @@ def run(*arguments, flags=()):
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
 
 
@@ -147,7 +147,7 @@ def test_import_does_not_start_torch_xla():
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         # torch itself may import any installed backend; that is the user's switch, not ours.
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
     )
@@ -208,7 +208,7 @@ def test_memory_is_the_result_alone(tmp_path):
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     assert 64 * mib <= int(done.stdout) < (64 + 16) * mib

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 def test_killed_at_every_step(plain_server, name, tmp_path):
     script = [HERE / "faulty_disk.py", name, tmp_path]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    done = plain_server.run(script, cwd=tmp_path, env=environment, timeout=300)
+    done = plain_server.run(script, cwd=tmp_path, env=environment, timeout=1500)
     assert done.returncode == 0, done.stderr
     steps, resumed, up_to_date = map(int, done.stdout.split())
     assert steps > 10

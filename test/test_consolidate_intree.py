@@ -31,7 +31,7 @@ def written(tmp_path_factory):
         [sys.executable, str(script), str(directory)],
         check=True,
         env={**os.environ, "PJRT_DEVICE": "CPU"},
-        timeout=300,
+        timeout=1500,
     )
     return directory
 

@@ -72,7 +72,7 @@ def test_memory(folder):
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 150 * 10**6

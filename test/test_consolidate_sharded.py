@@ -292,7 +292,7 @@ def test_command(tmp_path, flags):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         env={"PYTHONPATH": str(Path(__file__).parent.parent), "PATH": ""},
     )
     assert done.returncode == 0, done.stderr

@@ -97,7 +97,7 @@ def on_ranks(rank):
 
 
 def test_losses_and_gradients_are_those_of_torch(run_ranks):
-    (found, narrow, steps), (_, _, same) = run_ranks(on_ranks, 2, timeout=300)
+    (found, narrow, steps), (_, _, same) = run_ranks(on_ranks, 2, timeout=1500)
     for (_, options), results in zip(CASES, found, strict=True):
         hidden, weight, labels = inputs()
         if options.get("ignore_index"):

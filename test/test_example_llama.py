@@ -87,7 +87,7 @@ print(json.dumps(told))
 def plain_python(script, folder, *args):
     """What a script prints last. Not by the script server, whose processes have torch_xla."""
     command = [sys.executable, "-c", script, *args]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -50,4 +50,4 @@ def every_case(rank, size):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_trains_like_plain_torch(run_ranks, ranks):
-    run_ranks(every_case, ranks, ranks, timeout=500)
+    run_ranks(every_case, ranks, ranks, timeout=1500)

@@ -81,7 +81,7 @@ def in_and_out(rank, size, folder):
 
 
 def test_checkpoints_state_dicts_and_initialisation(run_ranks, tmp_path):
-    run_ranks(in_and_out, 2, 2, str(tmp_path), timeout=400)
+    run_ranks(in_and_out, 2, 2, str(tmp_path), timeout=1500)
 
 
 class Taken(nn.Linear):

@@ -106,7 +106,7 @@ def by_hand(rank, size):
 
 
 def test_unshard_and_reshard(run_ranks):
-    run_ranks(by_hand, 2, 2, timeout=300)
+    run_ranks(by_hand, 2, 2, timeout=1500)
 
 
 def scenarios(rank, size):
@@ -183,7 +183,7 @@ def scenarios(rank, size):
 
 
 def test_scenarios(run_ranks):
-    run_ranks(scenarios, 2, 2, timeout=400)
+    run_ranks(scenarios, 2, 2, timeout=1500)
 
 
 def narrow_alike(rank, size):

@@ -80,7 +80,7 @@ def generate_on_ranks(rank, names):
 
 @pytest.mark.parametrize("names,ranks", [(["gpt2"], 1), (["llama", "t5"], 2), (["gpt2"], 4)])
 def test_tokens_are_those_of_the_plain_model(run_ranks, names, ranks):
-    results = run_ranks(generate_on_ranks, ranks, names, timeout=300)
+    results = run_ranks(generate_on_ranks, ranks, names, timeout=1500)
     for name in names:
         model = hf_small.build(name)
         for rank, found in enumerate(results):

@@ -110,7 +110,7 @@ def training(rank, kind, as_on_tpu):
 
 @pytest.mark.parametrize("ranks, kind", [(2, "auto"), (4, "nested"), (2, "flat"), (2, "states")])
 def test_training_is_that_of_plain_torch(run_ranks, ranks, kind):
-    run_ranks(training, ranks, kind, kind == "nested", timeout=300)
+    run_ranks(training, ranks, kind, kind == "nested", timeout=1500)
 
 
 def states(rank, folder):
@@ -186,8 +186,8 @@ def consolidated(rank, folder, full):
 def test_what_goes_in_and_out_of_files(run_ranks, tmp_path):
     from xla_fsdp.consolidate.__main__ import main
 
-    full = run_ranks(states, 2, str(tmp_path), timeout=300)[0]
-    run_ranks(consolidated, 4, str(tmp_path), full, timeout=300)
+    full = run_ranks(states, 2, str(tmp_path), timeout=1500)[0]
+    run_ranks(consolidated, 4, str(tmp_path), full, timeout=1500)
     (step,) = (tmp_path / "run").iterdir()
     main(["--ckpt_prefix", str(step), "--save_path", str(tmp_path / "whole.pth")])
     found = torch.load(tmp_path / "whole.pth", weights_only=True)

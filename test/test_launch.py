@@ -105,7 +105,7 @@ assert met.metric_data("CompileTime")[0] == compiled
 print("60 launches")
 """,
             os.path.dirname(__file__),
-            timeout=300,
+            timeout=1500,
         )
         assert result.stdout == "60 launches\n", result.stderr
 
@@ -559,7 +559,7 @@ except KeyboardInterrupt:
                 assert process.stdout.readline() == "step\n"
                 process.send_signal(signal.SIGINT)
                 # The ranks would go on for ever.
-                output, errors = process.communicate(timeout=300)
+                output, errors = process.communicate(timeout=1500)
             finally:
                 process.kill()
         assert output.endswith("interrupted\n"), errors

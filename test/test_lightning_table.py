@@ -22,7 +22,7 @@ def plain(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on(plain):
     """What was found on a number of ranks: one launch for each number."""
-    return {ranks: run_in_ranks(on_ranks, ranks, plain[0], timeout=400) for ranks in CELLS}
+    return {ranks: run_in_ranks(on_ranks, ranks, plain[0], timeout=1500) for ranks in CELLS}
 
 
 def compare(found, wanted, near):

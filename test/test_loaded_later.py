@@ -128,7 +128,7 @@ def loads(rank, folder):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_values_come_with_a_load_or_are_missed(run_ranks, tmp_path, ranks):
-    run_ranks(loads, ranks, str(tmp_path), timeout=500)
+    run_ranks(loads, ranks, str(tmp_path), timeout=1500)
 
 
 class Positions(nn.Module):
@@ -202,4 +202,4 @@ def both(rank):
 
 
 def test_buffers_that_no_checkpoint_has_and_scanned_blocks(run_ranks):
-    run_ranks(both, 2, timeout=300)
+    run_ranks(both, 2, timeout=1500)

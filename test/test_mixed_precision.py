@@ -151,7 +151,7 @@ def test_scanned_blocks(run_ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_policy(run_ranks, ranks):
-    run_ranks(policies, ranks, timeout=500)
+    run_ranks(policies, ranks, timeout=1500)
 
 
 def refusals(rank):
@@ -267,7 +267,7 @@ def norms(rank, as_on_tpu):
 
 @pytest.mark.parametrize("ranks, as_on_tpu", [(2, False), (4, True)])
 def test_modules_that_stay_in_float32(run_ranks, ranks, as_on_tpu):
-    run_ranks(norms, ranks, as_on_tpu, timeout=500)
+    run_ranks(norms, ranks, as_on_tpu, timeout=1500)
 
 
 def narrow_gradients(rank):
@@ -315,7 +315,7 @@ def narrow_gradients(rank):
 
 
 def test_gradients_may_stay_narrow(run_ranks):
-    run_ranks(narrow_gradients, 2, timeout=500)
+    run_ranks(narrow_gradients, 2, timeout=1500)
 
 
 def scanned_norms(rank):

@@ -247,7 +247,7 @@ def expected_weights():
 @pytest.mark.parametrize("size", SIZES)
 def test_shards_are_trained_as_the_unsharded_model(run_ranks, size):
     kinds = KINDS if size == 2 else ("flat", "dim0scan", "scan")
-    run_ranks(trained_on_ranks, size, kinds, expected_weights(), timeout=500)
+    run_ranks(trained_on_ranks, size, kinds, expected_weights(), timeout=1500)
 
 
 def test_on_plain_parameters_they_are_the_reference():

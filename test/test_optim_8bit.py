@@ -127,7 +127,7 @@ def on_ranks(rank, kinds, start, exact, encoded):
 @pytest.mark.parametrize("size, kinds", [(1, KINDS[4:]), (2, (*KINDS[:2], "scan")), (4, ("dim0",))])
 def test_on_shards(run_ranks, size, kinds):
     start = {name: value.detach() for name, value in plain().state_dict().items()}
-    run_ranks(on_ranks, size, kinds, start, reference(False), reference(True), timeout=500)
+    run_ranks(on_ranks, size, kinds, start, reference(False), reference(True), timeout=1500)
 
 
 @pytest.mark.parametrize(

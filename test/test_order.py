@@ -51,10 +51,7 @@ def same_gradients(rank, options, checkpoint):
 
 
 def nothing_held(model):
-    order = model._unit.order
-    return not (order._started or order._arrived or order._reduced or order._reducing) and (
-        order.last is None
-    )
+    return model._unit.order.is_empty
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -124,9 +121,9 @@ def bit_for_bit(rank):
         for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
             order = Order()
             shard = torch.tensor([-0.0, 1.0, 5.0], dtype=dtype).to(device)
-            assert order.turn(shard) is shard
-            order.gathered(torch.full((4, 2), first).to(device))
-            waited = order.turn(shard).cpu()
+            assert order.delay(shard) is shard
+            order.add_gather(torch.full((4, 2), first).to(device))
+            waited = order.delay(shard).cpu()
             assert waited.dtype == dtype and torch.equal(waited, shard.cpu())
             assert torch.equal(torch.signbit(waited), torch.signbit(shard.cpu()))
 

@@ -28,7 +28,7 @@ def call(*arguments, cwd):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -82,7 +82,7 @@ def test_lora(run_ranks, tmp_path, name, ranks, options, more):
     plain = adapted(name, **more)
     expected = train(plain, hf_small.batch)
     plain.eval().save_pretrained(tmp_path / "plain")
-    results = run_ranks(on_ranks, ranks, ranks, name, str(tmp_path), options, more, timeout=300)
+    results = run_ranks(on_ranks, ranks, ranks, name, str(tmp_path), options, more, timeout=1500)
     for number, loss in enumerate(expected):
         mean = sum(losses[number] for losses, _ in results) / ranks
         assert mean == pytest.approx(loss, rel=1e-5)

@@ -397,7 +397,7 @@ def test_the_example_plans_itself(tmp_path, script_server, refused):
     script = os.path.join(root, "examples", "train_mnist.py")
     flags = ["--plan=v3-8", "--plan_report=plan.png", "--plan_report=plan.html"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    done = script_server.run([script, *flags], cwd=tmp_path, env=environment, timeout=180)
+    done = script_server.run([script, *flags], cwd=tmp_path, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("FITS") and "MNIST network" in done.stdout
     assert {path.name for path in tmp_path.glob("*.*")} == {"plan.png", "plan.html"}

@@ -124,7 +124,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def script(*arguments):
     command = [sys.executable, str(POD / "ray_train.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=1500)
 
 
 def test_dry_run_says_what_it_asks_ray_for():
@@ -197,7 +197,7 @@ cluster.wait_for_nodes()
 for script in ("echo $POD_HOST $PJRT_DEVICE", "[ $POD_HOST = 1 ] && exit 7; sleep 600"):
     command = [sys.executable, sys.argv[1], f"--address={cluster.address}", "--slice=v4-16"]
     command += ["--", "bash", "-c", script]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=1500)
     print(done.stdout, end="")
     print("exit code", done.returncode, flush=True)
 cluster.shutdown()
@@ -205,7 +205,7 @@ cluster.shutdown()
 
 
 def test_on_a_real_ray_cluster(run_script):
-    done = run_script(ON_RAY, POD / "ray_train.py", timeout=660)
+    done = run_script(ON_RAY, POD / "ray_train.py", timeout=1500)
     lines = done.stdout.splitlines()
     assert {"[host 0] 0 TPU", "[host 1] 1 TPU"} <= set(lines), done.stderr
     assert "ray_train.py: host 1 exited with 7; stopping the others" in lines

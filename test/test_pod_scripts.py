@@ -19,7 +19,7 @@ SCRIPTS = sorted(POD.glob("*.sh"))
 PLACE = ("--name=vit", "--zone=us-x1-a")
 
 
-def run(script, *arguments, env=None, timeout=300, **kwargs):
+def run(script, *arguments, env=None, timeout=1500, **kwargs):
     return subprocess.run(
         ["bash", str(POD / script), *map(str, arguments)],
         env={**os.environ, "PYTHON": sys.executable, **(env or {})},
@@ -392,7 +392,7 @@ def test_two_hosts_meet_and_have_global_ranks(tmp_path, port):
         with path.open("w") as log:
             hosts.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
     try:
-        codes = [host.wait(timeout=300) for host in hosts]
+        codes = [host.wait(timeout=1500) for host in hosts]
     finally:
         for host in hosts:
             host.kill()

@@ -190,7 +190,7 @@ def _reads_leave_generators(rank, form, folder):
 @pytest.mark.parametrize("form", ["class", "in place"])
 def test_reading_and_saving_move_no_generator(run_ranks, tmp_path, form):
     folder = str(tmp_path)
-    assert run_ranks(_reads_leave_generators, 2, form, folder, timeout=240) == [[], []]
+    assert run_ranks(_reads_leave_generators, 2, form, folder, timeout=900) == [[], []]
 
 
 def _losses(rank, folder):
@@ -208,7 +208,7 @@ def _losses(rank, folder):
 
 
 def test_a_run_that_reads_trains_as_one_that_does_not(run_ranks, tmp_path):
-    for without, reading in run_ranks(_losses, 2, str(tmp_path), timeout=240):
+    for without, reading in run_ranks(_losses, 2, str(tmp_path), timeout=900):
         assert without == reading
 
 

@@ -60,22 +60,8 @@ def test_every_way_leaves_part_r_at_rank_r(name):
         assert gathered(way, size) == [tuple(range(size))] * size
 
 
-class Only:
-    """One way for everything."""
-
-    def __init__(self, route):
-        self.route = route
-
-    def gather(self, number_of_bytes, row_bytes=256):
-        return self.route
-
-    scatter = gather
-
-
 def collectives(rank, name):
     """Rows as one stage and as every other way deals them out; and the routes taken."""
-    from dataclasses import replace
-
     import torch_xla
 
     from xla_fsdp.collectives.world import World
@@ -88,8 +74,8 @@ def collectives(rank, name):
     full, shard = full.to(world.device), shard.to(world.device)
     results = []
     for way in Routes(resolve(name)).all("all-gather", 1):
-        one = replace(world, routes=Only(way))
-        results += [one.reduce_scatter(full, scale=0.5), one.all_gather(shard)]
+        results.append(world.reduce_scatter(full, scale=0.5, route=way))
+        results.append(world.all_gather(shard, route=way))
     torch_xla.sync()
     return [result.cpu() for result in results]
 

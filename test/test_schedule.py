@@ -105,7 +105,7 @@ def compiled(tmp_path_factory):
         },
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=900,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     programs = json.loads((folder / "out.json").read_text())

@@ -290,7 +290,7 @@ def defaults(rank):
 
 
 def test_sharded_within_a_slice_and_replicated_over_them(run_ranks):
-    run_ranks(defaults, 4, timeout=300)
+    run_ranks(defaults, 4, timeout=1500)
 
 
 def traced(rank, **options: Any) -> list[tuple[str, str]]:

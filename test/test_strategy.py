@@ -106,7 +106,7 @@ def every_strategy(rank):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_strategy_trains_like_plain_torch(run_ranks, ranks):
-    run_ranks(every_strategy, ranks, timeout=500)
+    run_ranks(every_strategy, ranks, timeout=1500)
 
 
 def refusals(rank):

@@ -306,12 +306,12 @@ def every_training(rank):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_full_parameters_are_read_and_written(run_ranks, ranks):
-    run_ranks(every_case, ranks, timeout=500)
+    run_ranks(every_case, ranks, timeout=1500)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_with_gradients(run_ranks, ranks):
-    run_ranks(every_training, ranks, timeout=500)
+    run_ranks(every_training, ranks, timeout=1500)
 
 
 def test_parts_of_a_model_and_what_is_refused(run_ranks):

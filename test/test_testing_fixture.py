@@ -201,7 +201,7 @@ def test_in_a_suite_of_its_own(tmp_path):
         result = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
              f"--import-mode={mode}", str(tmp_path)],
-            capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300,
+            capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=1500,
         )  # fmt: skip
         assert "1 failed, 1 passed" in result.stdout, result.stdout
         assert "rank 1 of 2 raised AssertionError: wrong rank" in result.stdout

@@ -182,7 +182,7 @@ print(json.dumps(answers))
             env=os.environ | quiet,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1500,
         )
         assert done.returncode == 0, done.stderr
         answers = json.loads(done.stdout)

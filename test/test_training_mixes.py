@@ -131,7 +131,7 @@ def trainings(rank, kind, as_on_tpu):
     "ranks, kind", [(2, "root"), (4, "nested"), (2, "checkpointed"), (4, "flat")]
 )
 def test_mixes_train_as_in_plain_torch(run_ranks, ranks, kind):
-    run_ranks(trainings, ranks, kind, kind == "nested", timeout=500)
+    run_ranks(trainings, ranks, kind, kind == "nested", timeout=1500)
 
 
 def halve(parameter):
@@ -225,7 +225,7 @@ def hooks(rank, kind):
 
 @pytest.mark.parametrize("ranks, kind", [(2, "root"), (4, "nested"), (2, "zero2")])
 def test_hooks_see_and_change_what_plain_torch_gives_them(run_ranks, ranks, kind):
-    run_ranks(hooks, ranks, kind, timeout=300)
+    run_ranks(hooks, ranks, kind, timeout=1500)
 
 
 def reduced_at_the_end(rank):
@@ -289,4 +289,4 @@ def in_the_backward(rank):
 
 
 def test_optimizers_in_the_backward(run_ranks):
-    run_ranks(in_the_backward, 2, timeout=300)
+    run_ranks(in_the_backward, 2, timeout=1500)

@@ -314,7 +314,7 @@ class _Replay:
             return
         events: Sequence[torch.Tensor] = [] if self.gradient is None else [self.gradient]
         if events and self.passes:
-            events = self.passes[0].unit.order.recompute(events[0])
+            events = self.passes[0].unit.order.start_recomputation(events[0])
         for number, shape in self.on_host.items():
             tensors[number] = host_memory.fetch(tensors[number], shape, events)
 

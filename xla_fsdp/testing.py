@@ -42,7 +42,7 @@ atexit.register(_workers.close)
 
 
 def run_in_ranks(
-    fn: Callable, num_ranks: int, /, *args: Any, timeout: float = 120.0, **kwargs: Any
+    fn: Callable, num_ranks: int, /, *args: Any, timeout: float = 600.0, **kwargs: Any
 ) -> list[Any]:
     """Runs ``fn(rank, *args, **kwargs)`` as ``num_ranks`` CPU ranks in a worker process.
 
@@ -91,5 +91,5 @@ else:
 
     @pytest.fixture
     def run_ranks(_rank_workers: WorkerPool) -> Callable[..., list[Any]]:
-        """``run_ranks(fn, n, *args, timeout=120, **kwargs)``: see :func:`run_in_ranks`."""
+        """``run_ranks(fn, n, *args, timeout=600, **kwargs)``: see :func:`run_in_ranks`."""
         return run_in_ranks

@@ -127,7 +127,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         finally:
             unit.end(one, keep)
             if not computing_passes() and torch._C._current_graph_task_id() == -1:
-                unit.order.forward_over()
+                unit.order.end_forward()
         if unit.stream is not None:
             del args, kwargs  # what is held when a program starts is a result of it
             unit.stream.forward_over()
@@ -150,7 +150,7 @@ class XlaFullyShardedDataParallel(WrapperMethods):
         require_values(self, "the first forward came")
         for path, unit in reversed(list(units_in(self))):  # of two names the first stays
             unit.is_root = unit is self._unit
-            unit.wire.label = f"{path}." if path else ""
+            unit.comms.label = f"{path}." if path else ""
             unit.order = self._unit.order
         share_traffic(self._wrapped_units())
         require_uncompiled(self)

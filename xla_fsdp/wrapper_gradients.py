@@ -10,6 +10,7 @@ from torch import nn
 
 from .sharding.clipping import clip_grad_norm_
 from .sharding.comm_hook import Hook, register
+from .sharding.comm_plan import Divisors
 from .sharding.first_step import require_values
 from .sharding.ignored import note_of
 from .sharding.unit import Unit, units_in
@@ -57,7 +58,7 @@ class GradientMethods(nn.Module):
                 if parameter.grad is not None and parameter not in done:
                     by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
                 done.add(parameter)
-            divisor = unit.wire.predivide * unit.wire.postdivide
+            divisor = unit.comms.divisors.product
             for dtype, grads in by_dtype.items():
                 flat = torch.cat([grad.reshape(-1) for grad in grads])
                 flat = flat.float() if dtype in (torch.float16, torch.bfloat16) else flat
@@ -102,15 +103,15 @@ class GradientMethods(nn.Module):
             if not value > 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
         for unit in self._wrapped_units() if recursive else [self._unit]:
-            unit.wire.predivide, unit.wire.postdivide = float(pre), float(post)
+            unit.comms.divisors = Divisors(float(pre), float(post))
 
     @property
     def gradient_predivide_factor(self) -> float:
-        return self._unit.wire.predivide
+        return self._unit.comms.divisors.before
 
     @property
     def gradient_postdivide_factor(self) -> float:
-        return self._unit.wire.postdivide
+        return self._unit.comms.divisors.after
 
     def register_comm_hook(self, state: object, hook: Hook, over: str = "all") -> None:
         """Has ``hook(state, bucket)`` make every reduction of gradients of this wrapper and of

@@ -13,6 +13,14 @@ leave every part where it belongs. Other orders do not; then each rank moves its
 tensor) to the rank that wants it. Example, two digits of 2 and the fast one first: parts 0, 1, 2, 3
 end up at ranks 0, 2, 1, 3, so ranks 1 and 2 swap.
 
+On chips that gain by it (``Chip.gains_by_rings``) large gradients go around a ring instead, so that
+they are overlapped with compute: the compiler runs a reduce-scatter while everything else waits,
+but it starts a permute and goes on to compute. The part of rank r starts at its neighbour, and
+every chip on the way adds its own values, until it comes to r after n-1 steps. As many bytes as a
+reduce-scatter sends. One half of every part goes one way round and the other half the other way, so
+that both links of a chip are in use. Example, three ranks, one way round, of part 0 = [a0 a1 a2]
+(what each rank has of it): rank 1 sends a1 to rank 2, which sends a1+a2 to rank 0, which adds a0.
+
 Nothing here imports torch, torch_xla or jax.
 """
 
@@ -20,7 +28,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
@@ -31,7 +39,6 @@ from ..tpu.links import Links
 from ..tpu.slices import Groups
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from ..tpu.traffic import OneCollective
-from .rings import Rings, rings_of
 
 # Ways to go: digits of a rank by stage. Every digit is the range of one coordinate, or part of it.
 _Stages = tuple[tuple[int, ...], ...]
@@ -49,6 +56,9 @@ _WORTH = 0.9
 # Four blocks of ViT-10B on v5e:16x16, gathered ahead: 107.8 ms a step with none of its gradients
 # around rows, 104.6 with those of 210 MB, 109.3 with those of 157 and 52 MB as well.
 _ROW_BYTES, _AS_LONG = 192 << 20, 1.1
+
+# Around a row that wraps, where both links of a chip go to neighbours.
+SHORTEST_ROW, LONGEST_ROW = 4, 16
 
 # The compiler's: all-gathers over this many ranks and up to so many bytes become all-reduces, where
 # ``Chip.small_gathers_reduce``.
@@ -73,18 +83,67 @@ def require_how(how: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Rings:
+    """Groups of ranks that each go around a ring of their own, all at the same time.
+
+    ``rings``: the ranks of each in order: each a neighbour of the next, the last of the first.
+    """
+
+    rings: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks in each ring."""
+        return len(self.rings[0])
+
+    def pairs(self, way: int) -> list[tuple[int, int]]:
+        """Who sends to whom, for ``way`` 0 (onwards) or 1 (back)."""
+        step = 1 if way == 0 else -1
+        return [
+            (rank, ring[(i + step) % len(ring)])
+            for ring in self.rings
+            for i, rank in enumerate(ring)
+        ]
+
+    def parts(self, rank: int) -> list[list[int]]:
+        """For each way, the part that ``rank`` adds to what it holds at each step, its own last.
+
+        Part ``p`` is for the ``p``-th rank of the group, in ascending order. Counted in halves: of
+        every part the half ``2p`` goes onwards and ``2p + 1`` back.
+        """
+        ring = next(ring for ring in self.rings if rank in ring)
+        part = {rank: number for number, rank in enumerate(sorted(ring))}
+        at, size = ring.index(rank), len(ring)
+        return [
+            [2 * part[ring[(at - sign * (step + 1)) % size]] + way for step in range(size)]
+            for way, sign in enumerate((1, -1))
+        ]
+
+
+@dataclass(frozen=True)
 class Route:
     """How one collective over all ranks of a slice is done.
 
-    ``stages``: the groups of ranks of each stage of a reduce-scatter, in order; an all-gather takes
-    them backwards. ``moves``: after the last stage of a reduce-scatter, which rank sends its part
-    to which, every rank once on either side; before the first of an all-gather, the other way
-    round; empty if every part is where it belongs. ``seconds``: modelled.
+    Attributes:
+    stages: the groups of ranks of each stage of a reduce-scatter, in order; an all-gather takes
+        them backwards.
+    moves: after the last stage of a reduce-scatter, which rank sends its part to which, every
+        rank once on either side; before the first of an all-gather, the other way round; empty
+        if every part is where it belongs.
+    seconds: modelled.
+    rings: of a reduce-scatter, for each stage the rings that it goes around, overlapped with
+        compute, or ``None``; empty: no rings.
     """
 
     stages: tuple[Groups, ...]
     moves: tuple[tuple[int, int], ...] = ()
     seconds: float = 0.0
+    rings: tuple[Rings | None, ...] = ()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a stage goes around rings."""
+        return any(rings is not None for rings in self.rings)
 
 
 class Routes:
@@ -100,8 +159,8 @@ class Routes:
         self._rings: dict[Groups, Rings | None] = {}
 
     def rings(self, groups: Groups, number_of_bytes: int) -> Rings | None:
-        """Rings for a reduction of so many bytes beside compute within ``groups``, on slices where
-        that makes the step shorter."""
+        """Rings for a reduction of so many bytes, overlapped with compute, within ``groups``, on
+        slices where that makes the step shorter."""
         if not self._rows or number_of_bytes < _ROW_BYTES:
             return None
         if groups not in self._rings:
@@ -112,6 +171,18 @@ class Routes:
     def scatter(self, number_of_bytes: int, row_bytes: int = 256) -> Route:
         """The fastest reduce-scatter of so many bytes (what each rank brings in), in such rows."""
         return self._fastest("reduce-scatter", number_of_bytes, row_bytes)
+
+    def reduction(self, number_of_bytes: int, rows: int) -> Route:
+        """:meth:`scatter` of so many bytes in ``rows`` rows, with the rings that it goes around."""
+        route = self.scatter(number_of_bytes, number_of_bytes // rows)
+        found = []
+        for groups in route.stages:
+            rings = self.rings(groups, number_of_bytes)
+            # Every part is cut in two, one half for either way round.
+            fits = rings is not None and rows % (2 * rings.size) == 0
+            found.append(rings if fits else None)
+            rows //= len(groups[0])
+        return replace(route, rings=tuple(found)) if any(found) else route
 
     def gather(self, number_of_bytes: int) -> Route:
         """The fastest all-gather that results in so many bytes on each rank."""
@@ -188,19 +259,32 @@ class Routes:
         return kind, "1D"
 
 
-def reduction_stages(
-    routes: Routes, number_of_bytes: int, rows: int, beside_compute: bool
-) -> list[tuple[Groups, Rings | None]]:
-    """The fastest reduce-scatter of so many bytes in ``rows`` rows, stage by stage: the groups of
-    ranks, and rings where it goes around these, beside compute."""
-    found = []
-    for groups in routes.scatter(number_of_bytes, number_of_bytes // rows).stages:
-        rings = routes.rings(groups, number_of_bytes) if beside_compute else None
-        # Every part is cut in two, one half for either way round.
-        whole = rings is not None and rows % (2 * rings.size) == 0
-        found.append((groups, rings if whole else None))
-        rows //= len(groups[0])
-    return found
+def rings_of(
+    groups: Sequence[Sequence[int]], places: Sequence[tuple[int, ...]], rows: Sequence[int]
+) -> Rings | None:
+    """A ring through the chips of each group, over links between neighbours only.
+
+    ``places``: ``(x, y)`` of the chip of every rank, one rank each. ``rows``: chips along x and
+    along y, where the last is a neighbour of the first; 0 where it is not. ``None`` if a group is
+    no such whole row.
+    """
+    rings = []
+    for group in groups:
+        path = _row([places[rank] for rank in group], rows)
+        if path is None:
+            return None
+        rings.append(tuple(group[number] for number in path))
+    return Rings(tuple(rings))
+
+
+def _row(places: Sequence[tuple[int, ...]], rows: Sequence[int]) -> list[int] | None:
+    """Numbers of ``places`` along the axis whose whole length they are, if it wraps around."""
+    for axis, length in enumerate(rows):
+        along = {place[axis]: number for number, place in enumerate(places)}
+        straight = len({place[1 - axis] for place in places}) == 1
+        if straight and SHORTEST_ROW <= length == len(along) == len(places) <= LONGEST_ROW:
+            return [along[at] for at in range(length)]
+    return None
 
 
 def routes_for(

@@ -1,8 +1,7 @@
 """The ranks a model is sharded over, and the collectives between them.
 
-This is the only module that emits XLA collectives. Everything above it takes a :class:`World` as
-an object, so a pretended world (planning for a pod) or a recording one (tests) is just another
-object with the same four methods.
+This is the only module of the engine that emits XLA collectives. The routes that they take are data
+(``routes.py``).
 
 All collectives are traced, not run: they take lazy tensors and return lazy tensors. They are true
 all-gathers and reduce-scatters with unpinned layouts; a pinned all-gather would be an all-reduce of
@@ -23,17 +22,9 @@ import torch_xla.runtime as xr
 from .. import xlac
 from ..ranks.rank import RankContext, current_rank
 from ..tpu.slices import Groups
-from .groups import (
-    checked_groups,
-    lists,
-    require_group_arguments,
-    require_place,
-    require_replicas,
-)
 from .host_data import as_data
 from .order import apart
-from .rings import Rings
-from .routes import Routes, reduction_stages, routes_for
+from .routes import Rings, Route, Routes, routes_for
 
 # Bytes of a large matrix's gradient.
 _LARGE = 1 << 25
@@ -91,13 +82,13 @@ class World:
             rank, size = xr.global_ordinal(), total
             groups: Groups = (tuple(range(total)),)
         else:
-            rank, size = require_group_arguments(sharding_rank, sharding_world_size)
+            rank, size = _require_group_arguments(sharding_rank, sharding_world_size)
             groups = checked_groups("sharding_groups", sharding_groups, size)
-            require_place(groups, rank, total)
+            _require_place(groups, rank, total)
         replicas: Groups = ()
         if replication_groups:
             replicas = checked_groups("replication_groups", replication_groups, None)
-            require_replicas(replicas, groups)
+            _require_replicas(replicas, groups)
         device = torch_xla.device()
         kind = xm.xla_device_kind(device)
         whole = groups == (tuple(range(total)),)
@@ -131,6 +122,9 @@ class World:
     def _device_name(self) -> str:
         return str(self.device)
 
+    def _lists(self, groups: Groups) -> list[list[int]]:
+        return self._group_lists if groups is self.groups else lists(groups)
+
     @property
     def replicas(self) -> int:
         """How many ranks hold the same shard."""
@@ -145,50 +139,75 @@ class World:
         """
         return self.context is None or self.context.as_on_tpu
 
-    def reduces_beside_compute(self, number_of_bytes: int) -> bool:
-        """Whether a gradient of so many bytes, if it is large, goes around rings, see rings.py."""
+    def gather_route(self, number_of_bytes: int) -> Route:
+        """How an all-gather goes that results in so many bytes on each rank."""
+        if self.routes is None or self.size == 1:
+            return self._direct
+        return self.routes.gather(number_of_bytes)
+
+    def reduction_route(self, number_of_bytes: int, rows: int) -> Route:
+        """How a reduce-scatter goes of so many bytes in ``rows`` rows."""
+        if self.routes is None or self.size == 1:
+            return self._direct
+        return self.routes.reduction(number_of_bytes, rows)
+
+    @cached_property
+    def _direct(self) -> Route:
+        return Route((self.groups,))
+
+    def overlaps_reductions(self, number_of_bytes: int) -> bool:
+        """Whether a gradient of so many bytes, if it is large, goes around rings, overlapped with
+        compute."""
         if self.routes is None:
             return False
         size = max(number_of_bytes, _LARGE)
         stages = self.routes.scatter(size).stages
         return any(self.routes.rings(groups, size) is not None for groups in stages)
 
-    def all_gather(self, shard: torch.Tensor, label: str = "") -> torch.Tensor:
-        """Concatenates every rank's ``shard`` on dimension 0: ``(d, ...)`` to ``(size*d, ...)``."""
-        if self.routes is None or self.size == 1:
-            return self._gather(shard, self._group_lists, label)
-        route = self.routes.gather(self.size * shard.numel() * shard.element_size())
+    def all_gather(
+        self, shard: torch.Tensor, label: str = "", route: Route | None = None
+    ) -> torch.Tensor:
+        """Concatenates every rank's ``shard`` on dimension 0: ``(d, ...)`` to ``(size*d, ...)``.
+
+        ``route``: as :meth:`gather_route` gives it for this size, which is the default.
+        """
+        if route is None:
+            route = self.gather_route(self.size * shard.numel() * shard.element_size())
         full = self.permute(shard, [(target, source) for source, target in route.moves], label)
         for groups in reversed(route.stages):
-            full = self._gather(full, lists(groups), label)
+            full = self._gather(full, self._lists(groups), label)
         return full
 
     def reduce_scatter(
-        self, full: torch.Tensor, label: str = "", scale: float = 1.0, beside_compute: bool = False
+        self,
+        full: torch.Tensor,
+        label: str = "",
+        scale: float = 1.0,
+        route: Route | None = None,
     ) -> torch.Tensor:
         """Sums ``full`` over the ranks, keeps this rank's rows of dimension 0, times ``scale``.
 
         Two ranks with ``[1, 2, 3, 4]`` and ``[5, 6, 7, 8]``: rank 0 gets ``[6, 8]`` (1+5, 2+6),
         rank 1 gets ``[10, 12]`` (3+7, 4+8). ``(size*d, ...)`` to ``(d, ...)``.
 
-        ``beside_compute``: ``full`` is large and its sum not needed at once, so by permutes around
-        rings, on chips that compute meanwhile. Sums are rounded to the dtype of ``full`` at every
-        step, as they are in the compiler's own ring.
+        ``route``: as :meth:`reduction_route` gives it for this size, which is the default. Around
+        rings, sums are rounded to the dtype of ``full`` at every step, as they are in the
+        compiler's own ring.
         """
         if self.size == 1:
             return full if scale == 1.0 else full * scale
-        if self.routes is None:
-            return self._scatter(full, self._group_lists, label, scale)
-        size, rows = full.numel() * full.element_size(), full.shape[0]
-        route = self.routes.scatter(size, size // rows)
-        shard, stages = full, reduction_stages(self.routes, size, rows, beside_compute)
-        for number, (groups, rings) in enumerate(stages):
-            last = number == len(stages) - 1
+        if route is None:
+            size = full.numel() * full.element_size()
+            route = self.reduction_route(size, full.shape[0])
+        shard, last = full, len(route.stages) - 1
+        around = route.rings or (None,) * len(route.stages)
+        for number, (groups, rings) in enumerate(zip(route.stages, around, strict=True)):
             if rings is not None:
                 shard = self._around(shard, rings, label)
-                shard = shard * scale if last and scale != 1.0 else shard
+                shard = shard * scale if number == last and scale != 1.0 else shard
             else:
-                shard = self._scatter(shard, lists(groups), label, scale if last else 1.0)
+                factor = scale if number == last else 1.0
+                shard = self._scatter(shard, self._lists(groups), label, factor)
         return self.permute(shard, route.moves, label)
 
     def _around(self, full: torch.Tensor, rings: Rings, label: str) -> torch.Tensor:
@@ -328,3 +347,71 @@ def _routes(kind: str, how: str) -> Routes | None:
     routes = routes_for(kind, xr.global_runtime_device_attributes(), how)
     # A process that nobody launched is one rank, though it sees the whole slice.
     return routes if routes is not None and routes.slice.devices == xr.world_size() else None
+
+
+def lists(groups: Groups) -> list[list[int]]:
+    """``groups`` as torch_xla wants them."""
+    return [list(group) for group in groups]
+
+
+def _require_group_arguments(rank: int | None, size: int | None) -> tuple[int, int]:
+    """The place and the size that go with ``sharding_groups``; raises ValueError without them."""
+    if rank is None or size is None:
+        raise ValueError(
+            "sharding_groups needs sharding_rank and sharding_world_size as well, "
+            f"got sharding_rank={rank} and sharding_world_size={size}. "
+            "Pass all three, or device_mesh"
+        )
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"sharding_rank must be in 0..{size - 1}, got {rank}. "
+            "Pass this rank's place in its group"
+        )
+    return rank, size
+
+
+def _require_place(groups: Groups, rank: int, total: int) -> None:
+    """Raises ValueError unless this rank is at place ``rank`` of one of ``groups``."""
+    # A process that only pretends to be one of many ranks may take any place.
+    ordinal = xr.global_ordinal()
+    if total > 1 and all(group[rank] != ordinal for group in groups):
+        raise ValueError(
+            f"sharding_rank={rank}, but no group of sharding_groups has rank {ordinal}, which is "
+            f"this one, at that place: {lists(groups)}. Pass this rank's place in its group"
+        )
+
+
+def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None) -> Groups:
+    """``groups``, the argument called ``name``, of ``size`` ordinals each (``None``: of as many as
+    the first).
+
+    Raises:
+        ValueError: they are of other sizes, or an ordinal is in two.
+    """
+    checked = tuple(tuple(int(ordinal) for ordinal in group) for group in groups)
+    size = len(checked[0]) if size is None and checked else size
+    flat = [ordinal for group in checked for ordinal in group]
+    if not checked or any(len(group) != size for group in checked):
+        raise ValueError(
+            f"every group of {name} must have {size} ordinals, got {lists(checked)}. "
+            "Pass groups of equal size (sharding_groups: sharding_world_size)"
+        )
+    if len(set(flat)) != len(flat):
+        raise ValueError(
+            f"{name} names an ordinal twice: {lists(checked)}. Each rank must be in one group"
+        )
+    return checked
+
+
+def _require_replicas(replicas: Groups, groups: Groups) -> None:
+    """Raises ValueError unless each of ``replicas`` are ranks that hold the same shard, one in each
+    of some of ``groups``, and each rank of ``groups`` is in one."""
+    place = {ordinal: number for group in groups for number, ordinal in enumerate(group)}
+    flat = sorted(ordinal for group in replicas for ordinal in group)
+    fit = all(len({place.get(ordinal) for ordinal in group}) == 1 for group in replicas)
+    if flat != sorted(place) or not fit:
+        raise ValueError(
+            f"replication_groups={lists(replicas)} must name each rank of sharding_groups="
+            f"{lists(groups)} once, and together those at the same place of their groups: "
+            "sharding_groups=[[0, 1], [2, 3]] go with replication_groups=[[0, 2], [1, 3]]"
+        )

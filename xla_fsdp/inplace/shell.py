@@ -53,7 +53,9 @@ class Shell(XlaFullyShardedDataParallel):
     ) -> None:
         WrapperMethods.__init__(self)
         self._wrap(module, options)
-        keeping = self._unit.carrier = Keeping(self._unit.wire)
+        keeping = Keeping(self._unit.options, self._unit.world)
+        keeping.divisors = self._unit.comms.divisors
+        self._unit.comms = self._unit.gradients.comms = keeping
         # Not set as an attribute, which would be the module's.
         self.__dict__["in_place"] = InPlace(policy, keeping)
 

@@ -22,8 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..collectives.groups import checked_groups
-from ..collectives.world import World
+from ..collectives.world import World, checked_groups
 from ..names import is_wrapper
 from ..tpu.slices import Groups
 

@@ -45,7 +45,7 @@ def attach(unit: Unit) -> None:
         if tensor.copy is None:
             computed = None if tensor.wide else unit.options.compute_dtype
             tensor.copy = ShardCopy(shard, computed, uploads)
-        elif tensor.copy.dtype is not unit.wire.compute_dtype(tensor):
+        elif tensor.copy.dtype is not tensor.spec.compute_dtype(unit.options.compute_dtype):
             # Tied, and the other wrapper computes otherwise.
             tensor.copy = ShardCopy(shard, None, uploads)
         tensor.widens = True

@@ -14,7 +14,7 @@ from .. import xlac
 from ..collectives.host_data import as_data
 from ..ranks.rank import is_pretending
 from ..sharding.host_shard import HostShard, unwritten
-from ..sharding.sharded_tensor import computed_in
+from ..sharding.layout import computed_in
 
 # Bytes that may be on their way to the device before somebody waits for them, unless one tensor
 # has more. Until then there is a copy of them on the host.

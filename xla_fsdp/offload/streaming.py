@@ -101,7 +101,7 @@ class Stream:
     def forward_over(self) -> None:
         """The unit has computed: that runs, and its copies go."""
         if self._passing:
-            self._unit.order.forward_over()
+            self._unit.order.end_forward()
             self.traffic.cut()
             self._drop()
 

@@ -112,7 +112,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         try:
             run = Run(unit, x, (args, kwargs))
             # Nothing is gathered early for what comes next: it would be there during all the loop.
-            unit.order.forward_over()
+            unit.order.end_forward()
             return Scan.apply(run, x, len(run.constants), *run.constants, *unit.shards)
         except RuntimeError as error:
             raise_if_elsewhere(type(self).__name__, (x, args, kwargs), unit.world.device, error)

@@ -68,7 +68,7 @@ class ScanBuilder:
         if self.options.compute_dtype is None and any(
             shard.dtype is torch.float16 for shard in unit.shards
         ):
-            unit.wire.divide_in_float16()
+            unit.comms.divide_in_float16()
         for name, keys in self._late.items():
             stack = self._stacks[name]
             spot = None if isinstance(stack, ParameterStack) else stack.spots[0]

@@ -35,7 +35,7 @@ def require_as_built(unit: ScanUnit) -> None:
         require_no_hooks(path, module)
         for name, parameter in dict.items(module._parameters):
             if parameter is not None and (module, name) not in known:
-                refuse_replacement(unit.wire.label + dotted(path, name))
+                refuse_replacement(unit.comms.label + dotted(path, name))
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def nothing_lost(unit: ScanUnit, full: Sequence[torch.Tensor], given: Collection
     yield
     for stack, value, was, now in zip(unit.parameters, full, before, stamps(full), strict=True):
         if stack.value is not value or now != was:
-            refuse_change_in_forward(unit.wire.label + stack.name)
+            refuse_change_in_forward(unit.comms.label + stack.name)
     for key, tensors in _attributes(unit.template).items():
         known = {id(tensor) for tensor in attributes.get(key, ())}
         new = [tensor for tensor in tensors if id(tensor) not in known]

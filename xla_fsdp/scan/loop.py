@@ -17,10 +17,10 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 
 from .. import xlac
-from ..collectives import token
+from ..collectives.order import separate_collectives
 from ..ranks.rank import current_rank
 from ..sharding.block_memory import BlockMemory
-from ..sharding.once import Tensors, Traced, placeholder, twin
+from ..sharding.trace_cache import Tensors, Traced, placeholder, twin
 
 # (carry, slices, constants) -> (carry, results)
 Body = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
@@ -247,7 +247,7 @@ def _fresh_trace(device: torch.device, seed: int | None) -> Iterator[None]:
     name = str(device)
     thread_device = xlac.default_device()
     xlac.set_default_device(name)
-    with token.set_aside(device):
+    with separate_collectives(device):
         state = xm.get_rng_state(name)
         # Setting the state makes the seed a value that is there; it may be one that is pending.
         xm.set_rng_state(state if seed is None else seed, name)

@@ -23,7 +23,7 @@ import torch_xla.core.xla_model as xm
 
 from .. import xlac
 from ..collectives import host_memory
-from ..collectives.order import Order
+from ..collectives.order import Event, Order, Wait
 from ..layers.keeping import Keeping
 from ..replaying import in_modes, without_checkpoints
 from ..sharding.block_memory import BlockMemory
@@ -92,7 +92,7 @@ class Run:
             following: Tensors = []
             if prefetch:
                 full, pieces = carry[:count], carry[count : len(first)]
-                order = self.unit.order_after(full[self.unit.wire.last_gathered(self.unit.stored)])
+                order = self.unit.order_after(full[self.unit.comms.last_gathered(self.unit.stored)])
                 whole, parts = gathered(shards, x, order)
                 following = [*whole, *parts]
             else:
@@ -164,10 +164,10 @@ class Run:
                 grad, *carry = carry
                 full, carry = carry[-count:], carry[:-count]
                 order = self.unit.order_after(grad)
-                x = order.turn(x)
+                x = order.delay(x)
                 whole = self.unit.gather_block(shards, grad, order, secondary)
                 # All gathers but the last, for which the recomputation has no product left.
-                grad = order.turn(grad, but_one=True)
+                grad = order.delay(grad, Wait(Event.GATHER, 1))
                 carry, following = [grad, *carry], [*whole, *following]
             else:
                 full = self.unit.gather_block(shards, carry[0], Order(), secondary)
@@ -192,11 +192,11 @@ class Run:
             reduced.extend(shares)
             of_x = _sum(torch.zeros_like(x), of_x)
             if prefetch:
-                of_x = order.turn(self.unit.after_reductions(of_x, shares.values()))
+                of_x = order.delay(self.unit.after_reductions(of_x, shares.values()))
             return [of_x, *sums, *following], list(shares.values())
 
         # Nothing is gathered early for what comes next: it would be there during the whole loop.
-        self.unit.order.backward_over()
+        self.unit.order.end_backward()
         memory = BlockMemory(self.unit.depth)
         sliced, shared = self.buffers
         zeros = [torch.zeros_like(constants[number]) for number in which]
@@ -231,7 +231,7 @@ class Run:
         now = stamps(self.unit.shards)
         for stack, found, before in zip(self.unit.parameters, now, self._stamps, strict=True):
             if found != before:
-                refuse_change_before_backward(self.unit.wire.label + stack.name)
+                refuse_change_before_backward(self.unit.comms.label + stack.name)
 
     @property
     def unroll(self) -> int:

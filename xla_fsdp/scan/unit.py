@@ -163,7 +163,7 @@ class ScanUnit(Unit):
                     self.places.append(Place(own, module, name, index, stack.value))
                     if block == "0":  # the template, whose parameters are called so by users
                         called = dotted(paths[module][0], name)
-                        watch_place(self.places[-1], tensor, 0, self.wire, called)
+                        watch_place(self.places[-1], tensor, 0, self.comms, called)
             for name, dtype in cast.items():
                 self.buffer_dtypes[dotted(block, name)] = dtype
 
@@ -180,7 +180,8 @@ class ScanUnit(Unit):
 
         ``x``: something that iterations hand on. Not tied to it, the cast of the shards would be
         taken out of the loop by the compiler, and done for all blocks at once: shards twice in
-        memory. ``order``: what is gathered before. ``secondary``: as of :meth:`Wire.gather`.
+        memory. ``order``: what is gathered before. ``secondary``: as of
+        :meth:`Communicator.trace_gathers`.
         """
         if secondary is not None and secondary.pieces:
             tied = after(list(secondary.pieces.values()), [x])
@@ -188,13 +189,13 @@ class ScanUnit(Unit):
             secondary = replace(secondary, pieces=pieces)
         else:
             shards = after(shards, [x])
-        return self.wire.gather(self._block(shards), order, (), False, secondary)
+        return self.comms.trace_gathers(self._block(shards), order, (), False, secondary)
 
     def order_after(self, event: torch.Tensor) -> Order:
         """In which what is gathered comes after ``event``."""
         order = Order()
         if self.world.as_on_tpu and event.numel():
-            order.gathered(event)
+            order.add_gather(event)
         return order
 
     def after_reductions(
@@ -206,8 +207,8 @@ class ScanUnit(Unit):
             for share in shares:
                 # In the dtype in which it comes out of the reduction, or a wider one.
                 full = self.world.size * share.numel() * share.dtype.itemsize
-                if not self.world.reduces_beside_compute(full):
-                    tensor = self.order_after(share).turn(tensor)
+                if not self.world.overlaps_reductions(full):
+                    tensor = self.order_after(share).delay(tensor)
         return tensor
 
     def secondary(self, pieces: Mapping[int, torch.Tensor] | None = None) -> Secondary | None:
@@ -231,12 +232,9 @@ class ScanUnit(Unit):
         stack of all blocks' gradients takes half the memory then. ``memory``: that of a
         communication hook.
         """
-        fulls = {
-            number: self.wire.reducible(stack.layout, [grad])
-            for number, (stack, grad) in enumerate(zip(self.parameters, grads, strict=True))
-            if grad is not None
-        }
-        exact = self.wire.divides_on_the_wire and self.wire.hook is None
+        present = {number: [grad] for number, grad in enumerate(grads) if grad is not None}
+        fulls = self.comms.joined(self._block(shards), present, {})
+        exact = self.comms.keeps_communication_dtype
         tensors = self._block(
             shard.to(fulls[number].dtype) if exact and number in fulls else shard
             for number, shard in enumerate(shards)
@@ -245,13 +243,13 @@ class ScanUnit(Unit):
             tensor.widens = stored.widens
         self.memory = memory
         try:
-            return self.wire.reduce(tensors, fulls)[0] if fulls else {}
+            return self.comms.trace_reductions(tensors, fulls)[0] if fulls else {}
         finally:
             self.memory = None
 
     def names_of(self, tensor: ShardedTensor, members: int, block: int | None = None) -> list[str]:
         path = tensor.key if block is None else dotted(str(block), tensor.key)
-        return [self.wire.label + path]
+        return [self.comms.label + path]
 
     @contextlib.contextmanager
     def installed(

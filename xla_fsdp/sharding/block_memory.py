@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from .. import xlac
 from ..tree import tensors_in
 from .freeing import fill_
-from .once import placeholder, twin
+from .trace_cache import placeholder, twin
 
 
 @dataclass(eq=False)

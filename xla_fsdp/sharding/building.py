@@ -107,7 +107,7 @@ class UnitBuilder:
         if self.options.compute_dtype is None and any(
             shard.dtype is torch.float16 for shard in self.unit.shards
         ):
-            self.unit.wire.divide_in_float16()
+            self.unit.comms.divide_in_float16()
         return self.unit
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -154,8 +154,8 @@ class UnitBuilder:
             layout = Layout.flat([p.shape for p in parameters], self.world.size)
             tensor = self._shard(list(parameters), layout, f"flat_param_{number}", wide)
             self.owner.register_parameter(tensor.key, tensor.shard)
-            wire, device = self.unit.wire, self.world.device
-            watch_flattened(self.owner, tensor.key, tensor.shard, wire, device)
+            comms, device = self.unit.comms, self.world.device
+            watch_flattened(self.owner, tensor.key, tensor.shard, comms, device)
             self.unit.flattened.append(tensor)
         for spot in spots:
             self._put(spot)

@@ -10,9 +10,8 @@ import torch
 import torch_xla.runtime as xr
 from torch import nn
 
-from ..collectives.groups import checked_groups
 from ..collectives.host_data import as_data
-from ..collectives.world import World
+from ..collectives.world import World, checked_groups
 from ..ranks.rank import is_pretending
 from .sharded_tensor import require_reduced
 

@@ -2,23 +2,20 @@
 
 ``MixedPrecision(_module_classes_to_ignore=...)``. torch FSDP makes a unit of each such module, with
 collectives of its own. Here its parameters are gathered with those of the unit, as they are stored
-(see ``wire.py``), and what it is given and returns is cast.
+(see ``comm_plan.py``), and what it is given and returns is cast.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..tree import map_tensors, tensors_in
+from .comm_plan import NARROW
 from .options import FSDPOptions
-from .sharded_tensor import ShardedTensor
-
-NARROW = (torch.float16, torch.bfloat16)
 
 
 def full_precision_modules(options: FSDPOptions, modules: Iterable[nn.Module]) -> set[nn.Module]:
@@ -54,22 +51,6 @@ def compute_in_full(options: FSDPOptions, modules: Iterable[nn.Module]) -> None:
 def is_widening(hook: object) -> bool:
     """Whether :func:`compute_in_full` has registered ``hook``."""
     return isinstance(getattr(hook, "__self__", hook), _Widen)
-
-
-def along_with_wide(
-    tensors: Sequence[ShardedTensor], dtypes: Sequence[torch.dtype], small: int
-) -> list[torch.dtype]:
-    """``dtypes``, in which ``tensors`` travel, but float32 for those of 16 bits that go along with
-    others in float32, if there are such: all of up to ``small`` bytes share a collective, and twice
-    the bytes of a few biases cost less than one more.
-    """
-    if not any(tensor.wide for tensor in tensors):
-        return [*dtypes]
-    fits = [math.prod(tensor.layout.padded_shape) * 4 <= small for tensor in tensors]
-    each = list(zip(tensors, dtypes, fits, strict=True))
-    if not any(one.wide and dtype is torch.float32 and fit for one, dtype, fit in each):
-        return [*dtypes]
-    return [torch.float32 if fit and dtype in NARROW else dtype for _, dtype, fit in each]
 
 
 class _Widen:

@@ -13,30 +13,31 @@ from typing import Any
 
 import torch
 
-from .carrier import Carrier
+from ..collectives.world import World
+from .comms import Communicator
 from .freeing import Stamp, stamps
-from .once import Tensors
+from .options import FSDPOptions
 from .sharded_tensor import ShardedTensor
-from .wire import Wire
+from .trace_cache import Tensors
 
 
-class Keeping(Carrier):
-    """A carrier that may keep what it gathered last.
+class Keeping(Communicator):
+    """A communicator that may keep what it gathered last.
 
     Attributes:
         by_hand: keep until :meth:`drop`.
         after_backward: keep what was gathered for a backward, too.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        super().__init__(wire)
+    def __init__(self, options: FSDPOptions, world: World) -> None:
+        super().__init__(options, world)
         self.by_hand = False
         self.after_backward = False
         self._kept: Tensors | None = None
         self._made_of: list[Stamp] = []
 
     def gather(self, tensors: Sequence[ShardedTensor], *args: Any, **kwargs: Any) -> Tensors:
-        """As :meth:`Carrier.gather`, or copies of what is kept and still right."""
+        """As :meth:`Communicator.gather`, or copies of what is kept and still right."""
         if not (self.by_hand or self.after_backward):
             return super().gather(tensors, *args, **kwargs)
         if self._kept is None or self.is_stale(tensors):
@@ -48,7 +49,7 @@ class Keeping(Carrier):
         """Whether shards have other values than those that were gathered last."""
         return self._made_of != _stamped(tensors)
 
-    def backward_over(self) -> None:
+    def end_backward(self) -> None:
         """Forgets what is kept, unless it is to last beyond a backward."""
         if not self.after_backward:
             self.drop()

@@ -168,3 +168,29 @@ class Layout:
         if missing:
             pieces.append(like.new_zeros(missing))
         return torch.cat(pieces).view(-1, LANES)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What the plan needs to know of a sharded tensor.
+
+    Attributes:
+        key: its name in the unit.
+        dtype: of the stored shard.
+        wide: computed with as it is stored, whatever ``compute_dtype`` says.
+    """
+
+    key: str
+    layout: Layout
+    dtype: torch.dtype
+    wide: bool = False
+
+    def compute_dtype(self, asked: torch.dtype | None) -> torch.dtype:
+        """In which its members are computed with, if the option ``compute_dtype`` is ``asked``."""
+        return computed_in(self.dtype, None if self.wide else asked)
+
+
+def computed_in(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """In which a parameter that is ``stored`` so is computed with, if ``asked`` for one (``None``:
+    as it is stored)."""
+    return asked if asked is not None and stored.is_floating_point else stored

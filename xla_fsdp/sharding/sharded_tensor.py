@@ -12,7 +12,7 @@ from torch import nn
 
 from ..collectives.world import World
 from .host_shard import ALIASES
-from .layout import Layout
+from .layout import Layout, TensorSpec
 from .shard_hooks import REPLACED
 
 
@@ -36,12 +36,6 @@ class DeviceCopy(Protocol):
 
     def drop(self) -> None:
         """Frees it, until it is asked for."""
-
-
-def computed_in(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """In which a parameter that is ``stored`` so is computed with, if ``asked`` for one (``None``:
-    as it is stored)."""
-    return asked if asked is not None and stored.is_floating_point else stored
 
 
 class Comings(Protocol):
@@ -86,6 +80,11 @@ class ShardedTensor:
     def divided(self) -> bool:
         """Whether other ranks have other shards of it."""
         return self.world is not None and self.world.size > 1
+
+    @property
+    def spec(self) -> TensorSpec:
+        """What a communication plan needs to know of it."""
+        return TensorSpec(self.key, self.layout, self.shard.dtype, self.wide)
 
     @property
     def source(self) -> torch.Tensor:

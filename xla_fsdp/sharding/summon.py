@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch_xla
 import torch_xla.runtime as xr
 from torch import nn
 
+from ..collectives.host_data import as_data
+from ..collectives.order import Order
 from ..collectives.random_state import at_rest
+from ..collectives.world import World
 from ..names import is_wrapper
 from .around import name_held_outside
 from .attributes import refuse_replacement
+from .comms import Communicator
+from .freeing import stamps
 from .gathering import computing_passes
 from .sharded_tensor import ShardedTensor, users_attributes
 from .unit import Unit
-from .whole import How, Whole, cut, gathered, on_device
 
 
 @contextlib.contextmanager
@@ -74,7 +79,7 @@ def summon_full_params(
     if not wrappers:
         yield
         return
-    summoned = _Summoned(How(writeback, rank0_only, offload_to_cpu, with_grads))
+    summoned = _Summoned(_Arguments(writeback, rank0_only, offload_to_cpu, with_grads))
     try:
         with at_rest():
             for wrapper, unit in wrappers:
@@ -96,9 +101,9 @@ def full_params_of(unit: Unit) -> list[torch.Tensor]:
         RuntimeError: it holds none.
     """
     if unit.summoned:
-        wholes = [_of(tensor) for tensor in unit.tensors]
-        if all(whole.parameters for whole in wholes):  # with rank0_only: not on other ranks
-            return [parameter for whole in wholes for parameter in whole.parameters]
+        summoned = [_of(tensor) for tensor in unit.tensors]
+        if all(full.parameters for full in summoned):  # with rank0_only: not on other ranks
+            return [parameter for full in summoned for parameter in full.parameters]
     held = unit.held
     if held is None and unit.tensors:
         raise RuntimeError(
@@ -156,12 +161,12 @@ def _unit_of(wrapper: nn.Module) -> Unit:
 class _Summoned:
     """What one context holds in full, and how to undo it."""
 
-    def __init__(self, how: How) -> None:
+    def __init__(self, how: _Arguments) -> None:
         self.how = how
         # Other ranks only take part in the gathers.
         self.wanted = xr.global_ordinal() == 0 or not how.rank0_only
         # Without tied parameters that a context around this one holds.
-        self.wholes: dict[ShardedTensor, Whole] = {}
+        self.summoned: dict[ShardedTensor, FullParameters] = {}
         self.entered: list[tuple[nn.Module, Unit]] = []
 
     def add(self, wrapper: nn.Module, unit: Unit) -> None:
@@ -177,12 +182,12 @@ class _Summoned:
         new = [tensor for tensor in unit.tensors if tensor.summoned is None]
         graded = [t for t in new if self.how.with_grads and t.shard.grad is not None]
         device = unit.world.device
-        values = gathered(unit, new, [on_device(t.shard.detach(), device) for t in new])
-        shares = [on_device(t.shard.grad, device) for t in graded if t.shard.grad is not None]
-        grads = gathered(unit, graded, shares)
+        values = _gather(unit, new, [_on_device(t.shard.detach(), device) for t in new])
+        shares = [_on_device(t.shard.grad, device) for t in graded if t.shard.grad is not None]
+        grads = _gather(unit, graded, shares)
         torch_xla.sync(wait=True)  # before ranks do different things with what they all gathered
         for tensor, members in values.items():
-            self.wholes[tensor] = tensor.summoned = Whole.of(
+            self.summoned[tensor] = tensor.summoned = FullParameters.of(
                 self.how, unit.world, self._parameters(tensor, members, grads.get(tensor))
             )
         if not self.wanted:
@@ -240,7 +245,7 @@ class _Summoned:
         for wrapper, unit in self.entered:
             unit.summoned = False
             for tensor in unit.tensors:
-                if tensor in self.wholes:
+                if tensor in self.summoned:
                     tensor.summoned = None
             for place in unit.places:
                 place.module._parameters[place.name] = place.resting
@@ -251,19 +256,19 @@ class _Summoned:
     @torch.no_grad()
     def write_back(self) -> None:
         """Takes what was changed over into the shards."""
-        for tensor, whole in self.wholes.items():
-            values, grads = whole.changed()
+        for tensor, full in self.summoned.items():
+            values, grads = full.changed()
             if values:
-                tensor.shard.copy_(cut(tensor, whole.world, whole.parameters))
+                tensor.shard.copy_(_cut(tensor, full.world, full.parameters))
             if self.how.with_grads and grads:
-                full = [parameter.grad for parameter in whole.parameters]
+                found = [parameter.grad for parameter in full.parameters]
                 own = None
-                if any(grad is not None for grad in full):
-                    pairs = zip(full, whole.parameters, strict=True)
+                if any(grad is not None for grad in found):
+                    pairs = zip(found, full.parameters, strict=True)
                     some = [torch.zeros_like(p) if grad is None else grad for grad, p in pairs]
-                    own = cut(tensor, whole.world, some)
+                    own = _cut(tensor, full.world, some)
                 tensor.shard.grad = own
-            tensor.shard.requires_grad_(whole.parameters[0].requires_grad)
+            tensor.shard.requires_grad_(full.parameters[0].requires_grad)
         torch_xla.sync()  # a program of its own
 
 
@@ -272,6 +277,79 @@ def _parameter(unit: Unit, index: int) -> nn.Parameter:
     return _of(tensor).parameters[member]
 
 
-def _of(tensor: ShardedTensor) -> Whole:
-    assert isinstance(tensor.summoned, Whole)
+def _of(tensor: ShardedTensor) -> FullParameters:
+    assert isinstance(tensor.summoned, FullParameters)
     return tensor.summoned
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """What is asked for, the same on every rank."""
+
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+
+@dataclass(frozen=True, eq=False)
+class FullParameters:
+    """The full parameters in one sharded tensor, and what they were when they came."""
+
+    how: _Arguments
+    world: World
+    parameters: list[nn.Parameter]
+    values: list[object]
+    grads: list[object]
+
+    @classmethod
+    def of(cls, how: _Arguments, world: World, parameters: list[nn.Parameter]) -> FullParameters:
+        return cls(how, world, parameters, *_seen(parameters))
+
+    def changed(self) -> tuple[bool, bool]:
+        """Whether values, and whether gradients, may be others by now."""
+        values, grads = _seen(self.parameters)
+        return values != self.values, grads != self.grads
+
+
+def _gather(
+    unit: Unit, tensors: Sequence[ShardedTensor], shards: Sequence[torch.Tensor]
+) -> dict[ShardedTensor, list[torch.Tensor]]:
+    """The members of every one of ``tensors`` in full, in the dtype of their ``shards``."""
+    exact = replace(unit.options, compute_dtype=None, mixed_precision=None)
+    comms = Communicator(exact, unit.world)
+    comms.label = unit.comms.label
+    # What is sent need be no Parameter.
+    sent = [
+        replace(tensor, shard=shard, copy=None)  # type: ignore[arg-type]
+        for tensor, shard in zip(tensors, shards, strict=True)
+    ]
+    full = iter(comms.trace_gathers(sent, Order(), (), backward=False))
+    return {tensor: [next(full) for _ in tensor.layout.members] for tensor in tensors}
+
+
+def _on_device(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``shard``, or a copy of one that is on the host."""
+    return shard if shard.device.type == "xla" else as_data(shard, device)
+
+
+def _cut(tensor: ShardedTensor, world: World, full: Sequence[torch.Tensor]) -> torch.Tensor:
+    """This rank's shard of the ``full`` members of ``tensor``, where the shard is."""
+    layout, where = tensor.layout, tensor.shard.device
+    if not layout.numel or full[0].device.type == "cpu":
+        return layout.cut(full, world.rank).to(where)
+    by_rank = layout.join(full).view(world.size, -1)
+    own = torch.index_select(by_rank, 0, world.rank_on_device).view(layout.shard_shape)
+    return own if where.type == "xla" else own.cpu()
+
+
+def _seen(parameters: Sequence[nn.Parameter]) -> tuple[list[object], list[object]]:
+    """Equal if neither the values nor the gradients of ``parameters`` were changed in between."""
+    return [_mark(one) for one in parameters], [_mark(one.grad) for one in parameters]
+
+
+def _mark(tensor: torch.Tensor | None) -> object:
+    if tensor is None:
+        return None
+    # Changes of a tensor on the CPU cannot all be seen: never the same.
+    return stamps([tensor])[0] if tensor.device.type == "xla" else object()

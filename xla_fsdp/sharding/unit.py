@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives.order import Order
+from ..collectives.order import Order, waits_of_backward, waits_of_forward
 from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted, is_wrapper
@@ -17,7 +17,7 @@ from ..tree import map_tensors, tensors_in
 from .attributes import refuse_replacement, watch_place
 from .awaited import Awaited
 from .block_memory import BlockMemory
-from .carrier import Carrier
+from .comms import Communicator
 from .freeing import Stamp
 from .gathering import Pass
 from .ignored import note_again
@@ -26,7 +26,6 @@ from .secondary import Secondaries, Secondary
 from .shard_hooks import guard_hooks
 from .sharded_tensor import Comings, Place, ShardedTensor, set_home_of_shards
 from .unreduced import UnitGradients
-from .wire import Wire
 
 
 class Unit:
@@ -64,9 +63,8 @@ class Unit:
         self.is_root: bool | None = None
         # Whether modules hold full parameters outside of a forward, see summon.py.
         self.summoned = False
-        self.wire = Wire(options, world)
-        self.carrier = Carrier(self.wire)
-        self.gradients = UnitGradients(self.tensors, self.wire, self.carrier)
+        self.comms = Communicator(options, world)
+        self.gradients = UnitGradients(self.tensors, self.comms)
         # Only with reshard_after_forward=<int>.
         size = options.reshard_after_forward
         self.secondaries = None if isinstance(size, bool) else Secondaries(world, size)
@@ -114,7 +112,7 @@ class Unit:
     def name_of(self, index: int) -> str:
         """The dotted name of full parameter ``index``, from the root if that is known."""
         place = next(place for place in self.places if place.index == index)
-        return self.wire.label + dotted(place.paths[0], place.name)
+        return self.comms.label + dotted(place.paths[0], place.name)
 
     def names_of(self, tensor: ShardedTensor, members: int, block: int | None = None) -> list[str]:
         """The names of the first ``members`` full parameters of a sharded tensor.
@@ -125,21 +123,21 @@ class Unit:
         first, names = self.adopt(tensor), []
         for member in range(members):
             used = any(place.index == first + member for place in self.places)
-            name = f"{self.wire.label}{tensor.key}[{member}]"  # of a shared flat vector
+            name = f"{self.comms.label}{tensor.key}[{member}]"  # of a shared flat vector
             names.append(self.name_of(first + member) if used else name)
         return names
 
     @property
     def title(self) -> str:
         """The name of the wrapper for messages, from the root if that is known."""
-        return self.wire.label.rstrip(".") or "the wrapper"
+        return self.comms.label.rstrip(".") or "the wrapper"
 
     def add_place(self, place: Place) -> None:
         """Registers a module attribute that uses a full parameter, and puts its shard there."""
         self.places.append(place)
         place.module._parameters[place.name] = place.resting
         tensor, member = self.member_of(place.index)
-        watch_place(place, tensor, member, self.wire, dotted(place.paths[0], place.name))
+        watch_place(place, tensor, member, self.comms, dotted(place.paths[0], place.name))
         if isinstance(place.module, nn.RNNBase):
             if place.module not in self._rnns:
                 self._rnns.append(place.module)
@@ -209,7 +207,7 @@ class Unit:
         own = [tensor for tensor in arguments if tensor.device == self.world.device]
         if torch._C._current_graph_task_id() != -1:  # recomputation inside a backward
             return own
-        return self.order.forward(own, self.options.forward_prefetch)
+        return self.order.start_forward(own, waits_of_forward(self.options.forward_prefetch))
 
     def require_resting(self) -> None:
         """Raises RuntimeError if a module holds something else than what was put there."""
@@ -318,7 +316,8 @@ class Unit:
         barrier = self.world.as_on_tpu and options.optimization_barrier_in_backward
         if grad is None or not barrier:
             return ()
-        return self.order.backward([grad], options.backward_prefetch, options.limit_all_gathers)
+        waits = waits_of_backward(options.backward_prefetch, options.limit_all_gathers)
+        return self.order.start_backward([grad], waits)
 
     def _end_backward(self, task: int, then: Callable[[], None] | None) -> None:
         self._leave_backward(task)
@@ -332,8 +331,8 @@ class Unit:
     def _leave_backward(self, task: int) -> None:
         for one in self._backward.pop(task, ()):
             one.finish()
-        self.order.backward_over()
-        self.carrier.backward_over()
+        self.order.end_backward()
+        self.comms.end_backward()
         self._restore()
 
     # -- bytes ----------------------------------------------------------------------------------
@@ -342,7 +341,7 @@ class Unit:
         self, events: Sequence[torch.Tensor], backward: bool, secondary: Secondary | None
     ) -> list[torch.Tensor]:
         """Every full parameter in compute dtype, traced to run after ``events``."""
-        return self.carrier.gather(self.tensors, self.order, events, backward, secondary)
+        return self.comms.gather(self.tensors, self.order, events, backward, secondary)
 
     def reduce(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
@@ -351,7 +350,7 @@ class Unit:
         shards, arrived = self.gradients.reduce(grads, needed, leaves)
         # At the end of the backward the order forgets.
         if self.world.as_on_tpu and torch._C._current_graph_task_id() in self._backward:
-            self.order.reduced(arrived)
+            self.order.add_reductions(arrived)
         return shards
 
     def refresh_rnns(self) -> None:

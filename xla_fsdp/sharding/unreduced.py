@@ -7,10 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
-from .carrier import Carrier
+from .comms import Communicator
 from .shard_hooks import accumulate
 from .sharded_tensor import ShardedTensor
-from .wire import Wire
 
 
 class GradientsToHost(Protocol):
@@ -30,14 +29,14 @@ class UnitGradients:
     """What becomes of the full gradients of a unit's members.
 
     Attributes:
+        comms: makes the reductions.
         require_sync: whether a backward reduces; ``False`` inside ``no_sync``.
         host: what takes the gradient shards, where shards are on the host.
     """
 
-    def __init__(self, tensors: list[ShardedTensor], wire: Wire, carrier: Carrier) -> None:
+    def __init__(self, tensors: list[ShardedTensor], comms: Communicator) -> None:
         self._tensors = tensors  # the unit's own list, which grows while it is built
-        self._wire = wire
-        self._carrier = carrier
+        self.comms = comms
         self.require_sync = True
         self.host: GradientsToHost | None = None
         # Full gradients of the micro-batches inside no_sync, by index in `tensors`.
@@ -64,14 +63,14 @@ class UnitGradients:
                 reached[number] = members
         if handed_out:
             # Not the sum with what no_sync holds, which is for .grad, nor part of it.
-            shards, arrived = self._carrier.reduce(self._tensors, reached, {})
+            shards, arrived = self.comms.reduce(self._tensors, reached, {})
             return [shards.get(number) for number in range(len(self._tensors))], arrived
         if not self.require_sync:
-            self._hold(self._wire.joined(self._tensors, reached, {}))
+            self._hold(self.comms.joined(self._tensors, reached, {}))
             return [None] * len(self._tensors), ()
         held = {number: self._unsynced[number] for number in reached if number in self._unsynced}
         self._forget(held)
-        shards, arrived = self._carrier.reduce(self._tensors, reached, held)
+        shards, arrived = self.comms.reduce(self._tensors, reached, held)
         found = [shards.get(number) for number in range(len(self._tensors))]
         return self._given([tensor.shard for tensor in self._tensors], found), arrived
 
@@ -132,7 +131,9 @@ class UnitGradients:
     def flush(self) -> None:
         """Reduces what ``no_sync`` gathered for tensors that the last backward did not reach."""
         if self.require_sync and self._unsynced:
-            for number, grad in self._wire.reduce(self._tensors, self._unsynced)[0].items():
+            for number, grad in self.comms.trace_reductions(self._tensors, self._unsynced)[
+                0
+            ].items():
                 give = accumulate if self.host is None else self.host.take
                 give(self._tensors[number].shard, grad)
             self.forget()

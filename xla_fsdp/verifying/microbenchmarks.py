@@ -17,7 +17,7 @@ import torch_xla.core.xla_model as xm
 from ..collectives.host_data import as_data
 from ..collectives.world import World
 from ..scan.loop import Body, loop
-from ..sharding.once import Tensors
+from ..sharding.trace_cache import Tensors
 from ..tpu.chips import Chip
 from ..tpu.links import collective_seconds
 from ..tpu.slices import Groups

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...names import is_wrapper
+from ...sharding.comm_plan import reduced_in
 from ...sharding.layout import Layout
 from .naming import plain
 
@@ -53,7 +54,7 @@ def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
             elements = trainable = wire = 0
             gathered, reduced = [], []
             for tensor in unit.tensors:
-                dtype, layout = unit.wire.compute_dtype(tensor), tensor.layout
+                dtype, layout = tensor.spec.compute_dtype(unit.options.compute_dtype), tensor.layout
                 if not layout.numel:
                     continue
                 elements += layout.numel
@@ -61,7 +62,7 @@ def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
                 gathered.append(_on_wire(layout, dtype))
                 if tensor.shard.requires_grad:
                     trainable += layout.numel
-                    reduced.append(_on_wire(layout, unit.wire.reduced_dtype(dtype)))
+                    reduced.append(_on_wire(layout, reduced_in(dtype, unit.options)))
             if elements:
                 itemsize = round(wire / elements)
                 found.append(TracedUnit(

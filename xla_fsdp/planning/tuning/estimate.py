@@ -8,8 +8,8 @@ Time is compute and what of the collectives nothing hides.
 * Parameters are gathered for the forward, again for the backward unless they are kept, and
   gradients are reduced. Where the compiler gathers beside compute, the gather of a unit is hidden
   by the compute of the unit before it, as far as that is longer; all else waits.
-* What a unit has travels in several collectives, see ``sharding/wire.py``: its large tensors each
-  by itself, and over which ways of the links depends on the bytes of that one.
+* The tensors of a unit travel in several collectives, see ``sharding/comm_plan.py``. Each large one
+  has a collective of its own, whose route over the links depends on its bytes.
 
 Memory is the state of the optimizer and gradients, cut by the ranks that share; what the forward
 leaves for the backward; full parameters and gradients of the units that have any at a time; and
@@ -24,13 +24,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from ...collectives.rings import Rings
-from ...collectives.routes import Routes, reduction_stages
+from ...collectives.routes import Route, Routes
+from ...sharding.comm_plan import SMALL_BYTES
 from ...sharding.layout import LANES
-from ...sharding.wire import BESIDE_BYTES, SMALL_BYTES
 from ...tpu.links import Links
 from ...tpu.topology import Slice
-from ...tpu.traffic import Groups, OneCollective
+from ...tpu.traffic import OneCollective
 from ..tracing.units import OnWire
 from .facts import StepFacts, UnitFacts
 from .kept import keeps
@@ -43,9 +42,6 @@ CODE_BYTES = 12 << 20
 # nothing else, and far apart: 10 % more of GPT-3 13B on v5litepod-64, 5 % less of ViT-10B on
 # v5litepod-256 (docs/tuning.md).
 AHEAD = 0.03
-
-# What a collective is made of, stage by stage: who takes part, and rings that it goes around.
-_Way = list[tuple[Groups, Rings | None]]
 
 
 class Reducing(NamedTuple):
@@ -110,25 +106,22 @@ class Wire:
         """Whether a collective over the whole slice, of those that gather or reduce these tensors,
         goes another way with ``"auto"`` than with ``"default"``."""
         return self._where.count == 1 and (
-            any(self._gather(one) != self._at_once for one in collectives(gathered))
-            or any(self._reduce(one, "auto") != self._at_once for one in collectives(reduced))
+            any(
+                not self._is_default(self._routes.gather(one.bytes))
+                for one in collectives(gathered)
+            )
+            or any(not self._is_default(self._reduction(one)) for one in collectives(reduced))
         )
 
-    def _gather(self, one: OnWire) -> _Way:
-        return [(groups, None) for groups in self._routes.gather(one.bytes).stages]
-
-    def _reduce(self, one: OnWire, routes: str) -> _Way:
-        if routes == "default":
-            return self._at_once
-        beside = one.bytes > BESIDE_BYTES
-        return reduction_stages(self._routes, one.bytes, one.rows, beside)
+    def _reduction(self, one: OnWire) -> Route:
+        return self._routes.reduction(one.bytes, one.rows)
 
     def _rings(self, one: OnWire, routes: str) -> bool:
-        return self._where.count == 1 and any(rings for _, rings in self._reduce(one, routes))
+        return routes != "default" and self._where.count == 1 and self._reduction(one).overlaps
 
-    @property
-    def _at_once(self) -> _Way:
-        return [((tuple(range(self._where.devices)),), None)]
+    def _is_default(self, route: Route) -> bool:
+        """Whether the compiler does all of it with one set of ranks."""
+        return route.stages == ((tuple(range(self._where.devices)),),) and not route.overlaps
 
     def _seconds(self, kind: str, size: int, ranks: int, routes: str = "auto") -> float:
         """Of one collective of ``size`` bytes, the larger of its ends, among each ``ranks``

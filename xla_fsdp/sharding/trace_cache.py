@@ -17,22 +17,22 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 
 from .. import xlac
-from ..collectives import token
+from ..collectives.order import separate_collectives
 from ..collectives.world import World
 
 Tensors = list[torch.Tensor]
 
 
-# Computations of one Once. A unit needs three for each shape of its inputs.
-_KEPT = 16
+# Computations of one cache. A unit needs three for each shape of its inputs.
+_MAX_CACHED = 16
 
 
-class Once:
-    """Calls functions of tensors, tracing each only the first time."""
+class TraceCache:
+    """Calls functions of tensors, and traces each only the first time."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._known: dict[Hashable, _Known] = {}
+        self._known: dict[Hashable, _Computation] = {}
 
     def __getstate__(self) -> dict[str, object]:
         """Computations cannot be copied or stored, but made again."""
@@ -60,7 +60,7 @@ class Once:
             found = self._known.pop(key, None)
             known = found or self._trace(name, function, tensors)
             self._known[key] = known  # at the end: the first is what was not used for longest
-            if len(self._known) > _KEPT:
+            if len(self._known) > _MAX_CACHED:
                 del self._known[next(iter(self._known))]
         if known.computation is None:
             return function(tensors)
@@ -74,27 +74,31 @@ class Once:
         """Whether collectives have a name or a number of their own in each call."""
         return xlac.has_scopes() or self._world.context is not None
 
-    def _trace(self, name: str, function: Callable[[Tensors], Tensors], tensors: Tensors) -> _Known:
+    def _trace(
+        self, name: str, function: Callable[[Tensors], Tensors], tensors: Tensors
+    ) -> _Computation:
         device = str(self._world.device)
         default = xlac.default_device()
         xlac.set_default_device(device)  # autograd's threads have another
         try:
             # Or collectives in here would be tied to those outside.
-            with token.set_aside(self._world.device):
+            with separate_collectives(self._world.device):
                 arguments = [_placeholder_of(tensor, device) for tensor in tensors]
                 pairs = zip(arguments, tensors, strict=True)
                 if any(argument.dtype != tensor.dtype for argument, tensor in pairs):
-                    return _Known(None, [])  # torch_xla has another type (XLA_USE_32BIT_LONG)
+                    return _Computation(None, [])  # torch_xla has another type (XLA_USE_32BIT_LONG)
                 traced = Traced(name, arguments, function([twin(one) for one in arguments]))
         finally:
             xlac.set_default_device(default)
         operands = traced.argument_of | traced.hoisted
         if not operands:  # parameters without elements: nothing to call with
-            return _Known(None, [])
-        return _Known(traced.computation, [operands[number] for number in range(len(operands))])
+            return _Computation(None, [])
+        return _Computation(
+            traced.computation, [operands[number] for number in range(len(operands))]
+        )
 
 
-class _Known(NamedTuple):
+class _Computation(NamedTuple):
     computation: object  # None where the function is to be called instead
     operands: list[int | torch.Tensor]  # numbers of arguments, and tensors that it uses besides
 

@@ -15,8 +15,8 @@ def world():
 
 
 def counted(world):
-    """A :class:`Once`, a function to call with it, and the list of its calls."""
-    from xla_fsdp.sharding.once import Once
+    """A :class:`TraceCache`, a function to call with it, and the list of its calls."""
+    from xla_fsdp.sharding.trace_cache import TraceCache
 
     calls = []
     constant = torch.full((2,), 3.0).to(world.device)
@@ -26,7 +26,7 @@ def counted(world):
         given[0].add_(1)  # stays inside
         return [given[-1] * 2 + constant[0], given[0]]
 
-    return Once(world), function, calls
+    return TraceCache(world), function, calls
 
 
 def traced_once():
@@ -91,14 +91,14 @@ def test_a_program_under_way_does_not_disturb(elsewhere):
 
 def as_many_as_are_of_use():
     """Lengths that come once (generated text) do not stay in memory."""
-    from xla_fsdp.sharding import once as module
+    from xla_fsdp.sharding import trace_cache as module
 
     once, function, calls = counted(world())
-    for length in range(2, 2 + 2 * module._KEPT):
+    for length in range(2, 2 + 2 * module._MAX_CACHED):
         once("f", function, [torch.ones(length).to(world().device)], "key")
-    assert len(once._known) == module._KEPT
+    assert len(once._known) == module._MAX_CACHED
     calls.clear()
-    once("f", function, [torch.ones(1 + 2 * module._KEPT).to(world().device)], "key")
+    once("f", function, [torch.ones(1 + 2 * module._MAX_CACHED).to(world().device)], "key")
     assert not calls
 
 
@@ -204,8 +204,9 @@ def steps_of_one_process():
 
     plain, model = mlp(), wrapped(mlp(), "1")
     traced = []
-    wire = model._unit.wire
-    wire.reduce = lambda *args, reduce=wire.reduce: traced.append(1) or reduce(*args)
+    comms = model._unit.comms
+    trace = comms.trace_reductions
+    comms.trace_reductions = lambda *args: traced.append(1) or trace(*args)
     for step in range(3):
         for one in (plain, model):
             one.zero_grad()

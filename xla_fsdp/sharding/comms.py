@@ -1,0 +1,318 @@
+"""Executes the communication plan of an FSDP unit: from shards to full parameters, from full
+gradients to gradient shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from ..collectives.order import Order, after
+from ..collectives.world import World
+from .comm_plan import (
+    NARROW,
+    Collective,
+    Divisors,
+    plan_gathers,
+    plan_reductions,
+    reduced_in,
+    scales_in_collective,
+)
+from .layout import Layout
+from .options import FSDPOptions
+from .secondary import Secondary
+from .sharded_tensor import ShardedTensor
+from .trace_cache import Tensors, TraceCache
+
+# Makes a reduction of the full gradients of tensors instead of :meth:`Communicator.average`.
+Reduction = Callable[[Collective, Sequence[ShardedTensor], Tensors], torch.Tensor]
+
+
+class Communicator:
+    """Gathers and reduces the sharded tensors of one unit.
+
+    Attributes:
+        label: the unit's name with a dot after it; "" until it is known.
+        divisors: of gradients.
+        hook: what a user registered to make each reduction.
+    """
+
+    def __init__(self, options: FSDPOptions, world: World) -> None:
+        self.options = options
+        self.world = world
+        self.label = ""
+        self.hook: Reduction | None = None
+        self.divisors = Divisors.of(world, False)
+        if options.compute_dtype is torch.float16:
+            self.divide_in_float16()
+        self._traced = TraceCache(world)
+
+    def divide_in_float16(self) -> None:
+        """Gradients are summed up in float16, unless ``fp32_reduce_scatter``."""
+        if not self.options.fp32_reduce_scatter:
+            self.divisors = Divisors.of(self.world, True)
+
+    def end_backward(self) -> None:
+        """A backward of the unit ended, or will not end."""
+
+    # -- gathering ------------------------------------------------------------------------------
+
+    def gather(
+        self,
+        tensors: Sequence[ShardedTensor],
+        order: Order,
+        events: Sequence[torch.Tensor],
+        backward: bool,
+        secondary: Secondary | None = None,
+    ) -> Tensors:
+        """As :meth:`trace_gathers`, as one operator."""
+        if not tensors:
+            return []
+        if not self.world.as_on_tpu:
+            return self.trace_gathers(tensors, order, events, backward, secondary)
+        before = [] if order.last is None else [order.last]
+        stored = [] if secondary is None else list(secondary.pieces.items())
+        fills = secondary is not None and not stored and not backward
+        shards = [] if stored else [tensor.source for tensor in tensors]
+
+        def gathered(given: Tensors) -> Tensors:
+            inside, rest = Order(), iter(given)
+            # What takes the place of a shard in the trace is no Parameter.
+            own = list(tensors)
+            if shards:
+                own = [replace(t, shard=next(rest), copy=None) for t in own]  # type: ignore[arg-type]
+            pieces = {number: next(rest) for number, _ in stored}
+            then = [next(rest) for _ in events]
+            inside.last = next(rest, None)
+            held = None if secondary is None else replace(secondary, pieces=pieces)
+            full = self.trace_gathers(own, inside, then, backward, held)
+            made = list(held.pieces.values()) if held is not None and fills else []
+            return [*full, *made, *([] if inside.last is None else [inside.last])]
+
+        key = backward, len(events), bool(stored), fills
+        given = [*shards, *(piece for _, piece in stored), *events, *before]
+        found = self._traced("gather", gathered, given, key)
+        number = sum(len(tensor.layout.members) for tensor in tensors)
+        full, found = found[:number], found[number:]
+        if secondary is not None and fills:
+            numbers = [one.tensors[0] for one in self.plan_gathers(tensors, False)]
+            secondary.pieces.update(zip(numbers, found, strict=False))
+            found = found[len(numbers) :]
+        order.last = found[0] if found else None
+        return full
+
+    def plan_gathers(
+        self, tensors: Sequence[ShardedTensor], backward: bool, stored_among: World | None = None
+    ) -> list[Collective]:
+        """See :func:`~xla_fsdp.sharding.comm_plan.plan_gathers`."""
+        return plan_gathers(
+            [tensor.spec for tensor in tensors],
+            self.options,
+            self.world,
+            label=self.label,
+            backward=backward,
+            stored_among=stored_among,
+        )
+
+    def trace_gathers(
+        self,
+        tensors: Sequence[ShardedTensor],
+        order: Order,
+        events: Sequence[torch.Tensor],
+        backward: bool,
+        secondary: Secondary | None = None,
+    ) -> Tensors:
+        """Every full parameter of ``tensors`` in compute dtype, not before ``events`` exist.
+
+        ``secondary``: gathered from, if it holds something; else a forward fills it.
+        """
+        stored = {} if secondary is None else dict(secondary.pieces)
+        among = secondary.world if secondary is not None and stored else self.world
+        plan = self.plan_gathers(tensors, backward, among if stored else None)
+        parts = [[tensors[number] for number in one.tensors] for one in plan]
+        shards = [
+            stored[one.tensors[0]] if stored else _joined_sources(part)
+            for one, part in zip(plan, parts, strict=True)
+        ]
+        # On a CPU the chain of collectives has them in order, and barriers are dropped.
+        in_turn = self.world.as_on_tpu
+        if in_turn:
+            shards = after(shards, events)
+        full: dict[int, Tensors] = {}
+        for one, part, shard in zip(plan, parts, shards, strict=True):
+            # First of all the waiting, that of the barrier and this one: the compiler drops the
+            # barrier in the end, and what both the forward and the backward do to a stored shard
+            # before they wait (reshape it to tiles, cast it), it does once and stores in between.
+            if in_turn:
+                shard = order.delay(shard).view(one.shape)
+            else:
+                shard = torch.view_copy(shard, one.shape)
+            if not stored:
+                shard = shard.to(one.dtype)
+            gathered = among.all_gather(shard, one.name, one.route)
+            if secondary is not None and not stored and not backward:
+                gathered = secondary.keep(one.tensors[0], gathered)
+            if in_turn:
+                order.add_gather(gathered)
+            pieces = _split(gathered, [tensor.layout for tensor in part])
+            for number, tensor, piece in zip(one.tensors, part, pieces, strict=True):
+                dtype = tensor.spec.compute_dtype(self.options.compute_dtype)
+                full[number] = [value.to(dtype) for value in tensor.layout.split(piece)]
+        for number, tensor in enumerate(tensors):
+            if not tensor.layout.numel:
+                shard = tensor.source.to(tensor.spec.compute_dtype(self.options.compute_dtype))
+                full[number] = [shard.new_zeros(member.shape) for member in tensor.layout.members]
+        return [value for number in range(len(tensors)) for value in full[number]]
+
+    def last_gathered(self, tensors: Sequence[ShardedTensor]) -> int:
+        """The number of the tensor that a forward gathers last."""
+        plan = self.plan_gathers(tensors, False)
+        return plan[-1].tensors[-1] if plan else 0  # nothing travels: any
+
+    # -- reducing -------------------------------------------------------------------------------
+
+    def reduce(
+        self,
+        tensors: Sequence[ShardedTensor],
+        grads: Mapping[int, Sequence[torch.Tensor | None]],
+        held: Mapping[int, torch.Tensor],
+    ) -> tuple[dict[int, torch.Tensor], Tensors]:
+        """As :meth:`trace_reductions` of what :meth:`joined` makes of ``grads`` and ``held``, as
+        one operator."""
+        # What a user's hook does may differ from step to step.
+        if not self.world.as_on_tpu or self.hook is not None:
+            return self.trace_reductions(tensors, self.joined(tensors, grads, held))
+        there = {n: tuple(grad is not None for grad in one) for n, one in grads.items()}
+
+        def reduced(given: Tensors) -> Tensors:
+            rest = iter(given)
+            own = {n: [next(rest) if yes else None for yes in one] for n, one in there.items()}
+            fulls = self.joined(tensors, own, {n: next(rest) for n in held})
+            shards, arrived = self.trace_reductions(tensors, fulls)
+            return [*(shards[n] for n in there), *arrived]
+
+        given = [grad for one in grads.values() for grad in one if grad is not None]
+        # A module may be cast after it is wrapped, and the divisors may be set.
+        dtypes = tuple(tensor.shard.dtype for tensor in tensors)
+        key = tuple(there.items()), tuple(held), dtypes, self.divisors
+        found = self._traced("reduce", reduced, [*given, *held.values()], key)
+        return dict(zip(there, found, strict=False)), found[len(there) :]
+
+    def joined(
+        self,
+        tensors: Sequence[ShardedTensor],
+        grads: Mapping[int, Sequence[torch.Tensor | None]],
+        held: Mapping[int, torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """The full gradients of every tensor's members as one, in the shape and dtype to reduce it,
+        by number in ``tensors``, added to earlier ones in ``held``."""
+        fulls = {}
+        for number, members in grads.items():
+            full = tensors[number].layout.join(members)
+            full = full.to(reduced_in(full.dtype, self.options))
+            fulls[number] = held[number] + full if number in held else full
+        return fulls
+
+    def trace_reductions(
+        self, tensors: Sequence[ShardedTensor], fulls: Mapping[int, torch.Tensor]
+    ) -> tuple[dict[int, torch.Tensor], Tensors]:
+        """Gradient shards from what :meth:`joined` made, by number in ``tensors``.
+
+        Returns them, and what came out of the collectives: once that exists, the reductions are
+        over.
+        """
+        shards: dict[int, torch.Tensor] = {}
+        arrived = []
+        specs = [tensor.spec for tensor in tensors]
+        dtypes = {number: full.dtype for number, full in fulls.items()}
+        for one in plan_reductions(specs, dtypes, self.world, self.divisors, label=self.label):
+            own = [tensors[number] for number in one.tensors]
+            sent = [fulls[number].to(one.dtype) for number in one.tensors]
+            reduced = self.hook(one, own, sent) if self.hook else self.average(one, sent)
+            arrived.append(reduced)
+            for number, tensor, piece in zip(one.tensors, own, shares(reduced, own), strict=True):
+                # The host widens what it gets: fewer bytes to send.
+                stays = tensor.widens or piece.dtype == tensor.shard.dtype
+                shards[number] = piece if stays else piece.to(tensor.shard.dtype)
+        for number in fulls:
+            if not tensors[number].layout.numel:
+                shards[number] = torch.zeros_like(tensors[number].source)
+        return shards, arrived
+
+    def average(self, one: Collective, fulls: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The mean over all ranks of this rank's rows, as ``one`` plans it."""
+        return self.reduced(one, packed(fulls, one))
+
+    def reduced(self, one: Collective, full: torch.Tensor, narrow: bool = False) -> torch.Tensor:
+        """This rank's rows of the sum over all ranks of ``full``, divided as ``one`` plans it.
+
+        ``narrow``: replicas are summed up in the dtype of ``full``, not in float32.
+        """
+        if one.divide_before != 1:
+            full = full / one.divide_before
+        shard = self.world.reduce_scatter(full, one.name, one.scale, one.route)
+        if one.divide_after is None:
+            return shard
+        shard = self.world.sum_over_replicas(shard if narrow else widened(shard), one.name)
+        return widened(shard) / one.divide_after
+
+    @property
+    def keeps_communication_dtype(self) -> bool:
+        """Whether gradient shards come out of a reduction in the communication dtype."""
+        return self.hook is None and scales_in_collective(self.divisors, self.world)
+
+
+def packed(fulls: Sequence[torch.Tensor], one: Collective) -> torch.Tensor:
+    """Full gradients that are reduced in one collective, joined rank by rank."""
+    if len(fulls) == 1:
+        return fulls[0]
+    full = torch.cat([full.reshape(one.ranks, -1) for full in fulls], dim=1)
+    return full.reshape(one.ranks * one.shape[0], *one.shape[1:])
+
+
+def shares(reduced: torch.Tensor, tensors: Sequence[ShardedTensor]) -> Tensors:
+    """Every tensor's shard, out of what came from one reduction."""
+    # Not views: torch_xla would keep what they are views of as well, while somebody holds one.
+    if len(tensors) == 1:
+        return [torch.view_copy(reduced, tensors[0].layout.shard_shape)]
+    flat, first, found = reduced.reshape(-1), 0, []
+    for tensor in tensors:
+        length = tensor.shard.numel()
+        share = torch.slice_copy(flat, 0, first, first + length)
+        found.append(share.reshape(tensor.layout.shard_shape))
+        first += length
+    return found
+
+
+def widened(shard: torch.Tensor) -> torch.Tensor:
+    """``shard`` in float32 if its dtype is narrower."""
+    return shard.float() if shard.dtype in NARROW else shard
+
+
+def _joined_sources(tensors: Sequence[ShardedTensor]) -> torch.Tensor:
+    """What this rank sends for ``tensors``."""
+    if len(tensors) == 1:
+        return tensors[0].source
+    return torch.cat([_flat(tensor.source) for tensor in tensors])
+
+
+def _flat(shard: torch.Tensor) -> torch.Tensor:
+    return shard if shard.dim() == 1 else shard.reshape(-1)
+
+
+def _split(gathered: torch.Tensor, layouts: Sequence[Layout]) -> Tensors:
+    """The shards of all ranks, ``(size * rows, ...)`` for each layout, out of one gather."""
+    if len(layouts) == 1:
+        return [gathered]
+    size = layouts[0].size
+    by_rank = gathered.view(size, -1)
+    first, pieces = 0, []
+    for layout in layouts:
+        length = math.prod(layout.shard_shape)
+        rows, *rest = layout.wire_shape
+        piece = torch.slice_copy(by_rank, 1, first, first + length)
+        pieces.append(piece.view(size * rows, *rest))
+        first += length
+    return pieces
