@@ -169,8 +169,8 @@ def refusals(rank, size):
         xla_fsdp.register_fsdp_forward_method(model, "decode")
     del model.decode
     for get in (get_model_state_dict, get_optimizer_state_dict):
-        own = [torch.optim.SGD(model.parameters(), lr=0.1)][: get is get_optimizer_state_dict]
-        for one in (model, nn.Sequential(model)):
+        for one in (model, nn.Sequential(model), FSDP(nn.Linear(2, 2)), wrapped()):
+            own = [torch.optim.SGD(one.parameters(), lr=0.1)][: get is get_optimizer_state_dict]
             with pytest.raises(RuntimeError, match="xla_fsdp.full_state_dict"):
                 get(one, *own)
     plain = build()

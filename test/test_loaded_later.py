@@ -182,10 +182,12 @@ def scanned(rank):
     plain = nn.Sequential(*model("cpu"))
     sharded = model("meta", param_init_fn=loaded_later)
     x = inputs(rank)
-    raises_naming(["0.0.0.weight"], [], r"state_dict\(\) came", sharded.state_dict)
+    for one in (sharded, copy.deepcopy(sharded)):
+        raises_naming(["0.0.0.weight"], [], r"state_dict\(\) came", one.state_dict)
     with torch.device("meta"):
         in_place = fully_shard(nn.Linear(WIDTH, 5), param_init_fn=loaded_later)
-    raises_naming(["weight", "bias"], [], r"state_dict\(\) came", in_place.state_dict)
+    for one in (in_place, in_place.bfloat16(), copy.deepcopy(in_place)):
+        raises_naming(["weight", "bias"], [], r"state_dict\(\) came", one.state_dict)
     raises_naming(["0.0.0.weight", "0.2.0.bias"], [], call=lambda: sharded(x.to("xla")))
     state = {f"0.{name}": value for name, value in plain.state_dict().items()}
     part = {name: value for name, value in state.items() if not name.startswith("0.1")}

@@ -90,7 +90,7 @@ def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
 
 def put_gradients(model: nn.Module, grads: dict[str, torch.Tensor]) -> None:
     from xla_fsdp.sharding.metadata import sharded_names
-    from xla_fsdp.sharding.unit import units_in
+    from xla_fsdp.sharding.state import units_in
 
     units = list(units_in(model))
     names = sharded_names(units)

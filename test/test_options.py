@@ -201,7 +201,7 @@ def one_more(rank):
     """A new option is known, checked, shown and inherited, and only its declaration is new."""
     import xla_fsdp
 
-    files = ("wrapper", "wrapper_methods", "inplace.api", "scan.blocks", "sharding.options")
+    files = ("wrapper", "inplace", "scan.blocks", "sharding.options")
     patches = [mock.patch(f"xla_fsdp.{file}.FSDPOptions", More) for file in files]
     for patch in patches:
         patch.start()
@@ -212,8 +212,8 @@ def one_more(rank):
         units = [one for one in model.modules() if hasattr(one, "fsdp_options")]
         assert len(units) == 6 and all(one.made_up is True for one in units)
         blocks = xla_fsdp.scan_blocks([nn.Linear(4, 4)], made_up=True)
-        shell = xla_fsdp.names.shell_of(xla_fsdp.fully_shard(mlp(), made_up=True))
-        assert blocks.made_up is True and shell.made_up is True
+        in_place = xla_fsdp.fully_shard(mlp(), made_up=True)
+        assert blocks.made_up is True and in_place._unit.options.made_up is True
         for make in entry_points().values():
             with pytest.raises(TypeError, match="made_up must be True or False, got 3"):
                 make(made_up=3)

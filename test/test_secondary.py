@@ -71,7 +71,7 @@ def gathers(rank, reshard):
 
 
 def _units(model):
-    from xla_fsdp.sharding.unit import units_in
+    from xla_fsdp.sharding.state import units_in
 
     return [unit for _, unit in units_in(model)]
 

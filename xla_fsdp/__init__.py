@@ -29,10 +29,14 @@ if _TYPE_CHECKING:
     from .consolidate.format.reader import latest
     from .extras import MissingExtraError
     from .grad_scaler import ShardedGradScaler
-    from .inplace.api import fully_shard
-    from .inplace.module import FSDPModule
-    from .inplace.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-    from .inplace.settings import UnshardHandle
+    from .inplace import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        UnshardHandle,
+        fully_shard,
+    )
     from .layers.batch_norm import SyncBatchNorm
     from .planning.api import plan
     from .planning.compiling.compiler import CompileError
@@ -81,12 +85,12 @@ _HOMES = {
     "CompilationCounts": "compiled.cache",
     "XlaFullyShardedDataParallel": "wrapper",
     "register_fsdp_forward_method": "wrapper",
-    "fully_shard": "inplace.api",
-    "FSDPModule": "inplace.module",
-    "UnshardHandle": "inplace.settings",
-    "MixedPrecisionPolicy": "inplace.policies",
-    "OffloadPolicy": "inplace.policies",
-    "CPUOffloadPolicy": "inplace.policies",
+    "fully_shard": "inplace",
+    "FSDPModule": "inplace",
+    "UnshardHandle": "inplace",
+    "MixedPrecisionPolicy": "inplace",
+    "OffloadPolicy": "inplace",
+    "CPUOffloadPolicy": "inplace",
     "ShardedGradScaler": "grad_scaler",
     "BackwardPrefetch": "collectives.order",
     "MixedPrecision": "sharding.mixed_precision",

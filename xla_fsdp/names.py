@@ -14,8 +14,6 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 WRAPPED = "_fsdp_wrapped_module"
 # How names go through it.
 WRAPPED_PREFIX = f"{WRAPPED}."
-# In the ``__dict__`` of a module that is sharded in place: the wrapper that runs its forward.
-SHELL = "_fsdp_shell"
 
 
 def dotted(path: str, name: str) -> str:
@@ -29,12 +27,6 @@ def is_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` has a unit: it is a wrapper of this project, and built, or is sharded in
     place."""
     return getattr(type(module), "_is_fsdp_wrapper", False) and "_unit" in vars(module)
-
-
-def shell_of(module: nn.Module) -> nn.Module | None:
-    """The wrapper that runs the forward of ``module`` if that is sharded in place. No child of it,
-    so that names stay as they are."""
-    return vars(module).get(SHELL)
 
 
 def names_hook(hook: _Hook) -> _Hook:

@@ -29,8 +29,8 @@ from .replaying import (
     tied,
     xla_device_of,
 )
-from .sharding.gathering import Gathers, computing, computing_passes
-from .sharding.unit import units_in
+from .sharding.gathering import computing, computing_passes
+from .sharding.state import unique_units
 from .tree import map_tensors, tensors_in
 
 
@@ -177,8 +177,7 @@ class _Replay:
     @cached_property
     def in_programs(self) -> bool:
         """Whether the step is cut into programs in here, or next to it."""
-        units: list[Gathers] = [one.unit for one in self.passes]
-        units += [unit for _, unit in units_in(self.module)]
+        units = [*(one.unit for one in self.passes), *unique_units(self.module)]
         return any(unit.stream is not None for unit in units)
 
     def _keep(self, tensors: list[torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:

@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
-import torch_xla
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from . import xlac
-from .libraries import adapt
-from .names import is_wrapper, shell_of
-from .offload.attaching import attach
-from .offload.streaming import share_traffic
+from .names import WRAPPED, is_wrapper
+from .sharded_module import ShardedModule, make_unit
 from .sharding import metadata
-from .sharding.building import UnitBuilder
-from .sharding.first_step import (
-    compare_initial_weights,
-    require_all_sharded,
-    require_values,
-    tell_of_slices,
-)
-from .sharding.gathering import computing, computing_passes
-from .sharding.ignored import mark_ignored
-from .sharding.input_devices import raise_if_elsewhere
-from .sharding.optimizer_checks import watch_optimizers
+from .sharding.attributes import ModuleParameters, refuse_replacement
+from .sharding.comm_hook import Hook, register
+from .sharding.comm_plan import Divisors
+from .sharding.gathering import in_method
 from .sharding.options import WRAPPER, FSDPOptions, constructor
-from .sharding.saved_parameters import parameters_saved_as_recipes
-from .sharding.transforms import require_plain_call, require_uncompiled
-from .sharding.unit import units_in
-from .torch_checkpoint import support_torch_checkpoint
-from .tree import cast_floats
-from .wrap import recursive_wrap, require_forward, require_unwrapped, warn_if_none_chosen
-from .wrapper_gradients import narrow_gradients
-from .wrapper_methods import WrapperMethods
+from .sharding.state import unique_units, unit_of
+from .sharding.summon import full_params_of, summon_full_params
+
+# What instances of nn.Module have, and wrappers besides.
+_OWN = frozenset(vars(nn.Module())) | {WRAPPED, "_unit"}
 
 
-class XlaFullyShardedDataParallel(WrapperMethods):
+class XlaFullyShardedDataParallel(ShardedModule):
     """Shards a module's parameters, gradients and optimizer state over the ranks.
 
     Between its uses the module holds one shard a rank of each parameter. A forward gathers the
@@ -49,7 +39,8 @@ class XlaFullyShardedDataParallel(WrapperMethods):
     Wrap the layers of a large model one by one (by hand, inside out, or with
     ``auto_wrap_policy``), then the whole: only one layer's parameters are then full at a time.
     Parameters keep their dotted names in ``named_parameters()`` and ``state_dict()``; their values
-    are shards, one-dimensional unless ``shard_param_on_dim_0``.
+    are shards, one-dimensional unless ``shard_param_on_dim_0``. ``load_state_dict`` takes what
+    ``state_dict`` of the same rank of as many ranks returned, also that of torch_xla's class.
 
     Args:
         module: the module to wrap. May be on CPU, on the XLA device or on the meta device. Its
@@ -64,117 +55,291 @@ class XlaFullyShardedDataParallel(WrapperMethods):
             exist.
     """
 
+    _fsdp_wrapped_module: Any
+
     @constructor(FSDPOptions)
     def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
         super().__init__()
-        self._wrap(module, FSDPOptions.of(WRAPPER, *args, **options))
-
-    def _wrap(self, module: nn.Module, given: FSDPOptions) -> None:
-        _require_wrappable(module)
-        given = given.resolved()
-        self.fsdp_options = options = given.inherited()
-        ignored = mark_ignored(module, given.ignored_modules, given.ignored_parameters)
-        if given.auto_wrap_policy is not None:
-            require_unwrapped(module)
-            wrapper_cls = given.auto_wrapper_callable or type(self)
-            kwargs = options.as_kwargs()
-            recursive_wrap(module, given.auto_wrap_policy, wrapper_cls, *ignored, True, **kwargs)
-            warn_if_none_chosen(module, given.auto_wrap_policy)
-        world = options.world()
-        on_device = any(p.device.type == "xla" and not p.is_meta for p in module.parameters())
-        builder = UnitBuilder(module, self, options, world)
-        self._unit = builder.build()
-        attach(self._unit)
+        self._unit = make_unit(module, self, FSDPOptions.of(WRAPPER, *args, **options))
         self._fsdp_wrapped_module = module
-        watch_optimizers()
-        support_torch_checkpoint()
-        adapt(module)
         self._register_state_dict_hook(metadata.clean_state_dict_keys)
         self.register_load_state_dict_pre_hook(metadata.restore_state_dict_keys)
         self.register_load_state_dict_post_hook(metadata.clean_reported_keys)
-        if options.execute_sharding_on_init and on_device:
-            torch_xla.sync()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self.module, args, kwargs)
+        return self._unit.run(self.module, args, kwargs)
 
-    def _run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        require_plain_call(type(self.module).__name__)
-        unit = self._unit
-        dtype = self.fsdp_options.dtype_of_inputs(root=self._unit.is_root is not False)
-        if dtype is not None:
-            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
-        if unit.computing:  # a module that calls itself: its parameters are there
-            return forward(*args, **kwargs)
-        if unit.is_root is None:
-            self._become_root()
-        self._settle(recursive=False)
-        if unit.stream is not None:
-            args, kwargs = unit.stream.entering((args, kwargs))
-        stays = self._keeps_parameters()
-        one = unit.begin((args, kwargs), stays)
-        if unit.is_root:
-            one.on_backward_end = self._end_backward
-        keep = False
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    @property
+    def fsdp_options(self) -> FSDPOptions:
+        """Those that inner wrappers inherit. Each is an attribute, too."""
+        return self._unit.options
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the ranks that share the parameters."""
+        return self._unit.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks share the parameters."""
+        return self._unit.world.size
+
+    # -- attributes of the wrapped module -------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Options by name; attributes that the wrapper does not have are the wrapped module's."""
         try:
-            with parameters_saved_as_recipes(), computing((one,)):
-                outputs = one.copied_out(forward(*args, **kwargs))
-            unit.require_unchanged(one)
-            keep = stays
-        except RuntimeError as error:
-            raise_if_elsewhere(type(self.module).__name__, (args, kwargs), unit.world.device, error)
-            raise
-        finally:
-            unit.end(one, keep)
-            if not computing_passes() and torch._C._current_graph_task_id() == -1:
-                unit.order.end_forward()
-        if unit.stream is not None:
-            del args, kwargs  # what is held when a program starts is a result of it
-            unit.stream.forward_over()
-        return unit.watch(one, outputs) if torch.is_grad_enabled() else outputs
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("_fsdp_wrapped_module", "fsdp_options"):  # not built yet
+                raise
+        if FSDPOptions.inherits(name):
+            return getattr(self.fsdp_options, name)
+        value = getattr(self._fsdp_wrapped_module, name)
+        own = isinstance(value, types.MethodType) and value.__self__ is self._fsdp_wrapped_module
+        # A registered one may be of a module inside, as those of a PeftModel are.
+        if own or name in self._unit.forward_methods:
+            return self._with_parameters(name, value)
+        return value
 
-    def _keeps_parameters(self) -> bool:
-        """Whether the full parameters stay in memory from this forward to its backward."""
-        if not torch.is_grad_enabled():
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What a user sets is the wrapped module's, as if there were no wrapper."""
+        if self._is_inside(name):
+            held = self._fsdp_wrapped_module._parameters
+            if isinstance(held, ModuleParameters) and name in held.wholes:
+                refuse_replacement(held.wholes[name].name)
+            setattr(self._fsdp_wrapped_module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_inside(name) and name not in self.__dict__:
+            delattr(self._fsdp_wrapped_module, name)
+        else:
+            super().__delattr__(name)
+
+    def register_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """On the wrapped module, whose forward is to see it."""
+        self._home_of_new(name).register_buffer(name, *args, **kwargs)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """On the wrapped module, whose forward is to see it; it is not sharded."""
+        self._home_of_new(name).register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """To the wrapped module, whose forward is to see it; it is not sharded."""
+        self._home_of_new(name).add_module(name, module)
+
+    def _home_of_new(self, name: str) -> Any:
+        return self._fsdp_wrapped_module if self._is_inside(name) else super()
+
+    def _is_inside(self, name: str) -> bool:
+        """Whether an attribute called ``name`` is the wrapped module's to have."""
+        if WRAPPED not in self.__dict__.get("_modules", {}):  # not built yet
             return False
-        if torch._C._current_graph_task_id() != -1:
-            # Recomputation inside a backward: their own backward follows at once.
-            return True
-        if self._unit.is_root and self.fsdp_options.disable_reshard_on_root:
-            return True
-        return not self.fsdp_options.reshard_after_forward
+        if name in _OWN or hasattr(type(self), name):
+            return False
+        # What others note on a module for themselves stays where they put it.
+        return not name.startswith("_") or name in vars(self._fsdp_wrapped_module)
 
-    def _become_root(self) -> None:
-        for unit in self._wrapped_units():
-            unit.require_not_summoned()
-        require_values(self, "the first forward came")
-        for path, unit in reversed(list(units_in(self))):  # of two names the first stays
-            unit.is_root = unit is self._unit
-            unit.comms.label = f"{path}." if path else ""
-            unit.order = self._unit.order
-        share_traffic(self._wrapped_units())
-        require_uncompiled(self)
-        require_all_sharded(self)
-        compare_initial_weights(self._unit.world, list(units_in(self)))
-        tell_of_slices(self._unit.world)
+    def _with_parameters(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that the wrapped module answers with, to be called from outside."""
 
-    def _end_backward(self) -> None:
-        with torch.no_grad():
-            for unit in self._wrapped_units():
-                unit.gradients.flush()
-                narrow_gradients(unit)
-        hosts = [unit.gradients.host for unit in self._wrapped_units()]
-        if self.fsdp_options.sync_on_finalization or any(hosts):
-            for unit in self._wrapped_units():  # what is full would be an output of the program
-                unit.leave_backward()
-        for host in hosts:
-            if host is not None:
-                host.arrive()
-        for unit in self._wrapped_units():
-            if unit.stream is not None:
-                unit.stream.arrive()
-        if self.fsdp_options.sync_on_finalization:
-            xlac.start_program(self._unit.world.device)
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name in self._unit.forward_methods:
+                return self._unit.run(method, args, kwargs)
+            with in_method():
+                return method(*args, **kwargs)
+
+        return call
+
+    def __getitem__(self, key: Any) -> Any:
+        """Items of the wrapped module, should it be an ``nn.Sequential``."""
+        return self._fsdp_wrapped_module[key]
+
+    def __len__(self) -> int:
+        return len(self._fsdp_wrapped_module)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
+        """Raises RuntimeError: shards have values since the wrapping, and keep them."""
+        raise RuntimeError(
+            f"to_empty(device={device!r}) of a wrapped module would take the values of its shards "
+            "away, which modules on the meta device were given when they were wrapped "
+            "(reset_parameters(), param_init_fn). Leave the call out"
+        )
+
+    def extra_repr(self) -> str:
+        shown = ["reshard_after_forward", "flatten_parameters", "compute_dtype"]
+        values = ", ".join(f"{name}={getattr(self.fsdp_options, name)}" for name in shown)
+        return f"rank={self.rank}, world_size={self.world_size}, {values}"
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """All modules, under the names that they have without wrappers.
+
+        A wrapper has the name of the module that it wraps, and comes before it. Parents that are
+        not wrapped ask for names here too, so theirs are the same.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    # -- parameters and gradients ---------------------------------------------------------------
+
+    @property
+    def sharded_params(self) -> list[nn.Parameter]:
+        """The shards that this wrapper (not those inside it) gathers."""
+        return self._unit.shards
+
+    @property
+    def full_params(self) -> list[torch.Tensor]:
+        """The full parameters that this wrapper (not those inside it) gathers, in the order of
+        ``sharded_params``; those of a flattened vector one by one. A list of its own: putting
+        others in it changes nothing.
+
+        Raises:
+            RuntimeError: outside of a forward, backward and ``summon_full_params``, where there are
+                none (``torch_xla``'s class has tensors of one element there).
+        """
+        return full_params_of(self._unit)
+
+    def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """``list(named_parameters())``: names here are the original ones."""
+        return list(self.named_parameters())
+
+    summon_full_params = staticmethod(summon_full_params)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
+        """The wrappers in ``module``, itself included, or those of them that none is around.
+
+        What is sharded in place counts as well.
+        """
+        found: list[Any] = [m for m in module.modules() if is_wrapper(m)]
+        if not root_only:
+            return found
+        inner = {id(m) for one in found for m in one.modules() if m is not one}
+        return [m for m in found if id(m) not in inner and m._unit.is_root is not False]
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """All shards, inner wrappers included, that have a gradient."""
+        return [parameter for parameter in self.parameters() if parameter.grad is not None]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backwards leave gradients unreduced; the first backward after it reduces the sum.
+
+        Saves the reductions of all but the last micro-batch, at the price of the full gradients in
+        memory.
+        """
+        units = unique_units(self)
+        before = [unit.gradients.require_sync for unit in units]
+        for unit in units:
+            unit.gradients.require_sync = False
+        try:
+            yield
+        finally:
+            for unit, value in zip(units, before, strict=True):
+                unit.gradients.require_sync = value
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
+        """Divides gradients by ``pre`` before and by ``post`` after the reduction.
+
+        The defaults average over all ranks. ``recursive``: in all wrappers inside as well.
+        """
+        for name, value in (("pre", pre), ("post", post)):
+            if not value > 0:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        for unit in unique_units(self) if recursive else [self._unit]:
+            unit.comms.divisors = Divisors(float(pre), float(post))
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        return self._unit.comms.divisors.before
+
+    @property
+    def gradient_postdivide_factor(self) -> float:
+        return self._unit.comms.divisors.after
+
+    def register_comm_hook(self, state: object, hook: Hook, over: str = "all") -> None:
+        """Has ``hook(state, bucket)`` make every reduction of gradients of this wrapper and of
+        those inside it: ``docs/communication-hooks.md``.
+
+        Args:
+            state: handed to ``hook`` as it is. Not saved with the model.
+            hook: takes ``state`` and a :class:`~xla_fsdp.comm_hooks.GradBucket`, returns the mean
+                gradient of this rank's shards: ``bucket.reduce(changed)`` to change what is sent,
+                ``bucket.shard_of(means)`` after averaging by other means. All ranks must do alike.
+            over: ``"all"``: the hook gets each rank's own full gradients. ``"replicas"`` (hybrid
+                sharding): gradients are reduced within the sharding group as ever, and the hook
+                averages these shards over the replicas.
+
+        Raises:
+            TypeError: ``hook`` is no such function, or is one of torch.distributed.
+            ValueError: ``over`` is something else, or there are no replicas.
+            RuntimeError: a hook is registered already. In the backward: of scanned blocks, a hook
+                kept something that only exists inside of their loop.
+        """
+        register(unique_units(self), state, hook, over)
+
+    # -- hooks: called in the order in which the module alone would call them -------------------
+    #
+    # What is registered on a module before it is wrapped stays there, and a wrapper's own hooks are
+    # around it: before the module's where something goes in, after them where something comes out.
+    # Where the module alone would call a new hook on the other side of one of the former, it goes
+    # to the module as well.
+
+    def register_forward_pre_hook(
+        self, hook: Any, *, prepend: bool = False, **options: Any
+    ) -> RemovableHandle:
+        """As on the wrapped module."""
+        home = None if prepend else self._with_hooks("_forward_pre_hooks")
+        return (home or self._around()).register_forward_pre_hook(hook, prepend=prepend, **options)
+
+    def register_forward_hook(
+        self, hook: Any, *, prepend: bool = False, **options: Any
+    ) -> RemovableHandle:
+        """As on the wrapped module."""
+        home = self._with_hooks("_forward_hooks") if prepend else None
+        return (home or self._around()).register_forward_hook(hook, prepend=prepend, **options)
+
+    def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As on the wrapped module."""
+        home = None if prepend else self._with_hooks("_backward_pre_hooks")
+        return (home or self._around()).register_full_backward_pre_hook(hook, prepend)
+
+    def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As on the wrapped module."""
+        home = self._with_hooks("_backward_hooks") if prepend else None
+        return (home or self._around()).register_full_backward_hook(hook, prepend)
+
+    def _around(self) -> Any:
+        """The wrapper itself, with the methods of any module."""
+        return super()
+
+    def _with_hooks(self, kind: str) -> Any:
+        """The wrapped module, if it has hooks of this kind, and a forward of its own."""
+        if self._unit.depth:  # of scanned blocks
+            return None
+        return self._fsdp_wrapped_module if getattr(self._fsdp_wrapped_module, kind) else None
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -196,31 +361,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-    shell = shell_of(module)
-    module = shell or module
-    if not isinstance(module, XlaFullyShardedDataParallel):
+    unit = unit_of(module)
+    if unit is None:
         return
-    if type(module).forward is not XlaFullyShardedDataParallel.forward:
+    if unit.depth:
         raise TypeError(f"{type(module).__name__} computes in its forward only; call that")
-    if not callable(getattr(module.module, method_name, None)):
+    inner, called = unit.module, type(unit.module).__name__
+    if not callable(getattr(inner, method_name, None)):
+        raise AttributeError(f"{called} has no method {method_name!r} to register")
+    if unit.in_place and not hasattr(type(inner), method_name):
         raise AttributeError(
-            f"{type(module.module).__name__} has no method {method_name!r} to register"
+            f"{method_name!r} is a method of a module inside {called}, not of its class, which "
+            "alone fully_shard changes: wrap with XlaFullyShardedDataParallel, or give the class a "
+            "method that calls it"
         )
-    if shell is not None and not hasattr(type(module.module), method_name):
-        raise AttributeError(
-            f"{method_name!r} is a method of a module inside {type(module.module).__name__}, not "
-            "of its class, which alone fully_shard changes: wrap with XlaFullyShardedDataParallel, "
-            "or give the class a method that calls it"
-        )
-    module._forward_methods = module._forward_methods | {method_name}
-
-
-def _require_wrappable(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-    if is_wrapper(module):
-        raise RuntimeError(
-            "this module is already wrapped; to nest, wrap the inner modules first and the module "
-            "around them afterwards"
-        )
-    require_forward(module)
+    unit.forward_methods |= {method_name}

@@ -26,6 +26,7 @@ from ..consolidate.format.manifest import (
 from ..consolidate.format.rank_file import Item
 from ..consolidate.format.strict import write_json
 from ..sharding.first_step import require_values
+from ..sharding.state import units_in
 from .inventory import Held, HeldBuffer, Inventory, take_inventory
 from .optimizer_forms import Made
 from .optimizers import HeldState, describe_optimizer
@@ -75,7 +76,7 @@ def take_contents(
         TypeError, ValueError, CheckpointError: something that cannot be saved.
     """
     inventory = take_inventory(model)
-    require_values(model, "saving came")
+    require_values(units_in(model), "saving came")
     first = inventory.rank == 0
     described: Optimizer | None = None
     states: list[HeldState] = []

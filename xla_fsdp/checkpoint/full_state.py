@@ -13,6 +13,7 @@ from torch import nn
 from ..collectives.random_state import at_rest
 from ..collectives.world import World
 from ..sharding.first_step import require_values
+from ..sharding.state import units_in
 from ..tree import map_tensors, tensors_in
 from .filling import fill_model
 from .inventory import Held
@@ -74,7 +75,7 @@ def gather_state(
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
-    require_values(model, "full_state_dict came")
+    require_values(units_in(model), "full_state_dict came")
     getting = meeting.rank == 0 or not rank0_only
     to = (CPU if offload_to_cpu else torch_xla.device()) if getting else None
     parts = parts_of(inventory)

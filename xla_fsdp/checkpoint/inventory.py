@@ -16,11 +16,12 @@ from torch import nn
 
 from ..collectives.world import World
 from ..consolidate.format.manifest import Span
-from ..names import dotted, is_wrapper
+from ..names import dotted
 from ..sharding.around import name_held_outside
 from ..sharding.layout import Layout
-from ..sharding.metadata import Units, sharded_names
-from ..sharding.unit import Unit, units_in
+from ..sharding.metadata import sharded_names
+from ..sharding.state import unit_of, units_in
+from ..sharding.unit import NamedUnits
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +131,7 @@ def take_inventory(model: nn.Module) -> Inventory:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    units = list(units_in(model))
+    units = units_in(model)
     for _, unit in units:
         unit.settle()  # what an exception in a forward left behind
     outside = name_held_outside(model, [unit for _, unit in units])
@@ -160,7 +161,7 @@ def take_inventory(model: nn.Module) -> Inventory:
     )
 
 
-def _sharded(units: Units, rank: int, size: int) -> Iterator[Held]:
+def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[Held]:
     names = sharded_names(units)
     seen = set()
     for _, unit in units:
@@ -230,7 +231,7 @@ def _whole(model: nn.Module, holders: set, rank: int, size: int) -> Iterator[Hel
         )
 
 
-def _buffers(model: nn.Module, units: Units) -> Iterator[HeldBuffer]:
+def _buffers(model: nn.Module, units: NamedUnits) -> Iterator[HeldBuffer]:
     casts = {
         dotted(path, name): dtype
         for path, unit in units
@@ -238,8 +239,8 @@ def _buffers(model: nn.Module, units: Units) -> Iterator[HeldBuffer]:
     }
     stacks = {}
     for path, unit in units:
-        for stack in getattr(unit, "buffers", ()):  # scanned blocks
-            stacks[id(stack.value)] = path, _depth(unit), stack
+        for stack in unit.buffers:  # scanned blocks
+            stacks[id(stack.value)] = path, unit.depth or 1, stack
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -264,19 +265,14 @@ def _buffers(model: nn.Module, units: Units) -> Iterator[HeldBuffer]:
                 yield HeldBuffer(names, buffer, casts.get(names[0]), row)
 
 
-def _depth(unit: Unit) -> int:
-    """How many equal blocks it has; more than one only in scans, whose units are a wing above."""
-    return getattr(unit, "depth", 1)
-
-
-def _with_extra_state(model: nn.Module, units: Units) -> dict[str, nn.Module]:
-    found, scanned = {}, set()
+def _with_extra_state(model: nn.Module, units: NamedUnits) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    scanned: set[nn.Module] = set()
     for path, unit in units:
-        template = getattr(unit, "template", None)  # one for all blocks of a scan
-        if template is not None:
-            scanned.update(template.modules())
-            for block in range(_depth(unit)):
-                for inside, module in template.named_modules(remove_duplicate=False):
+        if unit.depth:  # one module for all blocks of a scan
+            scanned.update(unit.module.modules())
+            for block in range(unit.depth):
+                for inside, module in unit.module.named_modules(remove_duplicate=False):
                     found[dotted(path, dotted(str(block), inside))] = module
     for path, module in model.named_modules(remove_duplicate=False):
         if module not in scanned:
@@ -291,8 +287,8 @@ def _with_extra_state(model: nn.Module, units: Units) -> dict[str, nn.Module]:
 def _all_names(model: nn.Module) -> Iterator[str]:
     """Names of parameters, in the order of ``named_parameters()`` of the unsharded model."""
     for path, module in model.named_modules(remove_duplicate=False):
-        unit = module._unit if is_wrapper(module) else None
-        if unit is not None and hasattr(unit, "template"):  # scanned: no modules of their own
+        unit = unit_of(module)
+        if unit is not None and unit.depth:  # scanned: no modules of their own
             for place in unit.places:
                 for inside in place.paths:
                     yield dotted(path, dotted(inside, place.name))

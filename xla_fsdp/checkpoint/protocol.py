@@ -22,6 +22,7 @@ from torch import nn
 from ..consolidate.errors import ModelMismatchError
 from ..names import WRAPPED, dotted, is_names_hook, is_wrapper
 from ..sharding.first_step import require_values
+from ..sharding.state import unit_of, units_in
 from .inventory import Held, HeldBuffer, Inventory
 from .meeting import Meeting
 from .parts import CPU, gather_members, parts_of
@@ -120,7 +121,9 @@ def offered_by_load(
     needing = meeting.together(doing, try_unread)
     if not any(needing):
         return offered[0] if offered else None
-    require_values(model, f"a hook that computes with parameters, while loading {label}, came")
+    require_values(
+        units_in(model), f"a hook that computes with parameters, while loading {label}, came"
+    )
     values = full_values(inventory, CPU if needing[meeting.rank] else None)
 
     def load_full() -> Offered | None:
@@ -285,11 +288,11 @@ def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) 
     """The module in ``module`` that is no wrapper, and in it none either, until ``undo``."""
     inner = module._modules.get(WRAPPED)
     if inner is not None:
-        unit: Any = vars(module).get("_unit")
-        if hasattr(unit, "template"):  # scanned blocks: no modules of their own
+        unit = unit_of(module)
+        if unit is not None and unit.depth:  # scanned blocks: no modules of their own
             inner = nn.Module()
             for number in range(unit.depth):
-                inner.add_module(str(number), _copied_tree(unit.template, {}))
+                inner.add_module(str(number), _copied_tree(unit.module, {}))
         _take_hooks(inner, module, undo)
         return _without_wrappers(inner, undo, seen)
     if module in seen:

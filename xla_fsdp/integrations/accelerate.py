@@ -31,14 +31,14 @@ from torch.distributed.fsdp import wrap as torch_wrap
 
 from ..checkpoint.full_state import gather_state
 from ..collectives.order import BackwardPrefetch
-from ..names import is_wrapper, shell_of
 from ..ranks.rank import current_rank
 from ..sharding.around import is_sharded
 from ..sharding.clipping import clip_grad_norm_ as clip_shards
 from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision
 from ..sharding.optimizer_checks import has_shards
-from ..sharding.unit import units_in
+from ..sharding.state import unique_units
+from ..wrapper import XlaFullyShardedDataParallel
 from .accelerate_state import load_sharded_state, save_sharded_state
 from .changes import Changes
 from .held_shards import average_unsharded, hold_shards
@@ -330,7 +330,7 @@ def _unwrap_model(
 ) -> nn.Module:
     """The model itself; layers inside stay wrapped, and its parameters are shards."""
     inner: Any = model
-    while is_wrapper(inner) and shell_of(inner) is None:
+    while isinstance(inner, XlaFullyShardedDataParallel):
         inner = inner.module
     return original(self, inner, *args, **kwargs)
 
@@ -421,7 +421,7 @@ def _clip(
     units = {
         unit: None
         for model in self._models
-        for _, unit in units_in(model)
+        for unit in unique_units(model)
         if any(id(shard) in wanted for shard in unit.shards)
     }
     if not units:

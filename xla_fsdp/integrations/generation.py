@@ -26,8 +26,8 @@ from ..checkpoint.meeting import Meeting
 from ..collectives.random_state import at_rest
 from ..collectives.world import World
 from ..sharding.around import holders_outside
+from ..sharding.state import FSDPState, unit_of
 from ..tree import map_tensors, tensors_in
-from ..wrapper_methods import WrapperMethods
 
 _MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -326,18 +326,18 @@ class _Decoding:
 
 def _inside_wrappers(model: nn.Module) -> Callable[[Callable[..., Any], dict[str, Any]], Any]:
     """``call(function, kwargs)``: with the parameters gathered that wrappers around have."""
-    holders = [one for one in holders_outside(model) if isinstance(one, WrapperMethods)]
+    units = [unit for one in holders_outside(model) if (unit := unit_of(one)) is not None]
 
     def call(function: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        for holder in reversed(holders):
-            function = functools.partial(_enter, holder, function)
+        for unit in reversed(units):
+            function = functools.partial(_enter, unit, function)
         return function(**kwargs)
 
     return call
 
 
-def _enter(holder: WrapperMethods, function: Callable[..., Any], /, **kwargs: Any) -> Any:
-    return holder._run(function, (), kwargs)
+def _enter(unit: FSDPState, function: Callable[..., Any], /, **kwargs: Any) -> Any:
+    return unit.run(function, (), kwargs)
 
 
 def _filled(tensor: torch.Tensor, dim: int, length: int, repeat: bool = True) -> torch.Tensor:

@@ -10,13 +10,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from ..ranks.rank import is_pretending
 from ..sharding.host_shard import HostShard
 from ..sharding.sharded_tensor import home_of
-from ..sharding.unit import Unit
+from ..sharding.state import FSDPState
 from .copies import ShardCopy, Uploads
 from .gradients import HostGradients
 from .streaming import Stream
 
 
-def attach(unit: Unit) -> None:
+def attach(unit: FSDPState) -> None:
     """Gives every shard of ``unit`` that lies on the host a copy on the device, and its gradient a
     way back. Nothing, if ``unit`` offloads nothing.
 

@@ -10,7 +10,7 @@ copies, and three units' gradients, are on the device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import xlac
 from ..ranks.rank import is_pretending
-from ..sharding.unit import Unit
+from ..sharding.state import FSDPState
 from ..tree import map_tensors, tensors_in
 from .gradients import HostGradients
 
@@ -75,9 +75,13 @@ class Traffic:
 
 
 class Stream:
-    """When the copies of one unit come and go."""
+    """When the copies of one unit come and go.
 
-    def __init__(self, unit: Unit, gradients: HostGradients) -> None:
+    Attributes:
+        traffic: of the model, once its root is known; the unit's own before.
+    """
+
+    def __init__(self, unit: FSDPState, gradients: HostGradients) -> None:
         self._unit = unit
         self._gradients = gradients
         self.traffic = Traffic(unit.world.device)
@@ -126,13 +130,6 @@ class Stream:
         for tensor in self._unit.stored:
             if tensor.copy is not None:
                 tensor.copy.drop()
-
-
-def share_traffic(units: Sequence[Unit]) -> None:
-    """Has the streamed ones of ``units``, those of one model, wait for each other."""
-    streams = [unit.stream for unit in units if isinstance(unit.stream, Stream)]
-    for stream in streams:
-        stream.traffic = streams[0].traffic
 
 
 class _Entrance(torch.autograd.Function):

@@ -6,23 +6,18 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
-import torch_xla
 from torch import nn
 
 from .. import xlac
 from ..names import WRAPPED_PREFIX, dotted, names_hook
-from ..offload.attaching import attach
+from ..sharded_module import finish_unit
 from ..sharding import metadata
 from ..sharding.first_step import require_values
 from ..sharding.input_devices import raise_if_elsewhere
-from ..sharding.optimizer_checks import watch_optimizers
 from ..sharding.options import SCAN, FSDPOptions, takes_options
 from ..sharding.transforms import require_plain_call
-from ..torch_checkpoint import support_torch_checkpoint
 from ..tpu import compiler_options
-from ..tree import cast_floats
 from ..wrapper import XlaFullyShardedDataParallel
-from ..wrapper_methods import WrapperMethods
 from .building import ScanBuilder
 from .function import Scan
 from .run import Run
@@ -79,21 +74,17 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
     _unit: ScanUnit
 
     def __init__(self, blocks: Iterable[nn.Module], options: FSDPOptions) -> None:
-        WrapperMethods.__init__(self)
-        self.fsdp_options = options = options.resolved()
+        nn.Module.__init__(self)
+        options = options.resolved()
         _require_scannable(options)
         world = options.world()
         compiler_options.require_loops_compile(world.device_kind)
         builder = ScanBuilder(options, world)
         self._unit = builder.build(blocks)
-        attach(self._unit)
-        self._fsdp_wrapped_module = self._unit.template
-        watch_optimizers()
-        support_torch_checkpoint()
+        self._fsdp_wrapped_module = self._unit.module
+        finish_unit(self._unit, builder.on_device)
         self._register_state_dict_hook(_take_apart)
         self.register_load_state_dict_pre_hook(_put_together)
-        if options.execute_sharding_on_init and builder.on_device:
-            torch_xla.sync()
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """All blocks on ``x``; ``args`` and ``kwargs`` go to each."""
@@ -103,12 +94,10 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
                 "scanned blocks take a floating-point tensor first, got "
                 f"{x.dtype if isinstance(x, torch.Tensor) else type(x).__name__}"
             )
-        dtype = self.fsdp_options.dtype_of_inputs(root=self._unit.is_root is not False)
-        if dtype is not None:
-            x, args, kwargs = (cast_floats(value, dtype) for value in (x, args, kwargs))
         unit = self._unit
-        if unit.awaited:
-            require_values(self, "the first forward came")
+        inputs, kwargs = unit.cast_inputs((x, *args), kwargs)
+        x, args = inputs[0], inputs[1:]
+        require_values([("", unit)], "the first forward came")
         try:
             run = Run(unit, x, (args, kwargs))
             # Nothing is gathered early for what comes next: it would be there during all the loop.

@@ -65,10 +65,6 @@ class ScanBuilder:
             else:
                 self._stack_buffer(stack, self._pieces.pop(name))
                 unit.buffers.append(stack)
-        if self.options.compute_dtype is None and any(
-            shard.dtype is torch.float16 for shard in unit.shards
-        ):
-            unit.comms.divide_in_float16()
         for name, keys in self._late.items():
             stack = self._stacks[name]
             spot = None if isinstance(stack, ParameterStack) else stack.spots[0]

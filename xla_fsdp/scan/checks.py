@@ -31,7 +31,7 @@ def require_as_built(unit: ScanUnit) -> None:
     they were given to ``scan_blocks``, and ValueError if a hook came."""
     unit.require_resting()
     known = {spot for stack in unit.parameters for spot in stack.spots}
-    for path, module in unit.template.named_modules():
+    for path, module in unit.module.named_modules():
         require_no_hooks(path, module)
         for name, parameter in dict.items(module._parameters):
             if parameter is not None and (module, name) not in known:
@@ -45,19 +45,19 @@ def nothing_lost(unit: ScanUnit, full: Sequence[torch.Tensor], given: Collection
 
     ``given``: what :func:`inputs_of` says of the tensors that it computes with.
     """
-    before, attributes = stamps(full), _attributes(unit.template)
+    before, attributes = stamps(full), _attributes(unit.module)
     yield
     for stack, value, was, now in zip(unit.parameters, full, before, stamps(full), strict=True):
         if stack.value is not value or now != was:
             refuse_change_in_forward(unit.comms.label + stack.name)
-    for key, tensors in _attributes(unit.template).items():
+    for key, tensors in _attributes(unit.module).items():
         known = {id(tensor) for tensor in attributes.get(key, ())}
         new = [tensor for tensor in tensors if id(tensor) not in known]
         if inputs_of(new) & set(given):
             path, name = key
             free_(new, unit.placeholder)  # torch_xla would try to compute what is kept
             raise ValueError(
-                f"the forward of {type(unit.template).__name__} keeps what it computes in "
+                f"the forward of {type(unit.module).__name__} keeps what it computes in "
                 f"{dotted(path, name)!r}. Scanned blocks are traced once for all, so it would have "
                 "no value there: return it in the tensor that the next block takes, register a "
                 "buffer for numbers that need no gradient, or wrap the blocks singly"

@@ -59,7 +59,7 @@ class Run:
         # Whether what the backward needs of the inputs waits in the host's memory.
         self.offloads = unit.options.offload and self.keeps_inputs and host_memory.can_wait_there(x)
         self.seed = xm.get_rng_state(str(unit.world.device))
-        self.modes = [(module, module.training) for module in unit.template.modules()]
+        self.modes = [(module, module.training) for module in unit.module.modules()]
         self._stamps = stamps(unit.shards)
         self.prefetch = unit.options.prefetch and bool(unit.parameters)
         # Numbers of the parameters of which the forward keeps pieces, see sharding/secondary.py.
@@ -181,9 +181,9 @@ class Run:
             leaves = [x, *(constants[n] for n in which), *(f for f in full if f.requires_grad)]
             with torch.enable_grad(), in_modes(self.modes):
                 y, after = self._compute(x, full, buffers, constants, keeping)
-            checks.require_known_graph(self.unit.template, y, leaves)
+            checks.require_known_graph(self.unit.module, y, leaves)
             for stack, buffer in zip(self.unit.buffers, after, strict=True):
-                checks.require_no_graph(self.unit.template, stack.name, buffer)
+                checks.require_no_graph(self.unit.module, stack.name, buffer)
             found = iter(torch.autograd.grad(y, leaves, carry[0], allow_unused=True))
             of_x = next(found)
             sums = [_sum(total, next(found)) for total in carry[1:]]
@@ -260,15 +260,15 @@ class Run:
             # Casts must not be kept from one trace to the next.
             stack.enter_context(torch.autocast("xla", dtype, enabled, cache_enabled=False))
             stack.enter_context(self.unit.installed(full, buffers))
-            stack.enter_context(keeping.over(self.unit.template))
+            stack.enter_context(keeping.over(self.unit.module))
             # The backward computes the block again as a whole.
             stack.enter_context(without_checkpoints())
-            stack.enter_context(checks.NothingDrawnOnHost(self.unit.template))
+            stack.enter_context(checks.NothingDrawnOnHost(self.unit.module))
             given = checks.inputs_of([x, *full, *buffers, *constants])
             stack.enter_context(checks.nothing_lost(self.unit, full, given))
-            y = self.unit.template(x, *args, **kwargs)
+            y = self.unit.module(x, *args, **kwargs)
             after = [buffer.value for buffer in self.unit.buffers]
-        require_like(y, x, self.unit.template)
+        require_like(y, x, self.unit.module)
         return y, after
 
     def _updated(self, before: Tensors, after: Tensors) -> list[int]:

@@ -18,8 +18,8 @@ from ..sharding.block_memory import BlockMemory
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
 from ..sharding.secondary import Secondary
-from ..sharding.sharded_tensor import Place, ShardedTensor, set_home_of_shards
-from ..sharding.unit import Unit
+from ..sharding.sharded_tensor import Place, ShardedTensor
+from ..sharding.state import FSDPState
 
 Spots = list[tuple[nn.Module, str]]
 
@@ -90,7 +90,7 @@ class ParameterStack(Stack):
             module._parameters[name] = value  # type: ignore[assignment]
 
 
-class ScanUnit(Unit):
+class ScanUnit(FSDPState):
     """The shards of ``depth`` equal blocks, each stacked over the blocks.
 
     To the outside every block has sharded tensors of its own (``tensors`` and ``places``: names and
@@ -100,55 +100,32 @@ class ScanUnit(Unit):
     """
 
     def __init__(self, options: FSDPOptions, world: World, template: nn.Module) -> None:
-        super().__init__(options, world)
-        self.template = template
-        self.depth = 0
-        # What the optimizer sees; `tensors` are what a block has of it.
-        self._stacked: list[ShardedTensor] = []
+        super().__init__(options, world, template)
+        self.depth: int = 0
+        # `tensors` are what each block has of it.
+        self.stored: list[ShardedTensor] = []
         self.parameters: list[ParameterStack] = []
         self.buffers: list[Stack] = []
         if world.as_on_tpu:
             self.linears = linear.layers_in(template.modules())
 
     @property
-    def shards(self) -> list[nn.Parameter]:
-        return [stack.value for stack in self.parameters]
-
-    @property
-    def stored(self) -> list[ShardedTensor]:
-        return self._stacked
-
-    @property
     def sources(self) -> list[torch.Tensor]:
         """What the loops slice: the stacked shards, or what the device has of them."""
-        return [tensor.source for tensor in self._stacked]
-
-    def holders(self) -> list[tuple[ShardedTensor, nn.Parameter, int]]:
-        count, held = len(self.parameters), []
-        for number, tensor in enumerate(self.tensors):
-            block, index = divmod(number, count)
-            stacked = self.parameters[index].value
-            held.append((tensor, stacked, block * tensor.shard.numel()))
-        return held
-
-    def note_homes(self) -> None:
-        if not self._stacked:
-            self._stacked = [
-                ShardedTensor(
-                    stack.value, stack.layout, stack.name, wide=stack.wide, world=self.world
-                )
-                for stack in self.parameters
-            ]
-        set_home_of_shards(self._stacked)
+        return [tensor.source for tensor in self.stored]
 
     def describe_blocks(self, depth: int, cast: dict[str, torch.dtype]) -> None:
-        """Fills in ``tensors``, ``places`` and ``buffer_dtypes``, block by block.
+        """Fills in ``stored``, ``tensors``, ``places`` and ``buffer_dtypes``.
 
         ``cast``: buffers that were cast, by name in a block, with the dtype they had.
         """
         self.depth = depth
+        self.stored = [
+            ShardedTensor(stack.value, stack.layout, stack.name, wide=stack.wide, world=self.world)
+            for stack in self.parameters
+        ]
         paths: dict[nn.Module, list[str]] = {}
-        for path, module in self.template.named_modules(remove_duplicate=False):
+        for path, module in self.module.named_modules(remove_duplicate=False):
             paths.setdefault(module, []).append(path)
         for block in map(str, range(depth)):
             for stack in self.parameters:
@@ -239,7 +216,7 @@ class ScanUnit(Unit):
             shard.to(fulls[number].dtype) if exact and number in fulls else shard
             for number, shard in enumerate(shards)
         )
-        for tensor, stored in zip(tensors, self._stacked, strict=True):
+        for tensor, stored in zip(tensors, self.stored, strict=True):
             tensor.widens = stored.widens
         self.memory = memory
         try:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from ..names import is_wrapper, shell_of
+from ..names import is_wrapper
 from .attributes import ModuleParameters
 from .unit import Unit
 
@@ -41,16 +41,15 @@ def refer_to(wrapper: nn.Module, unit: Unit) -> None:
 
 
 def holders_outside(module: nn.Module) -> list[nn.Module]:
-    """The wrappers around ``module`` that hold parameters in it, the outermost first."""
-    inside = set(module.modules())
-    # What is sharded in place inside has wrappers that are no submodules.
-    inner_shells = {shell_of(inner) for inner in inside if inner is not module}
+    """The wrappers around ``module`` that hold parameters in it, the outermost first; ``module``
+    itself counts as one if it holds some."""
+    inside = set(module.modules()) - {module}
     found: dict[nn.Module, None] = {}
-    for inner in inside:
+    for inner in module.modules():
         if isinstance(inner._parameters, ModuleParameters):
             for reference in inner._parameters.holders:
                 wrapper = reference.wrapper
-                if wrapper is not None and wrapper not in inside and wrapper not in inner_shells:
+                if wrapper is not None and wrapper not in inside:
                     found[wrapper] = None
     # Of two that are around one module, one is in the other.
     return sorted(found, key=lambda wrapper: -sum(1 for _ in wrapper.modules()))

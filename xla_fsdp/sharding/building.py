@@ -34,7 +34,7 @@ from .sharded_tensor import (
     set_home,
     set_home_of_shards,
 )
-from .unit import Unit
+from .state import FSDPState
 
 # Elements of a parameter that its checksum is made of.
 SAMPLE = 1 << 16
@@ -47,7 +47,8 @@ class UnitBuilder:
 
     Args:
         module: the module to be wrapped.
-        owner: the wrapper, on which flattened parameters are registered.
+        owner: the wrapper, on which flattened parameters are registered; ``module`` itself if it is
+            to be sharded in place.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class UnitBuilder:
         self.owner = owner
         self.options = options
         self.world = world
-        self.unit = Unit(options, world)
-        self.unit.wrapped = module
+        self.unit = FSDPState(options, world, module)
+        self.unit.in_place = owner is module
         # All names of every module, the first of which names its parameters.
         self.paths: dict[nn.Module, list[str]] = {}
         # Whose parameters and buffers are not cast.
@@ -70,12 +71,13 @@ class UnitBuilder:
         # Members without values until a load, see awaited.py.
         self.late: dict[ShardedTensor, list[int]] = {}
 
-    def build(self) -> Unit:
+    def build(self) -> FSDPState:
         for path, module in self._modules():
             self.paths.setdefault(module, []).append(path)
         self.wide = full_precision_modules(self.options, self.paths)
         compute_in_full(self.options, self.paths)
-        waits = getattr(self.owner, "waits_for_values", False)
+        # In place, a module without reset_parameters is no error, as in torch.
+        waits = self.unit.in_place
         ready = materialize(self.module, _left_alone, self.options.param_init_fn, waits)
         if self.options.flatten_parameters:
             for _ in ready:
@@ -104,10 +106,6 @@ class UnitBuilder:
         self._move_buffers()
         refer_to(self.owner, self.unit)
         self.unit.initial_stamps = stamps(self.unit.shards)
-        if self.options.compute_dtype is None and any(
-            shard.dtype is torch.float16 for shard in self.unit.shards
-        ):
-            self.unit.comms.divide_in_float16()
         return self.unit
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:

@@ -54,9 +54,6 @@ class Communicator:
         if not self.options.fp32_reduce_scatter:
             self.divisors = Divisors.of(self.world, True)
 
-    def end_backward(self) -> None:
-        """A backward of the unit ended, or will not end."""
-
     # -- gathering ------------------------------------------------------------------------------
 
     def gather(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 
 import torch_xla.runtime as xr
 from torch import nn
@@ -16,22 +15,21 @@ from ..ranks.watchdog.settings import say
 from .awaited import require_come
 from .freeing import stamps
 from .ignored import note_of
-from .unit import Unit, units_in
+from .unit import NamedUnits
 
 # On a parameter that no wrapper shards: a warning has named it.
 WARNED = "_xla_fsdp_warned_unsharded"
 
 
-def require_values(model: nn.Module, doing: str) -> None:
-    """Raises RuntimeError if ``doing`` comes before parameters of ``model`` have values."""
-    units = [*units_in(model)]
+def require_values(units: NamedUnits, doing: str) -> None:
+    """Raises RuntimeError if ``doing`` comes before parameters of ``units`` have values."""
     if any(unit.awaited for _, unit in units):
         require_come([(f"{path}." if path else "", unit.awaited) for path, unit in units], doing)
 
 
-def require_all_sharded(root: nn.Module) -> None:
-    """Warns of trainable parameters in ``root`` that no wrapper shards."""
-    sharded = {shard for _, unit in units_in(root) for shard in unit.shards}
+def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:
+    """Warns of trainable parameters in ``root`` that none of ``units``, those in it, shards."""
+    sharded = {shard for _, unit in units for shard in unit.shards}
     found = {
         name: parameter
         for name, parameter in root.named_parameters()
@@ -50,7 +48,7 @@ def require_all_sharded(root: nn.Module) -> None:
         )
 
 
-def compare_initial_weights(world: World, units: Sequence[tuple[str, Unit]]) -> None:
+def compare_initial_weights(world: World, units: NamedUnits) -> None:
     """Warns if ranks built the model with different weights; once, before the first forward.
 
     Each rank has cut its shard out of its own, so that the whole is a mixture. What was loaded or

@@ -13,15 +13,17 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..collectives.order import Order
 from ..tree import map_tensors
 from .freeing import Stamp, fill_, free_, stamps
 from .secondary import Secondary
+
+if TYPE_CHECKING:
+    from .state import FSDPState
 
 
 class ParameterState(enum.Enum):
@@ -31,41 +33,6 @@ class ParameterState(enum.Enum):
     # reshard_after_forward=<int>, until the backward is over, the pieces of a `Secondary`.
     SHARDED = enum.auto()
     UNSHARDED = enum.auto()  # the full parameters, in compute dtype
-
-
-class Gathers(Protocol):
-    """What a pass needs of its unit."""
-
-    placeholder: torch.Tensor  # one element
-    order: Order
-
-    @property
-    def stream(self) -> object | None:
-        """What cuts the step at this unit, if something does."""
-
-    @property
-    def shards(self) -> Sequence[torch.Tensor]:
-        """The leaves of the graph that the full parameters are computed from."""
-
-    def shard_of(self, index: int) -> int:
-        """The number of the shard that full parameter ``index`` is gathered from."""
-
-    def name_of(self, index: int) -> str:
-        """The dotted name of full parameter ``index``."""
-
-    def gather(
-        self, events: Sequence[torch.Tensor], backward: bool, secondary: Secondary | None
-    ) -> list[torch.Tensor]:
-        """Every full parameter, not before ``events`` exist; from or into ``secondary``."""
-
-    def reduce(
-        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
-    ) -> list[torch.Tensor | None]:
-        """The gradient of every shard, from those of the full parameters. ``leaves``: the nodes of
-        the graph that are given these."""
-
-    def enter_backward(self, one: Pass, grad: torch.Tensor | None) -> None:
-        """``one`` is asked for its parameters, by a backward that ``grad`` is the first sign of."""
 
 
 def refuse_change_in_forward(name: str) -> NoReturn:
@@ -99,7 +66,7 @@ class Pass:
     the graph, without waiting for the garbage collector.
     """
 
-    def __init__(self, unit: Gathers, secondary: Secondary | None = None):
+    def __init__(self, unit: FSDPState, secondary: Secondary | None = None):
         self.unit = unit
         self.secondary = secondary
         self.full: list[torch.Tensor] = []

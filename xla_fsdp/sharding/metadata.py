@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from ..names import WRAPPED_PREFIX, dotted, names_hook
 from .layout import Layout
 from .sharded_tensor import ShardedTensor, home_of
-from .unit import Unit
-
-
-class Wrapper(Protocol):
-    """What the hooks need of a wrapper."""
-
-    _unit: Unit
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-
-
-# Of the wrappers in a module, with their names: see :func:`units_in`.
-Units = Sequence[tuple[str, Unit]]
+from .unit import NamedUnits
 
 # On a wrapper while it loads: the list of what went wrong.
 _ERRORS = "_xla_fsdp_load_errors"
@@ -35,7 +23,7 @@ _INTREE_SEPARATOR = "_FSDP_SHARD_SEPARATOR_"
 _INTREE_FLATTENED = "_fpw_module."
 
 
-def shard_metadata(units: Units) -> dict[str, Any]:
+def shard_metadata(units: NamedUnits) -> dict[str, Any]:
     """What ``get_shard_metadata`` returns; the format is described in the README of consolidate.
 
     ``units``: those of a wrapper, the outermost first. Names are as seen from there; a parameter
@@ -64,7 +52,7 @@ def shard_metadata(units: Units) -> dict[str, Any]:
     }
 
 
-def sharded_names(units: Units) -> dict[ShardedTensor, list[list[str]]]:
+def sharded_names(units: NamedUnits) -> dict[ShardedTensor, list[list[str]]]:
     """The names of every member of every sharded tensor of ``units``."""
     names: dict[ShardedTensor, list[list[str]]] = {}
     for path, unit in units:
@@ -101,7 +89,7 @@ def clean_state_dict_keys(
 
 @names_hook
 def restore_state_dict_keys(
-    module: Wrapper,
+    module: Any,
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: dict[str, Any],
@@ -111,6 +99,7 @@ def restore_state_dict_keys(
     errors: list[str],
 ) -> None:
     """Load hook: the reverse, for own keys and for those of ``torch_xla.distributed.fsdp``."""
+    module._unit.rest()
     _note_order(module, [key[len(prefix) :] for key in state_dict if key.startswith(prefix)])
     own = {tensor.key for tensor in module._unit.flattened}
     rename_loaded(
@@ -123,7 +112,7 @@ def restore_state_dict_keys(
     module.__dict__[_ERRORS] = errors
 
 
-def _note_order(module: Wrapper, keys: list[str]) -> None:
+def _note_order(module: nn.Module, keys: list[str]) -> None:
     """The in-tree class lists a wrapper's own parameters before those of the wrappers inside it; so
     do the optimizers beside it number them. Seen by the outermost wrapper of ours only: the keys
     that it hands on are renamed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,44 +15,8 @@ from .host_shard import ALIASES
 from .layout import Layout, TensorSpec
 from .shard_hooks import REPLACED
 
-
-class DeviceCopy(Protocol):
-    """What stands on the device for a shard that lies on the host."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which the shard is gathered."""
-
-    @property
-    def value(self) -> torch.Tensor:
-        """The shard as it is now, in this dtype."""
-
-    @property
-    def held(self) -> torch.Tensor | None:
-        """What is there, be it of an earlier value."""
-
-    def send(self) -> object:
-        """Makes ``value``, which takes a while, before it is asked for."""
-
-    def drop(self) -> None:
-        """Frees it, until it is asked for."""
-
-
-class Comings(Protocol):
-    """What brings a unit's shards to the device for a forward or a backward, and takes them away:
-    see ``offload/streaming.py``."""
-
-    def entering(self, inputs: Any) -> Any:
-        """``inputs`` as the forward is to have them."""
-
-    def forward_over(self) -> None:
-        """The unit has computed its outputs, and its parameters are sharded again."""
-
-    def arrive(self) -> None:
-        """The backward through the model is over."""
-
-    def forget(self) -> None:
-        """A backward failed."""
+if TYPE_CHECKING:
+    from ..offload.copies import ShardCopy
 
 
 @dataclass(eq=False)
@@ -72,7 +36,7 @@ class ShardedTensor:
     world: World | None = None
     summoned: object | None = None  # its full parameters outside of a forward, see summon.py
     unreduced: int = 0  # units that hold full gradients of it, inside no_sync
-    copy: DeviceCopy | None = None  # where the shard is on the host, see cpu_offload.py
+    copy: ShardCopy | None = None  # where the shard is on the host, see cpu_offload.py
     widens: bool = False  # a gradient stays as it is reduced: who gets it gives it the right dtype
     reordered: bool = False  # its values came from files that list parameters in another order
 

@@ -21,14 +21,13 @@ from ..collectives.host_data import as_data
 from ..collectives.order import Order
 from ..collectives.random_state import at_rest
 from ..collectives.world import World
-from ..names import is_wrapper
 from .around import name_held_outside
 from .attributes import refuse_replacement
 from .comms import Communicator
 from .freeing import stamps
 from .gathering import computing_passes
 from .sharded_tensor import ShardedTensor, users_attributes
-from .unit import Unit
+from .state import FSDPState, unit_of
 
 
 @contextlib.contextmanager
@@ -74,7 +73,7 @@ def summon_full_params(
             "what it changed itself; pass writeback=False, or leave rank0_only out"
         )
     among = module.modules() if recurse else [module]
-    wrappers = [(one, _unit_of(one)) for one in among if is_wrapper(one)]
+    wrappers = [(one, unit) for one in among if (unit := unit_of(one)) is not None]
     _require_possible(module, [unit for _, unit in wrappers], recurse, with_grads)
     if not wrappers:
         yield
@@ -94,7 +93,7 @@ def summon_full_params(
             summoned.write_back()
 
 
-def full_params_of(unit: Unit) -> list[torch.Tensor]:
+def full_params_of(unit: FSDPState) -> list[torch.Tensor]:
     """The full parameters of ``unit`` while it holds them: summoned, or in its forward or backward.
 
     Raises:
@@ -104,7 +103,7 @@ def full_params_of(unit: Unit) -> list[torch.Tensor]:
         summoned = [_of(tensor) for tensor in unit.tensors]
         if all(full.parameters for full in summoned):  # with rank0_only: not on other ranks
             return [parameter for full in summoned for parameter in full.parameters]
-    held = unit.held
+    held = unit.active
     if held is None and unit.tensors:
         raise RuntimeError(
             f"full_params of {unit.title!r}: this rank has only its shards (sharded_params) now. "
@@ -113,9 +112,9 @@ def full_params_of(unit: Unit) -> list[torch.Tensor]:
     return [] if held is None else list(held.full)
 
 
-def require_no_scanned(units: Sequence[Unit]) -> None:
+def require_no_scanned(units: Sequence[FSDPState]) -> None:
     """Raises ValueError if one of ``units`` is that of scanned blocks."""
-    if any(hasattr(unit, "template") for unit in units):
+    if any(unit.depth for unit in units):
         raise ValueError(
             "scanned blocks have no modules of their own to hold full parameters, only the one "
             "that is traced for all: read them with xla_fsdp.full_state_dict(model, "
@@ -125,7 +124,7 @@ def require_no_scanned(units: Sequence[Unit]) -> None:
 
 
 def _require_possible(
-    module: nn.Module, units: Sequence[Unit], recurse: bool, with_grads: bool
+    module: nn.Module, units: Sequence[FSDPState], recurse: bool, with_grads: bool
 ) -> None:
     require_no_scanned(units)
     if computing_passes() or torch._C._current_graph_task_id() != -1:
@@ -152,12 +151,6 @@ def _require_possible(
         )
 
 
-def _unit_of(wrapper: nn.Module) -> Unit:
-    unit = vars(wrapper)["_unit"]
-    assert isinstance(unit, Unit)
-    return unit
-
-
 class _Summoned:
     """What one context holds in full, and how to undo it."""
 
@@ -167,9 +160,9 @@ class _Summoned:
         self.wanted = xr.global_ordinal() == 0 or not how.rank0_only
         # Without tied parameters that a context around this one holds.
         self.summoned: dict[ShardedTensor, FullParameters] = {}
-        self.entered: list[tuple[nn.Module, Unit]] = []
+        self.entered: list[tuple[nn.Module, FSDPState]] = []
 
-    def add(self, wrapper: nn.Module, unit: Unit) -> None:
+    def add(self, wrapper: nn.Module, unit: FSDPState) -> None:
         """Has the modules of ``unit``, which is that of ``wrapper``, hold full parameters."""
         for tensor in unit.tensors:
             if tensor.summoned is not None and _of(tensor).how != self.how:
@@ -272,7 +265,7 @@ class _Summoned:
         torch_xla.sync()  # a program of its own
 
 
-def _parameter(unit: Unit, index: int) -> nn.Parameter:
+def _parameter(unit: FSDPState, index: int) -> nn.Parameter:
     tensor, member = unit.member_of(index)
     return _of(tensor).parameters[member]
 
@@ -313,7 +306,7 @@ class FullParameters:
 
 
 def _gather(
-    unit: Unit, tensors: Sequence[ShardedTensor], shards: Sequence[torch.Tensor]
+    unit: FSDPState, tensors: Sequence[ShardedTensor], shards: Sequence[torch.Tensor]
 ) -> dict[ShardedTensor, list[torch.Tensor]]:
     """The members of every one of ``tensors`` in full, in the dtype of their ``shards``."""
     exact = replace(unit.options, compute_dtype=None, mixed_precision=None)

@@ -1,50 +1,66 @@
-"""A unit: the parameters that one wrapper gathers, frees and reduces together."""
+"""A unit: the parameters that are gathered, freed and reduced together. See also ``state.py``."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..collectives.order import Order, waits_of_backward, waits_of_forward
 from ..collectives.world import World
 from ..layers import linear
-from ..names import dotted, is_wrapper
-from ..tree import map_tensors, tensors_in
-from .attributes import refuse_replacement, watch_place
+from ..names import dotted
+from .attributes import watch_place
 from .awaited import Awaited
 from .block_memory import BlockMemory
 from .comms import Communicator
 from .freeing import Stamp
-from .gathering import Pass
 from .ignored import note_again
 from .options import FSDPOptions
-from .secondary import Secondaries, Secondary
+from .secondary import Secondaries
 from .shard_hooks import guard_hooks
-from .sharded_tensor import Comings, Place, ShardedTensor, set_home_of_shards
+from .sharded_tensor import Place, ShardedTensor, set_home_of_shards
 from .unreduced import UnitGradients
+
+if TYPE_CHECKING:
+    from ..offload.streaming import Stream
+
+
+# With the names of their modules as seen from a root, the outermost first: see state.units_in.
+NamedUnits = Sequence[tuple[str, "Unit"]]
 
 
 class Unit:
-    """Gathers, installs, frees and reduces the parameters of one wrapped module.
+    """The parameters of one module, in shards.
 
     Full parameters are numbered through all members of all sharded tensors, in order.
+
+    Args:
+        module: what has them: the wrapped module, or the one that ``fully_shard`` was called on.
     """
 
-    def __init__(self, options: FSDPOptions, world: World):
+    # How many equal blocks ``module`` is traced for (scanned blocks); None: for itself only.
+    depth: int | None = None
+    # What these have in one tensor: their buffers.
+    buffers: Sequence[Any] = ()
+
+    def __init__(self, options: FSDPOptions, world: World, module: nn.Module) -> None:
         self.options = options
         self.world = world
+        self.module = module
+        # Whether `fully_shard` made the unit: no wrapper is around the module.
+        self.in_place = False
         self.tensors: list[ShardedTensor] = []
         # The number of the first full parameter of each, and one past the last.
         self._first = [0]
+        # Those whose shards an optimizer sees: these, or what the blocks of a scan have in one.
+        self.stored = self.tensors
         # Those of them that are registered on this unit's wrapper.
         self.flattened: list[ShardedTensor] = []
         self.places: list[Place] = []
-        # What the unit's wrapper is around, and parameters in it that stay whole: see ignored.py.
-        self.wrapped: nn.Module | None = None
+        # Parameters in the module that stay whole: see ignored.py.
         self.ignored: list[nn.Parameter] = []
         # What a load must give values before the first forward.
         self.awaited: list[Awaited] = []
@@ -59,31 +75,18 @@ class Unit:
             self.placeholder = torch.full((1,), nan, device=world.device)
         else:  # data: a constant would make the first step's program another than the second's
             self.placeholder = torch.full((1,), nan, device="cpu").to(world.device)
-        # Unknown until the first forward: the outermost unit is the root.
-        self.is_root: bool | None = None
-        # Whether modules hold full parameters outside of a forward, see summon.py.
-        self.summoned = False
         self.comms = Communicator(options, world)
         self.gradients = UnitGradients(self.tensors, self.comms)
         # Only with reshard_after_forward=<int>.
         size = options.reshard_after_forward
         self.secondaries = None if isinstance(size, bool) else Secondaries(world, size)
         # Where shards are on the device only while the unit computes.
-        self.stream: Comings | None = None
+        self.stream: Stream | None = None
         # Where one trace serves several equal blocks: what hooks remember of them, meanwhile.
         self.memory: BlockMemory | None = None
-        # Shared by the units of a model once its root is known.
-        self.order = Order()
-        self._installed: Pass | None = None
-        self._computing = 0
-        # Passes whose backward is under way, by autograd graph task (checkpointed layers run a
-        # backward of their own inside the outer one).
-        self._backward: dict[int, list[Pass]] = {}
         self._rnns: list[nn.RNNBase] = []
         # What computes with full parameters in a way of ours.
         self.linears: linear.Layers = {}
-
-    # -- construction ---------------------------------------------------------------------------
 
     def adopt(self, tensor: ShardedTensor) -> int:
         """Adds a sharded tensor; returns the number of its first full parameter."""
@@ -145,223 +148,28 @@ class Unit:
 
     @property
     def shards(self) -> list[nn.Parameter]:
-        return [tensor.shard for tensor in self.tensors]
-
-    @property
-    def stored(self) -> list[ShardedTensor]:
-        """The sharded tensors whose shards an optimizer sees."""
-        return self.tensors
+        """The parameters that an optimizer sees."""
+        return [tensor.shard for tensor in self.stored]
 
     def holders(self) -> list[tuple[ShardedTensor, nn.Parameter, int]]:
         """For every sharded tensor the parameter that an optimizer sees, and the first of its
         flattened elements that is the tensor's."""
-        return [(tensor, tensor.shard, 0) for tensor in self.tensors]
+        shards, held = self.shards, []
+        for number, tensor in enumerate(self.tensors):
+            block, index = divmod(number, len(shards))
+            held.append((tensor, shards[index], block * tensor.shard.numel()))
+        return held
 
     def note_homes(self) -> None:
         """Notes on every parameter that an optimizer sees what it is a shard of."""
-        set_home_of_shards(self.tensors)
-        for tensor in self.tensors:
-            guard_hooks(tensor.shard)
+        set_home_of_shards(self.stored)
+        for shard in self.shards:
+            guard_hooks(shard)
         note_again(self.ignored)
         for one in self.awaited:
             one.wait_on()
-
-    # -- forward --------------------------------------------------------------------------------
-
-    @property
-    def computing(self) -> bool:
-        """Whether a forward of this unit is under way (a module may call itself)."""
-        return self._computing > 0
-
-    @property
-    def held(self) -> Pass | None:
-        """The pass with whose full parameters the modules compute now."""
-        return self._installed
-
-    def begin(self, inputs: Any, keep: bool) -> Pass:
-        """Gathers for a forward on ``inputs`` and gives the modules their full parameters.
-
-        ``keep``: these will stay until the backward.
-        """
-        if self._installed is None:
-            self.require_resting()
-        one = Pass(self, self._secondary(keep))
-        if self.tensors:
-            arguments = tensors_in(inputs)
-            one.gather(self._forward_events(arguments), self._needs_anchor(arguments))
-        self._computing += 1
-        self.install(one)
-        return one
-
-    def _secondary(self, keep: bool) -> Secondary | None:
-        """What a pass gathers from, or fills for its backward."""
-        if self.secondaries is None or not torch.is_grad_enabled():
-            return None
-        if torch._C._current_graph_task_id() != -1:  # recomputation inside a backward
-            return self.secondaries.of(self.shards)
-        return None if keep else self.secondaries.fresh(self.shards)
-
-    def _forward_events(self, arguments: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if not (self.world.as_on_tpu and self.options.optimization_barrier_in_forward):
-            return ()
-        own = [tensor for tensor in arguments if tensor.device == self.world.device]
-        if torch._C._current_graph_task_id() != -1:  # recomputation inside a backward
-            return own
-        return self.order.start_forward(own, waits_of_forward(self.options.forward_prefetch))
-
-    def require_resting(self) -> None:
-        """Raises RuntimeError if a module holds something else than what was put there."""
-        self.require_not_summoned()
-        for place in self.places:
-            if place.module._parameters.get(place.name) is not place.resting:
-                refuse_replacement(self.name_of(place.index))
-
-    def require_not_summoned(self) -> None:
-        """Raises RuntimeError if modules hold full parameters that no forward has gathered."""
-        if self.summoned:
-            raise RuntimeError(
-                f"the forward of {self.title!r} was called within summon_full_params or apply: "
-                "leave that first, a forward gathers for itself"
-            )
-
-    def require_unchanged(self, one: Pass) -> None:
-        """After the forward: raises RuntimeError if it changed its parameters, or replaced them."""
-        one.require_full_unchanged()
-        for place in self.places:
-            if place.module._parameters.get(place.name) is not one.full[place.index]:
-                raise RuntimeError(
-                    f"the forward replaced its parameter {self.name_of(place.index)!r} by another; "
-                    "a sharded parameter can only be replaced before wrapping"
-                )
-
-    def end(self, one: Pass, keep: bool) -> None:
-        """After the forward, or after an exception in it."""
-        self._computing -= 1
-        self._restore()
-        if not keep:
-            one.reshard()
-
-    def watch(self, one: Pass, outputs: Any) -> Any:
-        """Has the first gradient that reaches ``outputs`` start the backward of pass ``one``."""
-
-        def hook(tensor: torch.Tensor) -> torch.Tensor:
-            # A leaf is not this unit's result, and would collect a hook at every step.
-            if tensor.grad_fn is not None:
-                tensor.register_hook(lambda grad: self.enter_backward(one, grad))
-            return tensor
-
-        return map_tensors(hook, outputs)
-
-    def install(self, one: Pass) -> None:
-        """Puts the pass's full parameters where the modules look for them."""
-        self._installed = one
-        for place in self.places:
-            # No Parameter, which would be a leaf of the graph; modules do not mind.
-            full = one.full[place.index]
-            place.module._parameters[place.name] = full  # type: ignore[assignment]
-        linear.replace_forwards(self.linears, self.world)
-        self.refresh_rnns()
-
-    def _restore(self) -> None:
-        """Undoes the last install: back to an enclosing backward's parameters, or to the shards."""
-        enclosing = [one for passes in self._backward.values() for one in passes]
-        if enclosing:
-            self.install(enclosing[-1])
-        elif self._installed is not None:
-            self._installed = None
-            for place in self.places:
-                place.module._parameters[place.name] = place.resting
-            linear.restore_forwards(self.linears)
-            self.refresh_rnns()
-
-    def settle(self) -> None:
-        """Forgets what an exception in an earlier forward or backward left behind."""
-        if not self.computing and torch._C._current_graph_task_id() == -1:
-            for task in list(self._backward):
-                self._leave_backward(task)
-            if self.stream is not None:
-                self.stream.forget()
-            if self.gradients.host is not None:
-                self.gradients.host.forget()
-            self._restore()
-
-    def _needs_anchor(self, arguments: Sequence[torch.Tensor]) -> bool:
-        if not torch.is_grad_enabled() or any(shard.requires_grad for shard in self.shards):
-            return False
-        if any(tensor.requires_grad for tensor in arguments):
-            return True
-        # Perhaps of wrappers inside, or ignored.
-        return self.wrapped is not None and any(p.requires_grad for p in self.wrapped.parameters())
-
-    # -- backward -------------------------------------------------------------------------------
-
-    def enter_backward(self, one: Pass, grad: torch.Tensor | None) -> None:
-        """Regathers pass ``one`` for the backward that ``grad`` is the first sign of."""
-        task = torch._C._current_graph_task_id()
-        passes = self._backward.get(task)
-        if passes is None:
-            passes = self._backward[task] = []
-            # Autograd's thread lets go of the callback some time after the backward.
-            held = [lambda: self._end_backward(task, one.on_backward_end)]
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: held.pop()())
-        if one in passes:
-            return
-        passes.append(one)
-        one.unshard(self._backward_events(grad))
-        # Recomputation of checkpointed layers inside the unit looks for parameters in the modules.
-        self.install(one)
-
-    def _backward_events(self, grad: torch.Tensor | None) -> Sequence[torch.Tensor]:
-        options = self.options
-        barrier = self.world.as_on_tpu and options.optimization_barrier_in_backward
-        if grad is None or not barrier:
-            return ()
-        waits = waits_of_backward(options.backward_prefetch, options.limit_all_gathers)
-        return self.order.start_backward([grad], waits)
-
-    def _end_backward(self, task: int, then: Callable[[], None] | None) -> None:
-        self._leave_backward(task)
-        if then is not None:
-            then()
-
-    def leave_backward(self) -> None:
-        """Frees what the backward under way has gathered."""
-        self._leave_backward(torch._C._current_graph_task_id())
-
-    def _leave_backward(self, task: int) -> None:
-        for one in self._backward.pop(task, ()):
-            one.finish()
-        self.order.end_backward()
-        self.comms.end_backward()
-        self._restore()
-
-    # -- bytes ----------------------------------------------------------------------------------
-
-    def gather(
-        self, events: Sequence[torch.Tensor], backward: bool, secondary: Secondary | None
-    ) -> list[torch.Tensor]:
-        """Every full parameter in compute dtype, traced to run after ``events``."""
-        return self.comms.gather(self.tensors, self.order, events, backward, secondary)
-
-    def reduce(
-        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
-    ) -> list[torch.Tensor | None]:
-        """As :meth:`UnitGradients.reduce`."""
-        shards, arrived = self.gradients.reduce(grads, needed, leaves)
-        # At the end of the backward the order forgets.
-        if self.world.as_on_tpu and torch._C._current_graph_task_id() in self._backward:
-            self.order.add_reductions(arrived)
-        return shards
 
     def refresh_rnns(self) -> None:
         """Has recurrent modules, which compute with a list of their own, see their attributes."""
         for rnn in self._rnns:
             rnn._flat_weights = [rnn._parameters.get(name) for name in rnn._flat_weights_names]
-
-
-def units_in(root: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """The units of all wrappers in ``root``, with the names of the wrapped modules as seen from
-    there; a wrapper that has two names comes twice."""
-    for name, module in root.named_modules(remove_duplicate=False):
-        if is_wrapper(module):
-            yield name, module._unit

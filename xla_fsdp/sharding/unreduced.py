@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,18 +11,8 @@ from .comms import Communicator
 from .shard_hooks import accumulate
 from .sharded_tensor import ShardedTensor
 
-
-class GradientsToHost(Protocol):
-    """Where gradients go whose shards are on the host."""
-
-    def take(self, shard: torch.Tensor, grad: torch.Tensor) -> None:
-        """Adds ``grad``, which is on the device, to that of ``shard`` once the backward is over."""
-
-    def arrive(self) -> None:
-        """The backward is over, and nothing full is left on the device."""
-
-    def forget(self) -> None:
-        """Drops what a backward that failed has left."""
+if TYPE_CHECKING:
+    from ..offload.gradients import HostGradients
 
 
 class UnitGradients:
@@ -38,7 +28,7 @@ class UnitGradients:
         self._tensors = tensors  # the unit's own list, which grows while it is built
         self.comms = comms
         self.require_sync = True
-        self.host: GradientsToHost | None = None
+        self.host: HostGradients | None = None
         # Full gradients of the micro-batches inside no_sync, by index in `tensors`.
         self._unsynced: dict[int, torch.Tensor] = {}
 

@@ -7,7 +7,7 @@ elements; what state it makes of these says how much it makes of all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...offload.copies import STAGED_BYTES
-from ...offload.gradients import FETCHED_BYTES, HostGradients
+from ...offload.gradients import FETCHED_BYTES
 from ...sharding.host_shard import HostShard
 from ...sharding.sharded_tensor import ShardedTensor
-from ...sharding.unit import Unit, units_in
+from ...sharding.state import FSDPState, unique_units
 from ..records import HostNeeds
 
 _FEW = 2
@@ -71,14 +71,9 @@ class HostSteps:
         self.state = sum(self._known.values())
 
 
-def units_of(roots: Iterable[nn.Module]) -> Iterator[Unit]:
+def units_of(roots: Iterable[nn.Module]) -> list[FSDPState]:
     """The units in ``roots``, each once."""
-    seen = set()
-    for root in roots:
-        for _, unit in units_in(root):
-            if id(unit) not in seen:
-                seen.add(id(unit))
-                yield unit
+    return list(dict.fromkeys(unit for root in roots for unit in unique_units(root)))
 
 
 def offloaded(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
@@ -95,7 +90,7 @@ def offloaded(roots: Iterable[nn.Module]) -> list[ShardedTensor]:
 def waiting(roots: Iterable[nn.Module]) -> list[torch.Tensor]:
     """Gradients on the device that the program to be run is to bring to the host."""
     hosts = [unit.gradients.host for unit in units_of(roots)]
-    return [grad for host in hosts if isinstance(host, HostGradients) for _, grad in host.pending]
+    return [grad for host in hosts if host is not None for _, grad in host.pending]
 
 
 def needs_of(tensors: list[ShardedTensor], sent: list[int], state: int) -> HostNeeds | None:

@@ -9,6 +9,7 @@ read by ``program/scopes.py``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from torch.nn.modules.module import (
 )
 
 from ... import xlac
-from ...names import shell_of
+from ...inplace import FSDPModule
 from ...ranks.autograd_thread import run_there
 from ...tree import tensors_in
 
@@ -56,6 +57,9 @@ class Naming:
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             # Also after an exception: what a module entered, it leaves.
             stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            # Modules that are sharded in place gather before hooks are called.
+            stack.callback(setattr, FSDPModule, "__call__", FSDPModule.__call__)
+            FSDPModule.__call__ = self._named(FSDPModule.__call__)  # type: ignore[method-assign]
             stack.callback(self.close)
             yield self
 
@@ -99,9 +103,7 @@ class Naming:
 
     def _know(self, root: nn.Module) -> None:
         for name, module in root.named_modules():
-            for one in (module, shell_of(module)):
-                if one is not None:
-                    self._names.setdefault(one, plain(name))
+            self._names.setdefault(module, plain(name))
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
@@ -125,6 +127,23 @@ class Naming:
             if tensor.grad_fn is not None and not hasattr(tensor, _NAMED):
                 setattr(tensor, _NAMED, True)
                 tensor.register_hook(lambda grad: self._gradient_reached(name))
+
+    def _named(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call`` of a module that is sharded in place, gathers included, by the module's name."""
+
+        @functools.wraps(call)
+        def named(module: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+            if module._unit.computing:
+                return call(module, *args, **kwargs)
+            self._enter(module, args)
+            outputs = None
+            try:
+                outputs = call(module, *args, **kwargs)
+            finally:
+                self._leave(module, args, outputs)
+            return outputs
+
+        return named
 
     def _gradient_reached(self, name: str) -> None:
         current = self._threads.gradient

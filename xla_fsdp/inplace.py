@@ -1,0 +1,446 @@
+"""``fully_shard``: torch's FSDP2 by its names. A module is sharded in place, its class changed."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from .names import dotted, is_wrapper
+from .sharded_module import ShardedModule, make_unit
+from .sharding.awaited import Awaited, still_awaited
+from .sharding.comm_plan import Divisors
+from .sharding.cpu_offload import CPUOffload
+from .sharding.gathering import in_method
+from .sharding.metadata import require_copying
+from .sharding.mixed_precision import MixedPrecision, require_flags_and_dtypes
+from .sharding.options import FULLY_SHARD, FSDPOptions, takes_options
+from .sharding.state import FSDPState, unique_units
+from .sharding.summon import require_no_scanned, summon_full_params
+
+T = TypeVar("T", bound="nn.Module | list[nn.Module]")
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of what a module that is sharded in place computes and sends.
+
+    Attributes:
+        param_dtype: what parameters are gathered and computed with in; ``None``: their own.
+        reduce_dtype: what gradients are reduced in: ``param_dtype`` (``None``), or
+            ``torch.float32``.
+        output_dtype: what floating-point outputs of the module's forward are cast to.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
+
+    Raises:
+        ValueError: another dtype than ``torch.float32``, ``torch.float16``, ``torch.bfloat16`` or
+            ``None``, a ``reduce_dtype`` that does not go, or no bool.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        dtypes = ("param_dtype", "reduce_dtype", "output_dtype")
+        require_flags_and_dtypes(self, ("cast_forward_inputs",), dtypes)
+
+    @property
+    def as_option(self) -> MixedPrecision | None:
+        """The wrapper's ``mixed_precision`` that does the same, but for the outputs."""
+        if self.param_dtype is None and self.reduce_dtype is None:
+            return None
+        cast = self.cast_forward_inputs
+        return MixedPrecision(
+            self.param_dtype,
+            self.reduce_dtype,
+            cast_forward_inputs=cast,
+            cast_root_forward_inputs=cast,
+        )
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Nothing is offloaded: shards stay on the device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, gradients and optimizer state on the host: the wrapper's ``CPUOffload()``.
+
+    Attributes:
+        pin_memory: no effect, there is no memory to pin for a TPU.
+    """
+
+    pin_memory: bool = True
+
+
+def checked_precision(policy: Any) -> MixedPrecisionPolicy:
+    """Raises ValueError if ``mp_policy`` is none of ours."""
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ValueError(f"mp_policy must be an xla_fsdp.MixedPrecisionPolicy, got {policy!r}")
+    return policy
+
+
+def meant_by_offload(policy: Any) -> CPUOffload | None:
+    """The wrapper's ``cpu_offload``.
+
+    Raises:
+        ValueError: ``offload_policy`` is none of ours.
+    """
+    if not isinstance(policy, OffloadPolicy):
+        raise ValueError(
+            "offload_policy must be an xla_fsdp.OffloadPolicy or xla_fsdp.CPUOffloadPolicy, got "
+            f"{policy!r}"
+        )
+    return CPUOffload() if isinstance(policy, CPUOffloadPolicy) else None
+
+
+@takes_options(FULLY_SHARD)
+def fully_shard(
+    module: T,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    **options: Any,
+) -> T:
+    """Shards ``module`` in place, as torch's ``fully_shard`` does, and returns it.
+
+    From the inside out: ``for layer in model.layers: fully_shard(layer)``, then
+    ``fully_shard(model)``, then the optimizer. The module is of its own class still, and an
+    ``FSDPModule``; names of modules, parameters and state dicts are what they were. Values of
+    parameters are shards, as those of :class:`XlaFullyShardedDataParallel`, which describes what
+    happens when; functions of this package that take a wrapped model take it.
+
+    Args:
+        module: what to gather and free together, all that is in it and not sharded yet. A list is
+            as good as a call for each: every module is a unit of its own.
+        mesh: the ranks, as a ``DeviceMesh``, a tensor or lists of ordinals. 1-D: these share the
+            parameters. 2-D, ``(replicate, shard)``: each row does, columns average gradients.
+            Default: all ranks share; on several TPU slices those of each, docs/slices.md.
+        reshard_after_forward: free the full parameters after the forward. ``None``: yes, except
+            in the root (the outermost module). A number: keep a part of them for the backward,
+            which is then gathered among that many ranks only.
+        shard_placement_fn: only ``None``: parameters are cut as vectors, whatever their shape.
+        mp_policy: dtypes; default: those of the parameters.
+        offload_policy: ``CPUOffloadPolicy()``: shards, gradients and the optimizer's state and
+            step are on the host, docs/offload.md. ``OffloadPolicy()``, the default: nothing is.
+        ignored_params: parameters that stay whole on every rank and whose gradients are not
+            reduced, see ``average_ignored_gradients``.
+        options: further ones of :class:`~xla_fsdp.FSDPOptions`, such as ``forward_prefetch``,
+            ``param_init_fn`` (for modules on the meta device) or ``sync_module_states``.
+
+    Raises:
+        ValueError, TypeError: an argument that is not possible; a class that has attributes by the
+            names of FSDPModule's methods.
+        RuntimeError: the module is sharded or wrapped already, or has no ``forward``.
+    """
+    precision = checked_precision(mp_policy or MixedPrecisionPolicy())
+    offload = meant_by_offload(OffloadPolicy() if offload_policy is None else offload_policy)
+    if shard_placement_fn is not None:
+        raise ValueError(
+            f"shard_placement_fn={shard_placement_fn!r} is not possible: parameters are cut as "
+            "vectors, which divides every shape evenly. Leave it out; results are the same"
+        )
+    if reshard_after_forward is not None:
+        # What a user asks of a root holds for it.
+        options |= {"reshard_after_forward": reshard_after_forward}
+    given = replace(
+        FSDPOptions.of(FULLY_SHARD, **options),
+        device_mesh=mesh,
+        mixed_precision=precision.as_option,
+        cpu_offload=offload,
+        ignored_parameters=ignored_params,
+        disable_reshard_on_root=reshard_after_forward is None,
+    )
+    modules = module if isinstance(module, list) else [module]
+    for one in modules:
+        _require_names_free(one)
+    for one in modules:
+        _become_sharded(one, make_unit(one, one, given), precision)
+    return module
+
+
+def _require_names_free(module: Any) -> None:
+    if not isinstance(module, nn.Module) or is_wrapper(module):
+        return  # make_unit says what is wrong
+    ours = {name for name in dir(FSDPModule) if not hasattr(nn.Module, name)} | {"_unit"}
+    ours -= {"_fqn_modifiers"}  # what torch asks, and never of a sharded module
+    taken = sorted(n for n in ours if not n.startswith("__") and hasattr(module, n))
+    if taken:
+        raise ValueError(
+            f"{type(module).__name__} has an attribute {taken[0]!r} of its own, which fully_shard "
+            "would hide: rename it, or wrap the module with XlaFullyShardedDataParallel"
+        )
+
+
+def _become_sharded(module: nn.Module, unit: FSDPState, precision: MixedPrecisionPolicy) -> None:
+    """Has ``module`` compute through ``unit``, as a module of a class of both kinds."""
+    unit.output_dtype = precision.output_dtype
+    module.__dict__["_unit"] = unit
+    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # Module is hashable
+    module.register_load_state_dict_pre_hook(_before_load)
+
+
+def _before_load(
+    module: FSDPModule, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+) -> None:
+    if not is_wrapper(module):
+        return  # it is the unwrapped module for a while, see checkpoint/protocol.py
+    require_copying(local_metadata, "the shards that the module gathers")
+    module._unit.rest()
+
+
+@functools.cache
+def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The class of modules of ``original`` that are sharded. One for all, as they had one before;
+    should two ranks ask at once, one each, which makes no difference."""
+    own: dict[str, Any] = {"_fsdp_original": original, "__module__": original.__module__}
+    seen = {"__init__"}
+    for base in original.__mro__:
+        for name, value in vars(base).items() if base not in (nn.Module, object) else ():
+            special = name.startswith("__") or hasattr(nn.Module, name) and name != "forward"
+            if name not in seen and isinstance(value, types.FunctionType) and not special:
+                own[name] = _watched(name, value)
+            seen.add(name)
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), own)
+
+
+def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
+    """A method of the original class, which may be called from outside of a forward."""
+
+    @functools.wraps(function)
+    def call(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        # Not `function`: the original class may have been given another one since.
+        method = getattr(super(FSDPModule, self), name)
+        unit = self._unit
+        if unit.holds_full():
+            return method(*args, **kwargs)
+        if name == "forward" or name in unit.forward_methods:
+            return unit.run(method, args, kwargs)
+        if not unit.summoned and any(still_awaited(one.awaited) for one in unique_units(self)):
+            # There is nothing to compute with yet, so it is to give values.
+            with summon_full_params(self):
+                return method(*args, **kwargs)
+        with in_method():
+            return method(*args, **kwargs)
+
+    return call
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def wait(self) -> None:
+        """Nothing: the program that reads a parameter waits for its gather."""
+
+
+class FSDPModule(ShardedModule):
+    """A module after ``fully_shard``: of its own class still, and of this one.
+
+    Called, it gathers its parameters, computes and frees them; hooks of the module run within.
+    Names of modules, parameters and the state dict are what they were. Methods other than forward
+    raise an error if they compute with parameters, see ``register_fsdp_forward_method``.
+
+    Methods have torch's names. What says nothing but when bytes travel has no effect: that is
+    decided when the program is compiled, and results are the same.
+    """
+
+    _fsdp_original: type[nn.Module]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A module of the original class: a slice of a Sequential makes one of its own class."""
+        original = getattr(cls, "_fsdp_original", None)
+        if original is None:
+            raise TypeError("FSDPModule is what xla_fsdp.fully_shard(module) makes of a module")
+        return original(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = super().__call__
+        if self._unit.computing:  # the module calls itself
+            return call(*args, **kwargs)
+        return self._unit.run(call, args, kwargs)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """As in torch: parameters and buffers have no values until they are given some.
+
+        They are given some by a load, within ``summon_full_params``, or by the next methods of the
+        model that are called, such as ``init_weights()``: these compute with full parameters, and
+        must do the same on every rank, as :meth:`apply`. A forward before all have values raises
+        RuntimeError and names those that have none.
+
+        Raises:
+            ValueError: another device than that of the shards; ``recurse=False``; scanned blocks.
+        """
+        there = {shard.device.type for shard in self._unit.shards} or {"xla"}
+        if torch.device(device).type not in there:
+            raise ValueError(
+                f"to_empty(device={device!r}) of a sharded module, whose shards stay on "
+                f"{'/'.join(there)}: pass device={min(there)!r}"
+            )
+        if not recurse:
+            raise ValueError(
+                "to_empty(recurse=False) of a sharded module is not possible: its unit has the "
+                "parameters of its submodules, too. Leave recurse out"
+            )
+        units = unique_units(self)
+        require_no_scanned(units)
+        for unit in units:
+            unit.rest()
+            unit.wait_for_values()
+        for name, module in self.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    own = Awaited(buffer, {(0, 0): dotted(name, key)}, (module, key))
+                    self._unit.awaited.append(own)
+        return self
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this module's own parameters; its modules hold them in full from here on.
+
+        Until :meth:`reshard` or the next forward of the module. That uses what was gathered, and
+        afterwards frees it or keeps it for the backward as ``reshard_after_forward`` says. What is
+        computed with full parameters has right gradients; changing them is an error. Must be called
+        on every rank.
+
+        Args:
+            async_op: return a handle, whose ``wait()`` there is no need for.
+        """
+        _require_bool("async_op", async_op)
+        self._unit.unshard()
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """Frees what :meth:`unshard` gathered, or ``set_reshard_after_backward(False)`` kept.
+
+        Raises:
+            RuntimeError: a parameter was changed in between, which would be lost.
+        """
+        self._unit.reshard()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """``False``: backwards leave gradients unreduced, in full, and the first backward with
+        ``True`` reduces the sum. ``recurse``: in what is sharded inside, too."""
+        _require_bool("requires_gradient_sync", requires_gradient_sync)
+        _require_bool("recurse", recurse)
+        for unit in unique_units(self) if recurse else [self._unit]:
+            unit.set_sync(syncs=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """``False``: backwards leave gradients unreduced where there are replicas (a 2-D mesh).
+
+        The first backward with ``True`` reduces the sum. Unlike torch's, it keeps the gradients in
+        full until then, as ``set_requires_gradient_sync(False)`` does.
+        """
+        _require_bool("requires_all_reduce", requires_all_reduce)
+        for unit in _units_in_place(self, recurse):
+            unit.set_sync(all_reduces=requires_all_reduce)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether full parameters are freed after the forward, and gathered again."""
+        _require_bool("reshard_after_forward", reshard_after_forward)
+        for unit in _units_in_place(self, recurse):
+            unit.set_reshard_after_forward(reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """``False``: full parameters stay after the backward, for the forward of the next
+        micro-batch. Once a step has changed the shards they are gathered anew."""
+        _require_bool("reshard_after_backward", reshard_after_backward)
+        for unit in _units_in_place(self, recurse):
+            unit.caches_after_backward = not reshard_after_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divides this module's reduced gradients by ``factor``, instead of by the number of
+        ranks."""
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(f"factor must be a positive number, got {factor!r}")
+        self._unit.comms.divisors = Divisors(1.0, float(factor))
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    # -- no effect ------------------------------------------------------------------------------
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Checked, and of no effect: the next module is prefetched in the order of the trace."""
+        _require_sharded("set_modules_to_forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Checked, and of no effect: the next module is prefetched in the order of the trace."""
+        _require_sharded("set_modules_to_backward_prefetch", modules)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """No effect: every backward ends by itself."""
+        _require_bool("is_last_backward", is_last_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """No effect: a backward that needs no parameter drops the gather when it is compiled."""
+        _require_bool("unshard_in_backward", unshard_in_backward)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """No effect: a program has no streams."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """No effect: the compiler places buffers."""
+        _require_bool("enable", enable)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """No effect: reductions are sums already."""
+        _require_bool("enable", enable)
+
+    # -- refused --------------------------------------------------------------------------------
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], **kwargs: Any) -> None:
+        """Raises NotImplementedError."""
+        raise NotImplementedError(
+            "set_all_reduce_hook is not possible: change gradients in parameter.grad, between "
+            "backward and step"
+        )
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Raises NotImplementedError."""
+        raise NotImplementedError(
+            "set_custom_all_gather is not possible: collectives are part of the compiled program"
+        )
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Raises NotImplementedError."""
+        raise NotImplementedError(
+            "set_custom_reduce_scatter is not possible: collectives are part of the compiled "
+            "program. For gradients reduced in float32 pass mp_policy with reduce_dtype"
+        )
+
+
+def _units_in_place(module: FSDPModule, recurse: bool) -> list[FSDPState]:
+    """The unit of ``module``, and with ``recurse`` those that ``fully_shard`` made inside of it."""
+    _require_bool("recurse", recurse)
+    return [one for one in unique_units(module) if one.in_place] if recurse else [module._unit]
+
+
+def _require_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def _require_sharded(method: str, modules: Any) -> None:
+    if not isinstance(modules, (list, tuple)):
+        raise ValueError(f"{method} takes a list of modules, got {modules!r}")
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"{method} takes modules that fully_shard was called on, got a "
+                f"{type(module).__name__}"
+            )

@@ -1,1 +1,0 @@
-"""``fully_shard``: sharding a module in place, as torch's FSDP2 does."""

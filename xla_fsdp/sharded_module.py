@@ -1,0 +1,227 @@
+"""What wrappers and modules that are sharded in place have in common: how a unit is made for them,
+and the methods of users that mean the same for both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch_xla
+from torch import nn
+
+from .libraries import adapt
+from .names import is_wrapper
+from .offload.attaching import attach
+from .sharding import metadata
+from .sharding.awaited import still_awaited
+from .sharding.building import UnitBuilder
+from .sharding.clipping import clip_grad_norm_
+from .sharding.first_step import require_values
+from .sharding.host_shard import staying
+from .sharding.ignored import mark_ignored, note_of
+from .sharding.optimizer_checks import watch_optimizers
+from .sharding.options import FSDPOptions
+from .sharding.state import FSDPState, unique_units, units_in
+from .sharding.summon import require_no_scanned, summon_full_params
+from .torch_checkpoint import support_torch_checkpoint
+from .wrap import recursive_wrap, require_forward, require_unwrapped, warn_if_none_chosen
+
+
+def make_unit(module: nn.Module, owner: nn.Module, given: FSDPOptions) -> FSDPState:
+    """Shards what ``module`` has and no unit inside it has sharded yet.
+
+    Args:
+        owner: what is to have the unit: a wrapper around ``module``, or ``module`` itself.
+        given: all options, also those that are about this module only.
+
+    Raises:
+        RuntimeError: the module is sharded already, or has no ``forward``.
+        ValueError, TypeError: an option has a value that is not possible.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if is_wrapper(module):
+        raise RuntimeError(
+            "this module is already wrapped; to nest, wrap the inner modules first and the module "
+            "around them afterwards"
+        )
+    require_forward(module)
+    given = given.resolved()
+    options = given.inherited()
+    ignored = mark_ignored(module, given.ignored_modules, given.ignored_parameters)
+    if given.auto_wrap_policy is not None:
+        require_unwrapped(module)
+        wrapper_cls = given.auto_wrapper_callable or type(owner)
+        kwargs = options.as_kwargs()
+        recursive_wrap(module, given.auto_wrap_policy, wrapper_cls, *ignored, True, **kwargs)
+        warn_if_none_chosen(module, given.auto_wrap_policy)
+    world = options.world()
+    on_device = any(p.device.type == "xla" and not p.is_meta for p in module.parameters())
+    unit = UnitBuilder(module, owner, options, world).build()
+    finish_unit(unit, on_device)
+    adapt(module)
+    return unit
+
+
+def finish_unit(unit: FSDPState, on_device: bool) -> None:
+    """The rest of the construction; ``on_device``: parameters were on the device before."""
+    narrow = any(shard.dtype is torch.float16 for shard in unit.shards)
+    if unit.options.compute_dtype is None and narrow:
+        unit.comms.divide_in_float16()
+    attach(unit)
+    watch_optimizers()
+    support_torch_checkpoint()
+    if unit.options.execute_sharding_on_init and on_device:
+        torch_xla.sync()
+
+
+class ShardedModule(nn.Module):
+    """A module with a unit, which shards parameters in it."""
+
+    _is_fsdp_wrapper = True  # see names.is_wrapper
+    _unit: FSDPState
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards, under the names that the parameters have in the unsharded module. Between
+        ``unshard()`` and ``reshard()`` of ``fully_shard``: full tensors, for looking at."""
+        for unit in unique_units(self):
+            if unit.unsharded is None:
+                unit.settle()
+        yield from super().named_parameters(*args, **kwargs)
+
+    def state_dict(  # type: ignore[override]  # of a destination's own type nothing is said
+        self, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """This rank's shards and all buffers; see :meth:`get_shard_metadata`.
+
+        Raises:
+            RuntimeError: some have no values yet (``param_init_fn=loaded_later``).
+        """
+        _rest(self)
+        require_values(units_in(self), "state_dict() came")
+        return super().state_dict(*args, **kwargs)
+
+    def get_shard_metadata(self) -> dict[str, Any]:
+        """How to put the ``state_dict()`` of all ranks together.
+
+        Save it beside the state dict, under ``"shard_metadata"``, for
+        ``python -m xla_fsdp.consolidate``. Plain dicts, lists, numbers and strings.
+        """
+        return metadata.shard_metadata(units_in(self))
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> torch.Tensor:
+        """Scales all gradients so that their total norm is at most ``max_norm``; see
+        :func:`xla_fsdp.sharding.clipping.clip_grad_norm_`. Must be called on every rank."""
+        require_values(units_in(self), "clip_grad_norm_ came")
+        return clip_grad_norm_(unique_units(self), self.parameters(), max_norm, norm_type, groups)
+
+    @torch.no_grad()
+    def average_ignored_gradients(self) -> None:
+        """Gives ignored parameters the mean of all ranks' gradients; call it on every rank.
+
+        Between backward and clipping or step. Otherwise they have this rank's own gradient. Divides
+        as ``set_gradient_divide_factors`` says. All ranks must have gradients for the same
+        parameters; one without gradient stays so.
+        """
+        # One all-reduce for each unit that ignores something and each dtype.
+        done: set[nn.Parameter] = set()
+        for unit in unique_units(self):
+            by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+            for parameter in unit.ignored:
+                note = note_of(parameter)
+                if note is not None:
+                    note.averaged = True
+                if parameter.grad is not None and parameter not in done:
+                    by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+                done.add(parameter)
+            divisor = unit.comms.divisors.product
+            for dtype, grads in by_dtype.items():
+                flat = torch.cat([grad.reshape(-1) for grad in grads])
+                flat = flat.float() if dtype in (torch.float16, torch.bfloat16) else flat
+                total = unit.world.all_reduce_sum(flat, "ignored gradients")
+                mean = unit.world.sum_over_replicas(total, "ignored gradients") / divisor
+                pieces = mean.to(dtype).split([grad.numel() for grad in grads])
+                for grad, piece in zip(grads, pieces, strict=True):
+                    grad.copy_(piece.view(grad.shape))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients, also those that ``no_sync`` has left unreduced.
+
+        An optimizer's ``zero_grad`` does not know of the latter.
+        """
+        super().zero_grad(set_to_none)
+        for unit in unique_units(self):
+            unit.gradients.forget()
+            for shard in unit.shards:  # which are no parameters of a module after unshard()
+                if shard.grad is not None and set_to_none:
+                    shard.grad = None
+                elif shard.grad is not None:
+                    with torch.no_grad():
+                        shard.grad.zero_()
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """Calls ``fn`` on every module inside, then on this one, while they hold full parameters.
+
+        For initialisation; must be called, and do the same, on every rank. The units on the way to
+        a module are full with it, no others. See ``summon_full_params``.
+        """
+        require_no_scanned(unique_units(self))
+        _rest(self)
+        with summon_full_params(self, recurse=False):
+            return super().apply(fn)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """``to``, ``half``, ``cpu`` and the like: dtypes may change, the device may not."""
+        unit = self._unit
+        unit.release()
+        device, found = unit.world.device, fn(unit.placeholder).device
+        if found != device:
+            raise RuntimeError(
+                f"the shards of a wrapped module stay on {device}, where its collectives are; "
+                f"they can not move to {found}. For the values on the host call "
+                "xla_fsdp.full_state_dict(model), for a model there consolidate a checkpoint"
+            )
+        waiting = still_awaited(unit.awaited)
+        super()._apply(staying(fn, unit.shards), recurse)
+        for one in waiting:
+            one.wait_on()
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        for unit in unique_units(self):
+            unit.reshard()
+        _rest(self)
+        still_awaited(self._unit.awaited)
+        clone: Any = object.__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        clone._unit.note_homes()  # what is noted on parameters is not copied with them
+        clone._unit.gradients.forget()  # copies of parameters have no gradients
+        return clone
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a sharded model cannot be pickled, it belongs to this rank's device; save "
+            "state_dict() and get_shard_metadata(), or xla_fsdp.full_state_dict(model)"
+        )
+
+    def _fqn_modifiers(self) -> NoReturn:
+        """What ``torch.distributed.checkpoint.state_dict`` calls on the modules of a model, and
+        nothing else does."""
+        raise RuntimeError(
+            "torch.distributed.checkpoint.state_dict would take this rank's shards for whole "
+            "parameters: use xla_fsdp.full_state_dict, full_optim_state_dict and their load_ "
+            "counterparts, or save_checkpoint; to_dcp writes torch's format"
+        )
+
+
+def _rest(module: nn.Module) -> None:
+    for unit in unique_units(module):
+        unit.rest()
