@@ -25,6 +25,7 @@ from .sharding.optimizer_checks import watch_optimizers
 from .sharding.options import FSDPOptions
 from .sharding.state import FSDPState, unique_units, units_in
 from .sharding.summon import require_no_scanned, summon_full_params
+from .sharding.unsharded import UnshardedParameter
 from .torch_checkpoint import support_torch_checkpoint
 from .wrap import recursive_wrap, require_forward, require_unwrapped, warn_if_none_chosen
 
@@ -156,15 +157,19 @@ class ShardedModule(nn.Module):
 
         An optimizer's ``zero_grad`` does not know of the latter.
         """
-        super().zero_grad(set_to_none)
-        for unit in unique_units(self):
+        units = unique_units(self)
+        for unit in units:
             unit.gradients.forget()
-            for shard in unit.shards:  # which are no parameters of a module after unshard()
-                if shard.grad is not None and set_to_none:
-                    shard.grad = None
-                elif shard.grad is not None:
-                    with torch.no_grad():
-                        shard.grad.zero_()
+        # After unshard() the shards are no parameters of a module, and what is has no gradient.
+        shards = [shard for unit in units for shard in unit.shards]
+        for parameter in dict.fromkeys([*self.parameters(), *shards]):
+            if isinstance(parameter, UnshardedParameter) or parameter.grad is None:
+                continue
+            if set_to_none:
+                parameter.grad = None
+            else:
+                with torch.no_grad():
+                    parameter.grad.zero_()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Calls ``fn`` on every module inside, then on this one, while they hold full parameters.

@@ -62,7 +62,10 @@ def linear(
     weight, bias = module.weight, module.bias
     # A wrong width is for PyTorch to tell.
     if input.dim() > 2 and contracts(input, weight) and input.shape[-1] == weight.shape[1]:
-        # The gradient of a frozen weight, which reads the input once more, is not computed.
+        # The gradient of a frozen weight, which reads the input once more, is not computed. A
+        # parameter is gathered again instead.
+        own = input if input._base is None else input._base
+        keep = keep and not isinstance(own, nn.Parameter)
         if keep and torch.is_grad_enabled() and weight.requires_grad:
             input = kept(input)
         leading = string.ascii_lowercase[: input.dim() - 1]

@@ -45,12 +45,12 @@ def nothing_lost(unit: ScanUnit, full: Sequence[torch.Tensor], given: Collection
 
     ``given``: what :func:`inputs_of` says of the tensors that it computes with.
     """
-    before, attributes = stamps(full), _attributes(unit.module)
+    before, attributes = stamps(full), _attributes(unit)
     yield
     for stack, value, was, now in zip(unit.parameters, full, before, stamps(full), strict=True):
         if stack.value is not value or now != was:
             refuse_change_in_forward(unit.comms.label + stack.name)
-    for key, tensors in _attributes(unit.module).items():
+    for key, tensors in _attributes(unit).items():
         known = {id(tensor) for tensor in attributes.get(key, ())}
         new = [tensor for tensor in tensors if id(tensor) not in known]
         if inputs_of(new) & set(given):
@@ -74,12 +74,14 @@ def inputs_of(tensors: Sequence[torch.Tensor]) -> set[int]:
     return {number for number, value in zip(numbers, values, strict=True) if value.dim()}
 
 
-def _attributes(block: nn.Module) -> dict[tuple[str, str], list[torch.Tensor]]:
-    """Tensors in attributes of modules, by path and name."""
+def _attributes(unit: ScanUnit) -> dict[tuple[str, str], list[torch.Tensor]]:
+    """Tensors in attributes of modules and parameters, by path and name."""
+    holders = [(path, vars(module)) for path, module in unit.module.named_modules()]
+    holders += [(tensor.key, tensor.attributes_of(0)) for tensor in unit.stored]
     return {
         (path, name): found
-        for path, module in block.named_modules()
-        for name, value in vars(module).items()
+        for path, attributes in holders
+        for name, value in attributes.items()
         if name not in ("_parameters", "_buffers", "_modules") and (found := tensors_in(value))
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from ..sharding.options import FSDPOptions
 from ..sharding.secondary import Secondary
 from ..sharding.sharded_tensor import Place, ShardedTensor
 from ..sharding.state import FSDPState
+from ..sharding.unsharded import Origin, make_unsharded
 
 Spots = list[tuple[nn.Module, str]]
 
@@ -86,7 +88,7 @@ class ParameterStack(Stack):
 
     def put(self, value: torch.Tensor) -> None:
         for module, name in self.spots:
-            # Inside of the loop no Parameter; modules do not mind.
+            # Inside of the loop no Parameter, but answers as one.
             module._parameters[name] = value  # type: ignore[assignment]
 
 
@@ -235,6 +237,9 @@ class ScanUnit(FSDPState):
         """Within, the template computes with these full parameters and buffers."""
         stacks: list[Stack] = [*self.parameters, *self.buffers]
         resting = [stack.value for stack in stacks]
+        for number, value in enumerate(parameters):
+            name = partial(self.name_of, number)  # that of the first block
+            make_unsharded(value, Origin(self.stored[number], 0, name, alone=False))
         try:
             for stack, value in zip(stacks, [*parameters, *buffers], strict=True):
                 stack.put(value)

@@ -22,6 +22,7 @@ from ..collectives.world import World
 from .gathering import computing_passes, expects_full_parameters
 from .shard_hooks import REPLACED
 from .sharded_tensor import Place, ShardedTensor
+from .unsharded import UnshardedParameter
 
 # What is between a forward that reads ``module.weight`` and the dict that has the parameter: it may
 # do so in a comprehension, as that of ``torch.nn.utils.parametrize`` does.
@@ -99,7 +100,7 @@ class ModuleParameters(WatchedParameters):
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        if type(value) is torch.Tensor:  # gathered, as all that a forward reads of its own
+        if isinstance(value, UnshardedParameter):  # as all that a forward reads of its own
             return value
         whole = self.wholes.get(name)
         if whole is not None and value is whole.resting:

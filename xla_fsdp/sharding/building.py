@@ -176,6 +176,8 @@ class UnitBuilder:
             shard.__dict__.update(parameters[0].__dict__)
         flattened = self.options.flatten_parameters
         tensor = ShardedTensor(shard, layout, key, flattened, wide, self.world)
+        if flattened:
+            tensor.attributes = [dict(vars(parameter)) for parameter in parameters]
         for number, parameter in enumerate(parameters):
             set_home(parameter, tensor, number)
             release_original_(parameter)

@@ -3,7 +3,8 @@
 One autograd node gathers all parameters of a unit for one forward. Autograd itself then does the
 bookkeeping: the node's backward runs once every use of every parameter has delivered its gradient,
 an unused parameter delivers ``None``, and the shard's ``.grad`` accumulates over forwards and
-backwards. What is left for this project is to move the bytes, and to own nothing in between.
+backwards. Frozen parameters have no place in the graph. What is left for this project is to move
+the bytes, and to own nothing in between.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..tree import map_tensors
 from .freeing import Stamp, fill_, free_, stamps
 from .secondary import Secondary
+from .unsharded import Origin, make_unsharded
 
 if TYPE_CHECKING:
     from .state import FSDPState
@@ -77,14 +81,16 @@ class Pass:
         self._shard_stamps: list[Stamp] = []
         self._full_stamps: list[Stamp] = []
 
-    def gather(self, events: Sequence[torch.Tensor], anchored: bool) -> None:
-        """Fills the pass for its forward, not before ``events`` exist.
-
-        ``anchored``: give the parameters a graph even if none of them needs a gradient.
-        """
-        anchor = torch.zeros((), requires_grad=True) if anchored else None
+    def gather(self, events: Sequence[torch.Tensor]) -> None:
+        """Fills the pass for its forward, not before ``events`` exist."""
         shards = self.unit.shards
-        self.full = list(Gather.apply(self, events, anchor, *shards))
+        self.full = list(Gather.apply(self, events, *shards))
+        source = weakref.ref(self)
+        for index, full in enumerate(self.full):
+            tensor, member = self.unit.member_of(index)
+            name = partial(self.unit.name_of, index)
+            alone = not tensor.flattened
+            make_unsharded(full, Origin(tensor, member, name, alone, source, index))
         self.state = ParameterState.UNSHARDED
         self._shard_stamps = stamps(shards)
         self._full_stamps = stamps(self.full)
@@ -187,12 +193,9 @@ def computing(passes: tuple[Pass, ...]) -> Iterator[None]:
 
 
 class Gather(torch.autograd.Function):
-    """``apply(source, events, anchor, *shards)`` gives every full parameter of a unit.
+    """``apply(source, events, *shards)`` gives every full parameter of a unit.
 
-    Frozen parameters come out of the same node as the others. They need no gradient (what arrives
-    for them is dropped before anything is computed from it), but only a tensor with a graph can be
-    recognised when an operator saves it; hence the ``anchor``, a scalar that needs a gradient when
-    nothing of the unit itself does.
+    Those of frozen shards need no gradient.
     """
 
     @staticmethod
@@ -200,21 +203,29 @@ class Gather(torch.autograd.Function):
         ctx: Any,
         source: Pass,
         events: Sequence[torch.Tensor],
-        anchor: torch.Tensor | None,
         *shards: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.source = weakref.ref(source)
-        ctx.unit = source.unit
-        return tuple(source.unit.gather(events, False, source.secondary))
+        ctx.unit = unit = source.unit
+        full = [_no_view(one) for one in unit.gather(events, False, source.secondary)]
+        trains = [shards[unit.shard_of(index)].requires_grad for index in range(len(full))]
+        frozen = [one for one, needed in zip(full, trains, strict=True) if not needed]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(full)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        needed = ctx.needs_input_grad[3:]
-        # One for each input that is a tensor: perhaps the anchor, and the shards.
-        leaves = [leaf for leaf, _ in ctx.next_functions[-len(needed) :]]
-        return None, None, None, *ctx.unit.reduce(grads, needed, leaves)
+        needed = ctx.needs_input_grad[2:]
+        leaves = [leaf for leaf, _ in ctx.next_functions]  # one for each input that is a tensor
+        return None, None, *ctx.unit.reduce(grads, needed, leaves)
+
+
+def _no_view(value: torch.Tensor) -> torch.Tensor:
+    """``value``, such that it is the base of its own views: see saved_parameters.py."""
+    is_view = value._base is not None or isinstance(value, nn.Parameter)
+    return value.detach() if is_view else value
 
 
 # The class of the nodes that Gather leaves in the graph.

@@ -27,6 +27,7 @@ from .ignored import note_of
 from .sharded_tensor import home_of, homes_of, require_reduced
 from .slow_steps import warn_of_slow_steps
 from .torch_clipping import ACCELERATE_AVERAGES, ask_all_ranks
+from .unsharded import UnshardedParameter
 from .whole_models import refuse_shards
 
 # Frames between the hook and who calls the step: torch's own wrapper, and a scheduler's.
@@ -88,6 +89,12 @@ def _require_shards(optimizer: Optimizer) -> None:
     """Raises RuntimeError if parameters are those of before the wrapping."""
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
+            if isinstance(parameter, UnshardedParameter):
+                raise RuntimeError(
+                    f"parameter {place} of group {number} of this {type(optimizer).__name__} is "
+                    "a full parameter of a forward or of unshard(), which is empty afterwards: "
+                    "make the optimizer of model.parameters() outside of both"
+                )
             home = home_of(parameter)
             if home is not None and home.shard is not parameter:
                 raise RuntimeError(

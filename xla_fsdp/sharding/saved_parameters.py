@@ -2,32 +2,40 @@
 
 Operators save their inputs for the backward. If an input is a gathered parameter, or a view or a
 cast of one (``weight.t()`` in a linear layer, ``weight.to(bfloat16)`` under autocast, a chunk of a
-fused projection), the saved tensor would keep the full parameter in memory until the backward. The
-graph of the saved tensor tells where it came from: following it through operators that only view,
-copy or cast leads to the node that gathered the parameter. Then the steps are saved instead, and
-replayed on the regathered parameter when the backward asks for the tensor.
+fused projection), the saved tensor would keep the full parameter in memory until the backward. So a
+recipe is saved instead: which parameter, and which casts and views of it. It is followed with the
+regathered parameter when the backward asks for the tensor.
 
-Parameters that need no gradient come out of the same node as the others (see ``gathering.py``), so
-they are recognised the same way.
+A view knows what it is a view of, and can be replayed on another tensor. A cast knows nothing of
+its origin, and autocast makes casts inside of other operators, so the operator that casts notes it
+on what it returns. Neither needs a graph, so frozen parameters are recognised like others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _force_original_view_tracking
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .gathering import GatherNode, Pass
+from ..tree import map_tensors
+from .gathering import Pass
+from .unsharded import UnshardedParameter
 
-Step = Callable[[torch.Tensor], torch.Tensor]
+# A cast to a dtype, or a view: of a tensor on the meta device, which takes no memory. (A view on
+# XLA keeps what it is a view of, and each view in between, although they share no data.)
+Step = torch.dtype | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """``steps``, last first, applied to parameter ``index`` of a unit's pass."""
+    """``steps`` applied to full parameter ``index`` of a unit's pass."""
 
     source: Pass
     index: int
@@ -36,9 +44,29 @@ class Recipe:
     def rebuild(self) -> torch.Tensor:
         value = self.source.value(self.index)
         with torch.no_grad():
-            for step in reversed(self.steps):
-                value = step(value)
+            for step in self.steps:
+                if isinstance(step, torch.Tensor):
+                    value = step._view_func_unsafe(value)
+                else:
+                    value = value.to(step)
         return value
+
+
+# On the result of a cast: a `_Cast`.
+_CAST = "_xla_fsdp_cast"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """A recipe of the result of a cast, which does not keep the pass alive."""
+
+    source: Callable[[], Pass | None]
+    index: int
+    steps: tuple[Step, ...]
+
+    def __reduce__(self) -> tuple:
+        """Of a cast that is copied or pickled, nothing is known."""
+        return type(None), ()
 
 
 @contextlib.contextmanager
@@ -96,122 +124,65 @@ def _delegating(outer_pack: Callable, outer_unpack: Callable) -> tuple[Callable,
 
 
 def recipe_of(tensor: torch.Tensor) -> Recipe | None:
-    """How to rebuild ``tensor`` from a gathered parameter, or ``None`` if it is not made of one."""
-    node = tensor.grad_fn
-    # What was changed in place after it was made cannot be made again the same way.
-    if node is None or tensor._version:
+    """How to rebuild ``tensor`` from a full parameter, or ``None`` if it is not made of one."""
+    viewed = tensor._base
+    base = tensor if viewed is None else viewed
+    steps: tuple[Step, ...]
+    if isinstance(base, UnshardedParameter):
+        origin = base._xla_fsdp_origin
+        source, index, steps = origin.source(), origin.number, ()
+    else:
+        cast: _Cast | None = base.__dict__.get(_CAST)
+        if cast is None:
+            return None
+        source, index, steps = cast.source(), cast.index, cast.steps
+    # A pass that is gone has no values to rebuild from; its tensors are the user's own. What was
+    # changed in place after it was made cannot be made again the same way.
+    if source is None or tensor._version:
         return None
-    steps: list[Step] = []
-    output = tensor.output_nr
-    while True:
-        if isinstance(node, GatherNode):
-            source = node.source()
-            # A pass that is gone has no values to rebuild from; its tensors are the user's own.
-            return Recipe(source, output, tuple(steps)) if source is not None else None
-        make_step = _STEPS.get(type(node).__name__)
-        if make_step is None:
-            return None
-        shape_and_type = node._input_metadata[output]
-        steps.append(make_step(node, output, shape_and_type))
-        node, output = node.next_functions[0]
-        if node is None:
-            return None
+    return Recipe(source, index, steps if viewed is None else (*steps, _on_meta(tensor, viewed)))
 
 
-def _signed(dim: int) -> int:
-    # Autograd shows negative dimensions as unsigned 64-bit numbers.
-    return dim - (1 << 64) if dim >= 1 << 63 else dim
+def _on_meta(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor like ``base`` on the meta device, as ``view`` is one of ``base``."""
+    empty = torch.empty(base.shape, dtype=base.dtype, device="meta")
+    with torch.no_grad(), _force_original_view_tracking(True):
+        try:
+            return view._view_func_unsafe(empty)
+        except RuntimeError:  # Tensor.view of what is not contiguous there; on XLA everything is
+            # What torch caches of an operator in such a mode is not safe for threads.
+            with _ONE_AT_A_TIME, _Contiguous():
+                return view._view_func_unsafe(empty)
 
 
-def _view(node: Any, output: int, meta: Any) -> Step:
-    shape = tuple(meta.shape)
-    return lambda t: t.reshape(shape)
+_ONE_AT_A_TIME = threading.Lock()
 
 
-def _expand(node: Any, output: int, meta: Any) -> Step:
-    shape = tuple(meta.shape)
-    return lambda t: t.expand(shape)
+class _Contiguous(TorchDispatchMode):
+    """Within, views on the meta device are contiguous."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return map_tensors(
+            lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"),
+            func(*args, **(kwargs or {})),
+        )
 
 
-def _cast(node: Any, output: int, meta: Any) -> Step:
-    dtype, device = meta.dtype, meta.device
-    return lambda t: t.to(device=device, dtype=dtype)
+# The operator behind every cast on XLA devices, whoever calls it. Called with its set of keys.
+_cast = torch.library.get_kernel("aten::_to_copy", "AutogradXLA")
 
 
-def _same(node: Any, output: int, meta: Any) -> Step:
-    return lambda t: t
+def _noted_cast(keys: Any, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The operator itself, which notes on its result what full parameter that is a cast of."""
+    result = _cast.call_boxed(keys, tensor, **options)
+    made = recipe_of(tensor)
+    if made is not None and result.device == tensor.device:
+        source, steps = weakref.ref(made.source), (*made.steps, result.dtype)
+        setattr(result, _CAST, _Cast(source, made.index, steps))
+    return result
 
 
-def _transpose(node: Any, output: int, meta: Any) -> Step:
-    dims = _signed(node._saved_dim0), _signed(node._saved_dim1)
-    return lambda t: t.transpose(*dims)
-
-
-def _permute(node: Any, output: int, meta: Any) -> Step:
-    dims = tuple(_signed(dim) for dim in node._saved_dims)
-    return lambda t: t.permute(dims)
-
-
-def _select(node: Any, output: int, meta: Any) -> Step:
-    dim, index = _signed(node._saved_dim), _signed(node._saved_index)
-    return lambda t: t.select(dim, index)
-
-
-def _slice(node: Any, output: int, meta: Any) -> Step:
-    dim, length = _signed(node._saved_dim), node._saved_self_sym_sizes
-    bounds = slice(_bound(node._saved_start), _bound(node._saved_end), node._saved_step)
-    start, stop, step = bounds.indices(length[dim])
-    return lambda t: torch.ops.aten.slice(t, dim, start, stop, step)
-
-
-def _bound(value: int | None) -> int | None:
-    return None if value is None else _signed(value)
-
-
-def _split(node: Any, output: int, meta: Any) -> Step:
-    dim, size = _signed(node._saved_dim), node._saved_split_size
-    return lambda t: t.split(size, dim)[output]
-
-
-def _split_with_sizes(node: Any, output: int, meta: Any) -> Step:
-    dim, sizes = _signed(node._saved_dim), list(node._saved_split_sizes)
-    return lambda t: t.split(sizes, dim)[output]
-
-
-def _unbind(node: Any, output: int, meta: Any) -> Step:
-    dim = _signed(node._saved_dim)
-    return lambda t: t.select(dim, output)
-
-
-def _diagonal(node: Any, output: int, meta: Any) -> Step:
-    offset = _signed(node._saved_offset)
-    dims = _signed(node._saved_dim1), _signed(node._saved_dim2)
-    return lambda t: t.diagonal(offset, *dims)
-
-
-# By name of the autograd node. An operator that is not listed ends the search: its result is then
-# an activation like any other and is saved as such.
-_STEPS: dict[str, Callable[..., Step]] = {
-    "TBackward0": lambda node, output, meta: torch.Tensor.t,
-    "TransposeBackward0": _transpose,
-    "TransposeBackward1": _transpose,
-    "PermuteBackward0": _permute,
-    "ViewBackward0": _view,
-    "UnsafeViewBackward0": _view,
-    "ReshapeAliasBackward0": _view,
-    "UnsqueezeBackward0": _view,
-    "SqueezeBackward0": _view,
-    "SqueezeBackward1": _view,
-    "SqueezeBackward2": _view,
-    "ViewCopyBackward0": _view,
-    "ExpandBackward0": _expand,
-    "SelectBackward0": _select,
-    "SliceBackward0": _slice,
-    "SplitBackward0": _split,
-    "SplitWithSizesBackward0": _split_with_sizes,
-    "UnbindBackward0": _unbind,
-    "DiagonalBackward0": _diagonal,
-    "ToCopyBackward0": _cast,
-    "AliasBackward0": _same,
-    "_KeptBackward": _same,  # see collectives/order.py
-}
+_OPERATORS = torch.library.Library("aten", "IMPL")
+_OPERATORS.impl("_to_copy", _noted_cast, "AutogradXLA", with_keyset=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +39,18 @@ class ShardedTensor:
     copy: ShardCopy | None = None  # where the shard is on the host, see cpu_offload.py
     widens: bool = False  # a gradient stays as it is reduced: who gets it gives it the right dtype
     reordered: bool = False  # its values came from files that list parameters in another order
+    # Of a flat vector: by member, the attributes that users set on the parameter.
+    attributes: Sequence[dict[str, Any]] = ()
 
     @property
     def divided(self) -> bool:
         """Whether other ranks have other shards of it."""
         return self.world is not None and self.world.size > 1
+
+    def attributes_of(self, member: int) -> dict[str, Any]:
+        """Where attributes of full parameter ``member`` are: those of users, and others that
+        :func:`is_users` tells apart."""
+        return self.attributes[member] if self.flattened else vars(self.shard)
 
     @property
     def spec(self) -> TensorSpec:
@@ -70,6 +77,7 @@ class Place:
 # On a shard: the ShardedTensor it belongs to. On a parameter that has been sharded, but that other
 # modules may still hold (tied weights): the ShardedTensor and the parameter's number in it.
 _HOME = "_xla_fsdp_home"
+_OURS = REPLACED | {_HOME, ALIASES}
 
 
 def set_home(parameter: nn.Parameter, tensor: ShardedTensor, number: int = 0) -> None:
@@ -87,10 +95,9 @@ def set_home_of_shards(tensors: Iterable[ShardedTensor]) -> None:
         setattr(tensor.shard, _HOME, (weakref.ref(tensor), 0))
 
 
-def users_attributes(shard: nn.Parameter) -> dict[str, Any]:
-    """What users hung on a parameter, and sharding on its shard."""
-    ours = REPLACED | {_HOME, ALIASES}
-    return {name: value for name, value in vars(shard).items() if name not in ours}
+def is_users(attribute: str) -> bool:
+    """Whether an attribute of a parameter, called so, is one that a user set."""
+    return attribute not in _OURS
 
 
 def home_of(parameter: object) -> ShardedTensor | None:

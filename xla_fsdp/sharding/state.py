@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import xlac
-from ..collectives.order import Order, waits_of_forward
+from ..collectives.order import Order, waits_of_backward, waits_of_forward
 from ..collectives.world import World
 from ..layers import linear
 from ..names import is_wrapper
@@ -166,18 +166,10 @@ class FSDPState(Unit):
                 if not recomputes:
                     waits = waits_of_forward(self.options.forward_prefetch)
                     events = self.order.start_forward(events, waits)
-            one.gather(events, self._needs_anchor(arguments))
+            one.gather(events)
         self.computing += 1
         self._install(one)
         return one
-
-    def _needs_anchor(self, arguments: Sequence[torch.Tensor]) -> bool:
-        if not torch.is_grad_enabled() or any(shard.requires_grad for shard in self.shards):
-            return False
-        if any(tensor.requires_grad for tensor in arguments):
-            return True
-        # Perhaps of wrappers inside, or ignored.
-        return any(parameter.requires_grad for parameter in self.module.parameters())
 
     def require_resting(self) -> None:
         """Raises RuntimeError if a module holds something else than what was put there."""
@@ -230,7 +222,7 @@ class FSDPState(Unit):
         """Puts the pass's full parameters where the modules look for them."""
         self.active = one
         for place in self.places:
-            # No Parameter, which would be a leaf of the graph; modules do not mind.
+            # No Parameter, which would be a leaf of the graph, but answers as one.
             full = one.full[place.index]
             place.module._parameters[place.name] = full  # type: ignore[assignment]
         linear.replace_forwards(self.linears, self.world)
@@ -382,7 +374,7 @@ class FSDPState(Unit):
         if self.tensors:
             one = Pass(self)
             with torch.enable_grad():
-                one.gather((), anchored=False)
+                one.gather(())
             self._install(one)
             self.unsharded = one
 

@@ -26,7 +26,7 @@ from .attributes import refuse_replacement
 from .comms import Communicator
 from .freeing import stamps
 from .gathering import computing_passes
-from .sharded_tensor import ShardedTensor, users_attributes
+from .sharded_tensor import ShardedTensor, is_users
 from .state import FSDPState, unit_of
 
 
@@ -204,8 +204,10 @@ class _Summoned:
         if grads is not None:
             for parameter, grad in zip(parameters, grads, strict=True):
                 parameter.grad = self._moved(grad)
-        if not tensor.flattened:
-            parameters[0].__dict__.update(users_attributes(tensor.shard))
+        for number, parameter in enumerate(parameters):
+            for name, attribute in tensor.attributes_of(number).items():
+                if is_users(name):
+                    parameter.__dict__[name] = attribute
         return parameters
 
     def _moved(self, value: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,9 @@ from torch.nn.utils import clip_grad
 
 from .attributes import shard_of
 from .clipping import Shared, clip_grad_norm_
-from .gathering import GatherNode
 from .redirecting import copied, is_redirected, redirect
 from .sharded_tensor import home_of
+from .unsharded import UnshardedParameter
 
 _CHANGING = threading.Lock()
 # Where Accelerate's clipping is.
@@ -58,7 +58,7 @@ def _checked_clipping(clip: Callable[..., torch.Tensor]) -> Callable[..., torch.
         each: list[Any] = [parameters]
         if not isinstance(parameters, torch.Tensor):
             each = [shard_of(parameter) for parameter in parameters]
-        if any(isinstance(parameter.grad_fn, GatherNode) for parameter in each):
+        if any(isinstance(parameter, UnshardedParameter) for parameter in each):
             raise RuntimeError(
                 "torch.nn.utils.clip_grad_norm_ was given full parameters, which have no gradient: "
                 "their shards do. Call reshard() first, where unshard() was called"

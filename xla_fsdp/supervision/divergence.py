@@ -254,7 +254,7 @@ class detect_divergence:
         # A checkpointed module runs once more in the backward, and only then with a graph.
         if torch._C._current_graph_task_id() == -1:
             self._forward.append((what, maker, _not_finite(tensor)))
-        if tensor.requires_grad:
+        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
             tensor.register_hook(
                 lambda grad: self._backward.append((seen.made_gradient, _not_finite(grad)))
             )

@@ -15,6 +15,7 @@ import torch
 
 from ... import xlac
 from ...sharding.freeing import fill_
+from ...sharding.unsharded import UnshardedParameter
 from ...tree import has_own_operators
 
 _FIELDS = re.compile(r"^(TensorID|AliasID|IR): ?(.*)$", re.M)
@@ -100,8 +101,13 @@ def _alone() -> Iterator[None]:
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    grads = [t.grad for t in tensors if t.is_leaf and t.grad is not None and is_xla(t.grad)]
+    grads = [t.grad for t in tensors if may_have_grad(t) and t.grad is not None and is_xla(t.grad)]
     return list({id(t): t for t in [*tensors, *grads]}.values())
+
+
+def may_have_grad(tensor: torch.Tensor) -> bool:
+    """Whether autograd may give ``tensor`` a gradient."""
+    return tensor.is_leaf and not isinstance(tensor, UnshardedParameter)
 
 
 def _tensor_types() -> set[type]:

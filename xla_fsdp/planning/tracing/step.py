@@ -24,7 +24,7 @@ from ...tpu.topology import Slice
 from ..records import HostNeeds
 from .bound import ZeroBound, zero_bound
 from .host_step import needs_of, offloaded, units_of, waiting
-from .live import LiveTensors, held, is_xla
+from .live import LiveTensors, held, is_xla, may_have_grad
 from .naming import Naming, plain
 from .pretend import Pretence, StepTraced, forget_pending, settle
 from .steady import SteadyOptimizers, named_state, state_tensors
@@ -325,7 +325,7 @@ class _Run:
 def _everything_put_back() -> Iterator[LiveTensors]:
     """Tensors from before, and random states, are afterwards what they were."""
     live = LiveTensors()
-    grads = [(tensor, tensor.grad) for tensor in live.before if tensor.is_leaf]
+    grads = [(tensor, tensor.grad) for tensor in live.before if may_have_grad(tensor)]
     try:
         with torch.random.fork_rng(devices=[]), preserve_random_state():
             yield live

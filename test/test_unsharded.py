@@ -1,0 +1,360 @@
+"""In a forward a parameter answers as plain torch's, or raises an error that says what to use."""
+
+import copy
+import io
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH = 6
+
+
+class Asking(nn.Module):
+    """Calls ``ask``, if it has one, with itself in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.weight.scale, self.frozen.scale = 3.0, 4.0
+        self.seen = []
+
+    def forward(self, x):
+        if "ask" in vars(self):
+            self.seen.append(self.ask(self))
+        return F.linear(x, self.weight * self.weight.scale, self.frozen)
+
+
+def forms():
+    from xla_fsdp import FSDPModule, fully_shard, scan_blocks
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def scanned():
+        blocks = scan_blocks([Asking(), Asking()], ignore=["seen"])
+        return FSDP(nn.Sequential(blocks)), blocks.module
+
+    def wrapped(**options):
+        module = Asking()
+        return FSDP(nn.Sequential(FSDP(module, **options))), module
+
+    def in_place():
+        model = nn.Sequential(Asking())
+        fully_shard(model[0])
+        fully_shard(model)
+        assert isinstance(model, FSDPModule)
+        return model, model[0]
+
+    return {
+        "plain": lambda: (model := nn.Sequential(Asking()).to("xla"), model[0]),
+        "wrapper": wrapped,
+        "dim 0": lambda: wrapped(shard_param_on_dim_0=True),
+        "kept": lambda: wrapped(reshard_after_forward=False),
+        "flat": lambda: wrapped(flatten_parameters=True),
+        "fully_shard": in_place,
+        "scanned": scanned,
+    }
+
+
+FORMS = ["wrapper", "dim 0", "kept", "flat", "fully_shard", "scanned"]
+
+
+def asked(rank, form, ask, steps=1):
+    """What ``ask`` finds in the forwards of a model in this form, and the model's module."""
+    torch.manual_seed(0)
+    model, module = forms()[form]()
+    object.__setattr__(module, "seen", [])
+    object.__setattr__(module, "ask", ask)
+    for _ in range(steps):
+        model(torch.ones(2, WIDTH, device="xla")).sum().backward()
+    return module.seen, module
+
+
+def answers(module):
+    def of(parameter):
+        return (
+            isinstance(parameter, nn.Parameter), parameter.requires_grad, parameter.is_leaf,
+            parameter.grad_fn, parameter.scale, hasattr(parameter, "other"), parameter.shape,
+            parameter.requires_grad_(parameter.requires_grad) is parameter,
+        )  # fmt: skip
+
+    with torch.no_grad():
+        without = [of(module.weight), of(module.frozen)]
+    named = [(name, p.requires_grad, p.scale) for name, p in module.named_parameters()]
+    return of(module.weight), of(module.frozen), without, named
+
+
+def same_answers(rank, form):
+    want, _ = asked(rank, "plain", answers)
+    got, _ = asked(rank, form, answers)
+    assert len(got) >= 1 and all(one == want[0] for one in got), (want, got)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_answers_as_plain_torch(run_ranks, form):
+    run_ranks(same_answers, 2, form)
+
+
+def sets_attributes(module):
+    weight = module.weight
+    weight.note = getattr(weight, "note", 0) + 1
+    weight.gone = True
+    del weight.gone
+    with pytest.raises(AttributeError, match="gone"):
+        weight.gone  # noqa: B018
+    return weight.note, hasattr(weight, "gone")
+
+
+def kept_attributes(rank, form):
+    seen, module = asked(rank, form, sets_attributes, steps=3)
+    notes = [note for note, _ in seen]
+    # Blocks of a loop share one parameter, and are traced once in each direction.
+    assert notes == [*range(1, len(notes) + 1)] and len(notes) >= 3
+    if form in ("wrapper", "dim 0", "kept", "fully_shard"):
+        assert module.weight.note == 3 and not hasattr(module.weight, "gone")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_attributes_that_a_forward_sets_are_kept(run_ranks, form):
+    run_ranks(kept_attributes, 2, form)
+
+
+def summoned_attributes(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model, _ = forms()["flat"]()
+    with FSDP.summon_full_params(model):
+        assert {p.scale for p in model.parameters()} == {3.0, 4.0}
+
+
+def test_flatten_parameters_keeps_attributes(run_ranks):
+    run_ranks(summoned_attributes, 2)
+
+
+def refuses(module, action):
+    # Not pytest.raises, whose traceback would keep what a loop traces.
+    try:
+        action(module)
+    except RuntimeError as error:
+        assert re.search(r"parameter '(0\.)*weight'", str(error)), error
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def registers(module):
+    module.other = module.weight
+
+
+def same_again(module):
+    """What tying weights in a forward does."""
+    module.weight, module.frozen = module.weight, module.frozen
+    return True
+
+
+REFUSED = {
+    "freezing": (lambda module: module.weight.requires_grad_(False), "between steps"),
+    "freezing by assignment": (
+        lambda module: setattr(module.weight, "requires_grad", False), "between steps",
+    ),
+    "a gradient": (
+        lambda module: setattr(module.weight, "grad", torch.ones(1)), "after backward()",
+    ),
+    "another name": (registers, "local variable"),
+}  # fmt: skip
+
+
+def refused(rank, form, name):
+    action, remedy = REFUSED[name]
+    seen, _ = asked(rank, form, lambda module: refuses(module, action))
+    assert seen and all(remedy in text for text in seen), seen
+
+
+@pytest.mark.parametrize("form", ["wrapper", "flat", "fully_shard", "scanned"])
+def test_what_would_be_lost_raises(run_ranks, form):
+    for name in REFUSED:
+        run_ranks(refused, 2, form, name)
+
+
+def unfrozen(rank):
+    def ask(module):
+        with pytest.raises(RuntimeError, match="'0.frozen'.*between steps"):
+            module.frozen.requires_grad_()
+        return same_again(module)
+
+    assert asked(rank, "wrapper", ask)[0] == [True]
+
+
+def test_a_frozen_parameter_stays_frozen_and_may_be_assigned_to_itself(run_ranks):
+    run_ranks(unfrozen, 2)
+
+
+def gradients(module):
+    try:
+        return module.weight.grad, module.frozen.grad
+    except RuntimeError as error:
+        return str(error)
+
+
+def gradient_is_elsewhere(rank, form):
+    seen, _ = asked(rank, form, gradients, steps=2)
+    assert seen[0] == (None, None)
+    assert "after backward()" in seen[-1], seen
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gradient_that_is_not_here_raises(run_ranks, form):
+    run_ranks(gradient_is_elsewhere, 2, form)
+
+
+def hooked_in_forward(rank, form):
+    """A hook that a forward registers sees the reduced gradient, once a backward."""
+    import torch_xla.core.xla_model as xm
+
+    torch.manual_seed(0)
+    model, module = forms()[form]()
+    grads, after = [], []
+
+    def ask(module):
+        if not grads:
+            module.weight.register_hook(lambda grad: grads.append(grad.clone()))
+            module.weight.register_post_accumulate_grad_hook(after.append)
+
+    module.ask = ask
+    x = torch.full((2, WIDTH), float(rank + 1), device="xla")
+    for _ in range(2):
+        model(x).sum().backward()
+    assert len(grads) == len(after) == 2
+    assert after[0] is module.weight
+    total = xm.all_reduce("sum", module.weight.grad.sum()).item()
+    assert torch.equal((grads[0] + grads[1]).cpu(), module.weight.grad.cpu())
+    # Two steps, 3 * 2 rows of the mean input 1.5, in each of 36 elements.
+    assert total == pytest.approx(2 * 3 * 2 * 1.5 * WIDTH * WIDTH)
+
+
+@pytest.mark.parametrize("form", ["wrapper", "fully_shard"])
+def test_hooks_of_a_forward(run_ranks, form):
+    run_ranks(hooked_in_forward, 2, form)
+
+
+def hooks_raise(rank, form):
+    for method in ("register_hook", "register_post_accumulate_grad_hook"):
+        action = lambda module, method=method: getattr(module.weight, method)(print)  # noqa: E731
+        seen, _ = asked(rank, form, lambda module, action=action: refuses(module, action))
+        assert seen and all("one tensor with others" in text for text in seen)
+
+
+@pytest.mark.parametrize("form", ["flat", "scanned"])
+def test_hooks_of_one_of_several_in_a_tensor_raise(run_ranks, form):
+    run_ranks(hooks_raise, 2, form)
+
+
+def copies(module):
+    copied = copy.deepcopy(module.weight)
+    file = io.BytesIO()
+    torch.save(module.frozen, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    cast = copy.deepcopy(module.frozen.bfloat16())
+    return (
+        type(copied) is type(loaded) is nn.Parameter,
+        copied.scale == 3.0 and copied.requires_grad and not loaded.requires_grad,
+        torch.equal(copied, module.weight) and torch.equal(loaded, module.frozen),
+        type(cast) is torch.Tensor and torch.equal(cast, module.frozen.bfloat16()),
+    )
+
+
+def copied_in_forward(rank):
+    assert asked(rank, "wrapper", copies)[0] == [(True, True, True, True)]
+
+
+def test_copies_are_parameters_that_nothing_shards(run_ranks):
+    run_ranks(copied_in_forward, 1)
+
+
+class Changed(nn.Module):
+    """Changes a cast in place: what autograd saves of it cannot be made of the parameter again."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=not frozen)
+
+    def forward(self, x):
+        half = self.weight.to(torch.float64)
+        half.mul_(2)
+        again = half.float()
+        again[0] = 1
+        return x @ again.t() + x @ self.weight.detach().double().float()
+
+
+def changed_casts(rank, frozen):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    torch.manual_seed(0)
+    plain = Changed(frozen)
+    model = FSDP(nn.Sequential(FSDP(copy.deepcopy(plain))))
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    mine = x.detach().to("xla").requires_grad_()
+    for module, given in ((plain, x), (model, mine)):
+        module(given).square().sum().backward()
+    torch.testing.assert_close(mine.grad.cpu(), x.grad, rtol=1e-5, atol=1e-5)
+    if not frozen:
+        (shard,) = model.parameters()
+        torch.testing.assert_close(
+            shard.grad.cpu()[: WIDTH * WIDTH].view_as(plain.weight), plain.weight.grad
+        )
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_casts_that_are_changed_in_place(run_ranks, frozen):
+    run_ranks(changed_casts, 1, frozen)
+
+
+def frozen_trunk(rank):
+    """Its features need no gradient, and its backward gathers nothing."""
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    trunk = FSDP(nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+    model = FSDP(nn.Sequential(trunk, nn.Linear(WIDTH, 2)))
+    features = []
+    trunk.register_forward_hook(lambda *args: features.append(args[-1]))
+    x = torch.ones(2, WIDTH, device="xla")
+    loss = model(x).sum()
+    gathers, gather = [], trunk._unit.gather
+    trunk._unit.gather = lambda *args: gathers.append(1) or gather(*args)
+    loss.backward()
+    assert not features[0].requires_grad and features[0].grad_fn is None
+    assert not gathers
+    assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
+
+
+def test_a_frozen_trunk_has_no_backward(run_ranks):
+    run_ranks(frozen_trunk, 2)
+
+
+def zero_grad_in_forward(rank):
+    seen, _ = asked(rank, "wrapper", lambda module: zeroed(module), steps=2)
+    assert seen[0] == "nothing" and re.search("after backward", seen[1])
+
+
+def made_in_forward(rank):
+    (optimizer,), _ = asked(rank, "wrapper", lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match=r"make the optimizer of model.parameters\(\) outside"):
+        optimizer.step()
+
+
+def test_an_optimizer_that_a_forward_makes_raises(run_ranks):
+    run_ranks(made_in_forward, 2)
+
+
+def zeroed(module):
+    try:
+        module.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_zero_grad_in_a_forward_is_not_ignored(run_ranks):
+    run_ranks(zero_grad_in_forward, 2)
