@@ -72,7 +72,7 @@ def optimizer_for(case: Case, parameters) -> torch.optim.Optimizer:
 def add_state(optimizer: torch.optim.Optimizer) -> None:
     """What the first step would make."""
     for p in optimizer.param_groups[0]["params"]:
-        one, other = (torch.zeros(p.shape, dtype=p.dtype).to(p.device) for _ in range(2))
+        one, other = (torch.zeros_like(p, device="cpu").to(p.device) for _ in range(2))
         optimizer.state[p] = (
             {"momentum_buffer": one}
             if isinstance(optimizer, torch.optim.SGD)

@@ -10,6 +10,7 @@ from xla_fsdp.consolidate.errors import ModelMismatchError, OtherRankError
 from xla_fsdp.consolidate.format.manifest import State
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.sharding.layout import Layout
+from xla_fsdp.sharding.sharded_parameter import local
 
 COUNTS = (1, 2, 3, 4, 7, 8)
 # A wrapping for each number of ranks, so that every pair of counts also changes the wrapping.
@@ -21,8 +22,9 @@ def _held(run: Run) -> dict[str, tuple[int, torch.Tensor]]:
     found = {}
     for held in take_inventory(run.model).parameters:
         state = run.optimizer.state.get(held.holder, {})
-        for key, tensor in {"": held.holder, **state}.items():
-            if tensor.shape == held.holder.shape and (held.shape or key != "step"):
+        for key, tensor in {"": local(held.holder), **state}.items():
+            tensor = local(tensor)
+            if tensor.shape == local(held.holder).shape and (held.shape or key != "step"):
                 flat = tensor.detach().cpu().reshape(-1)
                 found[f"{held.name} {key}"] = held.begin, flat[held.at : held.at + held.length]
             else:

@@ -70,7 +70,7 @@ def full(model, tensors) -> dict[str, torch.Tensor]:
 
     from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 
-    mine = {name: value.detach().cpu() for name, value in tensors.items()}
+    mine = {name: value.to_local().cpu() for name, value in tensors.items()}
     ranks, size = xm.mesh_reduce("full", mine, list), model.world_size
     for number, one in enumerate(ranks):
         for name, value in one.items():

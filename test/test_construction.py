@@ -136,7 +136,7 @@ def names_and_attributes(rank):
     expected = [name for name, _ in plain.named_parameters()]
     assert [name for name, _ in model.named_parameters()] == expected
     assert list(model.state_dict()) == list(plain.state_dict())
-    assert model[0].weight.no_decay and model[0].weight.dim() == 1
+    assert model[0].weight.no_decay and model[0].weight.dim() == 2
     assert model.module is inner and len(model) == 3 and model[2] is inner[2]
     assert isinstance(model[1], FSDP) and model[1].module[0].in_features == WIDTH
     assert (model.rank, model.world_size) == (rank, 3)
@@ -147,7 +147,7 @@ def names_and_attributes(rank):
     assert model.params_with_grad == [] and len(model.sharded_params) == 4
     assert model.get_original_names_and_sharded_parameters() == list(model.named_parameters())
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    assert sizes["0.weight"] == 128 and sizes["2.bias"] == 128
+    assert sizes["0.weight"] == WIDTH * WIDTH and sizes["2.bias"] == 3
 
 
 def test_parameters_keep_their_names(run_ranks):
@@ -168,7 +168,7 @@ def interleaved(rank, device):
         layers.append(FSDP(layer))
         assert all(weight.shape.numel() <= 1 for weight in originals)
     model = FSDP(nn.Sequential(*layers))
-    assert sum(p.numel() for p in model.parameters()) == 3 * (64 * 64 // 2 + 128)
+    assert sum(p.to_local().numel() for p in model.parameters()) == 3 * (64 * 64 // 2 + 128)
     assert model(torch.ones(2, 64, device=torch_xla.device())).shape == (2, 64)
 
 

@@ -270,7 +270,7 @@ def test_an_optimizer_that_branches_on_a_value(run_ranks):
             optimizer.step()
             optimizer.zero_grad()
             torch_xla.sync()
-        return [parameter.view(-1)[0].item() for parameter in model.parameters()]
+        return [parameter.to_local()[0].item() for parameter in model.parameters()]
 
     positive, negative = [0.25, 0.25], [torch.tensor(-1.0).tanh().tanh().item()] * 2
     assert run_ranks(train, 2) == [positive, pytest.approx(negative)]

@@ -8,7 +8,7 @@ import torch_xla
 from torch import nn, optim
 
 from xla_fsdp import XlaFullyShardedDataParallel
-from xla_fsdp.sharding.foreach_steps import _CHOSEN
+from xla_fsdp.sharding.optimizer_hook import _CHOSEN
 
 CASES = {
     "sgd": (optim.SGD, dict(lr=0.1)),

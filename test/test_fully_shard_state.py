@@ -158,10 +158,6 @@ def refusals(rank, size):
         model.load_state_dict(model.state_dict(), assign=True)
     with pytest.raises(TypeError, match="cannot be pickled"):
         model.__getstate__()
-    with pytest.raises(ValueError, match="error_if_nonfinite"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-    with pytest.raises(RuntimeError, match="get_total_norm"):
-        nn.utils.get_total_norm([p.detach() for p in model.parameters()])
     with pytest.raises(AttributeError, match="no method 'decode'"):
         xla_fsdp.register_fsdp_forward_method(model, "decode")
     model.decode = model.layers[0].forward  # as one that a PeftModel answers with

@@ -62,3 +62,17 @@ def test_attributes_on_others_objects_have_one_meaning():
         if node.value.startswith("_xla_fsdp_")
     )
     assert found and not {name: times for name, times in found.items() if times > 1}
+
+
+GUESSES = ("_getframe", "f_back", "f_locals", "import dis", "__code__", "gc.get_objects")
+
+
+@pytest.mark.parametrize("folder", ["sharding", "optim", "offload"])
+def test_the_engine_inspects_no_frames_and_no_code(folder):
+    found = {
+        (path.name, word)
+        for path in sorted((ROOT / "xla_fsdp" / folder).rglob("*.py"))
+        for word in GUESSES
+        if word in path.read_text(encoding="utf-8")
+    }
+    assert found == set()

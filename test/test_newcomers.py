@@ -106,33 +106,3 @@ def policies(rank):
 
 def test_a_policy_that_chooses_nothing(run_ranks):
     run_ranks(policies, 2)
-
-
-def slow_steps(rank):
-    import torch_xla
-
-    def train(what):
-        model = xla_fsdp.XlaFullyShardedDataParallel(nn.Linear(4, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(16):
-            rows = step + 1 if what == "other shapes" else 2
-            model(torch.ones(rows, 4).to("xla")).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if what != "no sync" and (what != "every 4" or step % 4 == 3):
-                torch_xla.sync()
-        torch_xla.sync()
-
-    for what, warning in {
-        "no sync": "the last 8 steps of SGD were recorded, but none of them has run",
-        "other shapes": "something between each of the last 12 steps of SGD",
-        "every": None,
-        "every 4": None,
-    }.items():
-        torch.manual_seed(0)
-        with every_rank_warns(rank, warning):
-            train(what)
-
-
-def test_steps_that_get_slow(run_ranks):
-    run_ranks(slow_steps, 2)

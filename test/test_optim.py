@@ -90,6 +90,8 @@ def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
 
 def put_gradients(model: nn.Module, grads: dict[str, torch.Tensor]) -> None:
     from xla_fsdp.sharding.metadata import sharded_names
+    from xla_fsdp.sharding.shard_spec import spec_of
+    from xla_fsdp.sharding.sharded_parameter import as_sharded
     from xla_fsdp.sharding.state import units_in
 
     units = list(units_in(model))
@@ -101,8 +103,9 @@ def put_gradients(model: nn.Module, grads: dict[str, torch.Tensor]) -> None:
                 full = [grads[known[0]] for known in names[tensor]]
                 pieces.setdefault(holder, []).append(tensor.layout.cut(full, unit.world.rank))
         for holder, cut in pieces.items():
-            grad = cut[0] if len(cut) == 1 and cut[0].shape == holder.shape else torch.stack(cut)
-            holder.grad = grad.to(holder.device)
+            spec = spec_of(holder)
+            grad = cut[0] if not spec.depth else torch.stack(cut)
+            holder.grad = as_sharded(grad.to(holder.device), spec)
 
 
 def reference(step, block=Block, trained=None) -> dict[str, torch.Tensor]:
@@ -419,26 +422,26 @@ class Sharp(torch.optim.Optimizer):
         self.second_step()
 
 
-def warned(rank):
-    for make in (torch.optim.Adafactor, Lars, torch.optim.Muon, Scaled, Sharp):
+def of_others(rank):
+    for make in (torch.optim.Adafactor, torch.optim.Muon):
         model = wrapped("dim0", Matrices)
-        optimizer = make(model.parameters())
         put_gradients(model, gradients(plain(Matrices), 1))
-        said = {Scaled: "Scaled asks tensors for vector_norm, so", Sharp: "Sharp asks tensors for"}
-        if make is Sharp:
-            optimizer.step = optimizer.second_step  # as scripts call it
-        expected = said.get(make, "matrices or norms")
-        with every_rank_warns(rank, f"{expected}.* on shards, .*xla_fsdp.optim"):
-            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"needs parameter '.*full_tensor\(\)"):
+            make(model.parameters()).step()
+    for make in (Lars, Scaled, Sharp, Signed):
+        model, one = wrapped("dim0", Matrices), plain(Matrices)
+        optimizers = [make(each.parameters()) for each in (model, one)]
+        put_gradients(model, gradients(one, 1))
+        for name, grad in gradients(one, 1).items():
+            one.get_parameter(name).grad = grad
         with every_rank_warns(rank, None):
-            optimizer.step()  # said once
-            make_lamb(model.parameters()).step()
-            torch.optim.AdamW(model.parameters()).step()
-            Signed(model.parameters()).step()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_weights(whole(model, model.state_dict()), dict(one.state_dict()))
 
 
-def test_others_of_their_kind_are_warned_of(run_ranks):
-    run_ranks(warned, 2)
+def test_others_of_their_kind_are_right_or_raise(run_ranks):
+    run_ranks(of_others, 2)
 
 
 def lbfgs(rank):
@@ -467,7 +470,7 @@ def lbfgs(rank):
     x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)
     part = slice(4 * rank, 4 * rank + 4)
     mine = [one[part].to(torch_xla.device()) for one in (x, y)]
-    with pytest.raises(RuntimeError, match="LBFGS decides by norms.*'0.weight'.*NO_SHARD"):
+    with pytest.raises(RuntimeError, match="view needs parameter '0.weight'"):
         train(FSDP(mlp()), *mine)
     # It compares losses, which must be the same on all ranks: they see the same batch.
     whole = FSDP(mlp(), sharding_strategy=ShardingStrategy.NO_SHARD)

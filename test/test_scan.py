@@ -336,7 +336,8 @@ def meta(rank):
     y = blocks(torch.ones(2, 4, device=torch_xla.device()))
     y.sum().backward()
     return [
-        (name, tuple(p.shape), p.grad.abs().sum().item()) for name, p in blocks.named_parameters()
+        (name, tuple(p.to_local().shape), p.grad.to_local().abs().sum().item())
+        for name, p in blocks.named_parameters()
     ]
 
 

@@ -1,6 +1,7 @@
 """Uses that were wrong without a word: each equals plain torch, or names parameter and remedy."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -253,14 +254,18 @@ def scaled_steps(rank):
         torch_xla.sync()
         return {name: p.detach().cpu() for name, p in model.named_parameters()}
 
-    for bad in (None, 0, 1):
+    for kind, bad in [
+        (xla_fsdp.ShardedGradScaler, None), (xla_fsdp.ShardedGradScaler, 0),
+        (xla_fsdp.ShardedGradScaler, 1), (functools.partial(torch.amp.GradScaler, "xla"), None),
+        (functools.partial(torch.amp.GradScaler, "xla"), 1),
+    ]:  # fmt: skip
         model, plain = wrapped(mlp()), mlp()
         mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
-        scaler = xla_fsdp.ShardedGradScaler(init_scale=8.0, growth_interval=1)
+        scaler = kind(init_scale=8.0, growth_interval=1)
         before = values(model)
         scaler.scale(model(here(rank)).square().mean()).backward()
         if rank == bad:
-            next(model.parameters()).grad[0] = float("inf")
+            next(model.parameters()).grad.to_local()[0] = float("inf")
         scaler.unscale_(mine)
         norm = model.clip_grad_norm_(1.0)
         scaler.step(mine)
@@ -284,10 +289,6 @@ def scaled_steps(rank):
 
     model = wrapped(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("xla")
-    scaler.scale(model(here(rank)).sum()).backward()
-    with pytest.raises(RuntimeError, match="xla_fsdp.ShardedGradScaler"):
-        scaler.step(optimizer)
     model(here(rank)).sum().backward()
     with pytest.raises(RuntimeError, match=r"call optimizer.step\(\)"):
         xm.optimizer_step(optimizer)
@@ -297,17 +298,19 @@ def scaled_steps(rank):
         xm.broadcast_master_param(model)
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
-    twice = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(RuntimeError, match="here they are already, such as those of '0.weight'"):
-        twice.step()
+    with pytest.raises(RuntimeError, match="needs parameter '0.weight'"):
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     # Those that a script has which imported them before it imported torch_xla, or wrapped.
     of_torch_xla = torch_xla._patched_functions.clip_grad_norm_
     earlier = of_torch_xla, of_torch_xla._orig
     for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_, *earlier):
-        assert clip(model.parameters(), 1e9) == model.clip_grad_norm_(1e9) > 0
-    for norm in (nn.utils.get_total_norm, nn.utils.clip_grad._get_total_norm):
-        with pytest.raises(RuntimeError, match="it would take the norm of this rank's"):
-            norm([p.grad for p in model.parameters()])
+        torch.testing.assert_close(
+            clip(model.parameters(), 1e9), model.clip_grad_norm_(1e9), rtol=1e-6, atol=0
+        )
+    torch.testing.assert_close(
+        nn.utils.get_total_norm([p.grad for p in model.parameters()]),
+        model.clip_grad_norm_(1e9), rtol=1e-6, atol=0,
+    )  # fmt: skip
     plain = mlp()
     plain(inputs(rank)).sum().backward()
     expected = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
@@ -561,19 +564,6 @@ def told(rank):
     torch.manual_seed(rank)
     model = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH)), sync_module_states=True)
     assert not warned(model)
-
-    model = wrapped(mlp())
-    model(here(rank)).sum().backward()
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    xm.rendezvous("one after the other")
-    if rank == 0:
-        with pytest.warns(UserWarning, match=r"group 0 .*\(weight_decay=0.1\) has no parameters"):
-            optimizer.step()
-        optimizer.step()  # once
-    xm.rendezvous("warned")
 
     plain = mlp()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -33,7 +33,7 @@ def layers_called_by_themselves(rank):
         model = wrapped(Model(), **options)
         model(x)
         for call in (model.norm, model.layer, model.module):
-            with pytest.raises(RuntimeError, match="(norm|layer).*is sharded here.*Call the wrap"):
+            with pytest.raises(RuntimeError, match="(norm|layer).*is sharded here.*all the wrap"):
                 call(x)
         assert torch.equal(model(x).cpu(), Model()(x.cpu()))
 
@@ -68,8 +68,6 @@ def objects_kept_from_before(rank):
     model = wrapped(plain)
     with pytest.raises(RuntimeError, match="square needs .*'layer.weight' in its wrapper.* empty"):
         model(torch.ones(2, WIDE).to("xla"), penalty=True)
-    with pytest.raises(RuntimeError, match="as they were before wrapping"):
-        torch.nn.utils.clip_grad_norm_(before, 1.0)
     with pytest.raises(RuntimeError, match="'norm.weight' in its wrapper.* has no effect: freeze"):
         before[0].requires_grad_(False)
     with pytest.raises(RuntimeError, match="'norm.bias' in its wrapper.* has no effect: freeze"):
@@ -109,15 +107,19 @@ def read_in_hooks(rank):
         lambda model: model.register_forward_hook(Scales().after),
         lambda model: model.register_forward_hook(lambda m, a, y: y * m.layer.weight.norm()),
         lambda model: model.register_forward_pre_hook(before),
-        lambda model: model.register_full_backward_pre_hook(
-            lambda m, grads: (grads[0] * m.layer.weight.norm(),)
-        ),
     ):
-        model = wrapped(Model())
-        handle = register(model)
-        with pytest.raises(RuntimeError, match="norm.* needs parameter 'layer.weight', which is"):
-            model(x).sum().backward()
-        handle.remove()
+        model, plain = wrapped(Model()), Model()
+        register(model)
+        register(plain)
+        given = torch.linspace(-1, 2, 2 * WIDE).view(2, WIDE)
+        torch.testing.assert_close(model(given.to("xla")).cpu(), plain(given), rtol=1e-4, atol=1e-5)
+    model = wrapped(Model())
+    handle = model.register_full_backward_pre_hook(
+        lambda m, grads: (grads[0] * m.layer.weight.norm(),)
+    )
+    with pytest.raises(RuntimeError, match="norm.* needs parameter 'layer.weight', which is"):
+        model(x).sum().backward()
+    handle.remove()
     # What is about the shard, or about no value, is answered.
     model = wrapped(Model())
     seen = []
@@ -188,7 +190,8 @@ def parameters_gone_through_in_a_forward(rank):
             with pytest.raises(RuntimeError, match="needs parameter 'inside..*sharded here"):
                 model(x).backward()
             with torch.no_grad():  # as one that averages models does, element by element
-                model(x)
+                if not options:  # the norm of a flat vector is that of several parameters
+                    model(x)
 
     def looks(model):
         """What needs no value, or is about shards."""

@@ -222,7 +222,7 @@ def parts(rank):
     flat_weights = inner.module._flat_weights
     with FSDP.summon_full_params(model, recurse=False):
         assert model.up.weight.shape == plain.up.weight.shape
-        assert inner.module.weight_ih_l0.dim() == 1
+        assert inner.module.weight_ih_l0.to_local().dim() == 1
         with FSDP.summon_full_params(inner):
             assert inner.module.weight_ih_l0.shape == plain.rnn.weight_ih_l0.shape
             assert inner.module._flat_weights[0] is inner.module.weight_ih_l0

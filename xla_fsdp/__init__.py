@@ -51,6 +51,7 @@ if _TYPE_CHECKING:
     from .sharding.cpu_offload import CPUOffload
     from .sharding.mixed_precision import MixedPrecision
     from .sharding.options import FSDPOptions
+    from .sharding.shard_spec import ShardedParameterError
     from .sharding.strategy import ShardingStrategy
     from .supervision.divergence import DivergenceError, detect_divergence
     from .supervision.preemption import Preempted, Preemption
@@ -97,6 +98,7 @@ _HOMES = {
     "CPUOffload": "sharding.cpu_offload",
     "FSDPOptions": "sharding.options",
     "loaded_later": "sharding.awaited",
+    "ShardedParameterError": "sharding.shard_spec",
     "ShardingStrategy": "sharding.strategy",
     "SyncBatchNorm": "layers.batch_norm",
     "checkpoint_module": "remat",

@@ -18,7 +18,9 @@ class ShardedGradScaler(GradScaler):
     shard of any. Used as torch's: ``scaler.scale(loss).backward()``, perhaps
     ``scaler.unscale_(optimizer)`` and ``model.clip_grad_norm_(...)``, then
     ``scaler.step(optimizer)`` and ``scaler.update()``, on all ranks. ``step`` reads one number from
-    the device, so that a step is two programs; bfloat16 needs no scaler.
+    the device, so that a step is two programs; bfloat16 needs no scaler. ``torch.amp.GradScaler``
+    does the same for shards; this one also asks about ignored parameters, and about ranks in
+    replicas.
 
     Args:
         init_scale: the first factor.
@@ -27,8 +29,6 @@ class ShardedGradScaler(GradScaler):
         growth_interval: see above.
         enabled: ``False``: do nothing.
     """
-
-    asks_all_ranks = True  # see sharding.optimizer_checks
 
     def __init__(
         self,

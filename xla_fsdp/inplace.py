@@ -17,7 +17,7 @@ from .sharding.awaited import Awaited, still_awaited
 from .sharding.comm_plan import Divisors
 from .sharding.cpu_offload import CPUOffload
 from .sharding.gathering import in_method
-from .sharding.metadata import require_copying
+from .sharding.metadata import hand_out_local, require_copying
 from .sharding.mixed_precision import MixedPrecision, require_flags_and_dtypes
 from .sharding.options import FULLY_SHARD, FSDPOptions, takes_options
 from .sharding.state import FSDPState, unique_units
@@ -189,6 +189,7 @@ def _become_sharded(module: nn.Module, unit: FSDPState, precision: MixedPrecisio
     unit.output_dtype = precision.output_dtype
     module.__dict__["_unit"] = unit
     module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # Module is hashable
+    module._register_state_dict_hook(hand_out_local)
     module.register_load_state_dict_pre_hook(_before_load)
 
 

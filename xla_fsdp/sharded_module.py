@@ -21,7 +21,7 @@ from .sharding.clipping import clip_grad_norm_
 from .sharding.first_step import require_values
 from .sharding.host_shard import staying
 from .sharding.ignored import mark_ignored, note_of
-from .sharding.optimizer_checks import watch_optimizers
+from .sharding.optimizer_hook import watch_optimizers
 from .sharding.options import FSDPOptions
 from .sharding.state import FSDPState, unique_units, units_in
 from .sharding.summon import require_no_scanned, summon_full_params

@@ -306,6 +306,11 @@ def sync_tensors(
     """Compiles and starts the pending graph of some tensors alone."""
 
 
+@_replaceable("core.xla_model._fetch_gradients")
+def gradients_to_average(optimizer: torch.optim.Optimizer) -> Tensors:
+    """What ``xm.reduce_gradients`` and Accelerate average over the ranks."""
+
+
 @_replaceable("_XLAC._xla_get_cpu_tensors")
 def copy_to_host(tensors: Sequence[torch.Tensor], /) -> Tensors:
     """Values of tensors as CPU tensors; runs what is pending of them, and waits."""

@@ -26,6 +26,7 @@ from ..consolidate.format.manifest import (
 from ..consolidate.format.rank_file import Item
 from ..consolidate.format.strict import write_json
 from ..sharding.first_step import require_values
+from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
 from .inventory import Held, HeldBuffer, Inventory, take_inventory
 from .optimizer_forms import Made
@@ -144,7 +145,7 @@ class _HostCopies:
         if tensor is not self._tensor:
             self._tensor, self._copy = tensor, None  # freed before the next one is made
         if self._copy is None:
-            whole = tensor.make() if isinstance(tensor, Made) else tensor.detach().cpu()
+            whole = tensor.make() if isinstance(tensor, Made) else local(tensor.detach()).cpu()
             self._copy = whole.reshape(-1)
         return self._copy
 

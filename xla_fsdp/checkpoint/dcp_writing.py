@@ -40,13 +40,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..collectives.random_state import at_rest
 from ..consolidate.errors import OutputError, SharedStorageError
+from ..sharding.sharded_parameter import local
 from .boxes import Box, boxes
 from .draft import eventually
 from .full_optimizer import state_kinds
 from .inventory import Held, Inventory
 from .meeting import Meeting
 from .optimizer_forms import saver_of
-from .optimizers import members_of_groups, options
+from .optimizers import local_state, members_of_groups, options
 from .parts import agreed_inventory
 from .protocol import unread_state_dict
 from .unread import UnreadTensor
@@ -133,9 +134,9 @@ def _add_optimizer(
             "full_optim_state_dict have"
         )
     for held in inventory.parameters:
-        for key, value in optimizer.state.get(held.holder, {}).items():
+        for key, value in local_state(optimizer, held.holder).items():
             path = ("optim", "state", held.name, key)
-            if isinstance(value, torch.Tensor) and value.shape == held.holder.shape:
+            if isinstance(value, torch.Tensor) and value.shape == local(held.holder).shape:
                 contents.add_run(path, held, value)
             else:
                 contents.add(path, value)
@@ -299,7 +300,7 @@ class _Planner(DefaultSavePlanner):
         held, value = contents.runs[key]
         # Parts follow each other: one copy from the device serves all of a shard.
         if self._last is None or self._last[0] is not value:
-            self._last = value, value.detach().cpu().reshape(-1)
+            self._last = value, local(value.detach()).cpu().reshape(-1)
         assert write_item.tensor_data is not None  # none of BYTE_IO only
         chunk = write_item.tensor_data.chunk
         first = held.at + _first_element(held.shape, chunk.offsets) - held.begin

@@ -13,7 +13,9 @@ from torch import nn
 
 from ..sharding.awaited import about_to_fill, was_filled
 from ..sharding.freeing import assign_
-from ..sharding.optimizer_checks import state_is_by_name
+from ..sharding.optimizer_hook import state_is_by_name
+from ..sharding.shard_spec import ShardSpec, spec_of
+from ..sharding.sharded_parameter import as_sharded, local, on_local_parts
 from .inventory import Held, HeldBuffer, Inventory
 from .matching import Match
 from .optimizer_forms import MemberValues, saver_of
@@ -57,10 +59,12 @@ def fill_optimizer(match: OptimizerMatch) -> None:
                 continue
             if saver is not None:
                 said = {key: _said(value) for key, value in match.state[holder].items()}
-                optimizer.state[holder] = saver.load_saved_state(holder, said, group)
+                with on_local_parts():
+                    optimizer.state[holder] = saver.load_saved_state(holder, said, group)
                 continue
+            spec = spec_of(holder)
             optimizer.state[holder] = {
-                key: _read(value).to(holder.device)
+                key: _elements(value, holder.device, spec)
                 if isinstance(value, Elements)
                 else _placed(value, holder, devices.get(key), beside)
                 for key, value in match.state[holder].items()
@@ -87,7 +91,7 @@ def new_values(inventory: Inventory, match: Match) -> Iterator[tuple[torch.Tenso
         if any(found.values()):
             about_to_fill(holder, ((h.first, h.member) for h, stored in found.items() if stored))
             start = None if all(found.values()) else holder
-            yield holder, part_of(holder.shape, holder.dtype, found, start)
+            yield holder, part_of(local(holder).shape, holder.dtype, found, start)
     rows: dict[torch.Tensor, list[tuple[HeldBuffer, Stored]]] = {}
     for buffer, stored in match.buffers.items():
         rows.setdefault(buffer.tensor, []).append((buffer, stored))
@@ -117,7 +121,7 @@ def assign(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     assign_([tensor for tensor, _ in moved], [value for _, value in moved])
     for tensor, _ in moved:
         was_filled(tensor)
-    with torch.no_grad():
+    with torch.no_grad(), on_local_parts():
         for tensor, value in pairs:
             if tensor.device.type != "xla":
                 tensor.copy_(value)
@@ -141,7 +145,7 @@ def part_of(
     ``start``: what is there where a member is ``None``; else, and in padding, it is zero.
     """
     if start is not None:
-        flat = start.detach().cpu().reshape(-1).clone()
+        flat = local(start).cpu().reshape(-1).clone()
     else:
         covered = sum(held.length for held, stored in members.items() if stored is not None)
         make = torch.empty if covered == shape.numel() else torch.zeros
@@ -150,6 +154,11 @@ def part_of(
         if stored is not None and (held.length or stored.collective):
             stored.read_to(flat[held.at : held.at + held.length], held.begin)
     return flat.view(shape)
+
+
+def _elements(value: Elements, device: torch.device, spec: ShardSpec | None) -> torch.Tensor:
+    moved = _read(value).to(device)
+    return moved if spec is None else as_sharded(moved, spec)
 
 
 def _read(state: Elements) -> torch.Tensor:

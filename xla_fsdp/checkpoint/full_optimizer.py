@@ -12,6 +12,7 @@ import torch_xla
 from torch import nn
 
 from ..collectives.random_state import at_rest
+from ..sharding.sharded_parameter import local
 from .filling import fill_optimizer
 from .full_state import match_given
 from .inventory import Held, Inventory
@@ -19,7 +20,7 @@ from .meeting import Meeting
 from .optimizer_forms import Made, SavesItself, into_words, own_words, saver_of, unsharded
 from .optimizer_matching import OptimizerMatch, OptimizerState, match_optimizer
 from .optimizer_names import named
-from .optimizers import Groups, members_of_groups, options
+from .optimizers import Groups, local_state, members_of_groups, options
 from .parts import CPU, Part, agreed_inventory, gather_members, parts_of
 from .stored import Stored
 
@@ -66,7 +67,7 @@ def full_optim_state_dict(
         if saver is not None:
             found |= _gathered_words(part, optimizer, saver, options_of.get(part.holder, {}), to)
             continue
-        for key, value in optimizer.state.get(part.holder, {}).items():
+        for key, value in local_state(optimizer, part.holder).items():
             whole = _gathered(part, value, to)
             for held, each in zip(part.members, whole or (), strict=whole is not None):
                 found.setdefault(held.name, {})[key] = each
@@ -161,11 +162,12 @@ def _gathered_words(
         for key, value in words.items():
             if isinstance(value, Made):
                 made.setdefault(value, (key, []))[1].append(held)
-    count = part.holder.numel() if part.layout is None else math.prod(part.layout.shard_shape)
+    layout, whole_shape = part.layout, local(part.holder).shape
+    count = whole_shape.numel() if layout is None else math.prod(layout.shard_shape)
     first = part.members[0].first
     for value, (key, helds) in made.items():
         shard = value.make().reshape(-1)[first : first + count]  # of stacked blocks one
-        shape = part.holder.shape if part.layout is None else part.layout.shard_shape
+        shape = whole_shape if layout is None else layout.shard_shape
         whole = gather_members(part, shard.view(shape), None if to is None else CPU)
         for held, each in zip(part.members, whole or (), strict=whole is not None):
             if held in helds:
@@ -196,7 +198,8 @@ def state_kinds(meeting: Meeting, inventory: Inventory, optimizer: torch.optim.O
             # Pairs: the order of the keys is that of the collectives.
             [held.name, [[key, kind_of(held, key, value)] for key, value in state.items()]]
             for held in inventory.parameters
-            if (state := optimizer.state.get(held.holder)) is not None
+            if held.holder in optimizer.state
+            for state in [local_state(optimizer, held.holder)]
         ]
 
     meeting.alike(
@@ -217,7 +220,7 @@ def _kind_of_own(held: Held, key: str, value: Any) -> str:
 def _kind(held: Held, key: str, value: Any) -> str:
     """What a state is, for comparison between ranks; TypeError if nothing that can be unsharded."""
     if isinstance(value, torch.Tensor):
-        if value.shape == held.holder.shape:
+        if value.shape == local(held.holder).shape:
             return f"sharded {value.dtype}"
         if value.dim() == 0:
             return f"0-d {value.dtype}"
@@ -228,12 +231,12 @@ def _kind(held: Held, key: str, value: Any) -> str:
         what = f"of type {type(value).__name__}"
     raise TypeError(
         f"optimizer state {key!r} of parameter {held.name!r} is {what}; expected a tensor of the "
-        f"shape that the optimizer sees, {list(held.holder.shape)}, a 0-d tensor or a number"
+        f"shape that the optimizer sees, {list(local(held.holder).shape)}, a 0-d tensor or a number"
     )
 
 
 def _gathered(part: Part, value: Any, to: torch.device | None) -> list[Any] | None:
-    if isinstance(value, torch.Tensor) and value.shape == part.holder.shape:
+    if isinstance(value, torch.Tensor) and value.shape == local(part.holder).shape:
         return gather_members(part, value, to)
     if to is None:
         return None

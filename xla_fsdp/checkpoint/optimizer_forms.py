@@ -12,6 +12,7 @@ from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
 from ..optim.saved import Made, SavesItself, saver_of
+from ..sharding.sharded_parameter import on_local_parts
 from .inventory import Held, Inventory
 from .stored import Stored
 
@@ -34,7 +35,8 @@ def own_words(
     state = optimizer.state.get(parameter)
     if not state:
         return []
-    members = saver.saved_state(parameter, state)
+    with on_local_parts():
+        members = saver.saved_state(parameter, state)
     return [(held, members[number_in_holder(held)]) for held in helds]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
+from ..sharding.sharded_parameter import local
 from .inventory import Held, Inventory
 from .matching import listed, raise_if_any
 from .optimizer_forms import MemberValues, by_number, saver_of
@@ -283,7 +284,7 @@ def _match_holder(
         else:
             dtype = next(iter(dtypes.values()))
             parts = {held: stored.get(held) for held in members}
-            found[key] = Elements(holder.shape, dtype, parts)
+            found[key] = Elements(local(holder).shape, dtype, parts)
     return found
 
 

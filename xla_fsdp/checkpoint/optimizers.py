@@ -16,6 +16,7 @@ from ..consolidate.errors import ModelMismatchError, UnsupportedValueError
 from ..consolidate.format import values
 from ..consolidate.format.dtypes import dtype_name
 from ..consolidate.format.manifest import NOT_OPTIONS, Group, Optimizer, State
+from ..sharding.sharded_parameter import local
 from .inventory import Held, Inventory
 from .optimizer_forms import Made, own_words
 
@@ -48,9 +49,9 @@ def describe_optimizer(
     """
     members = members_of_groups(inventory, optimizer)
     elementwise = elementwise_keys(
-        (key, value, parameter.shape)
-        for parameter, own in optimizer.state.items()
-        for key, value in own.items()
+        (key, value, local(parameter).shape)
+        for parameter in optimizer.state
+        for key, value in local_state(optimizer, parameter).items()
     )
     groups = tuple(
         Group(
@@ -71,18 +72,19 @@ def describe_optimizer(
             continue
         sharded: dict[str, str] = {}
         single: dict[str, Any] = {}
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in local_state(optimizer, parameter).items():
             where = f"optimizer state {key!r} of {helds[0].name!r}"
             if not isinstance(key, str) or not key or "/" in key:
                 raise UnsupportedValueError(f"{where}: keys must be names without a slash")
             is_tensor = isinstance(value, torch.Tensor)
-            if is_tensor and value.shape == parameter.shape and key in elementwise:
+            if is_tensor and value.shape == local(parameter).shape and key in elementwise:
                 sharded[key] = dtype_name(value.dtype, where)
                 tensors.append(HeldState(key, value, helds))
             elif is_tensor and value.numel() != 1:
+                shape = list(local(parameter).shape)
                 raise UnsupportedValueError(
                     f"{where} has shape {list(value.shape)}, its parameter's shard "
-                    f"{list(parameter.shape)}: state must be of the parameter's shape, or one "
+                    f"{shape}: state must be of the parameter's shape, or one "
                     "value; optimizers whose state depends on the matrix cannot be resharded"
                 )
             else:
@@ -113,6 +115,12 @@ def _describe_words(
     return [HeldState(key, value, helds) for value, (key, helds) in made.items()]
 
 
+def local_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """The state of ``parameter``, of which tensors are this rank's plain parts."""
+    own = optimizer.state.get(parameter, {})
+    return {key: local(v) if isinstance(v, torch.Tensor) else v for key, v in own.items()}
+
+
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group without its parameters."""
     return {name: value for name, value in group.items() if name not in NOT_OPTIONS}
@@ -136,7 +144,7 @@ def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) ->
         if strangers:
             raise ModelMismatchError(
                 f"optimizer: {len(strangers)} parameters of group {number} are not the model's, "
-                f"the first of shape {list(strangers[0].shape)}; create the optimizer after "
+                f"the first of shape {list(local(strangers[0]).shape)}; create the optimizer after "
                 "wrapping, from model.parameters()"
             )
         groups.append([held for holder in group["params"] for held in by_holder[holder]])

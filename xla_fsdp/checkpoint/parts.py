@@ -11,6 +11,7 @@ from torch import nn
 
 from ..collectives.world import World
 from ..sharding.layout import Layout
+from ..sharding.sharded_parameter import local
 from .inventory import Held, Inventory, take_inventory
 from .meeting import Meeting
 
@@ -76,7 +77,7 @@ def gather_members(
     for ``to`` take part and keep nothing. No more than this one part is full at a time, on any
     device.
     """
-    value = value.detach()
+    value = local(value).detach()
     if part.layout is None:
         return None if to is None else [_copied(value, to)]
     full = _gather(part, value)

@@ -36,7 +36,7 @@ from ..sharding.around import is_sharded
 from ..sharding.clipping import clip_grad_norm_ as clip_shards
 from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision
-from ..sharding.optimizer_checks import has_shards
+from ..sharding.optimizer_hook import has_shards
 from ..sharding.state import unique_units
 from ..wrapper import XlaFullyShardedDataParallel
 from .accelerate_state import load_sharded_state, save_sharded_state
@@ -388,7 +388,6 @@ def _step(original: Any, self: AcceleratedOptimizer, closure: Any = None) -> Non
     sharded = has_shards(self.optimizer)
     if not sharded and sharding_of(self.accelerator_state) is None:
         return original(self, closure)
-    self.knows_shards = sharded
     stepping = self.gradient_state.sync_gradients
     if stepping:
         _average(self)

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-
-import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-
-from ..ranks.rank import is_pretending
 from ..sharding.host_shard import HostShard
-from ..sharding.sharded_tensor import home_of
 from ..sharding.state import FSDPState
 from .copies import ShardCopy, Uploads
 from .gradients import HostGradients
@@ -49,29 +42,3 @@ def attach(unit: FSDPState) -> None:
             # Tied, and the other wrapper computes otherwise.
             tensor.copy = ShardCopy(shard, None, uploads)
         tensor.widens = True
-    watch_steps()
-
-
-@functools.cache
-def watch_steps() -> None:
-    """Has every step of an optimizer of torch tell shards on the host that they changed, the first
-    time it is called. Its fused kernels do not say so themselves."""
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    if is_pretending():
-        return
-    stepped = [
-        shard
-        for group in optimizer.param_groups
-        for shard in group["params"]
-        if isinstance(shard, HostShard) and shard.grad is not None
-    ]
-    for shard in stepped:
-        torch.autograd.graph.increment_version(shard)
-    for shard in stepped:  # on their way while the next batch is made and the next step traced
-        home = home_of(shard)
-        # What is streamed is not there; it comes when its wrapper computes.
-        if home is not None and home.copy is not None and home.copy.held is not None:
-            home.copy.send()

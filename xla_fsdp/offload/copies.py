@@ -15,6 +15,7 @@ from ..collectives.host_data import as_data
 from ..ranks.rank import is_pretending
 from ..sharding.host_shard import HostShard, unwritten
 from ..sharding.layout import computed_in
+from ..sharding.sharded_parameter import local
 
 # Bytes that may be on their way to the device before somebody waits for them, unless one tensor
 # has more. Until then there is a copy of them on the host.
@@ -95,7 +96,7 @@ class ShardCopy:
         state = self._shard.state()
         if self._value is None or state != self._made_of:
             self._value = None  # before the next one is there: one of them in device memory
-            self._value = self.uploads.send(self._shard.detach(), self.dtype)
+            self._value = self.uploads.send(local(self._shard), self.dtype)
             self._made_of = state
         return self._value
 

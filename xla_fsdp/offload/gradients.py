@@ -16,6 +16,7 @@ from .. import xlac
 from ..ranks.rank import is_pretending
 from ..sharding.host_shard import HostShard, unwritten
 from ..sharding.shard_hooks import accumulate
+from ..sharding.sharded_parameter import on_local_parts
 
 # Bytes that are fetched at a time, unless one tensor has more.
 FETCHED_BYTES = 1 << 28
@@ -120,4 +121,5 @@ def _pretend(shards: list[torch.Tensor]) -> None:
     """Gives each a gradient."""
     for shard in shards:
         if shard.grad is None:
-            shard.grad = unwritten(shard.shape, shard.dtype)
+            with on_local_parts():
+                shard.grad = unwritten(shard.shape, shard.dtype)

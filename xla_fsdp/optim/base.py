@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..sharding.shard_spec import spec_of
+from ..sharding.sharded_parameter import as_sharded, on_local_parts
 from ..sharding.sharded_tensor import home_of
 from .parts import Parts
 
@@ -25,7 +27,9 @@ class KeepsDtypes(Optimizer):
             for key, value in state_dict["state"].get(number, {}).items():
                 now = self.state[parameter].get(key)
                 if isinstance(now, torch.Tensor) and now.dtype is not value.dtype:
-                    self.state[parameter][key] = value.detach().to(now.device, copy=True)
+                    kept = value.detach().to(now.device, copy=True)
+                    spec = spec_of(now)
+                    self.state[parameter][key] = kept if spec is None else as_sharded(kept, spec)
 
 
 class ShardedOptimizer(KeepsDtypes):
@@ -34,7 +38,7 @@ class ShardedOptimizer(KeepsDtypes):
     Takes what ``model.parameters()`` of a wrapped model gives, and plain parameters as well.
     """
 
-    # torch's optimizers of the same kind compute another thing on shards, and are warned of.
+    # Plans leave its tensors as they are, see planning/tracing/host_step.py.
     knows_shards = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -65,7 +69,8 @@ class ShardedOptimizer(KeepsDtypes):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
+        with on_local_parts():
+            self._update()
         return loss
 
     def _update(self) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ..sharding.elementwise import check_elementwise
 from ..sharding.freeing import Stamp, stamps
+from ..sharding.shard_spec import spec_of
+from ..sharding.sharded_parameter import local, make_sharded, on_local_parts
 from ..sharding.sharded_tensor import home_of, set_home
 from .base import KeepsDtypes
 from .saved import SavesItself, SavesMore, saver_of
@@ -35,7 +36,7 @@ class InFloat32(KeepsDtypes):
         TypeError: ``optimizer_class`` makes no optimizer.
     """
 
-    # Of the inner optimizer it is asked when it is made.
+    # Plans leave its tensors as they are, see planning/tracing/host_step.py.
     knows_shards = True
 
     def __init__(
@@ -63,7 +64,6 @@ class InFloat32(KeepsDtypes):
             raise TypeError(
                 f"optimizer_class must make a torch.optim.Optimizer, got {type(inner).__name__}"
             )
-        check_elementwise(inner)
         self._inner = inner
         # The kind of the inner optimizer goes with its options into checkpoints.
         self._own = {"optimizer": type(inner).__name__, **own}
@@ -104,8 +104,9 @@ class InFloat32(KeepsDtypes):
             if wide is not parameter:
                 grad = parameter.grad
                 if grad is not None:
-                    self._begin(parameter, wide, own)
-                    wide.grad = grad.to(wide.dtype)
+                    with on_local_parts():
+                        self._begin(parameter, wide, own)
+                        wide.grad = grad.to(wide.dtype)
         # Without the hooks of all optimizers: they are called for this one.
         step: Any = type(inner).step
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
@@ -115,7 +116,8 @@ class InFloat32(KeepsDtypes):
             extra = {}
             if wide is not parameter:
                 wide.grad = None
-                extra = self._finish(parameter, wide)
+                with on_local_parts():
+                    extra = self._finish(parameter, wide)
             self.state[parameter] = {**inner.state.get(wide, {}), **extra}
         return loss
 
@@ -154,7 +156,7 @@ class InFloat32(KeepsDtypes):
     def _widened(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         if parameter.dtype not in _NARROW:
             return parameter
-        wide = torch.nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+        wide = torch.nn.Parameter(local(parameter).float(), parameter.requires_grad)
         _same_home(parameter, wide)
         self._wide[parameter] = wide
         return wide
@@ -240,6 +242,9 @@ def _same_home(parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> None:
     home = home_of(parameter)
     if home is not None and home_of(wide) is None:
         set_home(wide, replace(home, shard=wide))
+    spec = spec_of(parameter)
+    if spec is not None:
+        make_sharded(wide, spec)
 
 
 def _stamp(tensor: torch.Tensor) -> Stamp:

@@ -18,6 +18,7 @@ import torch
 
 from ..collectives.world import World
 from ..sharding.layout import LANES, Layout
+from ..sharding.sharded_parameter import local
 from ..sharding.sharded_tensor import home_of
 
 # Positions beyond do not fit int32, which TPUs are faster with.
@@ -36,6 +37,7 @@ class Parts:
 
     def __init__(self, parameter: torch.Tensor):
         home = home_of(parameter)
+        parameter = local(parameter)
         self.shape = parameter.shape
         self.world: World | None = None
         self.depth = 1

@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ..sharding.sharded_parameter import local
+
 # Elements of float32 in one value of a checkpoint's manifest, which takes 1 MiB.
 _CHUNK = 1 << 17
 
@@ -87,8 +89,8 @@ class SavesMore:
         rest, more = dict(state), {}
         for key in self._elements:
             if key in rest:
-                value = rest.pop(key)
-                require_shape(key, value, parameter.shape)
+                value = local(rest.pop(key))
+                require_shape(key, value, local(parameter).shape)
                 more[key] = Made(value.dtype, value.detach().cpu)
         for key in self._singles:
             if key in rest:

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from ..sharding.sharded_parameter import on_local_parts
 from .base import require_range
 from .in_float32 import InFloat32
 from .parts import Parts
@@ -83,7 +84,8 @@ class StochasticRounding(InFloat32):
     def _drop(*wide: torch.nn.Parameter) -> None:
         """Between steps there are no values in float32."""
         for one in wide:
-            one.data = one.detach().new_zeros(0)
+            with on_local_parts():
+                one.data = one.detach().new_zeros(0)
 
     def _begin(
         self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, state: Mapping[str, Any]

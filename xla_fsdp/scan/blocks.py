@@ -15,6 +15,8 @@ from ..sharding import metadata
 from ..sharding.first_step import require_values
 from ..sharding.input_devices import raise_if_elsewhere
 from ..sharding.options import SCAN, FSDPOptions, takes_options
+from ..sharding.shard_spec import spec_of
+from ..sharding.sharded_parameter import as_sharded, local
 from ..sharding.transforms import require_plain_call
 from ..tpu import compiler_options
 from ..wrapper import XlaFullyShardedDataParallel
@@ -156,7 +158,7 @@ def _take_apart(
     rows: dict[str, list[torch.Tensor]] = {}
     for key in [key for key in state_dict if key.startswith(inside)]:
         name = key.removeprefix(inside)
-        value = state_dict.pop(key)
+        value = local(state_dict.pop(key))
         each = [value] * len(module) if by_name[name].shared else value.unbind(0)
         # Not views, of which each would keep the stack.
         rows[name] = [torch.view_copy(row, row.shape) for row in each]
@@ -192,7 +194,7 @@ def _put_together(
         rows = []
         for number in range(len(module)):
             key = prefix + dotted(str(number), name)
-            current = stack.value if stack.shared else stack.value[number]
+            current = stack.value if stack.shared else local(stack.value)[number]
             row = state_dict.pop(key, None)
             if row is None:
                 missing.append(key)
@@ -205,7 +207,9 @@ def _put_together(
             rows.append(current if row is None else row.to(current.dtype))
         if not stack.shared:
             rows[0] = torch.stack([row.to(rows[0].device) for row in rows])
-        state_dict[prefix + WRAPPED_PREFIX + name] = rows[0]
+        spec = spec_of(stack.value)
+        loaded = rows[0] if spec is None else as_sharded(rows[0], spec)
+        state_dict[prefix + WRAPPED_PREFIX + name] = loaded
 
 
 def _by_name(module: ScannedBlocks) -> dict[str, Stack]:

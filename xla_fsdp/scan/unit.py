@@ -19,6 +19,7 @@ from ..sharding.block_memory import BlockMemory
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
 from ..sharding.secondary import Secondary
+from ..sharding.sharded_parameter import local
 from ..sharding.sharded_tensor import Place, ShardedTensor
 from ..sharding.state import FSDPState
 from ..sharding.unsharded import Origin, make_unsharded
@@ -123,7 +124,14 @@ class ScanUnit(FSDPState):
         """
         self.depth = depth
         self.stored = [
-            ShardedTensor(stack.value, stack.layout, stack.name, wide=stack.wide, world=self.world)
+            ShardedTensor(
+                stack.value,
+                stack.layout,
+                stack.name,
+                wide=stack.wide,
+                world=self.world,
+                comms=self.comms,
+            )
             for stack in self.parameters
         ]
         paths: dict[nn.Module, list[str]] = {}
@@ -131,7 +139,7 @@ class ScanUnit(FSDPState):
             paths.setdefault(module, []).append(path)
         for block in map(str, range(depth)):
             for stack in self.parameters:
-                row = torch.empty_like(stack.value[0], device="meta")
+                row = torch.empty_like(local(stack.value)[0], device="meta")
                 row = nn.Parameter(row, requires_grad=stack.value.requires_grad)
                 tensor = ShardedTensor(
                     row, stack.layout, dotted(block, stack.name), wide=stack.wide

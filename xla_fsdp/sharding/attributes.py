@@ -1,48 +1,32 @@
 """What ``module.weight`` gives while that parameter is sharded.
 
-To optimizers, state dicts and people who look at it, the shard. But code that computes with it (a
+The shard, whose type knows what it is. But in a forward, and in a backward, code that reads it (a
 head that is tied by reading ``self.embed.weight``, ``nn.MultiheadAttention`` reading the weight of
-its ``out_proj``, a method other than ``forward``, a layer called by itself instead of through its
-wrapper) would take a part for the whole.
-There it gets a stand-in, which has the whole parameter's shape, dtype and device and no value, and
+its ``out_proj``) means to compute with the full parameter, also with single elements.
+There it gets a stand-in, which has the full parameter's shape, dtype and device and no value, and
 which says what is wrong when something is computed with it.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
-from ..collectives.world import World
+from .comms import Communicator
 from .gathering import computing_passes, expects_full_parameters
-from .shard_hooks import REPLACED
+from .sharded_parameter import local
 from .sharded_tensor import Place, ShardedTensor
 from .unsharded import UnshardedParameter
-
-# What is between a forward that reads ``module.weight`` and the dict that has the parameter: it may
-# do so in a comprehension, as that of ``torch.nn.utils.parametrize`` does.
-_LOOKING_UP = frozenset(
-    ["__getattr__", "__getitem__", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>"]
-)
-
-
-class Labelled(Protocol):
-    """Knows the name of a wrapper: "" or "blocks.3."; only the first forward tells it."""
-
-    label: str
-    world: World
 
 
 class Whole(NamedTuple):
     """A parameter that a module has in full only now and then, and what is there in between."""
 
     resting: nn.Parameter | None
-    owner: Labelled
+    owner: Communicator
     own_name: str  # in the wrapped module
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -104,9 +88,10 @@ class ModuleParameters(WatchedParameters):
             return value
         whole = self.wholes.get(name)
         if whole is not None and value is whole.resting:
-            # A hook in the backward, too, has a use for all of it only.
+            # A hook in the backward, too, has a use for all of it only. Of a flattened vector
+            # nothing else is here.
             in_backward = torch._C._current_graph_task_id() != -1
-            if expects_full_parameters() or in_backward or _read_by_forward(sys._getframe(1)):
+            if whole.resting is None or expects_full_parameters() or in_backward:
                 return ShardedElsewhere(whole)
         return value
 
@@ -116,32 +101,8 @@ class ModuleParameters(WatchedParameters):
         return any(whole.resting is None for whole in self.wholes.values())
 
 
-def _read_by_forward(frame: FrameType | None) -> bool:
-    """Whether the forward of a module, a method that it calls, or a hook around it reads an
-    attribute: one that no wrapper runs."""
-    while frame is not None:
-        code = frame.f_code
-        if _calls_hooks(frame):
-            return True
-        if code.co_name not in _LOOKING_UP:
-            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            if not isinstance(first, nn.Module):
-                return _calls_hooks(frame.f_back)
-            if code.co_name == "forward":
-                return True
-        frame = frame.f_back
-    return False
-
-
-def _calls_hooks(frame: FrameType | None) -> bool:
-    """Whether it is that of the call of a module, which runs its hooks and its forward."""
-    if frame is None or frame.f_code.co_filename != nn.Module.__call__.__code__.co_filename:
-        return False
-    return frame.f_code.co_name in ("inner", nn.Module._call_impl.__name__)
-
-
 def watch_place(
-    place: Place, tensor: ShardedTensor, member: int, owner: Labelled, name: str
+    place: Place, tensor: ShardedTensor, member: int, owner: Communicator, name: str
 ) -> None:
     """Has the module of ``place`` give stand-ins where full parameters are expected.
 
@@ -159,14 +120,14 @@ def watch_place(
 
 
 def watch_flattened(
-    module: nn.Module, name: str, shard: nn.Parameter, owner: Labelled, device: torch.device
+    module: nn.Module, name: str, shard: nn.Parameter, owner: Communicator, device: torch.device
 ) -> None:
     """Has ``module``, a wrapper, which has vector ``name``, give a stand-in for it to those who go
     through all parameters in a forward."""
     parameters = module._parameters
     if not isinstance(parameters, WatchedParameters):
         parameters = module.__dict__["_parameters"] = WatchedParameters(parameters)
-    whole = Whole(shard, owner, name, tuple(shard.shape), shard.dtype, device)
+    whole = Whole(shard, owner, name, tuple(local(shard).shape), shard.dtype, device)
     parameters.wholes[name] = whole
 
 
@@ -210,14 +171,13 @@ class ShardedElsewhere(torch.Tensor):
         own = args[0] if args and type(args[0]) is cls else None
         if own is not None and func in _OF_THE_VALUE:
             refuse(own._name, ".data")
-        with torch._C.DisableTorchFunctionSubclass():
-            if own is None or own.resting is None or func not in _OF_THE_SHARD:
+        if own is None or own.resting is None or func not in _OF_THE_SHARD:
+            with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-            name = func.__name__
-            if name in REPLACED:  # a shard has its own
-                return getattr(own.resting, name)(*args[1:], **(kwargs or {}))
-            found = func(own.resting, *args[1:], **(kwargs or {}))
-            return own if found is own.resting else found
+        if func.__name__.startswith("register_"):  # a shard has its own
+            return getattr(own.resting, func.__name__)(*args[1:], **(kwargs or {}))
+        found = func(own.resting, *args[1:], **(kwargs or {}))
+        return own if found is own.resting else found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub is not a classmethod's

@@ -22,10 +22,10 @@ from .full_precision import compute_in_full, full_precision_modules
 from .host_shard import HostShard, on_host
 from .ignored import is_ignored, note_of, settle_ignored
 from .layout import Layout
+from .metadata import take_local
 from .options import FSDPOptions
 from .parameter_checks import require_parameters_here
 from .released import mark_released
-from .shard_hooks import guard_hooks
 from .sharded_tensor import (
     Place,
     ShardedTensor,
@@ -105,6 +105,8 @@ class UnitBuilder:
             self.unit.linears = {m: heads for m, heads in layers.items() if m in of_unit}
         self._move_buffers()
         refer_to(self.owner, self.unit)
+        for module in {place.module: None for place in self.unit.places}:
+            module.register_load_state_dict_pre_hook(take_local)
         self.unit.initial_stamps = stamps(self.unit.shards)
         return self.unit
 
@@ -183,7 +185,6 @@ class UnitBuilder:
             release_original_(parameter)
             mark_released(parameter)
         set_home_of_shards([tensor])
-        guard_hooks(shard)
         if late:
             self.late[tensor] = late
         return tensor

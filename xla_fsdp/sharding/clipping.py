@@ -13,6 +13,7 @@ from torch import nn
 from ..collectives.host_data import as_data
 from ..collectives.world import World, checked_groups
 from ..ranks.rank import is_pretending
+from .sharded_parameter import local
 from .sharded_tensor import require_reduced
 
 # Of what is added up, or of which the largest counts: beside that it is noted whether there was a
@@ -86,10 +87,10 @@ def clip_grad_norm_(
     device = units[0].world.device
     if any(parameter.requires_grad and id(parameter) not in worlds for parameter in parameters):
         by_world[None] = []
-    clipped = [(id(p), p.grad) for p in parameters if p.grad is not None]
+    clipped = [(id(p), local(p.grad.detach())) for p in parameters if p.grad is not None]
     for identity, grad in clipped:
         # A parameter that is not sharded is whole on every rank, and counts once as well.
-        by_world.setdefault(worlds.get(identity), []).append(grad.detach())
+        by_world.setdefault(worlds.get(identity), []).append(grad)
 
     everyone = World.to_reduce_over(None, device)
     is_max = math.isinf(norm_type)
@@ -126,7 +127,7 @@ def clip_grad_norm_(
                 continue
             told = coefficient.cpu() if told is None else told
             factor = told
-        grad.detach().mul_(factor.to(grad.dtype))
+        grad.mul_(factor.to(grad.dtype))
     return total
 
 

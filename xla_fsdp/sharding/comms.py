@@ -276,7 +276,7 @@ def shares(reduced: torch.Tensor, tensors: Sequence[ShardedTensor]) -> Tensors:
         return [torch.view_copy(reduced, tensors[0].layout.shard_shape)]
     flat, first, found = reduced.reshape(-1), 0, []
     for tensor in tensors:
-        length = tensor.shard.numel()
+        length = math.prod(tensor.layout.shard_shape)
         share = torch.slice_copy(flat, 0, first, first + length)
         found.append(share.reshape(tensor.layout.shard_shape))
         first += length

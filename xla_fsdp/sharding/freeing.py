@@ -58,12 +58,13 @@ def assign_(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> 
     Without telling functionalization, what is derived from a tensor that was once changed in place
     (``detach()``, and so every state dict) would go on having its old value.
     """
-    fill_(tensors, values)
-    for tensor in tensors:
-        if torch._is_functional_tensor(tensor):
-            torch._functionalize_commit_update(tensor)
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        fill_(tensors, values)
+        for tensor in tensors:
+            if torch._is_functional_tensor(tensor):
+                torch._functionalize_commit_update(tensor)
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
 
 
 def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:

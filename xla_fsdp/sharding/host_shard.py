@@ -8,13 +8,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import nn
 
 from ..ranks.rank import is_pretending
 from .freeing import Stamp, stamps
+from .sharded_parameter import ShardedParameter
 
 
-class HostShard(nn.Parameter):
+class HostShard(ShardedParameter):
     """A parameter on the CPU of which there is a copy on the device, which must not grow stale.
 
     torch counts changes in place, but not those through ``.data``, which has a counter of its own.

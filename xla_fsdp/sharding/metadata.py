@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..names import WRAPPED_PREFIX, dotted, names_hook
 from .layout import Layout
+from .shard_spec import spec_of
+from .sharded_parameter import ShardedValue, as_sharded
 from .sharded_tensor import ShardedTensor, home_of
 from .unit import NamedUnits
 
@@ -84,7 +87,29 @@ def clean_state_dict_keys(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """State-dict hook: ``prefix + "_fsdp_wrapped_module.x"`` becomes ``prefix + "x"``."""
+    hand_out_local(module, state_dict, prefix, local_metadata)
     _rename(state_dict, prefix + WRAPPED_PREFIX, prefix)
+
+
+@names_hook
+def hand_out_local(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """State-dict hook: shards are plain tensors, but parameters themselves (``keep_vars``)."""
+    for key, value in state_dict.items():
+        if key.startswith(prefix) and isinstance(value, ShardedValue):
+            state_dict[key] = value.to_local()
+
+
+@names_hook
+def take_local(module: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Load hook of each module that has shards: plain tensors of their shape are their values."""
+    for name, shard in dict.items(module._parameters):  # not the stand-ins of a forward
+        value, spec = state_dict.get(prefix + name), spec_of(shard)
+        if spec is None or not isinstance(value, torch.Tensor):
+            continue
+        if type(value) in (torch.Tensor, nn.Parameter) and value.shape == spec.local_shape:
+            state_dict[prefix + name] = as_sharded(value.detach(), spec)
 
 
 @names_hook
@@ -109,6 +134,7 @@ def restore_state_dict_keys(
         "the shards that the wrapper gathers",
         lambda name: name if name in own else WRAPPED_PREFIX + name,
     )
+    take_local(module, state_dict, prefix)  # flattened vectors
     module.__dict__[_ERRORS] = errors
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from ..collectives.world import World
-from .host_shard import ALIASES
 from .layout import Layout, TensorSpec
-from .shard_hooks import REPLACED
+from .shard_spec import ShardSpec
+from .sharded_parameter import local, make_sharded
 
 if TYPE_CHECKING:
     from ..offload.copies import ShardCopy
+    from .comms import Communicator
 
 
 @dataclass(eq=False)
@@ -41,6 +42,12 @@ class ShardedTensor:
     reordered: bool = False  # its values came from files that list parameters in another order
     # Of a flat vector: by member, the attributes that users set on the parameter.
     attributes: Sequence[dict[str, Any]] = ()
+    comms: Communicator | None = None  # of the unit that sharded it, whose name it knows
+
+    @property
+    def name(self) -> str:
+        """The dotted name, from the root if that is known."""
+        return self.key if self.comms is None else self.comms.label + self.key
 
     @property
     def divided(self) -> bool:
@@ -59,8 +66,16 @@ class ShardedTensor:
 
     @property
     def source(self) -> torch.Tensor:
-        """What this rank sends in a gather."""
-        return self.shard if self.copy is None else self.copy.value
+        """What this rank sends in a gather, a plain tensor."""
+        return local(self.shard) if self.copy is None else self.copy.value
+
+    def shard_spec(self) -> ShardSpec | None:
+        """What the shard is a part of."""
+        if self.world is None:
+            return None
+        shape = local(self.shard).shape
+        depth = 0 if tuple(shape) == self.layout.shard_shape else shape[0]
+        return ShardSpec(self.layout, self.world, depth, self.flattened, weakref.ref(self))
 
 
 @dataclass(frozen=True)
@@ -77,7 +92,6 @@ class Place:
 # On a shard: the ShardedTensor it belongs to. On a parameter that has been sharded, but that other
 # modules may still hold (tied weights): the ShardedTensor and the parameter's number in it.
 _HOME = "_xla_fsdp_home"
-_OURS = REPLACED | {_HOME, ALIASES}
 
 
 def set_home(parameter: nn.Parameter, tensor: ShardedTensor, number: int = 0) -> None:
@@ -86,18 +100,16 @@ def set_home(parameter: nn.Parameter, tensor: ShardedTensor, number: int = 0) ->
 
 
 def set_home_of_shards(tensors: Iterable[ShardedTensor]) -> None:
-    """Notes on the shards of ``tensors`` whose they are.
+    """Notes on the shards of ``tensors`` whose they are, and gives them their type.
 
     Lifetime: the wrapper owns ``tensors``, these own the shards, which know them only weakly: what
     a model holds on the device goes with the model, without waiting for the garbage collector.
     """
     for tensor in tensors:
         setattr(tensor.shard, _HOME, (weakref.ref(tensor), 0))
-
-
-def is_users(attribute: str) -> bool:
-    """Whether an attribute of a parameter, called so, is one that a user set."""
-    return attribute not in _OURS
+        spec = tensor.shard_spec()
+        if spec is not None:
+            make_sharded(tensor.shard, spec)
 
 
 def home_of(parameter: object) -> ShardedTensor | None:

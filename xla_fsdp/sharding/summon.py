@@ -26,7 +26,8 @@ from .attributes import refuse_replacement
 from .comms import Communicator
 from .freeing import stamps
 from .gathering import computing_passes
-from .sharded_tensor import ShardedTensor, is_users
+from .sharded_parameter import is_users, local, on_local_parts
+from .sharded_tensor import ShardedTensor
 from .state import FSDPState, unit_of
 
 
@@ -175,8 +176,10 @@ class _Summoned:
         new = [tensor for tensor in unit.tensors if tensor.summoned is None]
         graded = [t for t in new if self.how.with_grads and t.shard.grad is not None]
         device = unit.world.device
-        values = _gather(unit, new, [_on_device(t.shard.detach(), device) for t in new])
-        shares = [_on_device(t.shard.grad, device) for t in graded if t.shard.grad is not None]
+        values = _gather(unit, new, [_on_device(local(t.shard), device) for t in new])
+        shares = [
+            _on_device(local(t.shard.grad), device) for t in graded if t.shard.grad is not None
+        ]
         grads = _gather(unit, graded, shares)
         torch_xla.sync(wait=True)  # before ranks do different things with what they all gathered
         for tensor, members in values.items():
@@ -254,7 +257,8 @@ class _Summoned:
         for tensor, full in self.summoned.items():
             values, grads = full.changed()
             if values:
-                tensor.shard.copy_(_cut(tensor, full.world, full.parameters))
+                with on_local_parts():
+                    tensor.shard.copy_(_cut(tensor, full.world, full.parameters))
             if self.how.with_grads and grads:
                 found = [parameter.grad for parameter in full.parameters]
                 own = None
@@ -262,7 +266,8 @@ class _Summoned:
                     pairs = zip(found, full.parameters, strict=True)
                     some = [torch.zeros_like(p) if grad is None else grad for grad, p in pairs]
                     own = _cut(tensor, full.world, some)
-                tensor.shard.grad = own
+                with on_local_parts():
+                    tensor.shard.grad = own
             tensor.shard.requires_grad_(full.parameters[0].requires_grad)
         torch_xla.sync()  # a program of its own
 

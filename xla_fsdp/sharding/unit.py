@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,6 @@ from .freeing import Stamp
 from .ignored import note_again
 from .options import FSDPOptions
 from .secondary import Secondaries
-from .shard_hooks import guard_hooks
 from .sharded_tensor import Place, ShardedTensor, set_home_of_shards
 from .unreduced import UnitGradients
 
@@ -92,6 +92,7 @@ class Unit:
         """Adds a sharded tensor; returns the number of its first full parameter."""
         if tensor not in self.tensors:
             self.tensors.append(tensor)
+            tensor.comms = tensor.comms or self.comms
             self._first.append(self._first[-1] + len(tensor.layout.members))
         return self._first[self.tensors.index(tensor)]
 
@@ -157,14 +158,12 @@ class Unit:
         shards, held = self.shards, []
         for number, tensor in enumerate(self.tensors):
             block, index = divmod(number, len(shards))
-            held.append((tensor, shards[index], block * tensor.shard.numel()))
+            held.append((tensor, shards[index], block * math.prod(tensor.layout.shard_shape)))
         return held
 
     def note_homes(self) -> None:
         """Notes on every parameter that an optimizer sees what it is a shard of."""
         set_home_of_shards(self.stored)
-        for shard in self.shards:
-            guard_hooks(shard)
         note_again(self.ignored)
         for one in self.awaited:
             one.wait_on()

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from .sharded_tensor import ShardedTensor, is_users
+from .sharded_parameter import is_users
+from .sharded_tensor import ShardedTensor
 
 
 class Origin(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...ranks.rank import current_rank
-from ...sharding.optimizer_checks import has_shards
+from ...sharding.optimizer_hook import has_shards
 from ..held_shards import hold_shards
 
 

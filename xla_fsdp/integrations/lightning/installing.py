@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from types import FunctionType
 from typing import Any
 
 import lightning.fabric.fabric
@@ -15,14 +14,12 @@ import lightning.fabric.strategies.xla_fsdp
 import lightning.fabric.utilities.throughput
 import lightning.pytorch.callbacks.throughput_monitor
 import lightning.pytorch.trainer.connectors.data_connector
-import torch
 from lightning.fabric import Fabric
 from lightning.fabric.accelerators import CPUAccelerator, XLAAccelerator
 from lightning.fabric.connector import _Connector
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     ModelPruning,
     ModelSummary,
     StochasticWeightAveraging,
@@ -32,13 +29,11 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner.lr_finder import _LRCallback
-from lightning.pytorch.utilities import grad_norm, model_summary
+from lightning.pytorch.utilities import model_summary
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_summary.model_summary import LayerSummary
-from torch import nn
 
 from ...sharding.around import is_sharded
-from ...sharding.optimizer_checks import has_shards
 from ..saving import count_whole
 from .changed import changes, drop_in
 from .fabric_strategy import FabricStrategy
@@ -213,17 +208,6 @@ _refuse(
 )
 
 
-@changes.around(BaseFinetuning, "filter_on_optimizer")
-def _filter_on_optimizer(original: Any, optimizer: Any, params: Any) -> list[Any]:
-    """It compares by torch.equal, and two shards of one rank may both be all padding."""
-    if not has_shards(optimizer):
-        return original(optimizer, params)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    params = list(params)
-    original(optimizer, [p for p in params if id(p) in held])  # for its warning
-    return [p for p in params if id(p) not in held]
-
-
 @changes.around(lightning.fabric.utilities.throughput, "get_available_flops")
 @changes.around(lightning.pytorch.callbacks.throughput_monitor, "get_available_flops")
 def _available_flops(original: Any, device: Any, dtype: Any) -> int | None:
@@ -281,45 +265,6 @@ def _summary(original: Any, self: Any, trainer: Any, pl_module: Any) -> Any:
     if not is_sharded(pl_module):
         return original(self, trainer, pl_module)
     return _FullSummary(pl_module, max_depth=self._max_depth)
-
-
-_plain = FunctionType(
-    grad_norm.__code__, grad_norm.__globals__, "grad_norm", grad_norm.__defaults__
-)
-
-
-def norms(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Any]:
-    """The norm of each whole gradient and of all together, by the names that Lightning has for
-    them; of a sharded module every rank calls it.
-
-    Raises:
-        ValueError: ``norm_type`` is not positive.
-    """
-    if not is_sharded(module):
-        return _plain(module, norm_type, group_separator)
-    order = float(norm_type)
-    # Clipping at infinity changes nothing, and knows how parameters are shared.
-    found = {
-        f"grad_{order}_norm{group_separator}{name}": (
-            torch.nn.utils.clip_grad_norm_([parameter], float("inf"), order)
-        )
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
-    if found:
-        found[f"grad_{order}_norm_total"] = torch.stack(list(found.values())).norm(order)
-    return found
-
-
-def enter(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
-    """Its code becomes that of ``grad_norm``, which scripts have imported before they import us."""
-    from xla_fsdp.integrations.lightning.installing import norms
-
-    return norms(module, norm_type, group_separator)
-
-
-# Not by its name, under which others have it already.
-changes.replace(grad_norm, "__code__", enter.__code__)
 
 
 # -- the drop-in -------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ...offload.copies import STAGED_BYTES
 from ...offload.gradients import FETCHED_BYTES
 from ...sharding.host_shard import HostShard
+from ...sharding.sharded_parameter import local, on_local_parts
 from ...sharding.sharded_tensor import ShardedTensor
 from ...sharding.state import FSDPState, unique_units
 from ..records import HostNeeds
@@ -42,30 +43,33 @@ class HostSteps:
             return
         for group in optimizer.param_groups:
             for shard in group["params"]:
-                if not isinstance(shard, HostShard) or not shard.numel():
+                if not isinstance(shard, HostShard) or not local(shard).numel():
                     continue
-                grad = shard.grad
                 state = optimizer.state.pop(shard, None)
-                self._kept.append((optimizer, shard, shard.detach(), grad, state))
-                shard.grad = None
-                few = torch.zeros(_FEW, dtype=shard.dtype, device="cpu")
-                torch.Tensor.data.__set__(shard, few)  # type: ignore[attr-defined]
-                shard.grad = None if grad is None else torch.zeros_like(few)
+                with on_local_parts():
+                    grad = shard.grad
+                    self._kept.append((optimizer, shard, shard.detach(), grad, state))
+                    shard.grad = None
+                    few = torch.zeros(_FEW, dtype=shard.dtype, device="cpu")
+                    torch.Tensor.data.__set__(shard, few)  # type: ignore[attr-defined]
+                    shard.grad = None if grad is None else torch.zeros_like(few)
 
     def restore(self) -> None:
         """Undoes :meth:`shrink`, and counts the state that was made."""
         while self._kept:
             optimizer, shard, values, grad, state = self._kept.pop()
             made = optimizer.state.pop(shard, {})
+            made = {k: local(v) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
             size = 0
             for value in made.values():
                 if isinstance(value, torch.Tensor):
                     each = values.numel() if value.numel() == _FEW else 1
                     size += each * value.dtype.itemsize
             self._known[shard] = max(size, self._known.get(shard, 0))
-            shard.grad = None
-            torch.Tensor.data.__set__(shard, values)  # type: ignore[attr-defined]
-            shard.grad = grad
+            with on_local_parts():
+                shard.grad = None
+                torch.Tensor.data.__set__(shard, values)  # type: ignore[attr-defined]
+                shard.grad = grad
             if state is not None:
                 optimizer.state[shard] = state
         self.state = sum(self._known.values())
@@ -102,13 +106,13 @@ def needs_of(tensors: list[ShardedTensor], sent: list[int], state: int) -> HostN
     """
     if not tensors:
         return None
-    sizes = [(t.shard.numel(), t.shard.dtype.itemsize, t.copy) for t in tensors]
+    sizes = [(local(t.shard).numel(), t.shard.dtype.itemsize, t.copy) for t in tensors]
     copies = [count * copy.dtype.itemsize for count, _, copy in sizes if copy is not None]
     trained = [t.shard for t in tensors if t.shard.requires_grad]
     largest = max(*copies, *sent, 0, 0)
     return HostNeeds(
         shards=sum(count * size for count, size, _ in sizes),
-        gradients=sum(shard.numel() * shard.dtype.itemsize for shard in trained),
+        gradients=sum(local(shard).numel() * shard.dtype.itemsize for shard in trained),
         state=state,
         # What is narrowed for the device and the runtime's copy of it; what arrives, in two pieces.
         buffers=min(2 * max(largest, STAGED_BYTES, FETCHED_BYTES), 2 * sum(copies)),

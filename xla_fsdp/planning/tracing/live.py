@@ -15,6 +15,7 @@ import torch
 
 from ... import xlac
 from ...sharding.freeing import fill_
+from ...sharding.sharded_parameter import local, on_local_parts
 from ...sharding.unsharded import UnshardedParameter
 from ...tree import has_own_operators
 
@@ -139,7 +140,7 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.data = torch.empty(tensor.shape, device=tensor.device, dtype=tensor.dtype)
+        self.data = torch.empty(local(tensor).shape, device=tensor.device, dtype=tensor.dtype)
         assign(self.data, tensor)
 
     def restore(self) -> None:
@@ -152,7 +153,11 @@ def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
     A copy in place is no computation on XLA: the tensor takes the value over, and so do its views.
     Where torch allows none (expanded tensors, inference mode), only the tensor itself does.
     """
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+    with (
+        torch.no_grad(),
+        on_local_parts(),
+        torch.autograd._unsafe_preserve_version_counter(tensor),
+    ):
         try:
             tensor.copy_(data)
         except RuntimeError:

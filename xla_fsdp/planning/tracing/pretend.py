@@ -33,6 +33,7 @@ from ...ranks.cpu.mode import READS, reads_to_host, xla_tensors
 from ...ranks.cpu.patches import Patches
 from ...ranks.rank import pretend, pretending
 from ...sharding.freeing import fill_
+from ...sharding.sharded_parameter import local
 from ...tpu.libtpu_flags import ARGUMENTS
 from ...tpu.topology import Slice
 from .live import assign, is_pending
@@ -144,7 +145,7 @@ def settle(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
     """Gives pending tensors buffers, full of ``value``, without running what was traced."""
     for tensor in tensors:
         if is_pending(tensor):
-            filled = torch.full(tensor.shape, value, dtype=tensor.dtype)
+            filled = torch.full(local(tensor).shape, value, dtype=tensor.dtype)
             placeholder = as_data(filled, tensor.device)
             assign(tensor, placeholder)
             if is_pending(tensor):  # a view stays a computation on what it is a view of

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from ... import xlac
+from ...sharding.sharded_parameter import local
 from .bound import ZeroBound
 from .fingerprint import fingerprint
 from .live import Held, held
@@ -126,7 +127,7 @@ class StepBoundary:
         read, without the padding of layouts."""
         handles = xlac.buffer_handles([one.tensor for one in tensors])
         buffers = {
-            handle: one.tensor.numel() * one.tensor.dtype.itemsize
+            handle: local(one.tensor).numel() * one.tensor.dtype.itemsize
             for handle, one in zip(handles, tensors, strict=True)
             if handle not in self._read
         }
@@ -134,4 +135,7 @@ class StepBoundary:
 
 
 def _fits(argument: torch.Tensor, output: Held) -> bool:
-    return argument.shape == output.tensor.shape and argument.dtype == output.tensor.dtype
+    return (
+        local(argument).shape == local(output.tensor).shape
+        and argument.dtype == output.tensor.dtype
+    )

@@ -89,7 +89,8 @@ def _start_momentum(optimizer: torch.optim.SGD) -> None:
             for parameter in group["params"]:
                 grad, state = parameter.grad, optimizer.state[parameter]
                 if grad is not None and grad.is_xla and state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = _filled(grad, 0)
+                    with torch.no_grad():  # see make
+                        state["momentum_buffer"] = torch.zeros_like(grad)
 
 
 def make(session: Session, context: RankContext, func: Callable, args: tuple, kwargs: dict) -> Any:

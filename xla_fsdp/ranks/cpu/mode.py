@@ -7,6 +7,9 @@ One torch function mode, with one or two dictionary look-ups for each operator:
 - what an optimizer starts its state with becomes device data;
 - ``backward`` hands the mode on to autograd's thread.
 
+Types with ``answers_first``, those of sharded parameters, are asked before; what they run comes
+here again.
+
 torch switches the mode off inside of a Python function that it is called for (``torch.nn.init``,
 functions of other libraries, and those that a library puts in torch's place). So what such a
 function draws on the CPU is found in the operators that it runs, by a mode one level below.
@@ -43,6 +46,12 @@ class RankMode(TorchFunctionMode):
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if types and torch._C._is_torch_function_enabled():  # a type does not ask itself
+            for kind in types:
+                # What it does may be a collective, in which no lock of a read may be held.
+                if getattr(kind, "answers_first", False):
+                    with self:
+                        return kind.__torch_function__(func, types, args, kwargs)  # type: ignore[attr-defined]
         special = _SPECIAL.get(func)
         if special is not None and self.context.active:
             return special(self, func, args, kwargs or {})

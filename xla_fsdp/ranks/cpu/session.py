@@ -332,5 +332,6 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
         xlac.forget_pending(device)
     for tensor in lost:
         fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-        value = torch.full(tensor.shape, fill, dtype=tensor.dtype).to(tensor.device)
+        with torch._C.DisableTorchFunctionSubclass():  # of a sharded tensor what is here
+            value = torch.full(tensor.shape, fill, dtype=tensor.dtype).to(tensor.device)
         xlac.replace_data(tensor, value)

@@ -1,75 +1,106 @@
-"""What goes wrong with an optimizer on shards without a word, found out before its step.
+"""What the type of a shard cannot know of an optimizer: one hook around every step.
 
-torch calls hooks before every optimizer's step. One of them, registered once a process, looks at
-what is wrong for good, and in every step asks each parameter whether gradients are missing.
+| wrong or slow | how it is found | what happens |
+|---|---|---|
+| made before ``module.to(device)``, which replaces them | marks of ``moves.py`` | raises |
+| made before wrapping | a parameter is not the shard that its home has | raises |
+| state loaded by position, beside weights of the in-tree class | home has another order | raises |
+| a step before a load has given values | ``awaited.py`` | raises |
+| gradients that ``no_sync`` holds | counted at home | raises |
+| gradients of this rank only | parameters outside of every unit | warns once |
+| plain local tensors in loaded state | they have the shape of the shard | get the shard's type |
+| step by step, where lists give the same | ``foreach`` is None | set for this step |
+| shards on the host | home has a copy on the device | are sent as soon as they are new |
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
 import torch_xla.runtime as xr
-from torch import Tensor
-from torch.amp import GradScaler
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch import Tensor, optim
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..moves import was_left
+from ..ranks.rank import is_pretending
+from .averaging_again import refuse_shards
 from .awaited import require_filled
-from .elementwise import check_elementwise
 from .first_step import WARNED
-from .foreach_steps import choose_foreach
 from .ignored import note_of
+from .shard_spec import spec_of
+from .sharded_parameter import as_sharded, local
 from .sharded_tensor import home_of, homes_of, require_reduced
-from .slow_steps import warn_of_slow_steps
-from .torch_clipping import ACCELERATE_AVERAGES, ask_all_ranks
 from .unsharded import UnshardedParameter
-from .whole_models import refuse_shards
 
-# Frames between the hook and who calls the step: torch's own wrapper, and a scheduler's.
-_FRAMES = 8
-# Where Accelerate's optimizer is, which averages gradients over the ranks.
-_ACCELERATE = "accelerate.optimizer"
 # On an optimizer: how many parameters it had when it was checked.
 _CHECKED = "_xla_fsdp_parameters_checked"
 # On an optimizer: its state was found by the names of the parameters.
 _BY_NAME = "_xla_fsdp_by_name"
+# On an optimizer: for each step that is under way (a plan's are within one another) the groups that
+# go by lists until it is over. One that ended in an error leaves them so, which changes no value.
+_CHOSEN = "_xla_fsdp_foreach"
+# Optimizers of torch whose results are the same bit for bit over lists, which takes half of the
+# host's time (benchmarks/LOG.md). Not so are Adagrad, NAdam, RAdam, ASGD and Rprop.
+_SAME = (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adadelta, optim.Adamax)
 
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Registers the checks, the first time it is called."""
+    """Registers the hook, the first time it is called."""
     register_optimizer_step_pre_hook(_before_step)
-    choose_foreach()
-    ask_all_ranks()
+    register_optimizer_step_post_hook(_after_step)
     refuse_shards()
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    number = sum(len(group["params"]) for group in optimizer.param_groups)
-    if optimizer.__dict__.get(_CHECKED) != number:
-        every = [p for group in optimizer.param_groups for p in group["params"]]
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    if optimizer.__dict__.get(_CHECKED) != len(every):
         _require_not_left(optimizer, every)
         _require_shards(optimizer)
         if _CHECKED not in optimizer.__dict__:
             _require_order(optimizer)
+            _hand_out_local_state(optimizer)
         require_filled(every, f"{type(optimizer).__name__}.step() came")
-        check_elementwise(optimizer)
-        for around in _optimizers_around(optimizer, sys._getframe()):
-            check_elementwise(around)
-        _warn_of_empty_groups(optimizer)
         _warn_of_unreduced(optimizer)
-        optimizer.__dict__[_CHECKED] = number
-    warn_of_slow_steps(optimizer)
+        _take_local_state(optimizer)
+        optimizer.__dict__[_CHECKED] = len(every)
+    require_reduced(every, f"{type(optimizer).__name__}.step()")
+    if type(optimizer) in _SAME:  # subclasses may have a step of their own
+        chosen = [group for group in optimizer.param_groups if _may_go_by_lists(group)]
+        for group in chosen:
+            group["foreach"] = True
+        optimizer.__dict__.setdefault(_CHOSEN, []).append(chosen)
+
+
+def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    # What was the user's choice is so again, in a saved state too.
+    begun = optimizer.__dict__.get(_CHOSEN)
+    for group in begun.pop() if begun else ():
+        group["foreach"] = None
+    if is_pretending():
+        return
+    copies = []
     for group in optimizer.param_groups:
-        require_reduced(group["params"], f"{type(optimizer).__name__}.step()")
-    caller = _caller(sys._getframe())
-    if caller is not None and xr.world_size() > 1 and has_shards(optimizer):
-        raise RuntimeError(_WRONG[caller])
+        for parameter in group["params"]:
+            home = home_of(parameter)
+            if home is not None and home.copy is not None and parameter.grad is not None:
+                # torch's fused kernels do not say that they changed something.
+                torch.autograd.graph.increment_version(parameter)
+                copies.append(home.copy)
+    for copy in copies:  # on their way while the next batch is made and the next step traced
+        if copy.held is not None:  # what is streamed comes when its wrapper computes
+            copy.send()
+
+
+# -- checks ------------------------------------------------------------------------------------
 
 
 def _require_not_left(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
@@ -129,20 +160,6 @@ def _require_order(optimizer: Optimizer) -> None:
                 )
 
 
-def _warn_of_empty_groups(optimizer: Optimizer) -> None:
-    """Warns of what choosing "matrices" by ``parameter.dim() >= 2`` leads to."""
-    groups = optimizer.param_groups
-    empty = [number for number, group in enumerate(groups) if not group["params"]]
-    if empty and has_shards(optimizer):
-        decay = groups[empty[0]].get("weight_decay")
-        warnings.warn(
-            f"group {empty[0]} of this {type(optimizer).__name__} (weight_decay={decay}) has no "
-            "parameters; if they were chosen by dim() or shape: shards have one dimension, "
-            "whatever the parameter has. Choose by name, which is the same in named_parameters()",
-            stacklevel=2,
-        )
-
-
 def _warn_of_unreduced(optimizer: Optimizer) -> None:
     """Warns of gradients that are this rank's alone, because no wrapper has their parameters."""
     if xr.world_size() == 1:
@@ -181,35 +198,65 @@ def has_shards(optimizer: Optimizer) -> bool:
     return next(homes_of(parameters), None) is not None
 
 
-def _caller(frame: FrameType | None) -> str | None:
-    """Who has called the step and is wrong for shards, a key of ``_WRONG``, if anybody."""
-    for _ in range(_FRAMES):
-        frame = frame.f_back if frame is not None else None
-        if frame is None:
-            break
-        if frame.f_code is GradScaler.step.__code__:
-            asks = getattr(frame.f_locals.get("self"), "asks_all_ranks", False)
-            return None if asks else "GradScaler"
-        if frame.f_code.co_name == "step" and frame.f_globals.get("__name__") == _ACCELERATE:
-            knows = getattr(frame.f_locals.get("self"), "knows_shards", False)
-            # With this in the environment it leaves the gradients of all models alone.
-            told = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on")
-            return None if knows or told else "Accelerate"
-    return None
+# -- state -------------------------------------------------------------------------------------
 
 
-def _optimizers_around(optimizer: Optimizer, frame: FrameType | None) -> Iterator[Optimizer]:
-    """Those in whose methods the step was called, as sharpness-aware ones do."""
-    for _ in range(_FRAMES):
-        frame = frame.f_back if frame is not None else None
-        if frame is not None and frame.f_code.co_argcount:
-            first = frame.f_locals.get(frame.f_code.co_varnames[0])
-            if isinstance(first, Optimizer) and first is not optimizer:
-                yield first
+def _hand_out_local_state(optimizer: Optimizer) -> None:
+    """Has ``state_dict()`` of ``optimizer`` give plain tensors, as that of a wrapper, and
+    ``load_state_dict`` take them."""
+    if not has_shards(optimizer):
+        return
+
+    def plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = {key: _localized(value) for key, value in state_dict["state"].items()}
+        return {**state_dict, "state": state}
+
+    optimizer.register_state_dict_post_hook(plain)
+    optimizer.register_load_state_dict_post_hook(_take_local_state)
 
 
-_WRONG = {
-    "GradScaler": "torch.amp.GradScaler looks for infinities in this rank's shards only, so some "
-    "ranks would step and others not: use xla_fsdp.ShardedGradScaler, which asks all ranks",
-    "Accelerate": ACCELERATE_AVERAGES,
-}
+def _localized(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _localized(one) for key, one in value.items()}
+    return local(value) if isinstance(value, Tensor) else value
+
+
+def _take_local_state(optimizer: Optimizer) -> None:
+    """Gives plain tensors in the state, of the shape of their shard, the type of the shard."""
+    for parameter, state in optimizer.state.items():
+        spec = spec_of(parameter)
+        if spec is not None:
+            for value in _tensors_in(state):
+                if tuple(value.shape) == tuple(spec.local_shape):
+                    as_sharded(value, spec)
+
+
+def _tensors_in(state: Any) -> Iterable[Tensor]:
+    if type(state) is Tensor:
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors_in(value)
+
+
+# -- lists -------------------------------------------------------------------------------------
+
+
+def _may_go_by_lists(group: dict[str, Any]) -> bool:
+    """Whether torch's step over lists gives the same: by default it takes it on GPUs alone."""
+    if group.get("foreach", False) is not None or group.get("fused"):
+        return False
+    if group.get("capturable") or group.get("differentiable"):
+        return False
+    # Rates that are tensors go by single parameters only.
+    for name, value in group.items():
+        several = value if isinstance(value, (list, tuple)) else (value,)
+        if name != "params" and any(isinstance(each, Tensor) for each in several):
+            return False
+    # Operators on lists refuse gradients that were kept in another dtype.
+    return all(
+        p.device.type == "xla"
+        and home_of(p) is not None
+        and (p.grad is None or p.grad.dtype is p.dtype)
+        for p in group["params"]
+    )

@@ -1,0 +1,397 @@
+"""What operations do with sharded parameters: as one plain process has it, or an error by name."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+
+BLOCKS = 2
+FORMS = ("wrapper", "rows", "fully_shard", "scanned", "flat")
+
+
+def layer() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(5, 7)
+
+
+def forms(form: str):
+    """A sharded parameter and the plain one that it stands for."""
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+    from xla_fsdp import fully_shard, scan_blocks
+
+    plain = layer()
+    if form == "scanned":
+        blocks = [copy.deepcopy(plain) for _ in range(BLOCKS)]
+        with torch.no_grad():
+            blocks[1].weight.mul_(-2)
+        stacked = torch.stack([block.weight.detach() for block in blocks])
+        model = scan_blocks([nn.Sequential(block, nn.Linear(7, 5)) for block in blocks])
+        return model, dict(model.named_parameters())["0.weight"], nn.Parameter(stacked)
+    if form == "flat":
+        model = FSDP(copy.deepcopy(plain), flatten_parameters=True)
+        vector = torch.cat([p.detach().reshape(-1) for p in plain.parameters()])
+        return model, next(model.parameters()), nn.Parameter(vector)
+    if form == "fully_shard":
+        model = fully_shard(copy.deepcopy(plain).to("xla"))
+    else:
+        model = FSDP(copy.deepcopy(plain), shard_param_on_dim_0=form == "rows")
+    return model, model.weight, plain.weight
+
+
+# Over all elements; those of one parameter raise where a tensor has several.
+OF_ALL = {
+    "sum": lambda p: p.sum(),
+    "sum of squares": lambda p: (p * p).sum(),
+    "max": lambda p: p.max(),
+    "amin": lambda p: p.amin(),
+    "any": lambda p: (p > 0.3).any(),
+    "all": lambda p: (p > -9).all(),
+    "count_nonzero": lambda p: torch.count_nonzero(p > 0),
+    "isnan": lambda p: torch.isnan(p + float("nan")).any(),
+    "largest": lambda p: torch.nn.utils.get_total_norm([p], math.inf),
+    "nan": lambda p: (p * float("nan")).max(),
+    "exp": lambda p: p.exp().sum(),  # padding is 1 there
+    "total norm": lambda p: torch.nn.utils.get_total_norm([p, p * 2]),
+    "dist": lambda p: torch.stack([torch.dist(p, p * 2)]).sum(),
+}
+OF_ONE = {
+    "mean": lambda p: p.mean(),
+    "norm": lambda p: p.norm(),
+    "norm 1": lambda p: torch.norm(p, 1),
+    "norm 3": lambda p: torch.linalg.vector_norm(p, 3.0),
+    "norm inf": lambda p: p.norm(math.inf),
+    "norm of bfloat16": lambda p: p.bfloat16().norm().float(),
+    "std": lambda p: torch.std(p),
+    "var": lambda p: p.var(unbiased=False),
+}
+ELEMENTS = {
+    "operators": lambda p: 1 - p * 2 / 3 + p**2,
+    "compared": lambda p: (p > 0) & ~(p >= 0.2),
+    "where": lambda p: torch.where(p > 0, p, torch.zeros_like(p)),
+    "clamp": lambda p: p.clamp(-0.1, 0.1),
+    "lerp": lambda p: p.lerp(p.exp(), 0.3),
+    "addcdiv": lambda p: p.addcdiv(p, p.abs() + 1, value=0.5),
+    "masked_fill": lambda p: p.masked_fill(p > 0, 2.0),
+    "to": lambda p: p.double(),
+    "clone": lambda p: p.detach().clone().add_(torch.tensor(1.0)),
+    "foreach": lambda p: torch._foreach_add([p, p], [p * 2, p], alpha=2)[0],
+    "sign": lambda p: p.sign().sqrt_() * p.relu(),
+    "full": lambda p: torch.full_like(p, 3.0) * p.isfinite(),
+}
+REFUSED = {
+    "linear": lambda p: nn.functional.linear(torch.ones(2, 5, device="xla"), p),
+    "matmul": lambda p: p @ p,
+    "view": lambda p: p.view(-1),
+    "index": lambda p: p[0],
+    "sum over rows": lambda p: p.sum(0),
+    "norm over rows": lambda p: p.norm(dim=0),
+    "cat": lambda p: torch.cat([p, p]),
+    "full tensor beside": lambda p: p + torch.ones(p.shape, device="xla"),
+    "into a plain tensor": lambda p: torch.zeros(p.shape, device="xla").copy_(p),
+    "numpy": lambda p: p.detach().cpu().numpy(),
+    "list": lambda p: p.tolist(),
+    "iteration": lambda p: list(p),
+    "random": lambda p: p.normal_(),
+    "random like": lambda p: torch.rand_like(p),
+    "transposed": lambda p: p.T,
+    "where they are": lambda p: torch.where(p > 0),
+    "part": lambda p: p.copy_(torch.zeros(3, device="xla")),
+}
+
+
+def close(found, expected):
+    found = found.detach().cpu()
+    assert found.dtype is expected.dtype
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def as_in_one_process(rank, form):
+    import xla_fsdp
+
+    model, p, plain = forms(form)
+    several = form in ("scanned", "flat")
+    assert isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad
+    for one in (p, p.detach(), torch.zeros_like(p)):
+        assert one.shape == plain.shape and one.dim() == one.ndim == plain.dim()
+        assert one.numel() == plain.numel() and one.size() == plain.size()
+        assert one.stride() == plain.stride() and len(one) == len(plain)
+        assert one.size(0) == plain.size(0)
+    with torch.no_grad():
+        close(p.full_tensor(), plain.detach())
+        for name, call in ELEMENTS.items():
+            found = call(p)
+            assert found.shape == plain.shape, name
+            close(found.full_tensor(), call(plain))
+        for name, call in OF_ALL.items():
+            found = call(p)
+            assert type(found + 0) is torch.Tensor, name
+            close(found + 0, call(plain) + 0)
+        for call in OF_ONE.values():
+            if several:
+                with pytest.raises(xla_fsdp.ShardedParameterError, match="several parameters"):
+                    call(p) + 0
+            else:
+                close(call(p) + 0, call(plain) + 0)
+        for name, call in REFUSED.items():
+            with pytest.raises(xla_fsdp.ShardedParameterError, match=r"full_tensor\(\)"):
+                call(p)
+                pytest.fail(name)
+        assert torch.equal(p, p) and not torch.equal(p, p * 2)
+        assert torch.allclose(p, p + 1e-9) and not torch.allclose(p, p + 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_operations_are_as_in_one_process(run_ranks, form):
+    run_ranks(as_in_one_process, 2, form)
+
+
+PENALTIES = {
+    "norm": lambda p: p.norm(),
+    "squares": lambda p: (p * p).sum(),
+    "largest": lambda p: p.abs().max(),
+    "mean": lambda p: (p - 0.1).abs().mean(),
+    "zero": lambda p: (p * 0).norm(),
+    "std": lambda p: p.std(),
+    "centered": lambda p: (p - p.mean()).pow(4).sum(),
+    "relative": lambda p: (p / p.norm()).exp().mean(),
+}
+
+
+def penalties(rank, form):
+    model, p, plain = forms(form)
+    for call in PENALTIES.values():
+        p.grad = plain.grad = None
+        call(p).backward()
+        call(plain).backward()
+        close(p.grad.full_tensor(), plain.grad)
+        (grad,) = torch.autograd.grad(call(p), [p])
+        close(grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.parametrize("form", ["wrapper", "rows", "fully_shard"])
+def test_gradients_of_reductions(run_ranks, form):
+    run_ranks(penalties, 2, form)
+
+
+def values_put_in(rank):
+    model, p, plain = forms("wrapper")
+    p.note = plain.note = "of the user"
+    full = torch.arange(35.0).view(7, 5)
+    with torch.no_grad():
+        p.copy_(full.to("xla"))
+        close(p.full_tensor(), full)
+        p.data = (full * 2).to("xla")
+        close(p.full_tensor(), full * 2)
+        p.fill_(3)
+        p[p > 2] = 4.0
+        close(p.full_tensor(), torch.full((7, 5), 4.0))
+        p[...] = full.to("xla")
+        close(p.full_tensor(), full)
+    p.grad = full.to("xla")
+    assert p.grad is p.grad
+    close(p.grad.full_tensor(), full)
+    twin = copy.deepcopy(p)
+    assert type(twin) is type(p) and twin.note == "of the user" and twin.grad is None
+    close(twin.full_tensor(), full)
+    assert type(model.bfloat16().weight) is type(p) and model.weight.note == "of the user"
+    state = model.state_dict()
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    assert state["weight"].dim() == 1  # this rank's part
+    model.load_state_dict({name: value + 1 for name, value in state.items()})
+    close(model.weight.full_tensor().float(), (full + 1).bfloat16().float())
+    for one in (model.weight, p.grad, model.weight * 2):
+        file = io.BytesIO()
+        torch.save(one, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert type(loaded) is torch.Tensor and loaded.device.type == "cpu" and loaded.dim() == 1
+    assert "weight" in repr(p) and "weight" in f"{p}"
+
+
+def test_values_are_full_tensors_and_files_have_plain_parts(run_ranks):
+    run_ranks(values_put_in, 2)
+
+
+class TrustRatio(torch.optim.Optimizer):
+    """Steps as LAMB and LARS do, by the norms of single parameters."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                length, slope = p.norm(2.0), p.grad.norm(2.0)
+                one = torch.ones((), device=p.device)
+                ratio = torch.where(slope > 0, length / slope, one).clamp(max=10.0)
+                p.add_(p.grad * ratio, alpha=-group["lr"])
+
+
+OPTIMIZERS = {
+    "ASGD": {}, "Adadelta": {}, "Adagrad": {}, "Adam": {"amsgrad": True}, "AdamW": {},
+    "Adamax": {}, "NAdam": {}, "RAdam": {}, "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {}, "SGD": {"momentum": 0.9, "nesterov": True},
+}  # fmt: skip
+
+
+def nets():
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    return plain, FSDP(copy.deepcopy(plain))
+
+
+def give_gradients(plain, model, step):
+    torch.manual_seed(step)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        theirs.grad = torch.randn(theirs.shape) * 3
+        mine.grad = theirs.grad.to("xla")
+
+
+def assert_same(plain, model):
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        close(mine.full_tensor(), theirs.detach())
+
+
+def optimizers(rank, names):
+    import torch_xla
+
+    from xla_fsdp import ShardedParameterError
+
+    for name in names:
+        plain, model = nets()
+        kind = globals()[name] if name == "TrustRatio" else getattr(torch.optim, name)
+        options = OPTIMIZERS.get(name, {})
+        mine, theirs = (kind(one.parameters(), lr=0.1, **options) for one in (model, plain))
+        for step in range(2):
+            give_gradients(plain, model, step)
+            norms = [nn.utils.clip_grad_norm_(one.parameters(), 1.0) for one in (model, plain)]
+            close(norms[0], norms[1])
+            mine.step()
+            theirs.step()
+            torch_xla.sync()
+        assert_same(plain, model)
+        # Plain parts go out and come in again, at any time.
+        saved = copy.deepcopy(mine.state_dict())
+        found = [v for own in saved["state"].values() for v in own.values()]
+        assert {type(value) for value in found if isinstance(value, torch.Tensor)} <= {torch.Tensor}
+        for again in (mine, kind(model.parameters(), lr=0.1, **options)):
+            again.load_state_dict(saved)
+        give_gradients(plain, model, 5)
+        again.step()
+        theirs.step()
+        assert_same(plain, model)
+    if "SGD" in names:
+        for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
+            plain, model = nets()
+            give_gradients(plain, model, 0)
+            with pytest.raises(ShardedParameterError, match=r"parameter '0.weight'"):
+                kind(model.parameters()).step(lambda: torch.zeros((), device="xla"))
+
+
+@pytest.mark.parametrize(
+    "names", [list(OPTIMIZERS)[:4], list(OPTIMIZERS)[4:8], [*list(OPTIMIZERS)[8:], "TrustRatio"]]
+)
+def test_optimizers_of_any_library(run_ranks, names):
+    run_ranks(optimizers, 2, names)
+
+
+def helpers_of_torch(rank):
+    import torch_xla
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    plain, model = nets()
+    averages = [
+        AveragedModel(one, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for one in (plain, model)
+    ]
+    for step in range(2):
+        give_gradients(plain, model, step)
+        for one in (plain, model):
+            nn.utils.clip_grad_value_(one.parameters(), 1.5)
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    parameter.sub_(parameter.grad * 0.1)
+        for average, one in zip(averages, (plain, model), strict=True):
+            average.update_parameters(one)
+    assert_same(plain, model)
+    assert_same(averages[0].module, averages[1].module)
+
+    for bad in (False, True):  # an element that rank 1 alone has
+        plain, model = nets()
+        give_gradients(plain, model, 0)
+        scaler = torch.amp.GradScaler("xla", init_scale=2.0)
+        scaler.scale(torch.ones((), device="xla"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if bad:
+            last = model.module[1].weight.grad.full_tensor()
+            last[2, 6] = float("inf")
+            model.module[1].weight.grad = last
+        before = [p.full_tensor().cpu() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        torch_xla.sync()
+        after = [p.full_tensor().cpu() for p in model.parameters()]
+        assert all(map(torch.equal, before, after)) is bad
+        assert scaler.get_scale() == (1.0 if bad else 2.0)
+
+
+def test_helpers_of_torch(run_ranks):
+    run_ranks(helpers_of_torch, 2)
+
+
+def collectives_of_clipping(rank):
+    import torch_xla
+
+    plain, model = nets()
+    give_gradients(plain, model, 0)
+    torch_xla.sync()
+    counts = []
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_):
+        norm = clip(model.parameters(), 1.0)
+        counts.append(torch_xla._XLAC._get_xla_tensors_text([norm]).count("xla::all_gather"))
+        torch_xla.sync()
+    assert counts == [1, 1]
+
+
+def test_clipping_is_one_collective(run_ranks):
+    run_ranks(collectives_of_clipping, 2)
+
+
+def on_one_rank(rank):
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model = FSDP(layer())
+    p, plain = model.weight, layer().weight
+    with torch.no_grad():
+        close(p.view(-1), plain.view(-1))
+        close(p @ torch.ones(5, device="xla"), plain @ torch.ones(5))
+        close(p.sum(0), plain.sum(0))
+        p.add_(torch.ones(7, 5, device="xla"))
+        close(p.full_tensor(), plain + 1)
+
+
+def test_nothing_is_missing_on_one_rank(run_ranks):
+    run_ranks(on_one_rank, 1)
+
+
+def host_shards(rank):
+    from xla_fsdp import CPUOffload
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    model = FSDP(layer(), cpu_offload=CPUOffload())
+    p, plain = model.weight, layer().weight
+    with torch.no_grad():
+        for calls in (ELEMENTS, OF_ALL, OF_ONE):
+            for call in calls.values():
+                found = call(p) + 0
+                assert found.device.type == "cpu"
+                close(found.full_tensor() if calls is ELEMENTS else found, call(plain) + 0)
+
+
+def test_shards_on_the_host(run_ranks):
+    run_ranks(host_shards, 2)

@@ -1,0 +1,396 @@
+"""Reductions over all elements of sharded tensors: this rank's part, and one collective.
+
+They go over the ranks that share the tensor, not over its replicas, so all these ranks must call
+them. Sums are accumulated in float32 at least; infinity and NaN come out as in plain torch. Padding
+does not count.
+
+The backward of a collective sum is the identity: every rank computes the same number from it, so
+the gradient that one rank has is that of its shard.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..collectives.host_data import as_data
+from ..collectives.world import World
+from ..ranks.rank import is_pretending
+from .shard_spec import ShardSpec, spec_of, unsupported
+
+_LABEL = "reduction over shards"
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, world: World) -> torch.Tensor:
+        return collective(world.all_reduce_sum, value, world)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Shared(torch.autograd.Function):
+    """A number that every rank computes with: its gradient is the sum of what each has."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, world: World) -> torch.Tensor:
+        ctx.world = world
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return collective(ctx.world.all_reduce_sum, grad, ctx.world), None
+
+
+def shared(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """``value``, a plain number with a graph, to compute with on this rank's part of ``spec``."""
+    found: torch.Tensor = _Shared.apply(value, spec.world)
+    return found
+
+
+class _Largest(torch.autograd.Function):
+    """The largest over the ranks; NaN if one has NaN. Those that have it share the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, world: World) -> torch.Tensor:
+        marked = torch.stack([value, value.isnan().to(value.dtype)])
+        largest, nan = collective(world.all_reduce_max, marked, world).unbind()
+        total = torch.where(nan > 0, torch.full_like(largest, math.nan), largest)
+        ctx.world = world
+        ctx.save_for_backward((value == total).to(value.dtype))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (mine,) = ctx.saved_tensors
+        return grad * mine / collective(ctx.world.all_reduce_sum, mine, ctx.world), None
+
+
+def collective(
+    reduce: Callable[[torch.Tensor, str], torch.Tensor], value: torch.Tensor, world: World
+) -> torch.Tensor:
+    """``reduce`` of ``value``, which may be on the host (``cpu_offload``)."""
+    if world.size == 1 or (is_pretending() and value.device != world.device):
+        return value.clone()
+    if value.device == world.device:
+        return reduce(value, _LABEL)
+    return reduce(as_data(value, world.device), _LABEL).to(value.device)
+
+
+def sums(world: World, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The sums of ``parts``, numbers, over the ranks; one collective for all of a dtype."""
+    totals: list[torch.Tensor] = list(parts)
+    kinds = dict.fromkeys((part.dtype, part.device) for part in parts)
+    for kind in kinds:
+        own = [n for n, part in enumerate(parts) if (part.dtype, part.device) == kind]
+        together = _Sum.apply(torch.stack([parts[n] for n in own]), world)
+        for n, total in zip(own, together.unbind(), strict=True):
+            totals[n] = total
+    return totals
+
+
+def _sum(world: World, part: torch.Tensor) -> torch.Tensor:
+    return sums(world, [part])[0]
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    """``value`` in the dtype to add it up in."""
+    if value.is_complex() or value.dtype is torch.float64:
+        return value
+    return value.float() if value.is_floating_point() else value.long()
+
+
+def _without_padding(value: torch.Tensor, spec: ShardSpec, fill: Any) -> torch.Tensor:
+    if not spec.padded:
+        return value
+    return torch.where(spec.inside(value), value, torch.full_like(value, fill))
+
+
+def _require_one(spec: ShardSpec, name: str) -> None:
+    if spec.several:
+        raise unsupported(
+            name, spec, "the tensor holds several parameters, each of which has a value of its own"
+        )
+
+
+# -- norms -------------------------------------------------------------------------------------
+
+
+class PendingNorm(torch.Tensor):
+    """The norm of a sharded tensor: this rank's sum of powers, or its largest element, until
+    somebody uses the norm.
+
+    The norms of a list (gradients to be clipped) are stacked before anything is computed with
+    them; so one collective adds up those of all, not one each. By itself it has no value (it is a
+    tensor on the meta device), so code that torch does not ask for its type raises.
+
+    Raises:
+        ShardedParameterError: the norm of a tensor of several parameters is used by itself. As one
+            of a list it is right: norms of a list add up to the norm of all elements.
+    """
+
+    answers_first = True  # see ranks/cpu/mode.py
+
+    _power: torch.Tensor
+    _spec: ShardSpec
+    _order: float
+    _dtype: torch.dtype
+    _norm: torch.Tensor | None
+
+    @classmethod
+    def of(cls, power: torch.Tensor, spec: ShardSpec, order: float, dtype: torch.dtype) -> Any:
+        """``power``: this rank's sum of ``|x| ** order``."""
+        made = torch.Tensor._make_subclass(cls, torch.empty((), dtype=dtype, device="meta"))
+        made._power, made._spec, made._order, made._dtype = power, spec, order, dtype
+        made._norm = None
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _METADATA:
+                return func(args[0]._power, *args[1:], **kwargs)
+            if func is torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
+                return args[0]._dtype
+            if func is torch.Tensor.to and not kwargs and args[1:] == (args[0]._power.device,):
+                return args[0]
+            args, kwargs = cls.added_up((args, kwargs), func is torch.stack or func is torch.cat)
+        return func(*args, **kwargs)  # perhaps of sharded tensors as well
+
+    @classmethod
+    def added_up(cls, arguments: Any, listed: bool = False) -> Any:
+        """``arguments`` with norms in the place of pending ones; one collective for all.
+
+        ``listed``: what they are used for is a list of norms.
+        """
+        found: list[PendingNorm] = []
+        _replaced(arguments, found.append)
+        cls._add_up(found, listed)
+        return _replaced(arguments, lambda one: one._norm)
+
+    @classmethod
+    def _add_up(cls, pending: Sequence[PendingNorm], listed: bool) -> None:
+        by_world: dict[World, dict[int, PendingNorm]] = {}
+        for one in pending:
+            if not listed:
+                _require_one(one._spec, "norm")
+            if one._norm is None:
+                by_world.setdefault(one._spec.world, {})[id(one)] = one
+        for world, own in by_world.items():
+            summed = [one for one in own.values() if one._order != math.inf]
+            for one, total in zip(summed, sums(world, [s._power for s in summed]), strict=True):
+                one._norm = _root(total, one._order).to(one._dtype)
+            if others := [one for one in own.values() if one._order == math.inf]:
+                powers = torch.stack([one._power for one in others])
+                for one, norm in zip(others, _Largest.apply(powers, world).unbind(), strict=True):
+                    one._norm = norm.to(one._dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (+self).cpu().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(+self)
+
+
+def _root(total: torch.Tensor, order: float) -> torch.Tensor:
+    if order == 0:
+        return total
+    if not total.requires_grad:
+        return total.sqrt() if order == 2 else total ** (1 / order)
+    # The gradient of a root at 0 is infinite, that of a norm is 0.
+    zero = total == 0
+    safe = torch.where(zero, torch.ones_like(total), total)
+    root = safe.sqrt() if order == 2 else safe ** (1 / order)
+    return torch.where(zero, torch.zeros_like(root), root)
+
+
+def _replaced(value: Any, replace: Callable[[PendingNorm], Any]) -> Any:
+    if isinstance(value, PendingNorm):
+        return replace(value)
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(one, replace) for one in value)
+    if type(value) is dict:
+        return {key: _replaced(one, replace) for key, one in value.items()}
+    return value
+
+
+_METADATA = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("device", "is_xla", "shape", "ndim", "requires_grad", "grad_fn", "layout",
+                 "is_leaf", "is_sparse", "is_cuda", "is_cpu", "is_meta")
+) | {torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size, torch.Tensor.is_floating_point,
+     torch.Tensor.is_complex}  # fmt: skip
+
+
+def norm_of(value: torch.Tensor, spec: ShardSpec, order: Any, dtype: Any = None) -> torch.Tensor:
+    """The vector norm of all elements of ``value``, this rank's part of ``spec``."""
+    order = 2.0 if order is None or order == "fro" else order
+    if not isinstance(order, (int, float)):
+        raise unsupported(f"norm of order {order!r}", spec)
+    value = value if dtype is None else value.to(dtype)
+    kept = value.abs().dtype if value.is_complex() else value.dtype
+    size = _wide(value.abs() if value.is_complex() else value)
+    if order == -math.inf:
+        _require_one(spec, "norm")
+        return _min(size.abs(), spec).to(kept)
+    order = float(order)
+    if order == math.inf:
+        _require_elements(spec, "norm")
+        largest: torch.Tensor = PendingNorm.of(_own_largest(size.abs(), spec), spec, order, kept)
+        return largest
+    if order == 0:
+        powers = (size != 0).to(size.dtype)
+    elif order == 2:
+        powers = size * size
+    else:
+        powers = size.abs() ** order
+    power = _without_padding(powers, spec, 0).sum()
+    made: torch.Tensor = PendingNorm.of(power, spec, order, kept)
+    return made
+
+
+# -- the others --------------------------------------------------------------------------------
+
+
+def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    _require_elements(spec, "max")
+    if value.dtype is torch.bool:
+        return _any(value, spec)
+    kept = value.dtype
+    if not value.is_floating_point():  # exact beyond 2**24
+        low = torch.iinfo(kept).min
+        own = _without_padding(value, spec, low).max() if value.numel() else None
+        assert own is not None  # all shards have the same shape
+        return collective(spec.world.all_reduce_max, own, spec.world)
+    largest: torch.Tensor = _Largest.apply(_own_largest(_wide(value), spec), spec.world)
+    return largest.to(kept)
+
+
+def _own_largest(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    value = _without_padding(value, spec, -math.inf)
+    # XLA's maximum need not hand on a NaN.
+    return torch.where(value.isnan().any(), value.new_full((), math.nan), value.max())
+
+
+def _min(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    if value.dtype is torch.bool:
+        return _all(value, spec)
+    return -_max(-value, spec)
+
+
+def _require_elements(spec: ShardSpec, name: str) -> None:
+    if not spec.numel:
+        raise unsupported(name, spec, "it has no elements")
+
+
+def _any(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    own = _without_padding(value != 0, spec, False).any().float()
+    return _sum(spec.world, own) > 0
+
+
+def _all(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    return ~_any(value == 0, spec)
+
+
+def _count(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    return _sum(spec.world, _without_padding(value != 0, spec, False).sum())
+
+
+def _sum_of(
+    value: torch.Tensor, spec: ShardSpec, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    if dtype is None and not (value.is_floating_point() or value.is_complex()):
+        dtype = torch.int64
+    kept = value.dtype if dtype is None else dtype
+    wide = _wide(value if dtype is None else value.to(dtype))
+    return _sum(spec.world, _without_padding(wide, spec, 0).sum()).to(kept)
+
+
+def _mean(
+    value: torch.Tensor, spec: ShardSpec, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    _require_one(spec, "mean")
+    value = value if dtype is None else value.to(dtype)
+    wide = _wide(value)
+    return (_sum(spec.world, _without_padding(wide, spec, 0).sum()) / spec.numel).to(value.dtype)
+
+
+def _var(
+    value: torch.Tensor, spec: ShardSpec, *, unbiased: bool = True, correction: int | None = None
+) -> torch.Tensor:
+    _require_one(spec, "var")
+    correction = int(unbiased) if correction is None else correction
+    wide = _wide(value)
+    away = wide - _mean(wide.detach(), spec)  # its gradients add up to zero
+    squares = _without_padding(away * away, spec, 0).sum()
+    return (_sum(spec.world, squares) / max(spec.numel - correction, 0)).to(value.dtype)
+
+
+def _std(
+    value: torch.Tensor, spec: ShardSpec, *, unbiased: bool = True, correction: int | None = None
+) -> torch.Tensor:
+    variance = _var(_wide(value), spec, unbiased=unbiased, correction=correction)
+    return variance.sqrt().to(value.dtype)
+
+
+def _norm(
+    value: torch.Tensor, spec: ShardSpec, p: Any = "fro", dim: None = None,
+    keepdim: bool = False, out: None = None, dtype: Any = None, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
+    order = kwargs.pop("ord", p)
+    if dim is not None or keepdim or out is not None or kwargs:
+        raise unsupported("norm over some dimensions", spec)
+    return norm_of(value, spec, order, dtype)
+
+
+def _linalg_norm(
+    value: torch.Tensor, spec: ShardSpec, ord: Any = None, dim: None = None, *rest: Any, **kw: Any
+) -> torch.Tensor:
+    if ord is not None and len(spec.shape) > 1:
+        raise unsupported("a matrix norm", spec)
+    return _norm(value, spec, ord, dim, *rest, **kw)
+
+
+# By name: the reduction of this rank's part of a spec, and further arguments of torch's function
+# of this name, without dimensions.
+REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": _sum_of, "mean": _mean, "max": _max, "min": _min, "amax": _max, "amin": _min,
+    "any": _any, "all": _all, "count_nonzero": _count, "var": _var, "std": _std, "norm": _norm,
+    "linalg_vector_norm": _norm, "linalg_norm": _linalg_norm,
+}  # fmt: skip
+
+
+def reduce(name: str, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``name`` of REDUCTIONS over all elements of the sharded ``value``."""
+    spec = spec_of(value)
+    assert spec is not None
+    kwargs = {key: given for key, given in kwargs.items() if key != "dim" or given is not None}
+    if name in ("var", "std") and args and isinstance(args[0], bool):
+        args, kwargs = args[1:], {**kwargs, "unbiased": args[0]}
+    elif args and args[0] is None:
+        args = args[1:]
+    local = value.as_subclass(torch.Tensor)
+    try:
+        inspect.signature(REDUCTIONS[name]).bind(local, spec, *args, **kwargs)
+    except TypeError:
+        raise unsupported(f"{name} over some dimensions, or with these arguments,", spec) from None
+    return REDUCTIONS[name](local, spec, *args, **kwargs)
+
+
+def all_true(value: torch.Tensor, spec: ShardSpec) -> bool:
+    """Whether all elements of ``value``, on all ranks, are true. Waits for them."""
+    return bool(_all(value, spec))

@@ -1,0 +1,542 @@
+"""The type of a sharded parameter, and of values made of it: what each operation of torch does.
+
+A ``ShardedParameter`` holds this rank's part and knows its :class:`ShardSpec`; gradients, optimizer
+state, ``clone()`` and the like are ``ShardedValue`` of the same spec. Operations on single elements
+are local, reductions over all elements are collectives, and what needs more of the full tensor
+raises :class:`ShardedParameterError`. ``docs/wrapper.md`` has the table.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import shard_reductions as reductions
+from .shard_spec import SPEC, ShardedParameterError, ShardSpec, spec_of, unsupported
+
+
+class _Sharded:
+    """What both types have in common; a mixin of ``torch.Tensor``."""
+
+    answers_first = True  # see ranks/cpu/mode.py
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if reductions.PendingNorm in types:
+                args, kwargs = reductions.PendingNorm.added_up((args, kwargs or {}))
+            try:
+                return _answer_of(func)(func, args, kwargs or {})
+            except ShardedParameterError:
+                divided = any(spec.world.size > 1 for spec in _specs((args, kwargs)))
+                if divided or getattr(func, "__name__", "") == "__set__":
+                    raise
+                return _on_full_tensors(func, args, kwargs or {})
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's part, a plain tensor without a graph. They share memory."""
+        return local(self)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def full_tensor(self) -> torch.Tensor:
+        """The full tensor, a plain one without a graph, on the device. All ranks must call it."""
+        spec, own = self.__dict__[SPEC], local(self)  # type: ignore[arg-type]
+        own = own if own.device == spec.world.device else own.to(spec.world.device)
+        full: torch.Tensor = spec.gather(own)
+        return full
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain tensor on the CPU: files need nothing of this package, nor of torch_xla."""
+        return local(self).cpu().__reduce_ex__(protocol)  # type: ignore[arg-type]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+        spec: ShardSpec = self.__dict__[SPEC]
+        kind, shape = type(self).__name__, tuple(spec.shape)
+        own = local(self)  # type: ignore[arg-type]
+        return f"{kind}({spec.name!r}, shape={shape}, local={own!r})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+
+class ShardedValue(_Sharded, torch.Tensor):  # type: ignore[misc]  # __repr__ is typed
+    """A value made of a sharded parameter: this rank's part of it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedValue:
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                if self.grad_fn is not None:
+                    raise RuntimeError(
+                        "only tensors that are no results of an operation with a graph can be "
+                        "deep-copied: detach() it first"
+                    )
+                twin = self.detach().clone()
+                twin.requires_grad_(self.requires_grad)
+            memo[id(self)] = as_sharded(twin, self.__dict__[SPEC])
+        found: ShardedValue = memo[id(self)]
+        return found
+
+
+class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr__ is typed
+    """A parameter of which this rank holds a part."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        if id(self) in memo:
+            known: ShardedParameter = memo[id(self)]
+            return known
+        with torch._C.DisableTorchFunctionSubclass():
+            twin = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = twin
+        twin.__class__ = type(self)
+        twin.__dict__[SPEC] = self.__dict__[SPEC]
+        own = {name: value for name, value in vars(self).items() if is_users(name)}
+        twin.__dict__.update(copy.deepcopy(own, memo))
+        return twin  # type: ignore[return-value]  # it is of this class now
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """As of any tensor; not called where a backward gives the parameter no gradient."""
+        spec = self.__dict__[SPEC]
+
+        def call(grad: torch.Tensor | None) -> Any:
+            return None if grad is None else hook(as_sharded(grad, spec))
+
+        return torch.Tensor.register_hook(self, call)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
+        """As of any tensor; not called where a backward gives the parameter no gradient."""
+        # One node of the graph stands for all parameters of a unit, and autograd calls the hooks of
+        # those that get nothing from it, too.
+        came = [False]
+
+        def note(grad: torch.Tensor | None) -> None:
+            came[0] = grad is not None
+
+        def after(parameter: torch.Tensor) -> None:
+            return hook(parameter) if came[0] else None
+
+        torch.Tensor.register_hook(self, note)
+        return torch.Tensor.register_post_accumulate_grad_hook(self, after)
+
+
+# What sharding notes on a parameter; all other attributes are the user's.
+_OURS = "_xla_fsdp_"
+
+
+def is_users(attribute: str) -> bool:
+    """Whether an attribute of a parameter, called so, is one that a user set."""
+    return not attribute.startswith(_OURS)
+
+
+def make_sharded(parameter: nn.Parameter, spec: ShardSpec) -> None:
+    """Has ``parameter``, which is this rank's part, know it."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = ShardedParameter
+    parameter.__dict__[SPEC] = spec
+
+
+def as_sharded(value: torch.Tensor, spec: ShardSpec) -> Any:
+    """``value`` itself, this rank's part of ``spec``, of the type that knows it."""
+    if type(value) is torch.Tensor:
+        value.__class__ = ShardedValue
+        value.__dict__[SPEC] = spec
+    return value
+
+
+# Within, sharded tensors are this rank's plain ones to all operations.
+on_local_parts = torch._C.DisableTorchFunctionSubclass
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``value`` if it is sharded, without its graph; else itself."""
+    if not isinstance(value, _Sharded):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.detach()
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+Answer = Callable[[Any, tuple, dict[str, Any]], Any]
+
+# Metadata, autograd's and Python's: nothing of the values, or nothing but a result.
+_PLAIN = frozenset(
+    """element_size is_floating_point is_complex
+    is_signed is_contiguous is_inference is_pinned is_shared get_device data_ptr
+    storage_offset untyped_storage retain_grad backward register_hook
+    register_post_accumulate_grad_hook requires_grad_ __hash__ __dir__ is_same_size is_tensor
+    is_conj is_neg is_distributed is_coalesced _has_compatible_shallow_copy_type _is_view
+    is_set_to can_cast result_type promote_types new_empty new_zeros new_ones new_full new_tensor
+    dim_order has_names _is_zerotensor _is_functional_tensor _nested_tensor_size""".split()
+)
+# What gives the same elements again, moved or cast or others.
+_SAME_ELEMENTS = frozenset(
+    """detach detach_ clone contiguous to cpu xla cuda type float double half bfloat16 int long
+    short char byte bool chalf cfloat cdouble pin_memory zeros_like ones_like empty_like full_like
+    zero_ fill_ constant_ alias type_as resolve_conj resolve_neg positive __pos__""".split()
+)
+# Pointwise, but not tagged so: view_as and the like are of tensors of one spec.
+_POINTWISE = frozenset(
+    """isfinite isinf isnan isreal isclose isposinf isneginf signbit fix masked_fill where
+    view_as expand_as reshape_as float_power square clip rsub nan_to_num""".split()
+)
+_ALIASES = {
+    "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "absolute": "abs",
+    "negative": "neg", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
+    "not_equal": "ne", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "arctan2": "atan2",
+    "arccosh": "acosh", "arcsinh": "asinh", "arctanh": "atanh", "truediv": "div", "rdiv": "div",
+    "rtruediv": "div", "floordiv": "floor_divide", "rfloordiv": "floor_divide", "mod": "remainder",
+    "rmod": "remainder", "rpow": "pow", "radd": "add", "rmul": "mul", "invert": "bitwise_not",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "rand": "bitwise_and",
+    "ror": "bitwise_or", "rxor": "bitwise_xor", "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift", "special_expit": "sigmoid",
+}  # fmt: skip
+_OPERATORS_IN_PLACE = ("iadd", "isub", "imul", "idiv", "itruediv", "ifloordiv", "imod", "ipow",
+                       "iand", "ior", "ixor", "ilshift", "irshift")  # fmt: skip
+# Of the full tensor.
+_METADATA: dict[str, Callable[..., Any]] = {
+    "shape": lambda shape: shape,
+    "size": lambda shape, dim=None: shape if dim is None else shape[dim],
+    "dim": len, "ndim": len, "ndimension": len,
+    "numel": torch.Size.numel, "nelement": torch.Size.numel,
+    "__len__": lambda shape: shape[0],
+    "stride": lambda shape, dim=None: _strides(shape) if dim is None else _strides(shape)[dim],
+}  # fmt: skip
+# Attributes of other elements, and those of the same.
+_VALUES = frozenset(["T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"])
+_SHARDED_VALUES = frozenset(["data", "grad", "_grad"])
+
+
+def is_pointwise(name: str) -> bool:
+    """Whether torch's function of this name works on single elements, and draws none of them."""
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+        name = f"{name[1:]}_" if name in _OPERATORS_IN_PLACE else name
+    base = name.rstrip("_")
+    if name in _POINTWISE or base in _POINTWISE:
+        return True
+    packet = getattr(torch.ops.aten, _ALIASES.get(base, base), None)
+    overloads = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
+    if any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads):
+        return False
+    return any(torch.Tag.pointwise in one.tags for one in overloads)
+
+
+@functools.cache
+def _answer_of(func: Any) -> Answer:
+    """What answers for ``func``, one of torch's functions."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        descriptor = func.__self__
+        read = getattr(descriptor, "fget", None)
+        return _attribute(getattr(read or descriptor, "__name__", ""), name)
+    if func is torch.autograd.grad:
+        return _autograd_grad
+    if name in _ANSWERS:
+        return _ANSWERS[name]
+    if name in _METADATA:
+        return functools.partial(_metadata, _METADATA[name])
+    if name in reductions.REDUCTIONS:
+        return _reduction
+    if name in _PLAIN:
+        return _plain
+    if name in _SAME_ELEMENTS:
+        return _same_elements
+    if name.startswith(("_foreach_", "_fused_")):
+        return _foreach
+    if is_pointwise(name):
+        return _pointwise
+    return _unsupported
+
+
+def _attribute(attribute: str, access: str) -> Answer:
+    if attribute in _VALUES:
+        return _unsupported
+    if attribute in _METADATA:
+        return functools.partial(_metadata, _METADATA[attribute])
+    if access == "__get__":
+        return _same_elements if attribute in _SHARDED_VALUES else _plain
+    return _set_values if attribute in _SHARDED_VALUES and access == "__set__" else _plain
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _specs(value: Any) -> Iterator[ShardSpec]:
+    return (spec for spec in map(spec_of, _tensors(value)) if spec is not None)
+
+
+def _name(func: Any) -> str:
+    name: str = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f".{getattr(func.__self__, '__name__', 'attribute')}"
+    return name
+
+
+def _unsupported(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    spec = next(_specs((args, kwargs)), None)
+    if spec is None:  # a shard that is being made
+        return func(*args, **kwargs)
+    why = ""
+    if getattr(func, "__name__", "").rstrip("_") in _RANDOM:
+        why = "ranks would draw the same values for different elements, or replicas different ones"
+    raise unsupported(_name(func), spec, why)
+
+
+_RANDOM = frozenset(
+    """normal uniform bernoulli exponential random geometric cauchy log_normal rand_like randn_like
+    randint_like dropout rrelu alpha_dropout feature_dropout""".split()
+)
+
+
+def _plain(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _metadata(answer: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    spec = spec_of(args[0])
+    if spec is None:  # another argument is sharded
+        return func(*args, **kwargs)
+    return answer(spec.shape, *[one for one in args[1:] if not isinstance(one, type)], **kwargs)
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(shape[dim + 1 :].numel() for dim in range(len(shape)))
+
+
+def _on_full_tensors(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """On one rank nothing is missing: what shares memory with the parts is full."""
+
+    def full(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            spec = spec_of(value)
+            return value if spec is None else spec.gather(value)
+        if type(value) in (list, tuple):
+            return type(value)(map(full, value))
+        return {key: full(one) for key, one in value.items()} if type(value) is dict else value
+
+    mine = full(args)
+    found = func(*mine, **full(kwargs))
+    return args[0] if args and found is mine[0] else found
+
+
+def _same_elements(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    spec = spec_of(args[0] if args else kwargs.get("input"))
+    found = func(*args, **kwargs)
+    if spec is not None and type(found) is torch.Tensor:
+        return as_sharded(found, spec)
+    return found
+
+
+def _set_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``parameter.data = value``, ``parameter.grad = value``."""
+    own, value = args
+    return func(own, _part(_name(func), spec_of(own), value))
+
+
+def _part(name: str, spec: ShardSpec | None, value: Any) -> Any:
+    """This rank's part of ``value``, to be put into a tensor of ``spec``."""
+    theirs = spec_of(value)
+    if spec is None:  # a plain tensor is a full one
+        assert theirs is not None
+        raise unsupported(f"{name} into a tensor that is not sharded", theirs)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if theirs is not None:
+        if not spec.same(theirs):
+            raise unsupported(name, spec, f"the other tensor is cut otherwise: {theirs.name!r}")
+        return value
+    if value.shape != spec.shape:
+        if value.numel() == 1 and name != ".data" and name != ".grad":
+            return value
+        raise unsupported(
+            name, spec, f"a plain tensor must be a full one; that of shape {list(value.shape)} is "
+            "not. Of this rank's part write parameter.to_local().copy_(part)"
+        )  # fmt: skip
+    with torch.no_grad():
+        return as_sharded(spec.cut(value), spec)
+
+
+def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    own, value, *rest = args if len(args) > 1 else (*args, kwargs.pop("src"))
+    return func(own, _part("copy_", spec_of(own), value), *rest, **kwargs)
+
+
+def _common_spec(name: str, tensors: Iterator[torch.Tensor]) -> ShardSpec | None:
+    """That of all of ``tensors`` that are no numbers, or ``None`` if none of them is sharded."""
+    spec, plain = None, None
+    for one in tensors:
+        theirs = one.__dict__.get(SPEC)
+        if theirs is None:
+            plain = one if plain is None and one.numel() != 1 else plain
+        elif spec is None:
+            spec = theirs
+        elif not spec.same(theirs):
+            raise unsupported(
+                name, spec, f"{theirs.name!r} of shape {list(theirs.shape)} is cut otherwise"
+            )
+    if spec is not None and plain is not None:
+        raise unsupported(
+            name, spec, f"the tensor of shape {list(plain.shape)} beside it is not sharded"
+        )
+    return spec
+
+
+def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    name = _name(func)
+    spec = _common_spec(name, _tensors((args, kwargs) if kwargs else args))
+    in_place = args[0] if name.endswith("_") and name[0] != "_" else kwargs.get("out")
+    if in_place is not None and spec_of(in_place) is None:
+        return _unsupported(func, args, kwargs)
+    if name == "where" and len(args) + len(kwargs) == 1:  # the places of the elements
+        return _unsupported(func, args, kwargs)
+    if spec is not None and torch.is_grad_enabled():
+        args, kwargs = _with_shared_numbers((args, kwargs), spec)
+    found = func(*args, **kwargs)
+    if type(found) is torch.Tensor and spec is not None:
+        return as_sharded(found, spec)
+    if isinstance(found, tuple) and spec is not None:  # frexp
+        return type(found)(as_sharded(one, spec) for one in found)
+    return found
+
+
+def _with_shared_numbers(value: Any, spec: ShardSpec) -> Any:
+    """Has plain numbers with a graph get their gradients from the elements of all ranks."""
+    if isinstance(value, torch.Tensor):
+        shared = value.requires_grad and spec_of(value) is None
+        return reductions.shared(value, spec) if shared else value
+    if type(value) in (list, tuple):
+        return type(value)(_with_shared_numbers(one, spec) for one in value)
+    if type(value) is dict:
+        return {key: _with_shared_numbers(one, spec) for key, one in value.items()}
+    return value
+
+
+def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    name = _name(func)
+    if name in ("_foreach_norm", "_foreach_max"):
+        one = functools.partial(_answer_of(torch.norm if name == "_foreach_norm" else torch.max))
+        of = torch.norm if name == "_foreach_norm" else torch.max
+        order = args[1:] or ([kwargs["ord"]] if "ord" in kwargs else [])
+        return [
+            one(of, (each, *order), {}) if spec_of(each) is not None else of(each, *order)
+            for each in args[0]
+        ]
+    lists = [one for one in (*args, *kwargs.values()) if isinstance(one, (list, tuple))]
+    lists = [one for one in lists if one and isinstance(one[0], torch.Tensor)]
+    rest = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+    specs = [_common_spec(name, iter([*together, *rest])) for together in zip(*lists, strict=False)]
+    found = func(*args, **kwargs)
+    if isinstance(found, (list, tuple)):
+        for value, spec in zip(found, specs, strict=True):
+            if spec is not None:
+                as_sharded(value, spec)
+    return found
+
+
+def _reduction(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    name = _name(func)
+    value = args[0] if args else kwargs.pop("input", kwargs.pop("self", None))
+    other = args[1] if len(args) > 1 else kwargs.get("other")
+    if spec_of(value) is None or isinstance(other, torch.Tensor):
+        if name in ("max", "min"):  # of two tensors
+            return _pointwise(func, args, kwargs)
+        return _unsupported(func, args, kwargs)
+    found = reductions.reduce(name, value, *args[1:], **kwargs)
+    # The method asks for one norm; lists go by functions.
+    return reductions.PendingNorm.added_up(found) if func is torch.Tensor.norm else found
+
+
+def _equal(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    first, second = args
+    specs = spec_of(first), spec_of(second)
+    if None not in specs and specs[0].shape != specs[1].shape:  # type: ignore[union-attr]
+        return False
+    spec = _common_spec("equal", iter([first, second]))
+    assert spec is not None
+    return reductions.all_true(torch.eq(first, second), spec)
+
+
+def _all_close(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    spec = _common_spec("allclose", _tensors((args, kwargs)))
+    assert spec is not None
+    return reductions.all_true(torch.isclose(*args, **kwargs), spec)
+
+
+def _dot(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    spec = _common_spec(_name(func), _tensors((args, kwargs)))
+    assert spec is not None
+    first, second, *rest = args
+    if rest or kwargs or len(spec.shape) != 1:
+        return _unsupported(func, args, kwargs)
+    return reductions.REDUCTIONS["sum"](first * second, spec)
+
+
+def _dist(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    spec = _common_spec(_name(func), _tensors((args, kwargs)))
+    assert spec is not None
+    first, second, *order = args
+    return reductions.norm_of(first - second, spec, *(order or [kwargs.get("p", 2.0)]))
+
+
+def _set_items(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``value[mask] = number`` and ``value[...] = other``."""
+    own, key, value = args
+    if key is Ellipsis or (isinstance(key, slice) and key == slice(None)):
+        part = _part("an assignment", spec_of(own), value)
+        own.copy_(part) if isinstance(part, torch.Tensor) else own.fill_(part)
+        return None
+    number = not isinstance(value, torch.Tensor) or (value.numel() == 1 and spec_of(value) is None)
+    if not (isinstance(key, torch.Tensor) and key.dtype is torch.bool and number):
+        return _unsupported(func, args, kwargs)
+    _common_spec("an assignment", iter([own, key]))
+    if spec_of(key) is None or spec_of(own) is None:
+        return _unsupported(func, args, kwargs)
+    own.masked_fill_(key, value)
+    return None
+
+
+def _non_finite_check(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a gradient scaler asks of a list of gradients: in one collective for each world."""
+    grads, found, inverse = args
+    func(grads, found, inverse)
+    for world in dict.fromkeys(spec.world for spec in map(spec_of, grads) if spec is not None):
+        found.copy_(reductions.collective(world.all_reduce_max, found, world))
+    return None
+
+
+def _autograd_grad(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    found = func(*args, **kwargs)
+    for one, grad in zip(inputs, found, strict=True):
+        spec = spec_of(one)
+        if spec is not None and grad is not None:
+            as_sharded(grad, spec)
+    return found
+
+
+_ANSWERS: dict[str, Answer] = {
+    "copy_": _copy,
+    "equal": _equal,
+    "allclose": _all_close,
+    "dot": _dot,
+    "vdot": _dot,
+    "inner": _dot,
+    "dist": _dist,
+    "__setitem__": _set_items,
+    "_amp_foreach_non_finite_check_and_unscale_": _non_finite_check,
+}
