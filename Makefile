@@ -7,7 +7,7 @@ RANKS := --dist loadfile --no-loadscope-reorder -n auto
 # A hundred processes of the tests would compile what is here anew, a second each and more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check lint size bench install clean
+.PHONY: demo test test-all check lint size bench install clean
 
 # Where everything is installed, so is what the demo needs.
 demo: $(if $(wildcard .venv/installed),install,.venv/demo)
@@ -16,6 +16,10 @@ demo: $(if $(wildcard .venv/installed),install,.venv/demo)
 
 test: install
 	$(PY) -m pytest $(RANKS)
+
+# And what is marked `full`.
+test-all: install
+	$(PY) -m pytest $(RANKS) -m ""
 
 # Lint, and of the suite what tells most for its time; `make test` before a change is handed in.
 check: lint

@@ -21,6 +21,7 @@ from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
 from ..sharding.parameter_checks import require_parameters_here
 from ..sharding.released import mark_released
+from ..sharding.sharded_tensor import home_of
 from .equality import describe, require_same, require_same_attributes
 from .unit import ParameterStack, ScanUnit, Stack
 
@@ -78,6 +79,12 @@ class ScanBuilder:
         """``block``, if it can be scanned with those before it."""
         self._require_block(block, number)
         for name, parameter in block.named_parameters():
+            if home_of(parameter) is not None:
+                raise ValueError(
+                    f"block {number} shares the parameter {name} with a module that is wrapped; "
+                    "scanned blocks must have parameters of their own. Untie it, or wrap the "
+                    "blocks singly"
+                )
             other = self._seen.setdefault(parameter, number)
             if other != number:
                 raise ValueError(

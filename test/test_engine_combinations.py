@@ -1,0 +1,415 @@
+"""Combinations of the engine's settings train like plain torch in one process on the global batch.
+
+A cell is a form of wrapping, when parameters are freed, how they are cut, and up to two uses. The
+default suite has cells that cover every pair of settings, ``make test-all`` the full product. What
+is not possible together raises at construction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+FORMS = ("wrapper", "fully_shard", "scanned")
+FREEING = ("zero3", "zero2", "hpz")  # hpz: reshard_after_forward=2
+CUTS = ("each", "dim0", "flat")
+USES = ("hybrid", "no_sync", "offload", "bf16", "frozen", "shared")
+
+Cell = tuple[str, ...]
+
+# Two settings that are not possible together, and what the message has.
+NOT_TOGETHER = {
+    ("fully_shard", "flat"): "flatten_parameters=True is not possible in fully_shard: leave it out",
+    ("scanned", "zero2"): "reshard_after_forward=False is not possible in scan_blocks",
+    ("scanned", "flat"): "flatten_parameters=True is not possible in scan_blocks",
+}
+
+PRODUCT: list[Cell] = [
+    (form, freeing, cut, *uses)
+    for form, freeing, cut in itertools.product(FORMS, FREEING, CUTS)
+    for uses in [("plain",), *((one,) for one in USES), *itertools.combinations(USES, 2)]
+]
+
+
+def pairs_of(cell: Cell) -> set[Cell]:
+    return set(itertools.combinations(cell, 2))
+
+
+def shown_by(cell: Cell) -> set[Cell]:
+    """The pairs whose errors ``cell`` shows. Rounding to bfloat16 hides small ones of others."""
+    return {pair for pair in pairs_of(cell) if "bf16" in pair or "bf16" not in cell}
+
+
+LEGAL = [cell for cell in PRODUCT if not pairs_of(cell) & NOT_TOGETHER.keys()]
+# Every one of these with every use, with and without replicas.
+FULL = [cell for cell in LEGAL if len(cell) == 4 or "hybrid" in cell]
+
+
+def covering(cells: list[Cell]) -> list[Cell]:
+    """Some of ``cells`` that show every pair of settings that is in one: always the first of those
+    that show most that the ones before do not."""
+    chosen: list[Cell] = []
+    missing = set().union(*map(shown_by, cells))
+    while missing:
+        chosen.append(max(cells, key=lambda cell: len(shown_by(cell) & missing)))
+        missing -= shown_by(chosen[-1])
+    return sorted(chosen, key=cells.index)
+
+
+COVERING = covering(LEGAL)
+
+# -- model and data ----------------------------------------------------------------------------
+
+WIDTH, WORDS, BLOCKS, STEPS = 12, 11, 3, 2
+GLOBAL_BATCH, RANKS = 16, 4
+RATE, CLIP = 0.5, 0.4
+MESH = [[0, 1], [2, 3]]
+
+
+class Block(nn.Module):
+    """Parameters that do not divide, and one that has no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.gate = nn.Linear(WIDTH, 7), nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, WIDTH)
+        self.gain = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.gain * self.down(F.gelu(self.up(y)) * torch.tanh(self.gate(y)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks: nn.Module = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embed(tokens))))
+
+
+def build(uses: Iterable[str]) -> Model:
+    torch.manual_seed(3)
+    model = Model()
+    if "shared" in uses:  # inside a unit, and between two
+        model.head.weight = model.embed.weight
+        for block in model.blocks:
+            block.gate.weight = block.up.weight
+    if "frozen" in uses:  # a unit, and parts of others
+        for one in (model.embed, *(block.down for block in model.blocks)):
+            one.requires_grad_(False)
+    return model
+
+
+def batches(uses: Iterable[str]) -> list[tuple[torch.Tensor, ...]]:
+    """Of every step, the micro-batches of all ranks."""
+    generator = torch.Generator().manual_seed(5)
+    size = (STEPS, GLOBAL_BATCH, 3)
+    tokens = torch.randint(WORDS, size, generator=generator)
+    return [step.chunk(2 if "no_sync" in uses else 1) for step in tokens]
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
+    # Without state, so that all steps are one program.
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)
+
+
+@functools.cache
+def expected(uses: tuple[str, ...]) -> dict[str, Any]:
+    """What plain torch finds in one process on the global batch."""
+    model = build(uses)
+    optimizer = optimizer_for(model)
+    found: dict[str, Any] = {"losses": [], "norms": [], "weights": [], "gradients": []}
+    for step in batches(uses):
+        total = 0.0
+        for part in step:
+            parameters = dict(model.named_parameters())
+            if "bf16" in uses:
+                parameters = {name: p.bfloat16() for name, p in parameters.items()}
+            logits = torch.func.functional_call(model, parameters, (part,), tie_weights=True)
+            loss = loss_of(logits, part) / len(step)
+            loss.backward()
+            total += loss.item()
+        found["losses"].append(total)
+        found["gradients"].append(
+            {
+                name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for name, p in model.named_parameters(remove_duplicate=False)
+            }
+        )
+        found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        found["weights"].append({n: v.clone() for n, v in model.state_dict().items()})
+    return found
+
+
+# -- on ranks ----------------------------------------------------------------------------------
+
+
+def options_for(cell: Cell) -> dict[str, Any]:
+    import xla_fsdp
+
+    options: dict[str, Any] = {
+        "reshard_after_forward": {"zero3": True, "zero2": False, "hpz": 2}[cell[1]]
+    }
+    if "dim0" in cell:
+        options["shard_param_on_dim_0"] = True
+    if "flat" in cell:
+        options["flatten_parameters"] = True
+    by_torchs_name = "fully_shard" in cell
+    if "hybrid" in cell:
+        options["mesh" if by_torchs_name else "device_mesh"] = MESH
+    if "bf16" in cell and by_torchs_name:
+        options["mp_policy"] = xla_fsdp.MixedPrecisionPolicy(torch.bfloat16)
+    elif "bf16" in cell:
+        options["compute_dtype"] = torch.bfloat16
+    if "offload" in cell and by_torchs_name:
+        options["offload_policy"] = xla_fsdp.CPUOffloadPolicy()
+    elif "offload" in cell:
+        options["cpu_offload"] = xla_fsdp.CPUOffload()
+    return options
+
+
+def sharded(cell: Cell) -> nn.Module:
+    from xla_fsdp import XlaFullyShardedDataParallel, fully_shard, scan_blocks
+
+    model, options = build(cell), options_for(cell)
+    if "fully_shard" in cell:
+        for one in (model.embed, *model.blocks):
+            fully_shard(one, **options)
+        return fully_shard(model, **options)
+    fsdp = functools.partial(XlaFullyShardedDataParallel, **options)
+    if "scanned" in cell:
+        model.blocks = scan_blocks(list(model.blocks), **options)
+    else:
+        model.blocks = nn.Sequential(*map(fsdp, model.blocks))
+    model.embed = fsdp(model.embed)
+    return fsdp(model)
+
+
+@contextlib.contextmanager
+def syncing(model: nn.Module, syncs: bool) -> Iterable[None]:
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(syncs)
+        yield
+    else:
+        with contextlib.nullcontext() if syncs else model.no_sync():
+            yield
+
+
+def train(rank: int, cell: Cell) -> dict[str, Any]:
+    import torch_xla
+
+    from xla_fsdp import full_state_dict
+
+    model = sharded(cell)
+    optimizer = optimizer_for(model)
+    parameters = list(model.parameters())
+    found: dict[str, Any] = {"losses": [], "norms": [], "weights": [], "gradients": []}
+    gradients = []
+    for step in batches(cell):
+        total = torch.zeros((), device="xla")
+        for number, part in enumerate(step):
+            mine = part.chunk(RANKS)[rank].to("xla")
+            with syncing(model, number == len(step) - 1):
+                loss = loss_of(model(mine), mine) / len(step)
+                loss.backward()
+            total += loss.detach()
+        assert all((p.grad is None) is not p.requires_grad for p in parameters)
+        gradients.append([p.grad.clone() if p.requires_grad else None for p in parameters])
+        norm = model.clip_grad_norm_(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        found["losses"].append(total.item())
+        found["norms"].append(norm.item())
+        found["weights"].append(full_state_dict(model, rank0_only=False))
+    for step in gradients:  # under the names of the full state
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.zero_() if gradient is None else parameter.copy_(gradient)
+        found["gradients"].append(full_state_dict(model, rank0_only=False))
+    return found
+
+
+def train_cells(rank: int, cells: list[Cell]) -> list[dict[str, Any]]:
+    from xla_fsdp.ranks.rank import current_rank
+
+    current_rank().as_on_tpu = True  # what a TPU gets has more in it
+    found = []
+    for cell in cells:
+        try:
+            found.append(train(rank, cell))
+        except Exception as error:
+            raise RuntimeError(f"in the cell {cell}: {error}") from error
+    return found
+
+
+# -- comparison --------------------------------------------------------------------------------
+
+
+def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, what: str) -> None:
+    """The difference is small compared with ``wanted``, so that a wrong factor is none."""
+    assert found.shape == wanted.shape, what
+    difference, size = (found - wanted).norm().item(), wanted.norm().item()
+    # Sums of what nearly cancels are as small as the rounding of what is added up.
+    assert difference <= tolerance * (size + 0.02), f"{what}: {difference} off, {size} expected"
+
+
+def assert_like_plain(cell: Cell, ranks: list[dict[str, Any]]) -> None:
+    wanted, tolerance = expected(cell[3:]), 4e-2 if "bf16" in cell else 2e-5
+    first = build(cell).state_dict()
+    losses = torch.tensor([one["losses"] for one in ranks]).mean(0)
+    assert_near(losses, torch.tensor(wanted["losses"]), tolerance, f"losses of {cell}")
+    for one in ranks:
+        norms = torch.tensor(one["norms"])
+        assert norms.min() > CLIP  # so that it matters
+        assert_near(norms, torch.tensor(wanted["norms"]), tolerance, f"norms of {cell}")
+        for step in range(STEPS):
+            for kind, start in (("gradients", {}), ("weights", first)):
+                own, theirs = one[kind][step], wanted[kind][step]
+                assert own.keys() == theirs.keys()
+                for name, value in theirs.items():
+                    before = start.get(name, torch.zeros(()))
+                    what = f"{kind} {name} of {cell} in step {step}"
+                    assert_near(own[name] - before, value - before, tolerance, what)
+
+
+def check(run_ranks, cells: list[Cell]) -> None:
+    assert cells
+    for cell, *ranks in zip(cells, *run_ranks(train_cells, RANKS, cells, timeout=600), strict=True):
+        assert_like_plain(cell, ranks)
+
+
+def test_the_cells_cover_every_pair_that_is_possible():
+    covered = set().union(*map(shown_by, COVERING))
+    axes = [FORMS, FREEING, CUTS]
+    possible = {
+        pair for a, b in itertools.combinations(axes, 2) for pair in itertools.product(a, b)
+    }
+    possible |= set(itertools.product(itertools.chain(*axes), (*USES, "plain")))
+    possible |= set(itertools.combinations(USES, 2))
+    assert covered == possible - NOT_TOGETHER.keys()
+    assert len(COVERING) < len(LEGAL) / 20
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_pair_trains_like_plain_torch(run_ranks, form):
+    check(run_ranks, [cell for cell in COVERING if form in cell])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form, freeing, cut", sorted({cell[:3] for cell in LEGAL}))
+def test_the_full_product_trains_like_plain_torch(run_ranks, form, freeing, cut):
+    check(run_ranks, [cell for cell in FULL if cell[:3] == (form, freeing, cut)])
+
+
+def not_together(rank: int) -> None:
+    for cell in PRODUCT:
+        if refused := pairs_of(cell) & NOT_TOGETHER.keys():
+            with pytest.raises(ValueError) as caught:
+                sharded(cell)
+            assert any(NOT_TOGETHER[pair] in str(caught.value) for pair in refused), cell
+
+
+def test_what_is_not_possible_together_raises(run_ranks):
+    run_ranks(not_together, RANKS)
+
+
+def contradictions(rank: int) -> None:
+    """Other spellings of the same, and values of the settings that do not go together."""
+    from xla_fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, fully_shard, scan_blocks
+    from xla_fsdp import ShardingStrategy as S
+    from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+
+    def scan(change=lambda one, other: None, **options):
+        pair = [Block(), Block()]
+        change(*pair)
+        return scan_blocks(pair, **options)
+
+    def share(one, other):
+        other.up.weight = one.up.weight
+
+    def freeze(one, other):
+        other.up.bias.requires_grad_(False)
+
+    def tie(root, scan_first):
+        model = build(())
+        model.blocks[1].norm.weight = model.norm.weight
+        if not scan_first:
+            model.norm = root(model.norm)
+        model.blocks = scan_blocks(model.blocks)
+        return root(model)
+
+    def offload_one(root, **options):
+        model = build(("shared",))
+        model.embed = root(model.embed, **options)
+        return root(model)
+
+    host, stream = {"cpu_offload": CPUOffload()}, {"cpu_offload": CPUOffload(stream=True)}
+    narrow = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
+    mesh = {"device_mesh": MESH}
+    part = functools.partial
+    wrapper, scanned, in_place = part(FSDP, Block()), scan, part(fully_shard, Block())
+    no_zero2 = "reshard_after_forward=False is not possible in scan_blocks"
+    divides = "reshard_after_forward as a number of ranks must divide the 2"
+    for makes, options, text in [
+        ([wrapper, scanned],
+         {**mesh, "sharding_strategy": S.HYBRID_SHARD, "reshard_after_forward": False},
+         "reshard_after_forward=False contradicts sharding_strategy=ShardingStrategy.HYBRID_SHARD"),
+        ([wrapper, scanned],
+         {"sharding_strategy": S.SHARD_GRAD_OP, "reshard_after_forward": 2},
+         "reshard_after_forward=2 contradicts sharding_strategy=ShardingStrategy.SHARD_GRAD_OP"),
+        ([wrapper, scanned], {**mesh, "sharding_strategy": S.FULL_SHARD},
+         "sharding_strategy=ShardingStrategy.FULL_SHARD needs a 1-D device_mesh"),
+        ([wrapper, scanned], {"sharding_strategy": S.HYBRID_SHARD},
+         "sharding_strategy=ShardingStrategy.HYBRID_SHARD needs to know the groups"),
+        ([wrapper, scanned], {**mesh, "reshard_after_forward": 4}, divides),
+        ([in_place], {"mesh": MESH, "reshard_after_forward": 4}, divides),
+        ([wrapper, scanned], {**host, "mixed_precision": narrow},
+         "keep_low_precision_grads=True) is incompatible with cpu_offload"),
+        ([wrapper], {**stream, "reshard_after_forward": False},
+         "reshard_after_forward=False keeps parameters there"),
+        ([wrapper], {**stream, "reshard_after_forward": 2},
+         "reshard_after_forward=2 keeps parameters there"),
+        ([wrapper], {**stream, "sharding_strategy": S.SHARD_GRAD_OP}, "as do SHARD_GRAD_OP"),
+        ([scanned], stream, "CPUOffload(stream=True) is not possible in scan_blocks"),
+        ([scanned], {"reshard_after_forward": 1}, no_zero2),
+        ([scanned], {"sharding_strategy": S.SHARD_GRAD_OP}, no_zero2),
+        ([scanned], {**mesh, "sharding_strategy": S._HYBRID_SHARD_ZERO2}, no_zero2),
+        ([part(scan, share)], {}, "blocks 0 and 1 share the parameter up.weight"),
+        ([part(scan, freeze)], {}, "trainable in block 0, parameter of shape (7,), float32, frozen"),
+        ([part(tie, FSDP, True), part(tie, fully_shard, True)], {},
+         "'norm.weight' of LayerNorm is tied to one of scanned blocks"),
+        ([part(tie, FSDP, False), part(tie, fully_shard, False)], {},
+         "block 1 shares the parameter norm.weight with a module that is wrapped"),
+        ([part(offload_one, FSDP)], host, "give both wrappers the same cpu_offload"),
+        ([part(offload_one, fully_shard)], {"offload_policy": CPUOffloadPolicy()},
+         "give both wrappers the same cpu_offload"),
+    ]:  # fmt: skip
+        for make in makes:
+            with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):
+                make(**options)
+
+
+def test_what_contradicts_itself_raises(run_ranks):
+    run_ranks(contradictions, RANKS)
