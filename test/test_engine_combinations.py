@@ -397,7 +397,7 @@ def contradictions(rank: int) -> None:
         ([scanned], {"sharding_strategy": S.SHARD_GRAD_OP}, no_zero2),
         ([scanned], {**mesh, "sharding_strategy": S._HYBRID_SHARD_ZERO2}, no_zero2),
         ([part(scan, share)], {}, "blocks 0 and 1 share the parameter up.weight"),
-        ([part(scan, freeze)], {}, "trainable in block 0, parameter of shape (7,), float32, frozen"),
+        ([part(scan, freeze)], {}, "parameter of shape (7,), float32, frozen"),
         ([part(tie, FSDP, True), part(tie, fully_shard, True)], {},
          "'norm.weight' of LayerNorm is tied to one of scanned blocks"),
         ([part(tie, FSDP, False), part(tie, fully_shard, False)], {},

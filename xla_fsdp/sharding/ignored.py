@@ -14,9 +14,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch_xla.runtime as xr
 from torch import nn
 
 from ..names import dotted, is_wrapper
+from .shard_reductions import norm_of_replicated
 from .sharded_tensor import home_of
 
 # On an ignored module: its id, which a copy of it has not. On an ignored parameter: its Note.
@@ -28,6 +30,56 @@ class Ignored(NamedTuple):
 
     modules: frozenset[nn.Module]
     parameters: frozenset[nn.Parameter]
+
+
+class IgnoredGradient(torch.Tensor):
+    """The gradient of an ignored parameter, of this rank's batch.
+
+    A plain tensor, except that its norm in a list of norms (gradients to be clipped) is the mean
+    of all ranks, in powers: all ranks scale alike, also before the gradients are averaged.
+    """
+
+    answers_first = True  # see ranks/cpu/mode.py
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(kind is not cls and kind is not IgnoredParameter for kind in types):
+            return NotImplemented  # sharded tensors answer for lists in which both are
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.linalg.vector_norm or func is torch.norm:
+                return norm_of_replicated(func, *args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return memo.setdefault(id(self), self.detach().clone())
+
+
+class IgnoredParameter(nn.Parameter):
+    """A parameter that is whole on every rank."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's gradient."""
+        found = _GRAD.__get__(self)
+        if type(found) is torch.Tensor and xr.world_size() > 1:
+            found.__class__ = IgnoredGradient
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__set__(self, None)
+
+
+_GRAD: Any = torch.Tensor.grad
 
 
 class Note:
@@ -66,7 +118,7 @@ def mark_ignored(
         one.__dict__[_MARK] = id(one)
     for parameter in [*parameters, *(parameter for *_, parameter in own)]:
         if note_of(parameter) is None:
-            setattr(parameter, _MARK, Note())
+            _mark(parameter)
     return Ignored(
         frozenset(one for one in module.modules() if is_ignored(one)),
         frozenset(one for one in module.parameters() if note_of(one) is not None),
@@ -87,7 +139,13 @@ def note_again(parameters: Iterable[nn.Parameter]) -> None:
     """Notes it on copies of ignored parameters, which have lost it."""
     for parameter in parameters:
         if note_of(parameter) is None:
-            setattr(parameter, _MARK, Note())
+            _mark(parameter)
+
+
+def _mark(parameter: nn.Parameter) -> None:
+    setattr(parameter, _MARK, Note())
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = IgnoredParameter
 
 
 def settle_ignored(path: str, module: nn.Module, device: torch.device) -> list[nn.Parameter]:
@@ -108,6 +166,7 @@ def settle_ignored(path: str, module: nn.Module, device: torch.device) -> list[n
         with torch.no_grad():
             moved = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
             moved.__dict__.update(vars(parameter))
+            moved.__class__ = type(parameter)
         try:
             torch.utils.swap_tensors(parameter, moved)
         except RuntimeError as error:

@@ -43,8 +43,8 @@ def require_parameters_here(path: str, module: nn.Module) -> None:
     for key, parameter in module._parameters.items():
         if isinstance(parameter, ReleasedParameter) and home_of(parameter) is None:
             raise RuntimeError(
-                f"parameter {dotted(path, key)!r} of {type(module).__name__} is tied to one of scanned "
-                "blocks, which share none with other modules: untie it, or wrap the blocks singly. "
+                f"parameter {dotted(path, key)!r} of {type(module).__name__} is tied to one of "
+                "scanned blocks, which share none: untie it, or wrap the blocks singly. "
                 "Or it is tied to one that another wrapper has, and was moved since "
                 "(model.to(device)): move the model before wrapping the first of its modules"
             )

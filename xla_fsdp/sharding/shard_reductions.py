@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -127,6 +127,16 @@ def _require_one(spec: ShardSpec, name: str) -> None:
 # -- norms -------------------------------------------------------------------------------------
 
 
+class _Replicated(NamedTuple):
+    """In the place of a spec: a tensor that every rank of ``world`` has, perhaps other values."""
+
+    world: World
+
+    def own_share(self, power: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum over the ranks."""
+        return power / self.world.size
+
+
 class PendingNorm(torch.Tensor):
     """The norm of a sharded tensor: this rank's sum of powers, or its largest element, until
     somebody uses the norm.
@@ -143,13 +153,15 @@ class PendingNorm(torch.Tensor):
     answers_first = True  # see ranks/cpu/mode.py
 
     _power: torch.Tensor
-    _spec: ShardSpec
+    _spec: ShardSpec | _Replicated
     _order: float
     _dtype: torch.dtype
     _norm: torch.Tensor | None
 
     @classmethod
-    def of(cls, power: torch.Tensor, spec: ShardSpec, order: float, dtype: torch.dtype) -> Any:
+    def of(
+        cls, power: torch.Tensor, spec: ShardSpec | _Replicated, order: float, dtype: torch.dtype
+    ) -> Any:
         """``power``: this rank's sum of ``|x| ** order``."""
         made = torch.Tensor._make_subclass(cls, torch.empty((), dtype=dtype, device="meta"))
         made._power, made._spec, made._order, made._dtype = power, spec, order, dtype
@@ -186,13 +198,16 @@ class PendingNorm(torch.Tensor):
     def _add_up(cls, pending: Sequence[PendingNorm], listed: bool) -> None:
         by_world: dict[World, dict[int, PendingNorm]] = {}
         for one in pending:
-            if not listed:
+            if isinstance(one._spec, _Replicated) and not listed:
+                one._norm = _root(one._power, one._order).to(one._dtype)
+            elif isinstance(one._spec, ShardSpec) and not listed:
                 _require_one(one._spec, "norm")
             if one._norm is None:
                 by_world.setdefault(one._spec.world, {})[id(one)] = one
         for world, own in by_world.items():
             summed = [one for one in own.values() if one._order != math.inf]
-            for one, total in zip(summed, sums(world, [s._power for s in summed]), strict=True):
+            parts = [one._spec.own_share(one._power) for one in summed]
+            for one, total in zip(summed, sums(world, parts), strict=True):
                 one._norm = _root(total, one._order).to(one._dtype)
             if others := [one for one in own.values() if one._order == math.inf]:
                 powers = torch.stack([one._power for one in others])
@@ -260,6 +275,21 @@ def norm_of(value: torch.Tensor, spec: ShardSpec, order: Any, dtype: Any = None)
         powers = size.abs() ** order
     power = _without_padding(powers, spec, 0).sum()
     made: torch.Tensor = PendingNorm.of(power, spec, order, kept)
+    return made
+
+
+def norm_of_replicated(
+    function: Callable[..., torch.Tensor], value: torch.Tensor, order: Any = 2.0, **kwargs: Any
+) -> torch.Tensor:
+    """``function(value, order, **kwargs)``, a vector norm, of a tensor that is whole on every rank
+    but may differ; in a list of norms the mean of all ranks, in powers."""
+    found = function(value, order, **kwargs)
+    if found.dim() or not isinstance(order, (int, float)) or order <= 0:
+        return found
+    wide = _wide(found)
+    power = wide if math.isinf(order) else wide ** float(order)
+    spec = _Replicated(World.to_reduce_over(None, value.device))
+    made: torch.Tensor = PendingNorm.of(power, spec, float(order), found.dtype)
     return made
 
 

@@ -54,6 +54,10 @@ class ShardSpec:
         owner = None if self.owner is None else self.owner()
         return "of a model that is gone" if owner is None else str(owner.name)
 
+    def own_share(self, power: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum over the ranks: all that it has."""
+        return power
+
     @property
     def several(self) -> bool:
         """Whether the tensor holds more than one parameter."""
