@@ -172,6 +172,8 @@ def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[Held]:
             pieces = tensor.layout.pieces(unit.world.rank)
             chunk = math.prod(tensor.layout.shard_shape)
             for member, (begin, end, at) in enumerate(pieces):
+                if not names[tensor][member]:  # of a module that was removed since
+                    continue
                 yield Held(
                     names=tuple(names[tensor][member]),
                     shape=tensor.layout.members[member].shape,
@@ -289,8 +291,8 @@ def _all_names(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules(remove_duplicate=False):
         unit = unit_of(module)
         if unit is not None and unit.depth:  # scanned: no modules of their own
-            for place in unit.places:
-                for inside in place.paths:
-                    yield dotted(path, dotted(inside, place.name))
+            for _, inside in unit.named_places():
+                for own in inside:
+                    yield dotted(path, own)
         for name in module._parameters:
             yield dotted(path, name)

@@ -146,8 +146,7 @@ class ScanUnit(FSDPState):
                 )
                 index = self.adopt(tensor)
                 for module, name in stack.spots:
-                    own = tuple(dotted(block, path) for path in paths[module])
-                    self.places.append(Place(own, module, name, index, stack.value))
+                    self.places.append(Place(module, name, index, stack.value, block))
                     if block == "0":  # the template, whose parameters are called so by users
                         called = dotted(paths[module][0], name)
                         watch_place(self.places[-1], tensor, 0, self.comms, called)

@@ -198,7 +198,8 @@ class UnitBuilder:
         assert tensor is not None, "every parameter is sharded before it is put into its unit"
         first = self.unit.adopt(tensor)
         resting = None if tensor.flattened else tensor.shard
-        self.unit.add_place(Place(tuple(self.paths[module]), module, name, first + number, resting))
+        called = dotted(self.paths[module][0], name)
+        self.unit.add_place(Place(module, name, first + number, resting), called)
 
     def _move_buffers(self) -> None:
         """Buffers to the device; floating-point ones to ``buffer_dtype``, shared ones once.

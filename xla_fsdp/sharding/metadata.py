@@ -43,6 +43,7 @@ def shard_metadata(units: NamedUnits) -> dict[str, Any]:
         # A flattened vector is stored under its own name, a parameter under its first.
         keys.get(tensor, members[0][0]): _described(tensor.layout, members)
         for tensor, members in sharded_names(units).items()
+        if any(members)  # else of a module that was removed since
     }
     world = units[0][1].world
     return {
@@ -61,11 +62,11 @@ def sharded_names(units: NamedUnits) -> dict[ShardedTensor, list[list[str]]]:
     for path, unit in units:
         for tensor in unit.tensors:
             names.setdefault(tensor, [[] for _ in tensor.layout.members])
-        for place in unit.places:
+        for place, inside in unit.named_places():
             tensor, member = unit.member_of(place.index)
             known = names[tensor][member]
-            for inside in place.paths:
-                name = dotted(path, dotted(inside, place.name))
+            for own in inside:
+                name = dotted(path, own)
                 if name not in known:
                     known.append(name)
     return names

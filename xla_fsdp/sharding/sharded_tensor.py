@@ -82,11 +82,11 @@ class ShardedTensor:
 class Place:
     """A module attribute that must hold full parameter ``index`` while the unit computes."""
 
-    paths: tuple[str, ...]  # dotted names of the module inside the wrapped module
     module: nn.Module
     name: str
     index: int
     resting: nn.Parameter | None  # what it holds otherwise: the shard, or None if flattened
+    block: str = ""  # the number of the scanned block, whose module stands for all
 
 
 # On a shard: the ShardedTensor it belongs to. On a parameter that has been sharded, but that other

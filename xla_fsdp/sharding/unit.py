@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,13 +110,30 @@ class Unit:
         names: dict[ShardedTensor, dict[tuple[int, int], str]] = {}
         for place in self.places:
             tensor, member = self.member_of(place.index)
-            names.setdefault(tensor, {}).setdefault((0, member), dotted(place.paths[0], place.name))
+            names.setdefault(tensor, {}).setdefault((0, member), self._own_name(place.index))
         self.awaited[:] = [Awaited(tensor.shard, members) for tensor, members in names.items()]
 
     def name_of(self, index: int) -> str:
         """The dotted name of full parameter ``index``, from the root if that is known."""
+        return self.comms.label + self._own_name(index)
+
+    def _own_name(self, index: int) -> str:
+        names = (found for place, found in self.named_places() if place.index == index and found)
+        first = next(names, None)
+        if first is not None:
+            return first[0]
         place = next(place for place in self.places if place.index == index)
-        return self.comms.label + dotted(place.paths[0], place.name)
+        return f"{place.name} of a {type(place.module).__name__} that is not in the module now"
+
+    def named_places(self) -> Iterator[tuple[Place, list[str]]]:
+        """Every place with the dotted names of its parameter in the unit's module, as they are now:
+        none if the place is not in there any more."""
+        paths: dict[nn.Module, list[str]] = {}
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            paths.setdefault(module, []).append(path)
+        for place in self.places:
+            own = paths.get(place.module, ())
+            yield place, [dotted(place.block, dotted(path, place.name)) for path in own]
 
     def names_of(self, tensor: ShardedTensor, members: int, block: int | None = None) -> list[str]:
         """The names of the first ``members`` full parameters of a sharded tensor.
@@ -136,12 +153,15 @@ class Unit:
         """The name of the wrapper for messages, from the root if that is known."""
         return self.comms.label.rstrip(".") or "the wrapper"
 
-    def add_place(self, place: Place) -> None:
-        """Registers a module attribute that uses a full parameter, and puts its shard there."""
+    def add_place(self, place: Place, name: str) -> None:
+        """Registers a module attribute that uses a full parameter, and puts its shard there.
+
+        ``name``: the dotted name of the parameter in the unit's module.
+        """
         self.places.append(place)
         place.module._parameters[place.name] = place.resting
         tensor, member = self.member_of(place.index)
-        watch_place(place, tensor, member, self.comms, dotted(place.paths[0], place.name))
+        watch_place(place, tensor, member, self.comms, name)
         if isinstance(place.module, nn.RNNBase):
             if place.module not in self._rnns:
                 self._rnns.append(place.module)
