@@ -53,7 +53,9 @@ class Uniform:
                 tensor.fill_(value)
 
     def get(self) -> float:
-        found = {v for tensor in self.tensors() for v in tensor.detach().cpu().flatten().tolist()}
+        from xla_fsdp.sharding.sharded_parameter import local
+
+        found = {v for one in self.tensors() for v in local(one).cpu().flatten().tolist()}
         assert len(found - {0.0}) <= 1, found  # 0: the padding
         return max(found)
 

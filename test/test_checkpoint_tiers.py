@@ -433,7 +433,7 @@ def _damaged_wherever_it_is(rank, size, folder):
         torch_xla.sync()
 
     def value():
-        found = {each for p in model.parameters() for each in p.detach().cpu().unique().tolist()}
+        found = {each for p in model.parameters() for each in p.to_local().cpu().unique().tolist()}
         (only,) = found - {0.0}  # of the padding
         return only
 

@@ -251,10 +251,11 @@ def test_an_optimizer_that_branches_on_a_value(run_ranks):
         @torch.no_grad()
         def step(self):
             for parameter in self.param_groups[0]["params"]:
-                if parameter.to("cpu").view(-1)[0] > 0:
-                    parameter.mul_(0.5)
+                own = parameter.to_local()
+                if own.cpu()[0] > 0:
+                    own.mul_(0.5)
                 else:
-                    parameter.copy_(torch.tanh(parameter).sort().values)
+                    own.copy_(torch.tanh(own).sort().values)
 
     def train(rank):
         import torch_xla

@@ -64,10 +64,10 @@ def generate_on_ranks(rank, names):
             xm.rendezvous("count gathers")
             if rank == 0:
 
-                def counting(world, shard, label="", labels=labels):
+                def counting(world, shard, label="", *route, labels=labels):
                     if world.rank == 0:
                         labels.append(label)
-                    return gather(world, shard, label)
+                    return gather(world, shard, label, *route)
 
                 World.all_gather = counting
             xm.rendezvous("counting")

@@ -47,12 +47,11 @@ if _TYPE_CHECKING:
     from .ranks.launch import CollectiveMismatchError, RankError, RankTimeoutError, launch
     from .remat import checkpoint_module
     from .scan.blocks import scan_blocks
-    from .sharding.awaited import loaded_later
     from .sharding.cpu_offload import CPUOffload
+    from .sharding.deferred_values import loaded_later
     from .sharding.mixed_precision import MixedPrecision
-    from .sharding.options import FSDPOptions
+    from .sharding.options import FSDPOptions, ShardingStrategy
     from .sharding.shard_spec import ShardedParameterError
-    from .sharding.strategy import ShardingStrategy
     from .supervision.divergence import DivergenceError, detect_divergence
     from .supervision.preemption import Preempted, Preemption
     from .supervision.profiling import profile
@@ -97,9 +96,9 @@ _HOMES = {
     "MixedPrecision": "sharding.mixed_precision",
     "CPUOffload": "sharding.cpu_offload",
     "FSDPOptions": "sharding.options",
-    "loaded_later": "sharding.awaited",
+    "loaded_later": "sharding.deferred_values",
     "ShardedParameterError": "sharding.shard_spec",
-    "ShardingStrategy": "sharding.strategy",
+    "ShardingStrategy": "sharding.options",
     "SyncBatchNorm": "layers.batch_norm",
     "checkpoint_module": "remat",
     "scan_blocks": "scan.blocks",

@@ -13,9 +13,9 @@ from torch import nn
 
 from .names import dotted, is_wrapper
 from .sharded_module import ShardedModule, make_unit
-from .sharding.awaited import Awaited, still_awaited
 from .sharding.comm_plan import Divisors
 from .sharding.cpu_offload import CPUOffload
+from .sharding.deferred_values import Awaited, still_awaited
 from .sharding.gathering import in_method
 from .sharding.metadata import hand_out_local, require_copying
 from .sharding.mixed_precision import MixedPrecision, require_flags_and_dtypes

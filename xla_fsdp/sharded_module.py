@@ -15,17 +15,17 @@ from .libraries import adapt
 from .names import is_wrapper
 from .offload.attaching import attach
 from .sharding import metadata
-from .sharding.awaited import still_awaited
 from .sharding.building import UnitBuilder
 from .sharding.clipping import clip_grad_norm_
-from .sharding.first_step import require_values
-from .sharding.host_shard import staying
+from .sharding.cpu_offload import staying
+from .sharding.deferred_values import still_awaited
 from .sharding.ignored import mark_ignored, note_of
 from .sharding.optimizer_hook import watch_optimizers
 from .sharding.options import FSDPOptions
 from .sharding.state import FSDPState, unique_units, units_in
 from .sharding.summon import require_no_scanned, summon_full_params
 from .sharding.unsharded import UnshardedParameter
+from .sharding.user_checks import require_values
 from .torch_checkpoint import support_torch_checkpoint
 from .wrap import recursive_wrap, require_forward, require_unwrapped, warn_if_none_chosen
 

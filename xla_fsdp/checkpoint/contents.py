@@ -25,9 +25,9 @@ from ..consolidate.format.manifest import (
 )
 from ..consolidate.format.rank_file import Item
 from ..consolidate.format.strict import write_json
-from ..sharding.first_step import require_values
 from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
+from ..sharding.user_checks import require_values
 from .inventory import Held, HeldBuffer, Inventory, take_inventory
 from .optimizer_forms import Made
 from .optimizers import HeldState, describe_optimizer

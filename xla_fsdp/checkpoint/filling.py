@@ -11,7 +11,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from ..sharding.awaited import about_to_fill, was_filled
+from ..sharding.deferred_values import about_to_fill, was_filled
 from ..sharding.freeing import assign_
 from ..sharding.optimizer_hook import state_is_by_name
 from ..sharding.shard_spec import ShardSpec, spec_of

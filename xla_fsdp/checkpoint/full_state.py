@@ -12,8 +12,8 @@ from torch import nn
 
 from ..collectives.random_state import at_rest
 from ..collectives.world import World
-from ..sharding.first_step import require_values
 from ..sharding.state import units_in
+from ..sharding.user_checks import require_values
 from ..tree import map_tensors, tensors_in
 from .filling import fill_model
 from .inventory import Held

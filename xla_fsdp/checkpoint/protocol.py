@@ -21,8 +21,8 @@ from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
 from ..names import WRAPPED, dotted, is_names_hook, is_wrapper
-from ..sharding.first_step import require_values
 from ..sharding.state import unit_of, units_in
+from ..sharding.user_checks import require_values
 from .inventory import Held, HeldBuffer, Inventory
 from .meeting import Meeting
 from .parts import CPU, gather_members, parts_of

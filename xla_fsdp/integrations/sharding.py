@@ -17,8 +17,7 @@ from torch import nn
 from ..ranks.rank import current_rank
 from ..ranks.slices import slices_of_ranks
 from ..remat import checkpoint_module
-from ..sharding.options import WRAPPER, FSDPOptions
-from ..sharding.strategy import ShardingStrategy
+from ..sharding.options import WRAPPER, FSDPOptions, ShardingStrategy
 from ..tree import cast_floats
 from ..wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from ..wrapper import XlaFullyShardedDataParallel

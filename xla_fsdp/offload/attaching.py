@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..sharding.host_shard import HostShard
+from ..sharding.cpu_offload import HostShard
 from ..sharding.state import FSDPState
 from .copies import ShardCopy, Uploads
 from .gradients import HostGradients

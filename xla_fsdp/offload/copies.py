@@ -13,7 +13,7 @@ import torch
 from .. import xlac
 from ..collectives.host_data import as_data
 from ..ranks.rank import is_pretending
-from ..sharding.host_shard import HostShard, unwritten
+from ..sharding.cpu_offload import HostShard, unwritten
 from ..sharding.layout import computed_in
 from ..sharding.sharded_parameter import local
 

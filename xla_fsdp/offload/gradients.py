@@ -14,7 +14,7 @@ import torch
 
 from .. import xlac
 from ..ranks.rank import is_pretending
-from ..sharding.host_shard import HostShard, unwritten
+from ..sharding.cpu_offload import HostShard, unwritten
 from ..sharding.shard_hooks import accumulate
 from ..sharding.sharded_parameter import on_local_parts
 

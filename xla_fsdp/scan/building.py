@@ -11,17 +11,16 @@ from ..collectives.agreement import from_first
 from ..collectives.world import World
 from ..layers.keeping import ATTENTION
 from ..names import dotted, is_wrapper
-from ..sharding.awaited import Awaited, Key, comes_later
 from ..sharding.building import keeps_buffer_dtypes
-from ..sharding.deferred_init import materialize
+from ..sharding.cpu_offload import HostShard, on_host
+from ..sharding.deferred_values import Awaited, Key, comes_later, materialize
 from ..sharding.freeing import release_original_
 from ..sharding.full_precision import compute_in_full, full_precision_modules
-from ..sharding.host_shard import HostShard, on_host
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
-from ..sharding.parameter_checks import require_parameters_here
 from ..sharding.released import mark_released
 from ..sharding.sharded_tensor import home_of
+from ..sharding.user_checks import require_parameters_here
 from .equality import describe, require_same, require_same_attributes
 from .unit import ParameterStack, ScanUnit, Stack
 

@@ -15,16 +15,14 @@ from ..names import dotted, is_wrapper
 from ..ranks.rank import is_pretending
 from .around import refer_to
 from .attributes import watch_flattened
-from .awaited import Awaited, comes_later
-from .deferred_init import is_on_meta, materialize
+from .cpu_offload import HostShard, on_host
+from .deferred_values import Awaited, comes_later, is_on_meta, materialize
 from .freeing import release_original_, stamps
 from .full_precision import compute_in_full, full_precision_modules
-from .host_shard import HostShard, on_host
 from .ignored import is_ignored, note_of, settle_ignored
 from .layout import Layout
 from .metadata import take_local
 from .options import FSDPOptions
-from .parameter_checks import require_parameters_here
 from .released import mark_released
 from .sharded_tensor import (
     Place,
@@ -35,6 +33,7 @@ from .sharded_tensor import (
     set_home_of_shards,
 )
 from .state import FSDPState
+from .user_checks import require_parameters_here
 
 # Elements of a parameter that its checksum is made of.
 SAMPLE = 1 << 16
@@ -68,7 +67,7 @@ class UnitBuilder:
         self.paths: dict[nn.Module, list[str]] = {}
         # Whose parameters and buffers are not cast.
         self.wide: set[nn.Module] = set()
-        # Members without values until a load, see awaited.py.
+        # Members without values until a load, see deferred_values.py.
         self.late: dict[ShardedTensor, list[int]] = {}
 
     def build(self) -> FSDPState:

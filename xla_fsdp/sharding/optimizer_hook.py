@@ -5,7 +5,7 @@
 | made before ``module.to(device)``, which replaces them | marks of ``moves.py`` | raises |
 | made before wrapping | a parameter is not the shard that its home has | raises |
 | state loaded by position, beside weights of the in-tree class | home has another order | raises |
-| a step before a load has given values | ``awaited.py`` | raises |
+| a step before a load has given values | ``deferred_values.py`` | raises |
 | gradients that ``no_sync`` holds | counted at home | raises |
 | gradients of this rank only | parameters outside of every unit | warns once |
 | plain local tensors in loaded state | they have the shape of the shard | get the shard's type |
@@ -16,29 +16,31 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from .. import xlac
 from ..moves import was_left
 from ..ranks.rank import is_pretending
-from .averaging_again import refuse_shards
-from .awaited import require_filled
-from .first_step import WARNED
+from .deferred_values import require_filled
 from .ignored import note_of
 from .shard_spec import spec_of
 from .sharded_parameter import as_sharded, local
 from .sharded_tensor import home_of, homes_of, require_reduced
 from .unsharded import UnshardedParameter
+from .user_checks import WARNED
 
 # On an optimizer: how many parameters it had when it was checked.
 _CHECKED = "_xla_fsdp_parameters_checked"
@@ -260,3 +262,55 @@ def _may_go_by_lists(group: dict[str, Any]) -> bool:
         and (p.grad is None or p.grad.dtype is p.dtype)
         for p in group["params"]
     )
+
+
+_CHANGING = threading.Lock()
+# On a function that stands in the place of torch_xla's.
+_CHECKS = "_xla_fsdp_checks"
+
+
+def refuse_shards() -> None:
+    """Puts functions that check in the place of torch_xla's, the first time it is called."""
+    with _CHANGING:
+        if not hasattr(xlac.gradients_to_average.value, _CHECKS):
+            xlac.gradients_to_average.value = _checked(
+                xlac.gradients_to_average.value, _require_no_shards
+            )
+            vars(xm)["broadcast_master_param"] = _checked(
+                xm.broadcast_master_param, _require_not_divided
+            )
+
+
+def _checked(function: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checked(given: Any, *args: Any, **kwargs: Any) -> Any:
+        if xr.world_size() > 1:
+            check(given)
+        return function(given, *args, **kwargs)
+
+    setattr(checked, _CHECKS, True)
+    return checked
+
+
+def _require_no_shards(optimizer: Optimizer) -> None:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    home = next(homes_of(parameters), None)
+    if home is not None:
+        raise RuntimeError(
+            "xm.reduce_gradients (part of xm.optimizer_step, and what Accelerate's optimizer does "
+            "without xla_fsdp.integrations.accelerate) averages gradients over the ranks once "
+            f"more, and they are of different shards, such as that of {home.key!r}: leave it out, "
+            "call optimizer.step(), and torch_xla.sync() after it; with Accelerate, import "
+            "xla_fsdp.integrations.accelerate (with the Trainer "
+            "xla_fsdp.integrations.transformers) at the top of the script"
+        )
+
+
+def _require_not_divided(model: nn.Module) -> None:
+    home = next((home for home in homes_of(model.parameters()) if home.divided), None)
+    if home is not None:
+        raise RuntimeError(
+            "xm.broadcast_master_param would give every rank the first one's shards, such as that "
+            f"of {home.key!r}, in place of its own: call it before wrapping, or wrap with "
+            "sync_module_states=True"
+        )

@@ -27,6 +27,10 @@ _SETS_REQUIRES_GRAD = (
 )
 
 
+_GRAD: Any = torch.Tensor.grad
+_GETS_GRAD = _GRAD.__get__
+
+
 class ReleasedParameter(nn.Parameter):
     """A parameter whose values are in the shards of a wrapper.
 
@@ -38,6 +42,8 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func == _GETS_GRAD:
+            _require_no_gradient(args[0])
         if func in _SETS_REQUIRES_GRAD:
             _require_no_change(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
@@ -54,6 +60,17 @@ def mark_released(parameter: nn.Parameter) -> None:
     """Has ``parameter``, which is empty, say so when something is computed with it."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ReleasedParameter
+
+
+def _require_no_gradient(parameter: torch.Tensor) -> None:
+    """Raises RuntimeError if the gradient that is asked for is that of a shard."""
+    home = home_of(parameter)
+    if home is not None and home.shard.grad is not None:
+        raise RuntimeError(
+            f".grad of a parameter that was sharded ({home.key!r} in its wrapper), by an object of "
+            "before the wrapping, which has none: take gradients from model.parameters() after "
+            "wrapping"
+        )
 
 
 def _require_no_change(parameter: torch.Tensor, requires_grad: bool = True) -> None:

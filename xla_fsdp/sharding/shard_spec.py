@@ -147,7 +147,8 @@ def unsupported(operation: str, spec: ShardSpec, why: str = "") -> ShardedParame
         "inside; for another method than forward, call "
         "xla_fsdp.register_fsdp_forward_method(wrapper, 'method') once. Elsewhere, compute with "
         "parameter.full_tensor(), which all ranks must call, or within "
-        "FSDP.summon_full_params(model). parameter.to_local() is this rank's part"
+        "FSDP.summon_full_params(model). parameter.to_local() is this rank's part. An optimizer "
+        "that needs it: those of xla_fsdp.optim, or wrap with sharding_strategy=NO_SHARD"
     )
 
 

@@ -16,20 +16,21 @@ from ..layers import linear
 from ..names import is_wrapper
 from ..tree import cast_floats, map_tensors, tensors_in
 from .attributes import refuse_replacement
-from .first_step import (
-    compare_initial_weights,
-    require_all_sharded,
-    require_values,
-    tell_of_slices,
-)
 from .freeing import Stamp, stamps
 from .gathering import Pass, computing, computing_passes
-from .input_devices import raise_if_elsewhere
 from .options import FSDPOptions
 from .saved_parameters import parameters_saved_as_recipes
 from .secondary import Secondary
-from .transforms import require_plain_call, require_uncompiled
 from .unit import NamedUnits, Unit
+from .user_checks import (
+    compare_initial_weights,
+    raise_if_elsewhere,
+    require_all_sharded,
+    require_plain_call,
+    require_uncompiled,
+    require_values,
+    tell_of_slices,
+)
 
 
 class FSDPState(Unit):

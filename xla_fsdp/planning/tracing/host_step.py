@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ...offload.copies import STAGED_BYTES
 from ...offload.gradients import FETCHED_BYTES
-from ...sharding.host_shard import HostShard
+from ...sharding.cpu_offload import HostShard
 from ...sharding.sharded_parameter import local, on_local_parts
 from ...sharding.sharded_tensor import ShardedTensor
 from ...sharding.state import FSDPState, unique_units
