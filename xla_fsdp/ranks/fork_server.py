@@ -111,6 +111,9 @@ def main() -> NoReturn:
     """Entry point of ``python -m xla_fsdp.ranks.fork_server SOCKET_FD``."""
     gc.disable()  # what is imported stays: no collection need look through it, now or in workers
     from . import worker
+    from .cpu.operators import look_up_operators
+
+    look_up_operators()
 
     gc.freeze()
     gc.enable()

@@ -13,6 +13,7 @@ import torch_xla.runtime as xr
 from ... import xlac
 from ...compiled.cache import require_folder_is_chosen
 from ..rank import RankContext
+from .operators import look_up_operators
 from .session import drop_pending, wait_for_programs
 from .start_gate import StartGate
 
@@ -80,6 +81,8 @@ class CpuRuntime:
             wait_for_programs(failed=True)
         drop_pending(self.unfinished)
         self.unfinished = []
+        if size > 1:
+            look_up_operators()
         settings = _settings(size)
         if not xlac.runtime_has_started():
             require_folder_is_chosen()

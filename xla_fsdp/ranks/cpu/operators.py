@@ -1,0 +1,54 @@
+"""The Python objects of torch's operators, looked up before ranks are threads.
+
+When a dispatch mode first sees an operator, torch looks up its Python object and stores it in the
+operator, without a lock. Two ranks that do so at the same time get ``expected !=
+self_interpreter`` ("PyHandleCache.h"), or read a pointer that is not there yet, which ends the
+process. Four threads that call each operator at the same time show it within seconds
+(``test_rank_operators``), and no longer after this.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ATEN = "aten::"
+_TO_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.PythonTLSSnapshot
+)  # so that the mode is called before any kernel
+
+
+class _Seen(Exception):
+    """A mode has seen an operator, which does not run."""
+
+
+class _Stop(TorchDispatchMode):
+    def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Seen
+
+
+@functools.cache
+def look_up_operators() -> None:
+    """Has torch store the Python object of each of its operators, once a process (0.4 s)."""
+    tensor = torch.ones(1)
+    values = {
+        "Tensor": tensor, "List[Tensor]": [tensor], "List[Optional[Tensor]]": [tensor], "int": 1,
+        "SymInt": 1, "List[int]": [1], "float": 1.0, "List[float]": [1.0], "number": 1,
+        "List[number]": [1], "bool": True, "List[bool]": [True], "str": "", "Device": tensor.device,
+    }  # fmt: skip
+    with _Stop():
+        for name in torch._C._dispatch_get_all_op_names():
+            if not name.startswith(_ATEN):
+                continue
+            packet, _, overload = name.removeprefix(_ATEN).partition(".")
+            try:
+                operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                needed = [a for a in operator._schema.arguments if not a.has_default_value()]
+                given = {a.name: values.get(str(a.type)) for a in needed}
+                args = [given.pop(a.name) for a in needed if not a.kwarg_only]
+                operator.redispatch(_TO_MODES, *args, **given)
+            except Exception:  # of this operator torch wants other arguments
+                continue
