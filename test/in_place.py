@@ -48,6 +48,10 @@ class Model(nn.Module):
         """Computes with a parameter of its own, outside of a forward."""
         return (self.embed.weight * self.embed.weight).sum()
 
+    def product(self) -> torch.Tensor:
+        """Needs all elements of it."""
+        return self.embed.weight @ self.embed.weight.T
+
 
 def build(seed: int = 3) -> Model:
     torch.manual_seed(seed)

@@ -151,7 +151,8 @@ def refusals(rank, size):
         with pytest.raises(NotImplementedError, match=method):
             getattr(model, method)(None)
     with pytest.raises(RuntimeError, match="needs parameter 'embed.weight'.*register_fsdp"):
-        model.squared()
+        model.product()
+    torch.testing.assert_close(model.squared().cpu(), build().squared(), rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match="stay on"):
         model.cpu()
     with pytest.raises(ValueError, match="leave assign out"):

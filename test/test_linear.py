@@ -163,7 +163,7 @@ class Queries(nn.Module):
 
 def saved_parameters(rank, kind, *shape):
     """Which tensors of a forward autograd keeps, and whether as recipes."""
-    from xla_fsdp.sharding import saved_parameters as recipe
+    from xla_fsdp.sharding import gathering as recipe
 
     found, search = [], recipe.recipe_of
 

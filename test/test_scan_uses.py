@@ -57,11 +57,18 @@ def refused(model, rank, kind, text):
 def parameters_in_a_forward_around(rank):
     for penalty in (
         lambda net: sum(p.norm() for p in net.parameters()),
-        lambda net: sum(p.data.abs().sum() for p in net.blocks.parameters()),
         lambda net: net.blocks.module.up.weight.norm(),
     ):
-        text = "needs parameter 'blocks.up.weight', which is sharded here"
+        text = "needs parameter 'blocks.up.weight', which is sharded here.* holds several"
         refused(scanned(outside=penalty), rank, RuntimeError, text)
+    nets = [
+        scanned(outside=lambda net, factor=factor: factor * net.blocks.module.up.weight.abs().sum())
+        for factor in (0.0, 2.0)
+    ]
+    values = [net(inputs(rank)) for net in nets]
+    (weight,) = (p for n, p in nets[0].named_parameters() if n.endswith("up.weight"))
+    full = weight.full_tensor().abs().sum()
+    torch.testing.assert_close((values[1] - values[0]).cpu(), 2 * full.cpu(), rtol=1e-3, atol=1e-3)
 
 
 def what_a_block_would_lose(rank):

@@ -113,13 +113,12 @@ def read_in_hooks(rank):
         register(plain)
         given = torch.linspace(-1, 2, 2 * WIDE).view(2, WIDE)
         torch.testing.assert_close(model(given.to("xla")).cpu(), plain(given), rtol=1e-4, atol=1e-5)
-    model = wrapped(Model())
-    handle = model.register_full_backward_pre_hook(
-        lambda m, grads: (grads[0] * m.layer.weight.norm(),)
-    )
-    with pytest.raises(RuntimeError, match="norm.* needs parameter 'layer.weight', which is"):
-        model(x).sum().backward()
-    handle.remove()
+    model, plain = wrapped(Model()), Model()
+    for one in (model, plain):
+        one.register_full_backward_pre_hook(lambda m, grads: (grads[0] * m.layer.weight.norm(),))
+        one(x.to(next(one.parameters()).device)).sum().backward()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor().cpu(), its.grad, rtol=1e-4, atol=1e-5)
     # What is about the shard, or about no value, is answered.
     model = wrapped(Model())
     seen = []
@@ -174,24 +173,27 @@ class Penalised(nn.Module):
 
 
 def parameters_gone_through_in_a_forward(rank):
-    """A rank would add the norm of its part."""
+    """Norms are those of the full parameters. A vector of several has none of its own."""
     x = torch.ones(2, WIDE).to("xla")
     penalties = (
         lambda model: sum(p.norm() for p in model.parameters()),
         lambda model: sum(p.square().sum() for n, p in model.named_parameters() if "inside" in n),
-        lambda model: sum(p.data.abs().sum() for p in model.inside.parameters()),
+        lambda model: sum(p.abs().sum() for p in model.inside.parameters()),
         lambda model: sum(
             p.norm() for m in model.modules() for p in m._parameters.values() if p is not None
         ),
     )
     for penalty in penalties:
-        for options in {}, {"flatten_parameters": True}:
-            model = wrapped(Penalised(penalty), "inside", **options)
-            with pytest.raises(RuntimeError, match="needs parameter 'inside..*sharded here"):
-                model(x).backward()
-            with torch.no_grad():  # as one that averages models does, element by element
-                if not options:  # the norm of a flat vector is that of several parameters
-                    model(x)
+        plain = Penalised(penalty)
+        plain(x.cpu()).backward()
+        model = wrapped(Penalised(penalty), "inside")
+        model(x).backward()
+        for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+            full = mine.grad.full_tensor().cpu()
+            torch.testing.assert_close(full, its.grad, rtol=1e-4, atol=1e-4)
+    model = wrapped(Penalised(penalties[0]), "inside", flatten_parameters=True)
+    with pytest.raises(RuntimeError, match="'inside.flat_param_0', which is .* holds several"):
+        model(x)
 
     def looks(model):
         """What needs no value, or is about shards."""

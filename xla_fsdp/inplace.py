@@ -16,7 +16,6 @@ from .sharded_module import ShardedModule, make_unit
 from .sharding.comm_plan import Divisors
 from .sharding.cpu_offload import CPUOffload
 from .sharding.deferred_values import Awaited, still_awaited
-from .sharding.gathering import in_method
 from .sharding.metadata import hand_out_local, require_copying
 from .sharding.mixed_precision import MixedPrecision, require_flags_and_dtypes
 from .sharding.options import FULLY_SHARD, FSDPOptions, takes_options
@@ -233,8 +232,7 @@ def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
             # There is nothing to compute with yet, so it is to give values.
             with summon_full_params(self):
                 return method(*args, **kwargs)
-        with in_method():
-            return method(*args, **kwargs)
+        return method(*args, **kwargs)
 
     return call
 

@@ -4,16 +4,19 @@ and the methods of users that mean the same for both."""
 from __future__ import annotations
 
 import copy
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
 import torch_xla
 from torch import nn
 
-from .libraries import adapt
 from .names import is_wrapper
 from .offload.attaching import attach
+from .replaying import support_torch_checkpoint
 from .sharding import metadata
 from .sharding.building import UnitBuilder
 from .sharding.clipping import clip_grad_norm_
@@ -26,7 +29,6 @@ from .sharding.state import FSDPState, unique_units, units_in
 from .sharding.summon import require_no_scanned, summon_full_params
 from .sharding.unsharded import UnshardedParameter
 from .sharding.user_checks import require_values
-from .torch_checkpoint import support_torch_checkpoint
 from .wrap import recursive_wrap, require_forward, require_unwrapped, warn_if_none_chosen
 
 
@@ -230,3 +232,29 @@ class ShardedModule(nn.Module):
 def _rest(module: nn.Module) -> None:
     for unit in unique_units(module):
         unit.rest()
+
+
+# Models of some libraries have methods that read parameters outside of a forward. By a module that
+# is imported wherever there is such a model: the part of this package, above this one, that adapts
+# them. It has ``adapt(model)``, which is called with every module that is being wrapped.
+_PARTS = {
+    "transformers.modeling_utils": "integrations.models",
+    "peft.peft_model": "integrations.peft",
+}
+
+
+def adapt(module: nn.Module) -> None:
+    """Has models of other libraries, and ``module`` if it is of one, work while sharded."""
+    for library, home in _PARTS.items():
+        if library not in sys.modules:
+            continue
+        try:
+            part: Any = import_module(f".{home}", __package__)
+        except ImportError as error:  # a release that nobody has looked at
+            warnings.warn(
+                f"{error}. Until then save_pretrained writes shards of wrapped models, and "
+                "generate does not know of them: use full_state_dict",
+                stacklevel=2,
+            )
+            continue
+        part.adapt(module)

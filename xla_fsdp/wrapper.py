@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -15,10 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from .names import WRAPPED, is_wrapper
 from .sharded_module import ShardedModule, make_unit
 from .sharding import metadata
-from .sharding.attributes import ModuleParameters, refuse_replacement
+from .sharding.attributes import refuse_replacement
 from .sharding.comm_hook import Hook, register
 from .sharding.comm_plan import Divisors
-from .sharding.gathering import in_method
 from .sharding.options import WRAPPER, FSDPOptions, constructor
 from .sharding.state import unique_units, unit_of
 from .sharding.summon import full_params_of, summon_full_params
@@ -101,18 +99,16 @@ class XlaFullyShardedDataParallel(ShardedModule):
         if FSDPOptions.inherits(name):
             return getattr(self.fsdp_options, name)
         value = getattr(self._fsdp_wrapped_module, name)
-        own = isinstance(value, types.MethodType) and value.__self__ is self._fsdp_wrapped_module
-        # A registered one may be of a module inside, as those of a PeftModel are.
-        if own or name in self._unit.forward_methods:
-            return self._with_parameters(name, value)
+        if name in self._unit.forward_methods:
+            return self._with_parameters(value)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What a user sets is the wrapped module's, as if there were no wrapper."""
         if self._is_inside(name):
-            held = self._fsdp_wrapped_module._parameters
-            if isinstance(held, ModuleParameters) and name in held.wholes:
-                refuse_replacement(held.wholes[name].name)
+            for place in self._unit.places:
+                if place.module is self._fsdp_wrapped_module and place.name == name:
+                    refuse_replacement(self._unit.name_of(place.index))
             setattr(self._fsdp_wrapped_module, name, value)
         else:
             super().__setattr__(name, value)
@@ -147,15 +143,12 @@ class XlaFullyShardedDataParallel(ShardedModule):
         # What others note on a module for themselves stays where they put it.
         return not name.startswith("_") or name in vars(self._fsdp_wrapped_module)
 
-    def _with_parameters(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method that the wrapped module answers with, to be called from outside."""
+    def _with_parameters(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that computes as the forward does, to be called from outside."""
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if name in self._unit.forward_methods:
-                return self._unit.run(method, args, kwargs)
-            with in_method():
-                return method(*args, **kwargs)
+            return self._unit.run(method, args, kwargs)
 
         return call
 

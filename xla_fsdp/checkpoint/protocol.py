@@ -21,6 +21,7 @@ from torch import nn
 
 from ..consolidate.errors import ModelMismatchError
 from ..names import WRAPPED, dotted, is_names_hook, is_wrapper
+from ..sharding.attributes import flattened_in
 from ..sharding.state import unit_of, units_in
 from ..sharding.user_checks import require_values
 from .inventory import Held, HeldBuffer, Inventory
@@ -269,6 +270,9 @@ def _unwrapped(model: nn.Module, values: Mapping[Entry, torch.Tensor]) -> Iterat
     with contextlib.ExitStack() as undo:
         root = _without_wrappers(model, undo, set())
         for path, module in root.named_modules(remove_duplicate=False):
+            for name, shown in flattened_in(module).items():
+                undo.callback(vars(module).__setitem__, name, shown)
+                del vars(module)[name]
             _replace(module._parameters, path, by_name, undo)
             _replace(module._buffers, path, by_name, undo)
         yield root
@@ -280,7 +284,7 @@ def _replace(
     for name in list(kind):
         value = by_name.get(dotted(path, name))
         if value is not None:
-            undo.callback(dict.__setitem__, kind, name, dict.get(kind, name))
+            undo.callback(kind.__setitem__, name, kind[name])
             kind[name] = value
 
 

@@ -15,8 +15,7 @@ import torch
 from .. import xlac
 from ..ranks.rank import is_pretending
 from ..sharding.cpu_offload import HostShard, unwritten
-from ..sharding.shard_hooks import accumulate
-from ..sharding.sharded_parameter import on_local_parts
+from ..sharding.sharded_parameter import accumulate, on_local_parts
 
 # Bytes that are fetched at a time, unless one tensor has more.
 FETCHED_BYTES = 1 << 28

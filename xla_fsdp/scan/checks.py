@@ -33,7 +33,7 @@ def require_as_built(unit: ScanUnit) -> None:
     known = {spot for stack in unit.parameters for spot in stack.spots}
     for path, module in unit.module.named_modules():
         require_no_hooks(path, module)
-        for name, parameter in dict.items(module._parameters):
+        for name, parameter in module._parameters.items():
             if parameter is not None and (module, name) not in known:
                 refuse_replacement(unit.comms.label + dotted(path, name))
 

@@ -14,7 +14,8 @@ from ..collectives.order import Order, after
 from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted
-from ..sharding.attributes import refuse_replacement, watch_place
+from ..sharding.around import note_sharded
+from ..sharding.attributes import refuse_replacement
 from ..sharding.block_memory import BlockMemory
 from ..sharding.layout import Layout
 from ..sharding.options import FSDPOptions
@@ -81,8 +82,7 @@ class ParameterStack(Stack):
     def value(self) -> nn.Parameter:
         """``(depth, *shard_shape)``; inside of the loop a full parameter, which is none."""
         module, name = self.spots[0]
-        # What is there, also where a forward would get a stand-in.
-        parameter = dict.get(module._parameters, name)
+        parameter = module._parameters.get(name)
         if parameter is None:
             refuse_replacement(self.name)
         return parameter
@@ -134,9 +134,6 @@ class ScanUnit(FSDPState):
             )
             for stack in self.parameters
         ]
-        paths: dict[nn.Module, list[str]] = {}
-        for path, module in self.module.named_modules(remove_duplicate=False):
-            paths.setdefault(module, []).append(path)
         for block in map(str, range(depth)):
             for stack in self.parameters:
                 row = torch.empty_like(local(stack.value)[0], device="meta")
@@ -146,10 +143,8 @@ class ScanUnit(FSDPState):
                 )
                 index = self.adopt(tensor)
                 for module, name in stack.spots:
+                    note_sharded(module)
                     self.places.append(Place(module, name, index, stack.value, block))
-                    if block == "0":  # the template, whose parameters are called so by users
-                        called = dotted(paths[module][0], name)
-                        watch_place(self.places[-1], tensor, 0, self.comms, called)
             for name, dtype in cast.items():
                 self.buffer_dtypes[dotted(block, name)] = dtype
 

@@ -13,8 +13,10 @@ from collections.abc import Iterable
 from torch import nn
 
 from ..names import is_wrapper
-from .attributes import ModuleParameters
 from .unit import Unit
+
+# On a module: references to the wrappers of the units that shard parameters of it.
+_WRAPPERS = "_xla_fsdp_wrappers"
 
 
 class WrapperReference:
@@ -36,8 +38,18 @@ def refer_to(wrapper: nn.Module, unit: Unit) -> None:
     """Has the modules whose parameters ``unit`` shards know ``wrapper``, which has the unit."""
     reference = WrapperReference(wrapper)
     for module in {place.module: None for place in unit.places}:
-        assert isinstance(module._parameters, ModuleParameters)
-        module._parameters.holders.append(reference)
+        note_sharded(module)
+        vars(module)[_WRAPPERS].append(reference)
+
+
+def note_sharded(module: nn.Module) -> None:
+    """Notes on ``module`` that a unit shards parameters of it."""
+    vars(module).setdefault(_WRAPPERS, [])
+
+
+def has_shards(module: nn.Module) -> bool:
+    """Whether a unit shards parameters of ``module`` itself."""
+    return _WRAPPERS in vars(module)
 
 
 def holders_outside(module: nn.Module) -> list[nn.Module]:
@@ -46,11 +58,10 @@ def holders_outside(module: nn.Module) -> list[nn.Module]:
     inside = set(module.modules()) - {module}
     found: dict[nn.Module, None] = {}
     for inner in module.modules():
-        if isinstance(inner._parameters, ModuleParameters):
-            for reference in inner._parameters.holders:
-                wrapper = reference.wrapper
-                if wrapper is not None and wrapper not in inside:
-                    found[wrapper] = None
+        for reference in vars(inner).get(_WRAPPERS, ()):
+            wrapper = reference.wrapper
+            if wrapper is not None and wrapper not in inside:
+                found[wrapper] = None
     # Of two that are around one module, one is in the other.
     return sorted(found, key=lambda wrapper: -sum(1 for _ in wrapper.modules()))
 
@@ -60,14 +71,11 @@ def name_held_outside(module: nn.Module, units: Iterable[Unit]) -> str | None:
     they belong to a wrapper around it. ``None`` if there is none."""
     held = {place.module for unit in units for place in unit.places}
     for name, inner in module.named_modules():
-        if isinstance(inner._parameters, ModuleParameters) and inner not in held:
+        if has_shards(inner) and inner not in held:
             return name or type(inner).__name__
     return None
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether wrappers are in ``module``, or around it and hold parameters of it."""
-    return any(
-        is_wrapper(inner) or isinstance(inner._parameters, ModuleParameters)
-        for inner in module.modules()
-    )
+    return any(is_wrapper(inner) or has_shards(inner) for inner in module.modules())

@@ -1,183 +1,59 @@
 """What ``module.weight`` gives while that parameter is sharded.
 
-The shard, whose type knows what it is. But in a forward, and in a backward, code that reads it (a
-head that is tied by reading ``self.embed.weight``, ``nn.MultiheadAttention`` reading the weight of
-its ``out_proj``) means to compute with the full parameter, also with single elements.
-There it gets a stand-in, which has the full parameter's shape, dtype and device and no value, and
-which says what is wrong when something is computed with it.
+The shard, whose type knows what it is. A parameter of a flattened vector has no shard of its own:
+its module has an attribute in its place that raises when something computes with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from .comms import Communicator
-from .gathering import computing_passes, expects_full_parameters
-from .sharded_parameter import local
-from .sharded_tensor import Place, ShardedTensor
-from .unsharded import UnshardedParameter
+if TYPE_CHECKING:
+    from .comms import Communicator
+    from .sharded_tensor import Place
 
 
-class Whole(NamedTuple):
-    """A parameter that a module has in full only now and then, and what is there in between."""
+class FlattenedParameter(torch.Tensor):
+    """A parameter without a value: this rank has a part of the vector that holds it.
 
-    resting: nn.Parameter | None
-    owner: Communicator
-    own_name: str  # in the wrapped module
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def name(self) -> str:
-        """The dotted name, from the root if that is known."""
-        return self.owner.label + self.own_name
-
-
-class WatchedParameters(dict[str, "nn.Parameter | None"]):
-    """``_parameters`` of a module, some of which are shards.
-
-    Who goes through all of them in a forward (``sum(p.norm() for p in self.parameters())``) gets
-    stand-ins, as long as gradients are on: what follows is a part of the loss. Without (a moving
-    average of another model's weights) it may be one element at a time, and shards are what it is
-    about.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
-        super().__init__(parameters)
-        self.wholes: dict[str, Whole] = {}
-        # By name; a forward may go through them in every step.
-        self._stand_ins: dict[str, ShardedElsewhere] = {}
-
-    def items(self) -> Any:
-        if not (torch.is_grad_enabled() and computing_passes()):
-            return super().items()
-        return [(name, self._seen(name, value)) for name, value in super().items()]
-
-    def values(self) -> Any:
-        return [value for _, value in self.items()]
-
-    def _seen(self, name: str, value: Any) -> Any:
-        whole = self.wholes.get(name)
-        if whole is None or value is None or value is not whole.resting:
-            return value
-        known = self._stand_ins.get(name)
-        if known is None or known.resting is not value or known.dtype is not value.dtype:
-            known = self._stand_ins[name] = ShardedElsewhere(whole)
-        return known
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_stand_ins": {}}  # have no value that could be copied
-
-
-class ModuleParameters(WatchedParameters):
-    """``_parameters`` of a module some of whose parameters a unit shards."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
-        super().__init__(parameters)
-        # References to the wrappers of the units that shard them, see around.py.
-        self.holders: list[Any] = []
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        if isinstance(value, UnshardedParameter):  # as all that a forward reads of its own
-            return value
-        whole = self.wholes.get(name)
-        if whole is not None and value is whole.resting:
-            # A hook in the backward, too, has a use for all of it only. Of a flattened vector
-            # nothing else is here.
-            in_backward = torch._C._current_graph_task_id() != -1
-            if whole.resting is None or expects_full_parameters() or in_backward:
-                return ShardedElsewhere(whole)
-        return value
-
-    @property
-    def flattened(self) -> bool:
-        """Whether parameters are on a wrapper, so that nothing is here."""
-        return any(whole.resting is None for whole in self.wholes.values())
-
-
-def watch_place(
-    place: Place, tensor: ShardedTensor, member: int, owner: Communicator, name: str
-) -> None:
-    """Has the module of ``place`` give stand-ins where full parameters are expected.
-
-    ``place`` is for parameter ``member`` of ``tensor``, called ``name`` in the module that
-    ``owner`` labels.
-    """
-    module, shard = place.module, tensor.shard
-    parameters = module._parameters
-    if not isinstance(parameters, ModuleParameters):
-        parameters = module.__dict__["_parameters"] = ModuleParameters(parameters)
-    shape = tensor.layout.members[member].shape
-    parameters.wholes[place.name] = Whole(
-        place.resting, owner, name, shape, shard.dtype, owner.world.device
-    )
-
-
-def watch_flattened(
-    module: nn.Module, name: str, shard: nn.Parameter, owner: Communicator, device: torch.device
-) -> None:
-    """Has ``module``, a wrapper, which has vector ``name``, give a stand-in for it to those who go
-    through all parameters in a forward."""
-    parameters = module._parameters
-    if not isinstance(parameters, WatchedParameters):
-        parameters = module.__dict__["_parameters"] = WatchedParameters(parameters)
-    whole = Whole(shard, owner, name, tuple(local(shard).shape), shard.dtype, device)
-    parameters.wholes[name] = whole
-
-
-def shard_of(parameter: Any) -> Any:
-    """The shard that ``parameter`` stands for, or itself."""
-    return parameter.resting if type(parameter) is ShardedElsewhere else parameter
-
-
-class ShardedElsewhere(torch.Tensor):
-    """A parameter without a value, of which this rank has only a shard.
-
-    What concerns the shard (its gradient, hooks, whether it is trained) is asked of that.
+    Has the shape, dtype and device of the full parameter.
 
     Raises:
         RuntimeError: by every operation on its value; it names the parameter and the remedies.
     """
 
-    _name: str
+    _owner: Communicator
+    _own_name: str  # in the unit's module
     _is_param: bool
-    resting: nn.Parameter | None
 
     @staticmethod
-    def __new__(cls, whole: Whole) -> ShardedElsewhere:
-        like = whole.resting
-        stand_in = torch.Tensor._make_wrapper_subclass(
-            cls,
-            whole.shape,
-            dtype=whole.dtype if like is None else like.dtype,
-            device=whole.device,
-            requires_grad=like is None or like.requires_grad,
+    def __new__(
+        cls, shape: torch.Size, vector: nn.Parameter, owner: Communicator, name: str
+    ) -> FlattenedParameter:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=vector.dtype, device=owner.world.device, requires_grad=True
         )
-        stand_in._is_param = True  # isinstance(..., nn.Parameter)
-        stand_in._name = whole.name
-        stand_in.resting = like
-        return stand_in
+        made._is_param = True  # isinstance(..., nn.Parameter)
+        made._owner, made._own_name = owner, name
+        return made
+
+    @property
+    def name(self) -> str:
+        """The dotted name, from the root if that is known."""
+        return self._owner.label + self._own_name
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        own = args[0] if args and type(args[0]) is cls else None
-        if own is not None and func in _OF_THE_VALUE:
-            refuse(own._name, ".data")
-        if own is None or own.resting is None or func not in _OF_THE_SHARD:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func.__name__.startswith("register_"):  # a shard has its own
-            return getattr(own.resting, func.__name__)(*args[1:], **(kwargs or {}))
-        found = func(own.resting, *args[1:], **(kwargs or {}))
-        return own if found is own.resting else found
+        if func in _OF_THE_VALUE or func in _OF_THE_VECTOR:
+            _refuse(args[0], getattr(func, "__name__", str(func)))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub is not a classmethod's
@@ -185,11 +61,13 @@ class ShardedElsewhere(torch.Tensor):
     ) -> NoReturn:
         every = [*args, *(kwargs or {}).values()]
         flat = [x for one in every for x in (one if isinstance(one, (list, tuple)) else [one])]
-        name = next((one._name for one in flat if isinstance(one, cls)), "")
-        refuse(name, f"{func}")
+        _refuse(next(one for one in flat if isinstance(one, cls)), f"{func}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlattenedParameter:
+        return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedElsewhere({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"FlattenedParameter({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _accessors(*names: str) -> Iterator[Any]:
@@ -199,27 +77,40 @@ def _accessors(*names: str) -> Iterator[Any]:
 
 
 _OF_THE_VALUE = frozenset(_accessors("data"))
-_OF_THE_SHARD = frozenset(
+# What users do to a parameter, and only the vector has.
+_OF_THE_VECTOR = frozenset(
     [
         torch.Tensor.requires_grad_,
         torch.Tensor.register_hook,
         torch.Tensor.register_post_accumulate_grad_hook,
-        *_accessors("requires_grad", "grad"),
+        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]  # a descriptor in C
+        *_accessors("grad"),
     ]
 )
 
 
-def refuse(name: str, operation: str) -> NoReturn:
-    """Raises RuntimeError: ``operation`` asks for parameter ``name`` where it is sharded."""
-    module = name.rpartition(".")[0] or "the module"
+def show_flattened(place: Place, shown: FlattenedParameter | None) -> None:
+    """Has the module of ``place`` answer with ``shown``; ``None``: with what it holds."""
+    if shown is None:
+        vars(place.module).pop(place.name, None)
+    else:
+        vars(place.module)[place.name] = shown
+
+
+def flattened_in(module: nn.Module) -> dict[str, FlattenedParameter]:
+    """The parameters of ``module`` that are in a flattened vector, and not full now, by name."""
+    found = vars(module).items()
+    return {name: value for name, value in found if isinstance(value, FlattenedParameter)}
+
+
+def _refuse(parameter: FlattenedParameter, operation: str) -> NoReturn:
     raise RuntimeError(
-        f"{operation} needs parameter {name!r}, which is sharded here: this rank has only its part "
-        f"of it while the wrapper that holds it ({module!r}, or one around it) is not in its "
-        f"forward. Call the wrapper, not a module inside it, and {module!r} instead of reading its "
-        "parameter; or leave it out of the policy, so that it belongs to the wrapper of the module "
-        "that reads it (tied weights: assign one nn.Parameter to both modules before wrapping); "
-        "or, for a method other than forward, call "
-        "xla_fsdp.register_fsdp_forward_method(wrapper, 'method') once"
+        f"{operation} needs parameter {parameter.name!r}, which is sharded here, in a vector with "
+        "others (flatten_parameters), and has no value outside of the forward that gathers it. In "
+        "a forward call the wrapper that holds it, not a module inside; tied weights: assign one "
+        "nn.Parameter to both modules before wrapping; for another method than forward call "
+        "xla_fsdp.register_fsdp_forward_method(wrapper, 'method') once; elsewhere compute within "
+        "FSDP.summon_full_params(model), and change the vectors of model.parameters()"
     )
 
 

@@ -14,7 +14,6 @@ from ..layers import linear
 from ..names import dotted, is_wrapper
 from ..ranks.rank import is_pretending
 from .around import refer_to
-from .attributes import watch_flattened
 from .cpu_offload import HostShard, on_host
 from .deferred_values import Awaited, comes_later, is_on_meta, materialize
 from .freeing import release_original_, stamps
@@ -153,8 +152,6 @@ class UnitBuilder:
             layout = Layout.flat([p.shape for p in parameters], self.world.size)
             tensor = self._shard(list(parameters), layout, f"flat_param_{number}", wide)
             self.owner.register_parameter(tensor.key, tensor.shard)
-            comms, device = self.unit.comms, self.world.device
-            watch_flattened(self.owner, tensor.key, tensor.shard, comms, device)
             self.unit.flattened.append(tensor)
         for spot in spots:
             self._put(spot)

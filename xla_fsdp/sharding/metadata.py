@@ -105,7 +105,7 @@ def hand_out_local(
 @names_hook
 def take_local(module: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Load hook of each module that has shards: plain tensors of their shape are their values."""
-    for name, shard in dict.items(module._parameters):  # not the stand-ins of a forward
+    for name, shard in module._parameters.items():
         value, spec = state_dict.get(prefix + name), spec_of(shard)
         if spec is None or not isinstance(value, torch.Tensor):
             continue

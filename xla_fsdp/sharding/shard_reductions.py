@@ -4,8 +4,9 @@ They go over the ranks that share the tensor, not over its replicas, so all thes
 them. Sums are accumulated in float32 at least; infinity and NaN come out as in plain torch. Padding
 does not count.
 
-The backward of a collective sum is the identity: every rank computes the same number from it, so
-the gradient that one rank has is that of its shard.
+Every rank computes with the same number, but perhaps another loss from it (its own batch's loss
+times a norm). As gradients of parameters are means over all ranks, so is what goes back from a
+number to the shards.
 """
 
 from __future__ import annotations
@@ -31,11 +32,28 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, world: World) -> torch.Tensor:
+        ctx.world = world
         return collective(world.all_reduce_sum, value, world)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+        return _Mean.apply(grad, ctx.world), None
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over all ranks that hold the model, replicas included; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, world: World) -> torch.Tensor:
+        ctx.world = world
+        total = collective(world.all_reduce_sum, value, world)
+        if world.replicas > 1:
+            total = collective(world.sum_over_replicas, total, world)
+        return total / (world.size * world.replicas)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Mean.apply(grad, ctx.world), None
 
 
 class _Shared(torch.autograd.Function):
@@ -74,6 +92,7 @@ class _Largest(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (mine,) = ctx.saved_tensors
+        grad = _Mean.apply(grad, ctx.world)
         return grad * mine / collective(ctx.world.all_reduce_sum, mine, ctx.world), None
 
 
@@ -81,7 +100,8 @@ def collective(
     reduce: Callable[[torch.Tensor, str], torch.Tensor], value: torch.Tensor, world: World
 ) -> torch.Tensor:
     """``reduce`` of ``value``, which may be on the host (``cpu_offload``)."""
-    if world.size == 1 or (is_pretending() and value.device != world.device):
+    alone = world.size == world.replicas == 1
+    if alone or (is_pretending() and value.device != world.device):
         return value.clone()
     if value.device == world.device:
         return reduce(value, _LABEL)

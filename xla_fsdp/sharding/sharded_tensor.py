@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..collectives.world import World
+from .attributes import FlattenedParameter, show_flattened
 from .layout import Layout, TensorSpec
 from .shard_spec import ShardSpec
 from .sharded_parameter import local, make_sharded
@@ -78,7 +79,7 @@ class ShardedTensor:
         return ShardSpec(self.layout, self.world, depth, self.flattened, weakref.ref(self))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Place:
     """A module attribute that must hold full parameter ``index`` while the unit computes."""
 
@@ -87,6 +88,17 @@ class Place:
     index: int
     resting: nn.Parameter | None  # what it holds otherwise: the shard, or None if flattened
     block: str = ""  # the number of the scanned block, whose module stands for all
+    shown: FlattenedParameter | None = None  # the attribute of the module while flattened
+
+    def put(self, full: Any) -> None:
+        """Has the module hold ``full``, the full parameter."""
+        show_flattened(self, None)
+        self.module._parameters[self.name] = full
+
+    def rest(self) -> None:
+        """Has the module hold what it holds otherwise."""
+        self.module._parameters[self.name] = self.resting
+        show_flattened(self, self.shown)
 
 
 # On a shard: the ShardedTensor it belongs to. On a parameter that has been sharded, but that other

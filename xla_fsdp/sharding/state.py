@@ -17,9 +17,8 @@ from ..names import is_wrapper
 from ..tree import cast_floats, map_tensors, tensors_in
 from .attributes import refuse_replacement
 from .freeing import Stamp, stamps
-from .gathering import Pass, computing, computing_passes
+from .gathering import Pass, computing, computing_passes, parameters_saved_as_recipes
 from .options import FSDPOptions
-from .saved_parameters import parameters_saved_as_recipes
 from .secondary import Secondary
 from .unit import NamedUnits, Unit
 from .user_checks import (
@@ -224,8 +223,7 @@ class FSDPState(Unit):
         self.active = one
         for place in self.places:
             # No Parameter, which would be a leaf of the graph, but answers as one.
-            full = one.full[place.index]
-            place.module._parameters[place.name] = full  # type: ignore[assignment]
+            place.put(one.full[place.index])
         linear.replace_forwards(self.linears, self.world)
         self.refresh_rnns()
 
@@ -237,7 +235,7 @@ class FSDPState(Unit):
         elif self.active is not None:
             self.active = None
             for place in self.places:
-                place.module._parameters[place.name] = place.resting
+                place.rest()
             linear.restore_forwards(self.linears)
             self.refresh_rnns()
 

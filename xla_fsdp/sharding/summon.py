@@ -191,7 +191,7 @@ class _Summoned:
         for tensor in unit.flattened:
             del wrapper._parameters[tensor.key]
         for place in unit.places:
-            place.module._parameters[place.name] = _parameter(unit, place.index)
+            place.put(_parameter(unit, place.index))
         unit.refresh_rnns()
 
     def _parameters(
@@ -246,7 +246,7 @@ class _Summoned:
                 if tensor in self.summoned:
                     tensor.summoned = None
             for place in unit.places:
-                place.module._parameters[place.name] = place.resting
+                place.rest()
             for tensor in unit.flattened:
                 wrapper._parameters[tensor.key] = tensor.shard
             unit.refresh_rnns()

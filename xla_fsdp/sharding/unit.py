@@ -14,7 +14,7 @@ from torch import nn
 from ..collectives.world import World
 from ..layers import linear
 from ..names import dotted
-from .attributes import watch_place
+from .attributes import FlattenedParameter
 from .block_memory import BlockMemory
 from .comms import Communicator
 from .deferred_values import Awaited
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..offload.streaming import Stream
 from typing import TYPE_CHECKING
 
-from .shard_hooks import accumulate
+from .sharded_parameter import accumulate
 
 if TYPE_CHECKING:
     from ..offload.gradients import HostGradients
@@ -294,9 +294,11 @@ class Unit:
         ``name``: the dotted name of the parameter in the unit's module.
         """
         self.places.append(place)
-        place.module._parameters[place.name] = place.resting
-        tensor, member = self.member_of(place.index)
-        watch_place(place, tensor, member, self.comms, name)
+        if place.resting is None:
+            tensor, member = self.member_of(place.index)
+            shape = torch.Size(tensor.layout.members[member].shape)
+            place.shown = FlattenedParameter(shape, tensor.shard, self.comms, name)
+        place.rest()
         if isinstance(place.module, nn.RNNBase):
             if place.module not in self._rnns:
                 self._rnns.append(place.module)

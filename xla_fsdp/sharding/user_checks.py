@@ -19,7 +19,7 @@ from ..ranks.rank import is_pretending
 from ..ranks.slices import slices_of_ranks
 from ..ranks.watchdog.settings import say
 from ..tree import has_own_operators, tensors_in
-from .attributes import ModuleParameters
+from .attributes import flattened_in
 from .deferred_values import require_come
 from .freeing import stamps
 from .ignored import is_ignored, note_of
@@ -185,7 +185,7 @@ def require_parameters_here(path: str, module: nn.Module) -> None:
             "gradient is divided by how often it is looked up, here by this rank's part of the "
             "batch alone: set it to False, or keep the module whole with ignored_modules"
         )
-    if isinstance(module._parameters, ModuleParameters) and module._parameters.flattened:
+    if flattened_in(module):
         raise RuntimeError(
             f"the parameters of module {name!r} are flattened into another wrapper's, which is not "
             "part of the module to wrap: put that wrapper in its place (wrapper, not "
