@@ -7,7 +7,7 @@ RANKS := --dist loadfile --no-loadscope-reorder -n auto
 # A hundred processes of the tests would compile what is here anew, a second each and more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check lint size bench install clean
+.PHONY: demo test test-all check lint size docs bench install clean
 
 # Where everything is installed, so is what the demo needs.
 demo: $(if $(wildcard .venv/installed),install,.venv/demo)
@@ -33,6 +33,11 @@ lint: install
 size:
 	@$(PYTHON) -m benchmarks.size
 
+# The site, in site/: docs/ and the docstrings. A warning fails it. Pages open from the folder;
+# search needs a server: python3 -m http.server -d site
+docs: install
+	PATH="$(CURDIR)/.venv/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+
 bench: install
 	$(PY) -m benchmarks.planned
 	$(PY) -m benchmarks.compare
@@ -43,7 +48,7 @@ install: .venv/installed
 # uv takes a third of the time of pip, which is there for where uv reaches nothing: it does not read
 # pip's settings. Both say what they are at. Without compiled bytecode `import torch_xla` takes 18 s
 # in every process of those who set PYTHONDONTWRITEBYTECODE; with it 7.
-.venv/installed: extras := examples,hf,lightning,plan,pod,test,lint
+.venv/installed: extras := examples,hf,lightning,plan,pod,test,lint,docs
 .venv/demo: extras := demo
 .venv/installed .venv/demo: setup.py
 	test -x $(PY) || $(PYTHON) -m venv .venv
@@ -52,4 +57,4 @@ install: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build site *.egg-info

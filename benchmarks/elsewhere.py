@@ -39,7 +39,7 @@ FIRST_ON_CPU = (2, 9)
 
 
 def train(rank: int, folder: str, name: str) -> Any:
-    """What ``train`` of a script of docs/moving.md returns, on this rank."""
+    """What ``train`` of a script of docs/how-to/migrate-to-torchtpu.md returns, on this rank."""
     with _importing:  # ranks are threads
         sys.path.insert(0, folder)
         try:
@@ -215,7 +215,7 @@ class Checks:
         _require_equal(found, expected)
 
     def plain(self) -> None:
-        """there.py of docs/moving.md, in one process and without ``fully_shard``."""
+        """there.py of docs/how-to/migrate-to-torchtpu.md, in one process, no ``fully_shard``."""
         text = (self.written / "there.py").read_text()
         text = re.sub("^from .*import fully_shard$", "", text, flags=re.M)
         self._train(text.replace("fully_shard(layer, mesh=mesh)", "pass"), 1)

@@ -54,7 +54,7 @@ NOTE = (
     "sent: bytes a device sends in a step; bound: two all-gathers and one reduce-scatter of every "
     "parameter in bfloat16 (ZeRO-2: one gather less); asynchronous, fused (inside a computation): "
     "of the bytes; synchronous: all that are not asynchronous; milliseconds: of the time model in "
-    "docs/plan-time-model.md."
+    "docs/design/time-model.md."
 )
 
 Reports = dict[str, dict[str, Report]]  # by slice and name

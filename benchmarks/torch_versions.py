@@ -2,10 +2,10 @@
 
     python -m benchmarks.torch_versions [--python 2.4.0=/usr/bin/python3.10] [VERSION ...]
 
-The scripts of docs/moving.md write on ranks here. For each VERSION of torch (default: 2.4.0, 2.6.0
-and the newest that pip finds) an environment is made, without torch_xla, in which the consolidation
-package reads, joins and reshards what was written, and torch's own FSDP2 trains on. Then that comes
-back here. Environments have 5 GB each, and are deleted afterwards.
+The scripts of two pages (PAGES) write on ranks here. For each VERSION of torch (default: 2.4.0,
+2.6.0 and the newest that pip finds) an environment is made, without torch_xla, in which the
+consolidation package reads, joins and reshards what was written, and torch's own FSDP2 trains on.
+Then that comes back here. Environments have 5 GB each, and are deleted afterwards.
 
 ``no`` in a cell is followed by the reason, below the table; the exit code is then 1.
 """
@@ -27,13 +27,14 @@ from . import elsewhere
 
 ROOT = Path(__file__).resolve().parent.parent
 NEWEST = "newest"
+PAGES = ("docs/how-to/migrate-from-torch-xla.md", "docs/how-to/migrate-to-torchtpu.md")
 BACK = "and back here"
 
 
 def scripts() -> dict[str, str]:
-    """The blocks of docs/moving.md that begin with the name of a file, by that name."""
-    page = (ROOT / "docs/moving.md").read_text(encoding="utf-8")
-    return dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", page, re.M | re.S))
+    """The blocks of PAGES that begin with the name of a file, by that name."""
+    text = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+    return dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.M | re.S))
 
 
 def write(folder: Path) -> None:

@@ -3,7 +3,7 @@
 No TPU is needed. GPT-3 of 13 billion parameters (or another of the family in ``examples/gpt.py``),
 as in ``examples/train_gpt.py``; LLaMA (``--model "LLaMA 8B"``), as in ``benchmarks.llama``, both
 with the kernel for attention and the fused cross entropy; or workload S (``--model S``). By hand
-blocks of the first two are a loop, sharded over all ranks, and docs/language-models.md has what
+blocks of the first two are a loop, sharded over all ranks, and docs/design/benchmarks.md has what
 else was chosen for LLaMA; of workload S each is a unit.
 """
 

@@ -1,20 +1,28 @@
-"""What the documents point to is there, and the README stays one page."""
+"""What the documents point to is there, and reference pages list what the code has."""
 
+import ast
 import re
 
 import pytest
 from conftest import ROOT
 
+from xla_fsdp.sharding.options import FSDPOptions
+
 DOCUMENTS = sorted(
     path
-    for folder in (".", "docs", "consolidate", "examples/pod")
-    for path in (ROOT / folder).glob("*.md")
+    for pattern in ("*.md", "docs/**/*.md", "consolidate/*.md", "examples/pod/*.md")
+    for path in ROOT.glob(pattern)
 )
+SOURCES = sorted(
+    path for folder in ("xla_fsdp", "consolidate") for path in (ROOT / folder).rglob("*.py")
+)
+REFERENCE = ROOT / "docs/reference"
 
 
 def titles(path):
     """The headings of a document, as links name them."""
-    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
 
 
@@ -44,8 +52,31 @@ def test_code_blocks_are_closed(path):
     assert not inside, "the last block is not closed"
 
 
-def test_the_readme_is_one_page():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+def test_pages_that_the_code_names_exist():
+    folders = ("xla_fsdp", "consolidate", "benchmarks", "examples", "test")
+    paths = [p for folder in folders for p in (ROOT / folder).rglob("*.py")]
+    named = {
+        (path.name, page)
+        for path in paths
+        for page in re.findall(r"(?<![\w./])docs/[\w/-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 10 and [one for one in named if not (ROOT / one[1]).exists()] == []
+
+
+@pytest.mark.parametrize("page", ["engine", "code-map"])
+def test_files_that_the_chapters_on_the_code_name_exist(page):
+    text = (ROOT / f"docs/design/{page}.md").read_text(encoding="utf-8")
+    folders = [ROOT, *(ROOT / "xla_fsdp").glob("**/")]
+    named = set(re.findall(r"(?<![\w/.])[\w/]+\.py\b", text))
+    assert len(named) > 20
+    assert [one for one in sorted(named) if not any((f / one).is_file() for f in folders)] == []
+
+
+@pytest.mark.parametrize("pattern", ["README.md", "docs/how-to/*.md"])
+def test_pages_stay_short(pattern):
+    paths = list(ROOT.glob(pattern))
+    long = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    assert paths and {name: lines for name, lines in long.items() if lines > 120} == {}
 
 
 def test_the_readme_example_prints_what_it_returns(run_script):
@@ -53,3 +84,75 @@ def test_the_readme_example_prints_what_it_returns(run_script):
     done = run_script(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
     assert done.returncode == 0 and done.stderr == ""
     assert re.fullmatch(r"\[(\d\.\d+(, )?){4}\]\n", done.stdout)
+
+
+@pytest.mark.full
+def test_the_laptop_script_resumes_on_other_ranks(run_script):
+    text = (ROOT / "docs/get-started/laptop.md").read_text(encoding="utf-8")
+    script = re.findall(r"```python\n(# train.py.*?)```", text, re.DOTALL)[0]
+    losses = []
+    for ranks in (4, 2):
+        done = run_script(script.replace("num_devices=4", f"num_devices={ranks}"))
+        assert done.returncode == 0, done.stderr
+        losses.append(ast.literal_eval(done.stdout))
+    assert [len(one) for one in losses] == [4, 2]
+    assert sum(losses[1]) / 2 < sum(losses[0]) / 4
+
+
+# -- reference pages list what the code has --------------------------------------------------------
+
+
+def test_every_option_is_listed_with_its_default_and_who_takes_it():
+    page = (REFERENCE / "options.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)`[ †]*\|(.*)\|$", page, re.MULTILINE))
+    letters = {"XlaFullyShardedDataParallel": "W", "fully_shard": "F", "scan_blocks": "S"}
+    unused = page.split("## Accepted without effect\n")[1].split("\n## ")[0]
+    own = ("reshard_after_forward",)  # fully_shard declares it itself
+    for name, field in FSDPOptions.__dataclass_fields__.items():
+        if name in unused:
+            continue
+        default = field.default if isinstance(field.default, str) else str(field.default)
+        default = default.removeprefix("BackwardPrefetch.")
+        assert f"`{default}`" in rows[name] or f'`"{default}"`' in rows[name], name
+        takers = [letters[one] for one in letters if one in field.metadata["taken_by"]]
+        assert name in own or rows[name].split("|")[-1].split() == takers, name
+
+
+def test_every_environment_variable_of_the_package_is_listed():
+    page = (REFERENCE / "environment-variables.md").read_text(encoding="utf-8")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+    found = set(re.findall(r"\bXLA_FSDP_[A-Z_]+\b", text))
+    assert found and [name for name in sorted(found) if f"`{name}`" not in page] == []
+
+
+def test_every_command_is_listed():
+    page = (REFERENCE / "command-lines.md").read_text(encoding="utf-8")
+    commands = set(re.findall(r"`python -m (xla_fsdp[\w.]*)", page))
+    named = {
+        name
+        for path in DOCUMENTS
+        if path.name != "CHANGELOG.md"
+        for name in re.findall(r"python -m (xla_fsdp\.[\w.]*\w)", path.read_text(encoding="utf-8"))
+    }
+    assert named - commands == set()
+    for name in commands:
+        place = ROOT / name.replace(".", "/")
+        assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), name
+
+
+def texts_of(path):
+    """Every string in a source; an f-string is several."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_the_messages_on_the_page_of_errors_are_those_of_the_code():
+    page = (REFERENCE / "errors.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", page, re.MULTILINE)[:-1]
+    known = [text for path in SOURCES for text in texts_of(path)]
+    assert len(headings) >= 10
+    assert [one for one in headings if not any(one in text for text in known)] == []
+    classes = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+    errors = set(re.findall(r"`(\w+Error)`", page)) - {"ValueError", "TypeError", "ImportError"}
+    assert [one for one in sorted(errors) if f"class {one}(" not in classes] == []

@@ -1,5 +1,5 @@
 """Combinations of integration, adapter, loss, saving, resuming and number of ranks, compared with
-plain torch in one process on the global batch. docs/hugging-face.md shows the table."""
+plain torch in one process on the global batch: docs/reference/tested-combinations.md."""
 
 import functools
 import os
@@ -332,7 +332,7 @@ def check_files(cell, folder, weights):
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4, msg=name)
 
 
-# How docs/hugging-face.md names them.
+# How docs/reference/tested-combinations.md names them.
 NAMES = {
     "none": "no adapter",
     "lora": "LoRA",
@@ -357,7 +357,8 @@ NAMES = {
 
 
 def test_the_documentation_lists_the_cells():
-    text = (pathlib.Path(__file__).parents[1] / "docs" / "hugging-face.md").read_text()
+    docs = pathlib.Path(__file__).parents[1] / "docs"
+    text = (docs / "reference" / "tested-combinations.md").read_text()
     assert text.count("| Trainer | ") + text.count("| Accelerate | ") == 1 + sum(
         len(cells) for cells in TABLE.values()
     )

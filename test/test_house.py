@@ -1,4 +1,4 @@
-"""What docs/architecture.md says of where something is done, and import-linter cannot see."""
+"""What docs/design/code-map.md says of where something is done, and import-linter cannot see."""
 
 import ast
 import re

@@ -340,7 +340,7 @@ def test_fabric_is_that_of_one_process(run_ranks, tmp_path):
 
 
 def test_the_page_s_script_starts_its_ranks(run_script, tmp_path):
-    page = (ROOT / "docs/lightning.md").read_text()
+    page = (ROOT / "docs/how-to/lightning.md").read_text()
     (script,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
     told = {"cwd": tmp_path, "env": {"CPU_NUM_DEVICES": "2"}}
     done = run_script(script, 1, **told)

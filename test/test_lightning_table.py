@@ -1,4 +1,5 @@
-"""The table of combinations in docs/lightning.md, against plain Lightning in one process."""
+"""The table of Lightning in docs/reference/tested-combinations.md, against plain Lightning in one
+process."""
 
 import pytest
 import torch

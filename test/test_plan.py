@@ -214,7 +214,7 @@ def the_in_tree_class(cache):
     """What it is known to send: 2.67 times the bound, in collectives beside which nothing runs.
 
     Figures are those of the compiler's own defaults, without the options of a TPU host; those of a
-    larger model are in docs/benchmarks.md.
+    larger model are in docs/design/benchmarks.md.
     """
     from xla_fsdp import plan
 

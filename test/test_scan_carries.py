@@ -187,7 +187,7 @@ def test_hooks_remember_and_reduce_over_replicas(run_ranks):
 
 
 def with_momentum(state, bucket):
-    """docs/communication-hooks.md's, which makes what it keeps when it is first called."""
+    """docs/how-to/communication-hooks.md's, which makes what it keeps when it is first called."""
     mean = bucket.reduce()
     if bucket.names not in state:
         rows = () if bucket.block_names is None else (len(bucket.block_names),)

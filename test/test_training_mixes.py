@@ -110,7 +110,7 @@ def trainings(rank, kind, as_on_tpu):
         trace_as_on_tpu()
     for loop in LOOPS:
         if kind == "flat" and loop in (thawing, one_of_the_outputs):
-            continue  # a vector is frozen, and gets a gradient, as a whole: see docs/wrapper.md
+            continue  # a vector is frozen, and gets a gradient, as one: docs/how-to/wrap-a-model.md
         plain, model = Model(), wrap(kind, Model())
         ours = torch.optim.SGD(model.parameters(), 0.2, 0.9)
         theirs = torch.optim.SGD(plain.parameters(), 0.2, 0.9)

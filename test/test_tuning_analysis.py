@@ -188,7 +188,7 @@ def test_ways_are_tried_that_one_gradient_at_least_takes():
     # Elsewhere reduce-scatters stay whole.
     for name in ("v5litepod-8", "v6e-8"):
         assert routes_tried(name, OnWire(2 * mib, 2**13)) == set()
-    # In stages (docs/torus.md).
+    # In stages (docs/design/communication.md).
     assert routes_tried("v4-32", OnWire(2 * mib, 2**13)) == {"default"}
 
 

@@ -1,7 +1,7 @@
 """Hooks for ``model.register_comm_hook(state, hook)``, under torch's names: the reduction as it is
 without a hook, and in fewer bytes.
 
-docs/communication-hooks.md says what a hook is given, and what these send and store.
+docs/how-to/communication-hooks.md says what a hook is given, and what these send and store.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> NoReturn:
     if name in _REMOVED:
         raise ImportError(
             f"{name} was removed: no step was shorter with PowerSGD. Use bf16_compress_hook, or a "
-            "hook of your own: docs/communication-hooks.md"
+            "hook of your own: docs/how-to/communication-hooks.md"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterable
 from importlib import metadata
 
-# The first one that training works with; docs/moving.md says what was tried.
+# The first one that training works with; docs/reference/versions.md says what was tried.
 _OLDEST_TORCH_XLA = (2, 8)
 
 
@@ -48,7 +48,7 @@ def require_torch_xla() -> None:
         return
     remedy = (
         "pip install torch==2.9.0 torch_xla==2.9.0; checkpoints are read without torch_xla, by "
-        "xla_fsdp.consolidate: docs/moving.md"
+        "xla_fsdp.consolidate: docs/reference/versions.md"
     )
     built_for = _first_two(xla)
     if _first_two(torch) != built_for:

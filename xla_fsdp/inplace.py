@@ -126,14 +126,16 @@ def fully_shard(
             as good as a call for each: every module is a unit of its own.
         mesh: the ranks, as a ``DeviceMesh``, a tensor or lists of ordinals. 1-D: these share the
             parameters. 2-D, ``(replicate, shard)``: each row does, columns average gradients.
-            Default: all ranks share; on several TPU slices those of each, docs/slices.md.
+            Default: all ranks share; on several TPU slices those of each:
+            docs/how-to/several-slices.md.
         reshard_after_forward: free the full parameters after the forward. ``None``: yes, except
             in the root (the outermost module). A number: keep a part of them for the backward,
             which is then gathered among that many ranks only.
         shard_placement_fn: only ``None``: parameters are cut as vectors, whatever their shape.
         mp_policy: dtypes; default: those of the parameters.
         offload_policy: ``CPUOffloadPolicy()``: shards, gradients and the optimizer's state and
-            step are on the host, docs/offload.md. ``OffloadPolicy()``, the default: nothing is.
+            step are on the host: docs/how-to/cpu-offload.md. ``OffloadPolicy()``, the default:
+            nothing is.
         ignored_params: parameters that stay whole on every rank and whose gradients are not
             reduced, see ``average_ignored_gradients``.
         options: further ones of :class:`~xla_fsdp.FSDPOptions`, such as ``forward_prefetch``,

@@ -274,7 +274,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
 
     def register_comm_hook(self, state: object, hook: Hook, over: str = "all") -> None:
         """Has ``hook(state, bucket)`` make every reduction of gradients of this wrapper and of
-        those inside it: ``docs/communication-hooks.md``.
+        those inside it: ``docs/how-to/communication-hooks.md``.
 
         Args:
             state: handed to ``hook`` as it is. Not saved with the model.

@@ -1,11 +1,11 @@
 """Which way shards travel over the links of a TPU slice: at once, or in stages.
 
 The TPU compiler has one algorithm for each set of ranks, and over all ranks of a slice it often is
-not the best that the links allow (docs/torus.md holds what it was seen to do): a reduce-scatter
-becomes an all-reduce and a slice, a small all-gather an all-reduce of padded tensors. In stages, a
-reduce-scatter first sums within groups of ranks, of which each keeps a part, and then across the
-groups; an all-gather does the same backwards. :class:`Routes` knows the ways there are on a slice
-and picks the one that takes the least time in the model of tpu/links.py.
+not the best that the links allow (docs/design/communication.md holds what it was seen to do): a
+reduce-scatter becomes an all-reduce and a slice, a small all-gather an all-reduce of padded
+tensors. In stages, a reduce-scatter first sums within groups of ranks, of which each keeps a part,
+and then across the groups; an all-gather does the same backwards. :class:`Routes` knows the ways
+there are on a slice and picks the one that takes the least time in the model of tpu/links.py.
 
 Rank ``r`` must end up with part ``r``. Ranks are numbers whose digits are coordinates, the slowest
 first: z, y, x, core (``Slice.coordinates``). Stages over digits from the slowest to the fastest

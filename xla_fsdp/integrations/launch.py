@@ -146,7 +146,7 @@ def read_config(path: str | None) -> ClusterConfig:
     except (AttributeError, KeyError, TypeError, yaml.YAMLError) as error:  # anything but a mapping
         raise ValueError(
             f"{path} is not what accelerate config writes ({in_a_line(error)}); "
-            "docs/hugging-face.md has an example"
+            "docs/how-to/accelerate.md has an example"
         ) from error
     if not isinstance(config, ClusterConfig):
         raise ValueError("the config file is for SageMaker, which has no TPUs")

@@ -29,7 +29,7 @@ def einsum(equation: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     For heads of attention made where they are needed: with ``x`` (b, s, w) and a weight (h, d, w),
     ``einsum("bsw,hdw->bhsd", x, weight)`` are queries of all heads, which both products of
     attention take as they are. Workload S with heads made so, beside ``nn.Linear`` and views:
-    docs/benchmarks.md.
+    docs/design/benchmarks.md.
 
     An equation that is no contraction of this kind (a letter twice in one factor, or in one factor
     alone and not in the product; an ellipsis; no product stated), factors of two dtypes, autocast

@@ -37,7 +37,7 @@ _SIZES = ("head_dim", "attention_head_size")
 class Heads:
     """A layer of attention whose outputs, or else inputs, are heads of ``size`` elements, side by
     side. What makes them views of heads comes after the layer, or before it: said in the product,
-    it costs no copy (docs/attention.md)."""
+    it costs no copy (docs/how-to/attention.md)."""
 
     size: int
     made: bool

@@ -1,4 +1,5 @@
-"""Units whose parameters are on the device only while they compute: docs/offload.md, "Streamed".
+"""Units whose parameters are on the device only while they compute: docs/how-to/cpu-offload.md,
+"Stream parameters".
 
 A program of torch_xla takes its arguments from the device's memory and leaves its results there
 when it is over. So that less than the whole model is there, the step is cut into programs, one for

@@ -1,6 +1,6 @@
 """Optimizers that need more of a parameter than an element at a time, on shards.
 
-docs/optimizers.md has a table of what each sends and keeps.
+docs/how-to/optimizers.md has a table of what each sends and keeps.
 """
 
 from .adafactor import Adafactor

@@ -1,8 +1,8 @@
 """From what the compiler said of a step to the report on it.
 
 A step is one program, or several: ``CPUOffload(stream=True)`` has one for each unit's forward and
-backward (docs/offload.md). Equal ones are compiled once. The report is then that on the part that
-needs most memory, with the times, bytes and floating-point operations of all.
+backward (docs/how-to/cpu-offload.md). Equal ones are compiled once. The report is then that on the
+part that needs most memory, with the times, bytes and floating-point operations of all.
 """
 
 from __future__ import annotations

@@ -66,10 +66,10 @@ def launch(
             timeout. On TPU, when no rank has gone on for that long, the stacks of all are printed
             and ranks are left alone, unless ``XLA_FSDP_WATCHDOG`` says otherwise: ``off``, seconds,
             or seconds and ``end`` (``900,end``). Compilations are given four times as long
-            (docs/watching.md).
+            (docs/how-to/debug-and-profile.md).
         slices: on CPU, how many TPU slices the ranks stand for, which divides their number: the
             first ranks are the first slice. ``None`` means ``XLA_FSDP_SLICES`` if set, else 1.
-            On TPU there must be as many (docs/slices.md).
+            On TPU there must be as many (docs/how-to/several-slices.md).
 
     Returns:
         On CPU what ``fn`` returned, by rank, with XLA tensors in (nested) lists, tuples and dicts

@@ -7,10 +7,10 @@ so there is nothing to free, and no barrier is needed to keep gathers in their p
 
 With ``prefetch`` an iteration gathers the parameters of the next block and hands them on, so that
 they travel while this block computes. What the TPU compiler was seen to do decides on the rest
-(docs/scan.md): gathers of one block come after those of the block before, or it mixes them and most
-are waited for; and in the backward the gradient waits for them, and a block for the reductions of
-the one before, so that gathers run beside the recomputation and not where the reductions are,
-which stop everything else.
+(docs/design/communication.md): gathers of one block come after those of the block before, or it
+mixes them and most are waited for; and in the backward the gradient waits for them, and a block for
+the reductions of the one before, so that gathers overlap with the recomputation and not with the
+reductions, which stop everything else.
 """
 
 from __future__ import annotations

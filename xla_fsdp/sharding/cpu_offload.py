@@ -17,7 +17,7 @@ from .sharded_parameter import ShardedParameter
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """What is kept in the host's memory, and computed there: docs/offload.md.
+    """What is kept in the host's memory, and computed there: docs/how-to/cpu-offload.md.
 
     The shards that an optimizer sees, their gradients and its state are tensors on the CPU, and the
     update runs there. The device has a copy of the shards in the dtype in which they are gathered.

@@ -158,7 +158,7 @@ def _require_order(optimizer: Optimizer) -> None:
                     "parameters in another order: load_state_dict, which goes by position, gave "
                     "parameters the state of others. Join the files by python -m "
                     "xla_fsdp.consolidate --optimizer, and load that with "
-                    "xla_fsdp.load_full_optim_state_dict: docs/moving.md"
+                    "xla_fsdp.load_full_optim_state_dict: docs/how-to/migrate-from-torch-xla.md"
                 )
 
 

@@ -284,7 +284,7 @@ class FSDPOptions:
         sharding_groups: global ordinals of the ranks that share one copy of the parameters, for
             every copy, e.g. ``[[0, 1], [2, 3]]``; needs ``sharding_rank`` (this rank's place in
             its group) and ``sharding_world_size``. Default: one group of all ranks; on several TPU
-            slices a group for each, whose copies are replicas: docs/slices.md.
+            slices a group for each, whose copies are replicas: docs/how-to/several-slices.md.
         shard_param_on_dim_0: shard along dimension 0 and keep the other dimensions.
         pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
             accepted without effect, for scripts of torch_xla's class. Layouts are never pinned (a
@@ -316,7 +316,7 @@ class FSDPOptions:
         mixed_precision: torch FSDP's names for the dtypes and for which inputs are cast, see
             :class:`~xla_fsdp.MixedPrecision`.
         cpu_offload: ``CPUOffload()`` keeps shards, gradients and optimizer state in the host's
-            memory, and has the update run there: docs/offload.md.
+            memory, and has the update run there: docs/how-to/cpu-offload.md.
         ignored_modules, ignored_parameters: submodules (with all that is in them, wrappers
             excepted) and parameters that stay replicated on every rank, whose gradients are not
             reduced, see ``average_ignored_gradients``. ``ignored_states`` is torch FSDP's name for
@@ -324,7 +324,8 @@ class FSDPOptions:
         collective_routes: how collectives over all ranks of a TPU slice use its links. ``"auto"``:
             along one axis after the other where the model of the links predicts that it is worth
             it, and large gradients around rings of chips where that makes the step shorter;
-            ``"default"``: all as the compiler does them. No effect elsewhere. See docs/torus.md.
+            ``"default"``: all as the compiler does them. No effect elsewhere:
+            docs/design/communication.md.
         ignore: of ``scan_blocks``: names of attributes in which the blocks may differ
             (``"layer_idx"``). The first block's are used for all.
         offload: of ``scan_blocks``: on TPU, the blocks' inputs wait for the backward in the host's

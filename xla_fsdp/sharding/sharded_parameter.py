@@ -3,7 +3,7 @@
 A ``ShardedParameter`` holds this rank's part and knows its :class:`ShardSpec`; gradients, optimizer
 state, ``clone()`` and the like are ``ShardedValue`` of the same spec. Operations on single elements
 are local, reductions over all elements are collectives, and what needs more of the full tensor
-raises :class:`ShardedParameterError`. ``docs/wrapper.md`` has the table.
+raises :class:`ShardedParameterError`. ``docs/reference/sharded-parameters.md`` has the table.
 """
 
 from __future__ import annotations

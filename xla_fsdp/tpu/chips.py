@@ -68,8 +68,8 @@ class Chip:
     ``clock_hz``: TensorCore cycles a second: seconds = the compiler's ``estimated_cycles`` /
     ``clock_hz``. ``matrix_cycles``: the share of ``flops`` that libtpu's ``estimated_cycles`` at
     ``clock_hz`` give a matmul of bfloat16 matrices of 8192 x 8192, with libtpu's default options
-    (docs/plan-time-model.md). ``matrix_unit``: rows of a matrix unit (Cloud, "TPU v6e" and "System
-    architecture").
+    (docs/design/time-model.md). ``matrix_unit``: rows of a matrix unit (Cloud, "TPU v6e" and
+    "System architecture").
 
     Memory:
 
@@ -102,16 +102,17 @@ class Chip:
     at the default. What is left is for activations that stay there, and for prefetches. With it
     libtpu tiles a matmul of 8192 x 8192 matrices so that it reaches 98 % of the peak by its own
     cycles on v5e and v5p and 90 % on v6e; with its defaults 88, 90 and 70 %. Where activations fit
-    into VMEM a step gets longer (docs/planning.md), so each has to be tried.
-    ``overlaps_gathers``: all-gathers run while the chip computes (docs/benchmarks.md,
+    into VMEM a step gets longer (docs/how-to/compiler-options.md), so each has to be tried.
+    ``overlaps_gathers``: all-gathers run while the chip computes (docs/design/benchmarks.md,
     "asynchronous").
     ``gains_by_rings``: gradients of 192 MiB and more go around whole rows of chips, and then across
     the rows, where both axes wrap, and a step gets shorter. ViT-10B on v5e:16x16, gathered ahead:
     762 ms a step for 806 (2026-11-24, benchmarks/LOG.md). v6e:16x16 was not measured. Rings of
     4 to 8 chips through rectangles made steps longer: two blocks of workload S on v6e:2x4 6.75 ms
-    for 6.49 (2026-11-26), four on v5e:2x4 1.04 times as long (2026-11-25, docs/tuning.md).
+    for 6.49 (2026-11-26), four on v5e:2x4 1.04 times as long (2026-11-25,
+    docs/design/benchmarks.md).
     ``gathers_along_one_ring``: an all-gather over a whole torus goes around one ring, as on a line,
-    and not along all axes (docs/torus.md).
+    and not along all axes (docs/design/communication.md).
     ``small_gathers_reduce``: small all-gathers over many ranks become all-reduces. Where gathers
     may be asynchronous torch_xla forbids it (``xla_tpu_prefer_async_allgather_to_allreduce``).
     ``crashes_on_fused_loops``: for a program with collectives inside a loop, the option that fuses

@@ -36,11 +36,11 @@ from .kept import keeps
 from .settings import ShardingSettings
 
 # Of the executable, for every block that is compiled by itself: 50 MiB for four blocks of workload
-# S on v3-8, 393 for 32 (docs/scan.md).
+# S on v3-8, 393 for 32 (docs/how-to/scan-layers.md).
 CODE_BYTES = 12 << 20
 # Of compute, that a loop takes longer which gathers ahead. The mean of two plans that differ in
 # nothing else, and far apart: 10 % more of GPT-3 13B on v5litepod-64, 5 % less of ViT-10B on
-# v5litepod-256 (docs/tuning.md).
+# v5litepod-256 (docs/design/benchmarks.md).
 AHEAD = 0.03
 
 
@@ -154,7 +154,7 @@ class Wire:
         return between + self._links.seconds(OneCollective("all-reduce", size, groups))
 
     def _between(self, kind: str, size: int, slices: int) -> float:
-        """Over the data-centre network: each device its part, as in docs/plan-time-model.md."""
+        """Over the data-centre network: each device its part, as in docs/design/time-model.md."""
         one = self._where.devices // self._where.count
         part = size if kind == "all-reduce" else size // one
         group = tuple(range(slices))
