@@ -153,7 +153,7 @@ def beginning(model: nn.Module, inner: LlamaForCausalLM, new: bool) -> Callable[
 
     def begin(module: nn.Module) -> None:
         if not new and module not in adapters:
-            return xla_fsdp.loaded_later(module)
+            return xla_fsdp.defer_init(module)
         module.to_empty(device="cpu", recurse=False)
         if module not in adapters:
             inner._init_weights(module)

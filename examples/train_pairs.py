@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def checkpoint_of(args: argparse.Namespace) -> str | None:
-    """What ``--resume_from_checkpoint`` names; None where ``latest`` finds none yet."""
+    """What ``--resume_from_checkpoint`` names; None where ``latest_checkpoint`` finds none yet."""
     if args.resume_from_checkpoint != "latest":
         return args.resume_from_checkpoint
     saved = filter(is_complete, Path(args.output_dir).glob("step_*"))
@@ -150,7 +150,7 @@ def is_complete(folder: Path) -> bool:
     """Whether its save came to the end: to the manifest or, of a model that is not sharded, to the
     random states, the end of whose file lists what is in it."""
     if (folder / "xla_fsdp").is_dir():
-        return xla_fsdp.latest(folder / "xla_fsdp") is not None
+        return xla_fsdp.latest_checkpoint(folder / "xla_fsdp") is not None
     whole = zipfile.is_zipfile(folder / "random_states_0.pkl")
     return whole and (folder / "model.safetensors").exists()
 

@@ -21,7 +21,7 @@ from checkpoint_files import read_value, save
 from xla_fsdp.consolidate.errors import CheckpointError, OutputError
 from xla_fsdp.consolidate.format import folders
 from xla_fsdp.consolidate.format.local import LocalStore
-from xla_fsdp.consolidate.format.reader import latest
+from xla_fsdp.consolidate.format.reader import latest_checkpoint
 
 CALLS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir")
 
@@ -111,11 +111,11 @@ def in_child(work) -> int:
 
 
 def assert_whole(root, allowed) -> float:
-    """``latest`` and reading the folder agree on one of the allowed values; all checkpoints that
-    there are, are whole."""
+    """``latest_checkpoint`` and reading the folder agree on one of the allowed values; all
+    checkpoints are complete."""
     value = read_value(root)
     assert value in allowed, (value, allowed)
-    assert read_value(latest(root)) == value
+    assert read_value(latest_checkpoint(root)) == value
     store = LocalStore()
     for place in folders.places(store, root):
         if folders.has_manifest(store, f"{root}/{place.name}"):
@@ -327,7 +327,7 @@ def test_things_of_others_are_neither_read_nor_removed(tmp_path):
     Path(root, "step-00000099").write_text("a file")
     save(root, 5, 5.0)
     save(root, 6, 6.0, keep_last=1)
-    assert read_value(root) == 6.0 and latest(root).endswith("step-00000006")
+    assert read_value(root) == 6.0 and latest_checkpoint(root).endswith("step-00000006")
     assert sorted(os.listdir(root)) == sorted([*foreign, "step-00000099", "step-00000006"])
 
 
@@ -362,7 +362,7 @@ def test_latest_while_a_newer_one_takes_its_place(tmp_path, monkeypatch):
         return place
 
     monkeypatch.setattr(folders, "newest", newest)
-    assert latest(root) == f"{root}/step-00000002"
+    assert latest_checkpoint(root) == f"{root}/step-00000002"
 
 
 def test_a_leftover_that_cannot_be_removed_does_not_block_the_next_save(tmp_path, monkeypatch):
@@ -462,7 +462,7 @@ def test_an_object_store_interrupted_at_every_change(monkeypatch, error, second)
             with contextlib.suppress(Stopped, OutputError):
                 save(root, second, 2.0, keep_last=1)
         value = read_value(root)
-        assert value in (1.0, 2.0) and read_value(latest(root)) == value, at
+        assert value in (1.0, 2.0) and read_value(latest_checkpoint(root)) == value, at
         seen.add(value)
         save(root, 9, 9.0, keep_last=1)
         left = {name.split("/")[3] for name in memory.find(root) if f"[{at}]" in name}

@@ -22,7 +22,7 @@ from xla_fsdp.consolidate.errors import (
     UnreadableFileError,
 )
 from xla_fsdp.consolidate.format.manifest import NAME, file_name
-from xla_fsdp.consolidate.format.reader import RankFile, ShardedCheckpoint, latest
+from xla_fsdp.consolidate.format.reader import RankFile, ShardedCheckpoint, latest_checkpoint
 
 WORLD = 3
 RANK_FILES = [file_name(rank, WORLD) for rank in range(WORLD)]
@@ -152,19 +152,19 @@ def test_another_length(saved, tmp_path, name, length):
     error = _refused(path.parent)
     assert isinstance(error, CorruptFileError) and str(path) in str(error)
     with pytest.raises(CorruptFileError, match=name):
-        latest(tmp_path)
+        latest_checkpoint(tmp_path)
 
 
 def test_latest_falls_back_to_nothing_by_itself(saved, tmp_path):
     """Not to an older checkpoint: that is for a human to decide."""
     copied(saved["five"], tmp_path)
     six = copied(saved["six"], tmp_path)
-    assert latest(tmp_path) == str(six)
+    assert latest_checkpoint(tmp_path) == str(six)
     os.truncate(six / RANK_FILES[1], 100)
     with pytest.raises(CorruptFileError, match=RANK_FILES[1]):
-        latest(tmp_path)
+        latest_checkpoint(tmp_path)
     shutil.rmtree(six)
-    assert latest(tmp_path) == str(tmp_path / saved["five"].name)
+    assert latest_checkpoint(tmp_path) == str(tmp_path / saved["five"].name)
 
 
 # --- by hand: each gets a copy of step 5, and returns what is to be named in the error

@@ -11,7 +11,7 @@ import torch
 from test_checkpoint_crash import Boundaries, in_child, kill
 
 from xla_fsdp.consolidate.errors import CheckpointNotFoundError, OutputError
-from xla_fsdp.consolidate.format.reader import ShardedCheckpoint, latest
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint, latest_checkpoint
 from xla_fsdp.consolidate.format.store import open_store
 
 SIZE = 3
@@ -189,7 +189,7 @@ def _fail_everywhere(rank, root, asynchronous, victims):
                 assert own == (plan.hit is not None), (at, rank, repr(error), everybody)
                 assert "injected" in str(error), (at, rank, repr(error))
             if rank == 0:
-                now = value_of(latest(root))
+                now = value_of(latest_checkpoint(root))
                 # After the rename a save may fail and be there all the same.
                 allowed = {value} if error is None else {good, value}
                 assert now in allowed, (at, now, allowed, everybody)
@@ -246,7 +246,7 @@ def _async_rules(rank, root):
                 else:
                     getattr(checkpointer, call)()
             meeting.gather("all raised", None)
-            assert value_of(latest(root)) == 5.0
+            assert value_of(latest_checkpoint(root)) == 5.0
             assert not [name for name in os.listdir(root) if "partial" in name]
         # So does leaving a `with` block, but not in place of another error.
         with pytest.raises(kind, match="injected"):
@@ -256,7 +256,7 @@ def _async_rules(rank, root):
                 use(None)
         run.start(checkpointer, 8, 8.0)
         checkpointer.close()
-        assert value_of(latest(root)) == 8.0
+        assert value_of(latest_checkpoint(root)) == 8.0
     finally:
         use(...)
 
@@ -283,7 +283,7 @@ def _save_to(rank, paths):
         assert first == f"{path}/step-00000001" and run.load(first) == base + 1
         with xla_fsdp.AsyncCheckpointer(path, keep_last=1) as checkpointer:
             run.start(checkpointer, 2, base + 2)
-        assert latest(path) == f"{path}/step-00000002" and value_of(path) == base + 2
+        assert latest_checkpoint(path) == f"{path}/step-00000002" and value_of(path) == base + 2
         run.set(0.0)
         assert run.load(path) == base + 2
         with pytest.raises(not_found):
@@ -349,7 +349,7 @@ def _without_shared_storage(rank, root):
     finally:
         meeting.gather("done", None)
         draft.open_store, draft._VISIBLE_SECONDS = open_store, 30.0
-    assert latest(root) is None and latest(f"{root}/disk 0") is None
+    assert latest_checkpoint(root) is None and latest_checkpoint(f"{root}/disk 0") is None
 
 
 def test_ranks_that_do_not_see_each_others_files(run_ranks, tmp_path):
@@ -363,7 +363,7 @@ def _resume_and_save(rank, root, asynchronous, count):
     import xla_fsdp
 
     run, done = Uniform(), 0
-    if latest(root) is not None:
+    if latest_checkpoint(root) is not None:
         value = run.load(root)
         done = int(value)
     checkpointer = xla_fsdp.AsyncCheckpointer(root, keep_last=1)
@@ -393,7 +393,7 @@ def _kill_ranks(root, asynchronous, seed):
     for number in range(6):  # two saves are about 180 system calls
         ended = _life(root, asynchronous, 2, 30 * number + draw.randrange(1, 30))
         assert ended in (0, signal.SIGKILL)
-        found = latest(root)
+        found = latest_checkpoint(root)
         value = value_of(found) if found else 0.0
         assert before <= value <= before + 2
         assert found is None or value_of(root) == value
@@ -433,7 +433,7 @@ def _hang_one(rank, root, victim):
     while rank == 0 and not all(_is_written(root, r) for r in others):
         threading.Event().wait(0.01)
     if rank == 0:
-        assert value_of(latest(root)) == 1.0
+        assert value_of(latest_checkpoint(root)) == 1.0
         os.kill(os.getpid(), signal.SIGKILL)
     waiting.wait()
 

@@ -24,7 +24,7 @@ from xla_fsdp.consolidate.format import values
 from xla_fsdp.consolidate.format.container import read_container
 from xla_fsdp.consolidate.format.digests import digest
 from xla_fsdp.consolidate.format.manifest import NAME, load_manifest
-from xla_fsdp.consolidate.format.reader import ShardedCheckpoint, latest
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint, latest_checkpoint
 from xla_fsdp.consolidate.format.strict import read_json
 
 HUGE = 10**4000
@@ -443,7 +443,7 @@ def test_a_pickle_is_not_executed(folder, tmp_path, name, make, adapted):
             pass
     refused(folder, name=name)
     with pytest.raises(CheckpointError):
-        latest(folder.parent)
+        latest_checkpoint(folder.parent)
         ShardedCheckpoint(folder).file(1)
     assert not (tmp_path / "executed").exists()
 

@@ -36,18 +36,18 @@ def _kept(folder) -> list[str]:
 
 def _keep_and_repeat(rank, size, folder):
     run = Run("nested", rank, size)
-    assert xla_fsdp.latest(folder) is None
+    assert xla_fsdp.latest_checkpoint(folder) is None
     for step in (1, 2, 3):
         run.save(folder, step, keep_last=2)
     assert _kept(folder) == ["step-00000002", "step-00000003"]
     again = run.save(folder, 3, extra="again")
-    assert again == f"{folder}/step-00000003.2" == xla_fsdp.latest(folder)
+    assert again == f"{folder}/step-00000003.2" == xla_fsdp.latest_checkpoint(folder)
     assert _kept(folder) == ["step-00000002", "step-00000003.2"]
     assert run.load(folder).extra == "again"
     assert run.load(f"{folder}/step-00000002").step == 2
     assert run.load(folder, step=3).extra == "again" and run.load(folder, step=2).step == 2
-    assert xla_fsdp.latest(folder, step=2) == f"{folder}/step-00000002"
-    assert xla_fsdp.latest(folder, step=1) is None
+    assert xla_fsdp.latest_checkpoint(folder, step=2) == f"{folder}/step-00000002"
+    assert xla_fsdp.latest_checkpoint(folder, step=1) is None
     if rank == 0:
         with pytest.warns(UserWarning, match="step-00000003.2 beside it is later"):
             run.save(folder, 1, keep_last=1)
@@ -67,7 +67,7 @@ def _in_memory(rank, size, url):
     with xla_fsdp.AsyncCheckpointer(url, keep_last=1) as checkpointer:
         checkpointer.save(run.model, run.optimizer, run.scheduler, step=2)
         expected = run.train(1, 2)
-    assert xla_fsdp.latest(url) == f"{url}/step-00000002"
+    assert xla_fsdp.latest_checkpoint(url) == f"{url}/step-00000002"
     other = Run("root", rank, size, seed=4)
     assert other.load(url).path.endswith("/step-00000002")
     assert other.train(1, 2) == expected

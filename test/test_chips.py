@@ -107,7 +107,7 @@ MADE_UP = Chip(
     link_bandwidth=100e9,
     dcn_bandwidth=10e9,
     host_memory={4: 1000},
-    operation_vmem=65536,
+    scoped_vmem_kib=65536,
     overlaps_gathers=True,
     crashes_on_fused_loops=True,
     stores_linear_inputs=True,
@@ -171,7 +171,7 @@ def test_a_new_record_has_compiler_options(tmp_path, monkeypatch):
     from xla_fsdp.compiled.host_options import host_options
 
     with added():
-        large = compiler_options.for_large_products("v9x")
+        large = compiler_options.for_large_matmuls("v9x")
         assert large == {"xla_tpu_scoped_vmem_limit_kib": "65536"}
         told = host_options(MADE_UP, environ={})
         assert "--xla_tpu_sliced_prefetch_max_slices=0" in told.arguments

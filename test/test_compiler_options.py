@@ -12,7 +12,7 @@ from torch import nn
 from xla_fsdp.compiler_options import (
     OPTIONS,
     add_to_environment,
-    for_large_products,
+    for_large_matmuls,
 )
 from xla_fsdp.tpu import compiler_options
 from xla_fsdp.tpu.chips import CHIPS
@@ -186,7 +186,7 @@ def test_options(elsewhere, check):
     elsewhere(check)
 
 
-def test_options_for_large_products_are_those_of_the_chips(tmp_path, monkeypatch):
+def test_options_for_large_matmuls_are_those_of_the_chips(tmp_path, monkeypatch):
     from jax._src.hardware_utils import _TPU_PCI_DEVICE_IDS
 
     for chip in CHIPS.values():
@@ -202,15 +202,15 @@ def test_options_for_large_products_are_those_of_the_chips(tmp_path, monkeypatch
     (tmp_path / "1" / "device").write_text("0x006f\n")
     assert compiler_options.this_hosts_chip(tmp_path) is CHIPS["v6e"]
 
-    assert for_large_products("v3") == for_large_products("v4") == {}
+    assert for_large_matmuls("v3") == for_large_matmuls("v4") == {}
     monkeypatch.setattr(compiler_options, "this_hosts_chip", lambda: None)
-    assert for_large_products() == {}
+    assert for_large_matmuls() == {}
     monkeypatch.setattr(compiler_options, "this_hosts_chip", lambda: CHIPS["v6e"])
-    assert for_large_products() == for_large_products("v6e") == {VMEM: "98304"}
+    assert for_large_matmuls() == for_large_matmuls("v6e") == {VMEM: "98304"}
     # What the user has set stays, and libtpu takes it.
     for given, kib in (("", "98304"), (f"--{VMEM}=65536", "65536")):
         monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
-        add_to_environment(for_large_products())
+        add_to_environment(for_large_matmuls())
         add_to_environment()
         told = os.environ["LIBTPU_INIT_ARGS"]
         assert read(told) == {**OPTIONS, VMEM: kib}

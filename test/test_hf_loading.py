@@ -8,13 +8,13 @@ import torch
 def loaded(rank, folder):
     from functools import partial
 
-    from xla_fsdp import full_state_dict, loaded_later
+    from xla_fsdp import defer_init, full_state_dict
     from xla_fsdp.consolidate.errors import ModelMismatchError
     from xla_fsdp.integrations.pretrained import load_pretrained
 
     found = {}
     for name, kind in (("gpt2", "gpt2"), ("llama", "llama"), ("t5", "t5"), ("gpt2", "base")):
-        wrap = partial(hf_small.wrap, name=name, param_init_fn=loaded_later)
+        wrap = partial(hf_small.wrap, name=name, param_init_fn=defer_init)
         cls = type(hf_small.build(name))
         model = load_pretrained(cls, f"{folder}/{kind}", wrap)
         found[kind] = full_state_dict(model)

@@ -163,7 +163,7 @@ def test_names_that_lead_elsewhere_or_to_nothing(store, tmp_path, lie):
 
     store(ls=lie, info=seen, cat_file=seen)
     assert files.read_value(store.root) == 2.0
-    assert xla_fsdp.latest(store.root) == f"{store.root}/step-00000002"
+    assert xla_fsdp.latest_checkpoint(store.root) == f"{store.root}/step-00000002"
     consolidate_checkpoint(store.root, tmp_path / "out.safetensors")
     assert asked and all(path.startswith("/bucket/run") and ".." not in path for path in asked)
 

@@ -115,7 +115,7 @@ def test_a_trace_stands_beside_a_plan(run_ranks, tmp_path, capsys):
 
     # A plan made by hand of three such blocks.
     report = type(make()).from_json(make(blocks=3).to_json().replace(".mlp", ""))
-    beside = report.beside(tmp_path / "trace")
+    beside = report.compare_trace(tmp_path / "trace")
     kinds, unit = table(beside, "By kind"), table(beside, "By unit")
     assert {"forward compute", "backward compute", "all-gather, forward"} <= set(kinds)
     assert kinds["forward compute"]["modelled"] == "27.000 ms"
@@ -147,7 +147,7 @@ def test_a_trace_stands_beside_a_plan(run_ranks, tmp_path, capsys):
         assert said in error and error.count("\n") == 1
     other = type(report).from_json(report.to_json().replace("blocks.", "layers."))
     with pytest.raises(ValueError, match="is of another model than the plan: it names blocks.0, "):
-        other.beside(file)
+        other.compare_trace(file)
 
 
 def test_wrong_use_is_told(tmp_path):

@@ -101,11 +101,11 @@ def meta_without_reset(wrong):
     with torch.device("meta"):
         model = WithReset()
     require_initialized(wrap(nn.Sequential(model)))
-    model = wrap(on_meta(), param_init_fn=xla_fsdp.loaded_later)
+    model = wrap(on_meta(), param_init_fn=xla_fsdp.defer_init)
     with model.summon_full_params(model):
         model.init_weights()
     require_initialized(model)
-    model = wrap(on_meta(), param_init_fn=xla_fsdp.loaded_later)
+    model = wrap(on_meta(), param_init_fn=xla_fsdp.defer_init)
     xla_fsdp.load_full_state_dict(model, Scaled(True).state_dict() | {"scale": torch.ones(4)})
     with wrong("before 'turns' had values"):
         model(x())

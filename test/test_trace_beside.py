@@ -21,7 +21,7 @@ def table(beside, title):
 
 def refuses(report, path):
     with pytest.raises(ValueError) as caught:
-        report.beside(path)
+        report.compare_trace(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -42,7 +42,7 @@ def test_a_damaged_trace_is_refused(tmp_path):
             changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         path.write_bytes(changed)
         try:
-            assert str(report.beside(path))
+            assert str(report.compare_trace(path))
         except ValueError as error:
             assert str(path) in str(error) and "\n" not in str(error)
 
@@ -51,7 +51,7 @@ def test_what_is_no_trace_is_refused(tmp_path, capsys):
     make().save(tmp_path / "plan.json")
     for report in (refused(), given_up()):
         with pytest.raises(ValueError, match="nothing to compare a trace with. No"):
-            report.beside(tmp_path)
+            report.compare_trace(tmp_path)
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert main([str(tmp_path / "plan.json"), "--trace", str(folder)]) == 2
         said = capsys.readouterr().err
@@ -187,7 +187,7 @@ def test_a_trace_of_a_tpu(tmp_path):
     slots = [(s.label, round(1e3 * s.begin, 6), round(1e3 * s.end, 6)) for s in recorded.slots]
     assert slots[:2] == [("gather", 0.0, 4.0), ("neg.1", 0.1, 3.0)]
     assert [name for name, _, _ in slots].count("inner") == 3 and len(slots) == 8
-    beside = make().beside(path)
+    beside = make().compare_trace(path)
     assert beside.verdict.startswith("A step on TPU:0 took 13.00 ms; modelled for v3-128: 38.00 ms")
     step = table(beside, "A step")
     assert step["collectives that compute waits for"] == {
@@ -222,6 +222,6 @@ def test_names_are_escaped_on_the_page(tmp_path):
     path = tmp_path / "host.xplane.pb"
     path.write_bytes(tpu_trace(hlo_proto()))
     report = dataclasses.replace(make(), title=HOSTILE, topology=HOSTILE)
-    report.beside(path).plot(tmp_path / "both.html")
+    report.compare_trace(path).plot(tmp_path / "both.html")
     written = (tmp_path / "both.html").read_text(encoding="utf-8")
     assert "<script>alert" not in written and Page(written).tags.count("script") == 2

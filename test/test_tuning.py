@@ -18,7 +18,7 @@ from xla_fsdp.planning.tuning.facts import StepFacts, UnitFacts
 from xla_fsdp.planning.tuning.search import Measured, Search
 from xla_fsdp.planning.tuning.space import Space, checked_search, plainness
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError
-from xla_fsdp.tpu.compiler_options import for_large_products
+from xla_fsdp.tpu.compiler_options import for_large_matmuls
 from xla_fsdp.tpu.topology import resolve
 
 GIB = 2**30
@@ -31,8 +31,9 @@ WIDTH, INNER, ROWS = 256, 1024, 512
 
 def test_settings_go_through_json_and_a_file(tmp_path):
     settings = ShardingSettings(
-        batch=16, scan=True, recompute="all", offload=True, reshard_after_forward=4, shard_ranks=8,
-        backward_prefetch="post", collective_routes="default", operation_vmem=98304,
+        batch=16, scan=True, recompute="all", offload=True, reshard_after_forward=4,
+        shard_group_size=8, backward_prefetch="post", collective_routes="default",
+        scoped_vmem_kib=98304,
     )  # fmt: skip
     assert ShardingSettings.from_json(settings.to_json()) == settings
     by_number = ShardingSettings(blocks_per_unit=2, kept_blocks=(0, 1, 6, 7))
@@ -44,9 +45,9 @@ def test_settings_go_through_json_and_a_file(tmp_path):
     settings.save(tmp_path / "settings.json")
     assert ShardingSettings.load(tmp_path / "settings.json") == settings
     assert ShardingSettings.from_json(ShardingSettings().to_json()) == ShardingSettings()
-    vmem = ShardingSettings(operation_vmem=98304)
+    vmem = ShardingSettings(scoped_vmem_kib=98304)
     assert settings.compiler_options == vmem.compiler_options
-    assert vmem.compiler_options == for_large_products("v6e")
+    assert vmem.compiler_options == for_large_matmuls("v6e")
     assert not ShardingSettings().compiler_options
 
 
@@ -220,7 +221,12 @@ def test_units_are_told_one_by_one_to_keep_their_parameters():
         assert trials[0].settings.kept_blocks == (0 if fixed else (7,))
     # Where there is no room, as many as there is room for: on v3 each saves as much.
     room = Estimates({"blocks": step}, V3).of(ShardingSettings()).hbm + 5 * 2 * 10**7
-    one_way = {"units": ["blocks"], "scan": [False], "recompute": ["none"], "shard_ranks": [None]}
+    one_way = {
+        "units": ["blocks"],
+        "scan": [False],
+        "recompute": ["none"],
+        "shard_group_size": [None],
+    }
     _, trials, _ = searched(held=GIB / 100, capacity=room, reshard_after_forward=[True], **one_way)
     assert trials[0].settings == ShardingSettings(kept_blocks=(3, 4, 5, 6, 7))
 
@@ -232,7 +238,12 @@ def test_on_the_best_what_is_modelled_faster_is_tried_first():
     units = [dataclasses.replace(one, gathered=tensors, reduced=tensors) for one in step.units]
     step = dataclasses.replace(step, units=tuple(units))
     estimates = Estimates({"blocks": step}, where)
-    fixed = {"units": ["blocks"], "scan": [False], "recompute": ["none"], "shard_ranks": [None]}
+    fixed = {
+        "units": ["blocks"],
+        "scan": [False],
+        "recompute": ["none"],
+        "shard_group_size": [None],
+    }
     fixed |= {"reshard_after_forward": [False]}
     for routes in (["default", "auto"], ["default"]):
         search = checked_search({**fixed, "collective_routes": routes})
@@ -244,7 +255,7 @@ def test_on_the_best_what_is_modelled_faster_is_tried_first():
         # Stages are faster. Without them: more VMEM, of which the analysis knows nothing, and
         # not gathers that wait.
         assert rest[0] == compiler.asked[0].changed(
-            **{"collective_routes": "auto"} if "auto" in routes else {"operation_vmem": 49152}
+            **{"collective_routes": "auto"} if "auto" in routes else {"scoped_vmem_kib": 49152}
         )
         assert all(one.forward_prefetch for one in rest)
 
@@ -253,7 +264,12 @@ def test_of_those_modelled_alike_the_plainest_is_tried_first():
     """Four blocks a unit save the start of six small gathers."""
     step = facts(held=GIB / 100)
     estimates = Estimates({"blocks": step}, V3)
-    fixed = {"units": ["blocks"], "scan": [False], "recompute": ["none"], "shard_ranks": [None]}
+    fixed = {
+        "units": ["blocks"],
+        "scan": [False],
+        "recompute": ["none"],
+        "shard_group_size": [None],
+    }
     fixed |= {"reshard_after_forward": [True, False], "kept_blocks": [0]}
     space = Space.of(step, V3, (None,), False, checked_search(fixed), groups=True)
     fours = ShardingSettings(reshard_after_forward=False, blocks_per_unit=4)

@@ -123,7 +123,7 @@ def test_memory_and_time_go_the_way_they_must():
     assert zero2.compute == half.compute == kept.compute
     offloaded = found.of(PLAIN.changed(recompute="all", offload=True))
     assert offloaded.hbm < hbm[-1] and offloaded.host > 0 == kept.host
-    shared = found.of(PLAIN.changed(shard_ranks=4))
+    shared = found.of(PLAIN.changed(shard_group_size=4))
     assert shared.state == pytest.approx(2 * kept.state, rel=0.01)
     twice = found.of(PLAIN.changed(batch=2))
     assert twice.hbm > kept.hbm and kept.compute < twice.compute < 2 * kept.compute
@@ -331,8 +331,8 @@ def test_more_vmem_for_operations_is_tried_on_the_best_where_products_gain():
         space = Space.of(facts(), where, (4,), True, {})
         for best in (PLAIN, PLAIN.changed(scan=True, recompute="all")):
             around = space.around(best, estimates)
-            assert {one.operation_vmem for one in around} - {None} == tried, name
-            assert sum(one.operation_vmem is not None for one in around) == len(tried)
+            assert {one.scoped_vmem_kib for one in around} - {None} == tried, name
+            assert sum(one.scoped_vmem_kib is not None for one in around) == len(tried)
 
 
 def test_blocks_are_found():

@@ -45,7 +45,7 @@ WAYS = {
     "two blocks a unit, some recomputed, one unit kept": ShardingSettings(
         blocks_per_unit=2, recompute=1, kept_blocks=(2,)
     ),
-    "hybrid": ShardingSettings(shard_ranks=2, reshard_after_forward=False),
+    "hybrid": ShardingSettings(shard_group_size=2, reshard_after_forward=False),
     "no prefetch": ShardingSettings(
         forward_prefetch=False, backward_prefetch="none", limit_all_gathers=False,
         collective_routes="default",
@@ -135,8 +135,8 @@ def test_blocks_may_differ_in_what_is_ignored(run_ranks):
 
 def refused(rank):
     settings = ShardingSettings()
-    with pytest.raises(ValueError, match="shard_ranks=3 does not divide the 2 ranks"):
-        settings.changed(shard_ranks=3).wrap(Network())
+    with pytest.raises(ValueError, match="shard_group_size=3 does not divide the 2 ranks"):
+        settings.changed(shard_group_size=3).wrap(Network())
     with pytest.raises(ValueError, match="kept_blocks=4: the model has 3 blocks; at most 3"):
         settings.changed(kept_blocks=4).wrap(Network())
     with pytest.raises(ValueError, match="reshard_after_forward=False: the settings decide"):

@@ -26,7 +26,7 @@ if _TYPE_CHECKING:
         consolidate_sharded_model_checkpoints,
         consolidate_sharded_state_dicts,
     )
-    from .consolidate.format.reader import latest
+    from .consolidate.format.reader import latest_checkpoint
     from .extras import MissingExtraError
     from .grad_scaler import ShardedGradScaler
     from .inplace import (
@@ -48,7 +48,7 @@ if _TYPE_CHECKING:
     from .remat import checkpoint_module
     from .scan.blocks import scan_blocks
     from .sharding.cpu_offload import CPUOffload
-    from .sharding.deferred_values import loaded_later
+    from .sharding.deferred_values import defer_init
     from .sharding.mixed_precision import MixedPrecision
     from .sharding.options import FSDPOptions, ShardingStrategy
     from .sharding.shard_spec import ShardedParameterError
@@ -96,7 +96,7 @@ _HOMES = {
     "MixedPrecision": "sharding.mixed_precision",
     "CPUOffload": "sharding.cpu_offload",
     "FSDPOptions": "sharding.options",
-    "loaded_later": "sharding.deferred_values",
+    "defer_init": "sharding.deferred_values",
     "ShardedParameterError": "sharding.shard_spec",
     "ShardingStrategy": "sharding.options",
     "SyncBatchNorm": "layers.batch_norm",
@@ -112,7 +112,7 @@ _HOMES = {
     "LoadedCheckpoint": "checkpoint.loading",
     "AsyncCheckpointer": "checkpoint.asynchronous",
     "TieredCheckpointer": "checkpoint.tiers.checkpointer",
-    "latest": "consolidate.format.reader",
+    "latest_checkpoint": "consolidate.format.reader",
     "plan": "planning.api",
     "Report": "planning.reporting.report",
     "tune": "planning.tuning.api",
@@ -143,6 +143,9 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
+        new = _import_module(".deprecated", __name__).new_name(__name__, name)
+        if new is not None:
+            return getattr(_sys.modules[__name__], new)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     needs_torch_xla = home.partition(".")[0] not in ("consolidate", "extras", "tpu")
     if needs_torch_xla and "torch_xla" not in _sys.modules:  # else it did load

@@ -1,11 +1,12 @@
 """The compiler options by their public name: see :mod:`xla_fsdp.tpu.compiler_options`."""
 
+from .deprecated import new_name
 from .tpu.compiler_options import (
     FOR_LOOPS,
     OPTIONS,
     RefusedOptionError,
     add_to_environment,
-    for_large_products,
+    for_large_matmuls,
     libtpu_init_args,
     main,
     require_loops_compile,
@@ -17,11 +18,19 @@ __all__ = [
     "OPTIONS",
     "RefusedOptionError",
     "add_to_environment",
-    "for_large_products",
+    "for_large_matmuls",
     "libtpu_init_args",
     "read_libtpu_init_args",
     "require_loops_compile",
 ]
+
+
+def __getattr__(name: str) -> object:
+    new = new_name("xla_fsdp.compiler_options", name)
+    if new is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[new]
+
 
 if __name__ == "__main__":
     main()

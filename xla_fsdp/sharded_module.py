@@ -100,7 +100,7 @@ class ShardedModule(nn.Module):
         """This rank's shards and all buffers; see :meth:`get_shard_metadata`.
 
         Raises:
-            RuntimeError: some have no values yet (``param_init_fn=loaded_later``).
+            RuntimeError: some have no values yet (``param_init_fn=defer_init``).
         """
         _rest(self)
         require_values(units_in(self), "state_dict() came")

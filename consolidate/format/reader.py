@@ -280,7 +280,7 @@ class ShardedCheckpoint:
             self._all_pieces()
 
 
-def latest(path: Any, step: int | None = None) -> str | None:
+def latest_checkpoint(path: Any, step: int | None = None) -> str | None:
     """The newest complete checkpoint in the folder ``path``, ``None`` if there is none.
 
     With ``step``, the last that was saved of that step. Looks at manifests, names and sizes, not at

@@ -40,7 +40,7 @@ def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
             raise Stop(f"--{flag}={folder}: {folder} is not writable", code=2)
     try:
         # Asked for an older one, a damaged newest one is in nobody's way.
-        found = xla_fsdp.latest(folder, step)
+        found = xla_fsdp.latest_checkpoint(folder, step)
     except (CheckpointError, OSError, ImportError, ValueError) as error:
         older = "" if step or not isinstance(error, CheckpointError) else _another(folder)
         raise Stop(f"--{flag}={folder}: {in_a_line(error, None)}{older}", 2) from error
@@ -153,7 +153,7 @@ def _another(folder: str) -> str:
 
     for place in reversed(folders.places(*store.open_store(folder))):
         try:
-            if xla_fsdp.latest(folder, step=place.step):
+            if xla_fsdp.latest_checkpoint(folder, step=place.step):
                 return f"; --resume_epoch={place.step} goes on from the newest that is whole"
         except CheckpointError:
             pass

@@ -48,7 +48,7 @@ def load_checkpoint(
         strict: the names in model and checkpoint must be the same. Otherwise what only one side has
             is left as it is. Shapes and dtypes must fit in any case.
         missing_ok: return ``None`` if there is no checkpoint. All ranks go by what rank 0 finds;
-            of their own :func:`latest` one may have found what others do not see yet.
+            of their own :func:`latest_checkpoint` one may have found what others do not see yet.
         step: the last that was saved of this step in the folder ``path``, not the newest.
         restore_rng: restore torch's and XLA's random states, if as many ranks saved them.
         weights: load parameters and buffers. Otherwise ``model`` only says whose state the

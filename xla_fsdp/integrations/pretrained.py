@@ -23,11 +23,11 @@ def load_pretrained(
 
     The model is built without values, wrapped, and each rank reads its own part of each parameter:
     in memory is one shard of a parameter at a time beyond the shards. Use it like this, with
-    :func:`xla_fsdp.loaded_later`::
+    :func:`xla_fsdp.defer_init`::
 
         model = load_pretrained(
             LlamaForCausalLM, "llama-3-8b",
-            lambda model: FSDP(model, auto_wrap_policy=policy, param_init_fn=loaded_later),
+            lambda model: FSDP(model, auto_wrap_policy=policy, param_init_fn=defer_init),
         )
 
     Args:

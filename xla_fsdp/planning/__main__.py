@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = _parser().parse_args(argv)
     try:
         report = Report.load(flags.plan)
-        shown = report.beside(flags.trace) if flags.trace else report
+        shown = report.compare_trace(flags.trace) if flags.trace else report
         print(shown)
         for path in flags.plot:
             shown.plot(path)

@@ -1,7 +1,7 @@
 """Modules on the meta device: giving them values a submodule at a time, and knowing which
 parameters and buffers still wait for a load.
 
-``FSDP(meta_model, param_init_fn=loaded_later)`` shards a model without initialising it. Whatever
+``FSDP(meta_model, param_init_fn=defer_init)`` shards a model without initialising it. Whatever
 gives a shard values afterwards (a load of any kind, ``summon_full_params``) changes its stamp, so
 nobody has to be told; only a load of some of the parameters in one vector says which they were.
 Until then shards are NaN.
@@ -20,7 +20,7 @@ from ..ranks.rank import is_pretending
 from ..wording import some_of
 from .freeing import Stamp, stamps
 
-# On a tensor that loaded_later made: True. On a shard or a buffer: its Awaited.
+# On a tensor that defer_init made: True. On a shard or a buffer: its Awaited.
 _MARK = "_xla_fsdp_awaited"
 # Names in a message.
 SHOWN = 20
@@ -28,11 +28,11 @@ SHOWN = 20
 Key = tuple[int, int]
 
 
-def loaded_later(module: nn.Module) -> None:
+def defer_init(module: nn.Module) -> None:
     """For ``param_init_fn``: parameters of ``module`` on the meta device get values by a load.
 
     Nothing is initialised, and no parameter is whole anywhere: ``model = FSDP(meta_model,
-    param_init_fn=loaded_later)``, then ``load_weights``, ``load_checkpoint``,
+    param_init_fn=defer_init)``, then ``load_weights``, ``load_checkpoint``,
     ``load_full_state_dict`` or ``load_state_dict``. A forward before every parameter and buffer has
     values raises an error that names those that have none, and so does saving. What a checkpoint
     does not have (a new head, buffers that are not persistent) is given values in
@@ -59,7 +59,7 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
 
 
 def comes_later(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` was made by :func:`loaded_later`, and stands for one without values."""
+    """Whether ``tensor`` was made by :func:`defer_init`, and stands for one without values."""
     return getattr(tensor, _MARK, None) is True
 
 
@@ -149,7 +149,7 @@ def require_come(labelled: Sequence[tuple[str, list[Awaited]]], doing: str) -> N
     if names:
         some = some_of([repr(name) for name in names], SHOWN)
         raise RuntimeError(
-            f"{doing} before {some} had values, which param_init_fn=loaded_later and to_empty() "
+            f"{doing} before {some} had values, which param_init_fn=defer_init and to_empty() "
             "leave to you: load them (load_weights, load_checkpoint, load_full_state_dict, "
             "load_state_dict), or assign them within `with FSDP.summon_full_params(model):`. "
             "Buffers that are not persistent are in no checkpoint"
@@ -194,7 +194,7 @@ def materialize(
         for submodule in group:
             if is_on_meta(submodule):
                 later = waits and init_fn is None and _reset_of(submodule) is None
-                given = loaded_later if later else init_fn
+                given = defer_init if later else init_fn
                 allocated += _initialize(submodule, name, given)
         for one in allocated:
             one.require_values()
@@ -267,7 +267,7 @@ def _reset(module: nn.Module, name: str) -> list[_Allocated]:
         raise RuntimeError(
             f"{_described(module, name)} is on the meta device and has no reset_parameters(). Add "
             "one; or pass param_init_fn, a function that gives values to the module it is called "
-            "with; or pass param_init_fn=xla_fsdp.loaded_later and give values afterwards, by a "
+            "with; or pass param_init_fn=xla_fsdp.defer_init and give values afterwards, by a "
             "load or within `with FSDP.summon_full_params(model):`"
         )
     module.to_empty(device="cpu", recurse=False)

@@ -42,8 +42,8 @@ class profile:
     Enter it before the first step is traced, on every rank: what is compiled from then on, up to
     the end of the recorded steps, has names. An instruction of the forward of ``blocks.3.mlp`` is
     called ``forward[blocks.3.mlp]``, a gather ``all_gather[...]`` with the parameters in it,
-    as in a plan, which ``report.beside(folder)`` puts beside the trace. Programs are the same but
-    for names, and are compiled once.
+    as in a plan, which ``report.compare_trace(folder)`` compares with the trace. Programs differ in
+    names only, and are compiled once.
 
     Recording itself begins and ends with a wait for the device; the steps between are as always.
 

@@ -98,7 +98,7 @@ class Chip:
 
     What libtpu 0.0.21 makes of programs:
 
-    ``operation_vmem``: KiB of VMEM that one operation is given for large matmuls; None to leave it
+    ``scoped_vmem_kib``: KiB of VMEM that one operation is given for large matmuls; None to leave it
     at the default. What is left is for activations that stay there, and for prefetches. With it
     libtpu tiles a matmul of 8192 x 8192 matrices so that it reaches 98 % of the peak by its own
     cycles on v5e and v5p and 90 % on v6e; with its defaults 88, 90 and 70 %. Where activations fit
@@ -165,7 +165,7 @@ class Chip:
     host_memory: Mapping[int, int]
     pcie_bandwidth: float = 15e9
 
-    operation_vmem: int | None = None
+    scoped_vmem_kib: int | None = None
     overlaps_gathers: bool = False
     gains_by_rings: bool = False
     gathers_along_one_ring: bool = False
@@ -392,7 +392,7 @@ V5E = Chip(
     link_bandwidth=45e9,
     dcn_bandwidth=3.125e9,
     host_memory={1: 48, 4: 192, 8: 384},
-    operation_vmem=49152,
+    scoped_vmem_kib=49152,
     overlaps_gathers=True,
     gains_by_rings=True,
     gathers_along_one_ring=True,
@@ -436,7 +436,7 @@ V5P = Chip(
     link_bandwidth=90e9,
     dcn_bandwidth=6.25e9,
     host_memory={4: 448},
-    operation_vmem=49152,
+    scoped_vmem_kib=49152,
     overlaps_gathers=True,
     stores_linear_inputs=True,
     sources={
@@ -477,7 +477,7 @@ V6E = Chip(
     link_bandwidth=90e9,
     dcn_bandwidth=12.5e9,
     host_memory={1: 176, 4: 720, 8: 1440},
-    operation_vmem=98304,
+    scoped_vmem_kib=98304,
     overlaps_gathers=True,
     crashes_on_fused_loops=True,
     softmax_divides=True,

@@ -75,19 +75,19 @@ def accepted(arguments: str) -> tuple[str, tuple[str, ...]]:
     return without(arguments, refused.unknown), refused.unknown
 
 
-def operation_vmem(kib: int) -> Mapping[str, str]:
+def limit_scoped_vmem(kib: int) -> Mapping[str, str]:
     """The option that gives one operation up to ``kib`` KiB of VMEM."""
     return {_VMEM: str(kib)}
 
 
-def for_large_products(family: str | None = None) -> Mapping[str, str]:
-    """For programs whose activations do not fit into VMEM anyway: ``Chip.operation_vmem``.
+def for_large_matmuls(family: str | None = None) -> Mapping[str, str]:
+    """For programs whose activations do not fit into VMEM anyway: ``Chip.scoped_vmem_kib``.
 
     ``family``: of the chips, such as "v6e"; default: those of this host. Nothing on v2, v3 and v4,
     and without TPU.
     """
     chip = CHIPS.get(family) if family else this_hosts_chip()
-    return operation_vmem(chip.operation_vmem) if chip and chip.operation_vmem else {}
+    return limit_scoped_vmem(chip.scoped_vmem_kib) if chip and chip.scoped_vmem_kib else {}
 
 
 def require_loops_compile(device_kind: str) -> None:

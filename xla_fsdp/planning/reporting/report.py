@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ... import extras
+from ...deprecated import accept_old_names
 from ..compiling.cache import write_whole
 from . import page, storage, text
 from .findings import Findings
@@ -156,6 +157,7 @@ def _number(value: float | None, unit: str) -> str:
     return figure(value, {"": 0, "GiB": 3, "×": 2}.get(unit, 1))
 
 
+@accept_old_names
 class Report(Findings):
     """What a compiled step needs on a slice: ``print`` it, plot, save and compare it."""
 
@@ -204,7 +206,7 @@ class Report(Findings):
         """
         return _compare(self, other)
 
-    def beside(self, trace: str | os.PathLike[str]) -> Beside:
+    def compare_trace(self, trace: str | os.PathLike[str]) -> Beside:
         """This plan beside a recorded trace: ``print`` it, or ``.plot("both.html")``.
 
         ``trace``: the folder that :class:`xla_fsdp.profile` was given, of which the newest trace is

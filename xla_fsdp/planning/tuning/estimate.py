@@ -203,7 +203,7 @@ class Estimates:
 
     def of(self, settings: ShardingSettings) -> Estimate:
         """The estimate for ``settings``."""
-        facts, shared = self.facts(settings), settings.shard_ranks or self._where.devices
+        facts, shared = self.facts(settings), settings.shard_group_size or self._where.devices
         units = _units(facts, settings)
         compute = sum(unit.compute for unit in units) * (1 + AHEAD * settings.scan_prefetch)
         adding, exposed = self._waited(_travelling(units, settings), settings, shared)
@@ -212,14 +212,14 @@ class Estimates:
 
     def goes_otherwise(self, settings: ShardingSettings) -> bool:
         """Whether any collective takes another way with another ``collective_routes``."""
-        if settings.shard_ranks not in (None, self._where.devices):
+        if settings.shard_group_size not in (None, self._where.devices):
             return False  # only collectives over a whole slice have a choice
         units = _travelling(_units(self.facts(settings), settings), settings)
         return any(self.wire.differs(unit.gathered, unit.reduced) for unit in units)
 
     def memory(self, settings: ShardingSettings) -> Estimate:
         """The memory alone; its times are 0."""
-        facts, shared = self.facts(settings), settings.shard_ranks or self._where.devices
+        facts, shared = self.facts(settings), settings.shard_group_size or self._where.devices
         units = _units(facts, settings)
         gathered = _gathered(units, settings)
         state = (facts.state + 4 * sum(u.trainable for u in facts.units)) / shared

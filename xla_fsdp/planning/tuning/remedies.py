@@ -48,8 +48,8 @@ def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[tuple[str, Sh
         yield "gathering again for the backward", other
     if settings.keep:
         yield "computing again what is kept", settings.changed(keep=())
-    if settings.shard_ranks is not None:
-        yield "sharding over all ranks", settings.changed(shard_ranks=None)
+    if settings.shard_group_size is not None:
+        yield "sharding over all ranks", settings.changed(shard_group_size=None)
     if blocks and not settings.offload:
         other = settings.changed(recompute="all", offload=True, units="blocks", kept_blocks=0)
         yield "inputs of recomputed blocks on the host", other
@@ -57,7 +57,9 @@ def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[tuple[str, Sh
 
 def leanest(settings: ShardingSettings, facts: StepFacts) -> ShardingSettings:
     """``settings`` with all that saves memory."""
-    lean = settings.changed(reshard_after_forward=True, kept_blocks=0, keep=(), shard_ranks=None)
+    lean = settings.changed(
+        reshard_after_forward=True, kept_blocks=0, keep=(), shard_group_size=None
+    )
     if not facts.blocks:
         return lean
     return lean.changed(units="blocks", blocks_per_unit=1, recompute="all", offload=True)

@@ -17,10 +17,11 @@ from torch import nn
 
 from ...collectives.order import BackwardPrefetch
 from ...collectives.routes import require_how
+from ...deprecated import accept_old_names, rename_keys
 from ...ranks.slices import slices_of_ranks
 from ...remat import checkpoint_module
 from ...scan.blocks import scan_blocks
-from ...tpu.compiler_options import operation_vmem
+from ...tpu.compiler_options import limit_scoped_vmem
 from ...wrap import size_based_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
 from ..compiling.cache import write_whole
@@ -52,6 +53,7 @@ _DECIDED = frozenset(
 )
 
 
+@accept_old_names
 @dataclass(frozen=True)
 class ShardingSettings:
     """What :func:`xla_fsdp.tune` finds, and a script applies. The defaults are the wrapper's.
@@ -73,12 +75,12 @@ class ShardingSettings:
             activations in the backward. With units by size, of units instead of blocks.
         keep: with ``scan``, what is not computed again, by the names of ``scan_blocks(keep=...)``.
         offload: the inputs of blocks that are recomputed wait in the host's memory.
-        shard_ranks: consecutive ranks that share one copy of the parameters, whose copies average
-            their gradients (hybrid sharding); ``None``: all ranks.
+        shard_group_size: number of consecutive ranks that share one copy of the parameters (hybrid
+            sharding); the copies average their gradients. ``None``: all ranks.
         forward_prefetch, limit_all_gathers: those of the wrapper.
         backward_prefetch: that of the wrapper: ``"pre"``, ``"post"`` or ``"none"``.
         collective_routes: that of the wrapper.
-        operation_vmem: KiB of VMEM that the compiler may give one operation; ``None``: what it
+        scoped_vmem_kib: KiB of VMEM that the compiler may give one operation; ``None``: what it
             gives by itself.
 
     Raises:
@@ -95,15 +97,15 @@ class ShardingSettings:
     recompute: str | int = "none"
     keep: tuple[str, ...] = ()
     offload: bool = False
-    shard_ranks: int | None = None
+    shard_group_size: int | None = None
     forward_prefetch: bool = True
     backward_prefetch: str = "pre"
     limit_all_gathers: bool = True
     collective_routes: str = "auto"
-    operation_vmem: int | None = None
+    scoped_vmem_kib: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "shard_ranks", "operation_vmem"):
+        for name in ("batch", "shard_group_size", "scoped_vmem_kib"):
             _require(
                 getattr(self, name) is None or _counts(getattr(self, name), 1),
                 name, getattr(self, name), "a number from 1 on, or None",
@@ -206,7 +208,7 @@ class ShardingSettings:
     def compiler_options(self) -> Mapping[str, str]:
         """What the TPU compiler needs to be told: ``compiler_options.add_to_environment(...)``
         before ``launch``, or ``plan(compiler_options=...)``."""
-        return operation_vmem(self.operation_vmem) if self.operation_vmem else {}
+        return limit_scoped_vmem(self.scoped_vmem_kib) if self.scoped_vmem_kib else {}
 
     # As text.
 
@@ -234,8 +236,8 @@ class ShardingSettings:
             words.append(f"kept among {reshard}")
         if self.kept_blocks:
             words.append(f"ZeRO-2 for {described(self.kept_blocks)}")
-        if self.shard_ranks is not None:
-            words.append(f"sharded over {self.shard_ranks}")
+        if self.shard_group_size is not None:
+            words.append(f"sharded over {self.shard_group_size}")
         if not self.forward_prefetch:
             words.append("no prefetch forward")
         if self.backward_prefetch != "pre":
@@ -244,8 +246,8 @@ class ShardingSettings:
             words.append("gathers not limited")
         if self.collective_routes != "auto":
             words.append(f"routes: {self.collective_routes}")
-        if self.operation_vmem:
-            words.append(f"{self.operation_vmem / 1024:g} MiB of VMEM for an operation")
+        if self.scoped_vmem_kib:
+            words.append(f"{self.scoped_vmem_kib / 1024:g} MiB of VMEM for an operation")
         return ", ".join(words)
 
     def to_json(self) -> str:
@@ -270,6 +272,7 @@ class ShardingSettings:
             raise ValueError(
                 f"{source} has version {version!r}; this release of xla_fsdp reads {VERSION}"
             )
+        record = rename_keys("ShardingSettings", record)
         known = [one.name for one in fields(cls)]
         unknown = sorted(set(record) - set(known))
         if unknown:
@@ -304,7 +307,7 @@ class ShardingSettings:
 
     def changed(self, **values: Any) -> ShardingSettings:
         """These settings with other ``values``."""
-        return replace(self, **values)
+        return replace(self, **rename_keys("ShardingSettings", values))
 
 
 def _counts(value: Any, least: int) -> bool:
@@ -466,7 +469,7 @@ def _options(settings: ShardingSettings, kept: bool) -> dict[str, Any]:
         "backward_prefetch": _PREFETCH[settings.backward_prefetch],
         "limit_all_gathers": settings.limit_all_gathers,
         "collective_routes": settings.collective_routes,
-        "device_mesh": _mesh(settings.shard_ranks),
+        "device_mesh": _mesh(settings.shard_group_size),
     }
 
 
@@ -478,7 +481,8 @@ def _mesh(shared: int | None) -> list[int] | list[list[int]] | None:
     if ranks % shared:
         allowed = [number for number in range(1, ranks + 1) if ranks % number == 0]
         raise ValueError(
-            f"shard_ranks={shared} does not divide the {ranks} ranks: one of {allowed}, or None"
+            f"shard_group_size={shared} does not divide the {ranks} ranks. Allowed are {allowed} "
+            "and None"
         )
     return torch.arange(ranks).view(-1, shared).tolist()
 

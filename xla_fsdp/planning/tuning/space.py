@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from ...collectives.routes import HOWS
+from ...deprecated import rename_keys
 from ...tpu.topology import Slice
 from .estimate import Estimates
 from .facts import StepFacts
@@ -19,10 +20,10 @@ from .settings import PREFETCHES, ShardingSettings
 # those that are modelled alike, the first here is first.
 MAIN = (
     "batch", "units", "blocks_per_unit", "scan", "reshard_after_forward", "kept_blocks",
-    "recompute", "keep", "offload", "shard_ranks", "scan_prefetch",
+    "recompute", "keep", "offload", "shard_group_size", "scan_prefetch",
 )  # fmt: skip
 FINE = (
-    "collective_routes", "operation_vmem", "forward_prefetch", "backward_prefetch",
+    "collective_routes", "scoped_vmem_kib", "forward_prefetch", "backward_prefetch",
     "limit_all_gathers",
 )  # fmt: skip
 
@@ -44,7 +45,7 @@ def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tu
     """
     checked: dict[str, tuple[Any, ...]] = {}
     names = [one.name for one in fields(ShardingSettings)]
-    for name, values in (search or {}).items():
+    for name, values in rename_keys("ShardingSettings", search or {}).items():
         if name not in names:
             raise ValueError(
                 f"search has {name!r}, which is no setting; allowed are {', '.join(names)}"
@@ -94,7 +95,7 @@ class Space:
         blocks, together = len(facts.blocks), ranks_together(where)
         half = [blocks // 2] if blocks >= 4 else []
         sizes = [size for size in GROUPS if groups and blocks >= 2 * size]
-        vmem = where.chip.operation_vmem
+        vmem = where.chip.scoped_vmem_kib
         values: dict[str, Sequence[Any]] = {
             "batch": batches,
             "units": ("blocks", "model") if blocks else ("model",),
@@ -105,13 +106,13 @@ class Space:
             "recompute": ("none", *half, "all") if blocks else ("none",),
             "keep": ((),),
             "offload": (False, True) if blocks else (False,),
-            "shard_ranks": (None, *together),
+            "shard_group_size": (None, *together),
             "scan_prefetch": (False, True) if where.chip.overlaps_gathers else (False,),
             "forward_prefetch": (True, False),
             "backward_prefetch": PREFETCHES[:2],
             "limit_all_gathers": (True, False),
             "collective_routes": HOWS,
-            "operation_vmem": (None, *([vmem] if vmem else [])),
+            "scoped_vmem_kib": (None, *([vmem] if vmem else [])),
         }
         return cls({**values, **search}, frozenset({"kept_blocks", "keep"} - set(search)))
 
@@ -166,7 +167,7 @@ def plainness(settings: ShardingSettings) -> int:
 
 def _pointless(chosen: Mapping[str, Any]) -> bool:
     """The same program as another combination, or never better than it."""
-    reshard, shared = chosen["reshard_after_forward"], chosen["shard_ranks"]
+    reshard, shared = chosen["reshard_after_forward"], chosen["shard_group_size"]
     if chosen["kept_blocks"] and reshard is not True:
         return True  # one way to keep parameters at a time
     if chosen["units"] == "model" and reshard is not True:
@@ -175,7 +176,7 @@ def _pointless(chosen: Mapping[str, Any]) -> bool:
 
 
 def _differs(name: str, other: ShardingSettings, estimates: Estimates) -> bool:
-    if name == "operation_vmem":
+    if name == "scoped_vmem_kib":
         return True
     if name == "collective_routes":
         return estimates.goes_otherwise(other)

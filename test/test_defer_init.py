@@ -42,9 +42,9 @@ class Model(nn.Module):
 
 def built(kind, init=None):
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import loaded_later
+    from xla_fsdp import defer_init
 
-    init = init or loaded_later
+    init = init or defer_init
     with torch.device("meta"):
         model = Model()
     if kind == "nested":
@@ -145,12 +145,12 @@ class Positions(nn.Module):
 
 def buffers(rank):
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import load_full_state_dict, loaded_later
+    from xla_fsdp import defer_init, load_full_state_dict
 
     with torch.device("meta"):
         model = nn.Sequential(Positions())
     expected = nn.Sequential(Positions())(inputs(rank))
-    model = FSDP(model, param_init_fn=loaded_later)
+    model = FSDP(model, param_init_fn=defer_init)
     load_full_state_dict(model, {"0.weight": torch.ones(WIDTH)})
     with pytest.raises(RuntimeError, match="before '0.steps' had values.*are in no checkpoint"):
         model(inputs(rank).to("xla"))
@@ -159,7 +159,7 @@ def buffers(rank):
     assert torch.equal(model(inputs(rank).to("xla")).cpu(), expected)
 
     def init(module):
-        loaded_later(module)
+        defer_init(module)
         module.steps = torch.arange(WIDTH).float()
 
     with torch.device("meta"):
@@ -171,7 +171,7 @@ def buffers(rank):
 
 def scanned(rank):
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-    from xla_fsdp import fully_shard, load_full_state_dict, loaded_later, scan_blocks
+    from xla_fsdp import defer_init, fully_shard, load_full_state_dict, scan_blocks
 
     def model(device, **options):
         torch.manual_seed(3)
@@ -180,12 +180,12 @@ def scanned(rank):
         return blocks if not options else FSDP(nn.Sequential(scan_blocks(blocks, **options)))
 
     plain = nn.Sequential(*model("cpu"))
-    sharded = model("meta", param_init_fn=loaded_later)
+    sharded = model("meta", param_init_fn=defer_init)
     x = inputs(rank)
     for one in (sharded, copy.deepcopy(sharded)):
         raises_naming(["0.0.0.weight"], [], r"state_dict\(\) came", one.state_dict)
     with torch.device("meta"):
-        in_place = fully_shard(nn.Linear(WIDTH, 5), param_init_fn=loaded_later)
+        in_place = fully_shard(nn.Linear(WIDTH, 5), param_init_fn=defer_init)
     for one in (in_place, in_place.bfloat16(), copy.deepcopy(in_place)):
         raises_naming(["weight", "bias"], [], r"state_dict\(\) came", one.state_dict)
     raises_naming(["0.0.0.weight", "0.2.0.bias"], [], call=lambda: sharded(x.to("xla")))

@@ -1,0 +1,82 @@
+"""Public names of the last release: each works, warns, and excludes the new one."""
+
+import json
+
+import pytest
+
+import xla_fsdp
+from xla_fsdp import ShardingSettings, compiler_options, deprecated
+from xla_fsdp.planning.reporting.report import Report
+from xla_fsdp.planning.tuning.space import checked_search
+
+SHARED, VMEM = ShardingSettings(shard_group_size=8), ShardingSettings(scoped_vmem_kib=49152)
+
+
+def saved(settings, old, new):
+    return settings.to_json().replace(new, old)
+
+
+# Old name, how it is used, and the same with the new name.
+USES = [
+    ("latest", lambda: xla_fsdp.latest, lambda: xla_fsdp.latest_checkpoint),
+    ("loaded_later", lambda: xla_fsdp.loaded_later, lambda: xla_fsdp.defer_init),
+    (
+        "for_large_products",
+        lambda: compiler_options.for_large_products("v6e"),
+        lambda: {"xla_tpu_scoped_vmem_limit_kib": "98304"},
+    ),
+    (
+        "beside",
+        lambda: Report.__new__(Report).beside.__func__,
+        lambda: Report.compare_trace,
+    ),
+    ("shard_ranks", lambda: ShardingSettings(shard_ranks=8), lambda: SHARED),
+    ("shard_ranks", lambda: ShardingSettings().changed(shard_ranks=8), lambda: SHARED),
+    ("shard_ranks", lambda: SHARED.shard_ranks, lambda: 8),
+    (
+        "shard_ranks",
+        lambda: checked_search({"shard_ranks": [8]}),
+        lambda: {"shard_group_size": (8,)},
+    ),
+    (
+        "shard_ranks",
+        lambda: ShardingSettings.from_json(saved(SHARED, "shard_ranks", "shard_group_size")),
+        lambda: SHARED,
+    ),
+    ("operation_vmem", lambda: ShardingSettings(operation_vmem=49152), lambda: VMEM),
+    ("operation_vmem", lambda: VMEM.operation_vmem, lambda: 49152),
+]
+NEW = {old: new for names in deprecated.RENAMED.values() for old, new in names.items()}
+
+
+@pytest.mark.parametrize("old, use, expected", USES)
+def test_old_name_does_what_the_new_one_does_and_warns(old, use, expected):
+    with pytest.warns(DeprecationWarning, match=f"'{old}' is .* Use '{NEW[old]}'") as warned:
+        assert use() == expected()
+    assert [one.filename for one in warned] == [__file__]
+
+
+def test_every_renamed_name_is_used_in_the_table():
+    assert {old for old, *_ in USES} == set(NEW)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: ShardingSettings(shard_ranks=8, shard_group_size=8),
+        lambda: ShardingSettings().changed(operation_vmem=1, scoped_vmem_kib=1),
+        lambda: checked_search({"shard_ranks": [8], "shard_group_size": [8]}),
+        lambda: ShardingSettings.from_json(
+            json.dumps({**json.loads(SHARED.to_json()), "shard_ranks": 8})
+        ),
+    ],
+)
+def test_old_and_new_name_together_raise(use):
+    with pytest.raises(TypeError, match="got both '.*' and '.*', which is its old name. Give"):
+        use()
+
+
+@pytest.mark.parametrize("owner", [xla_fsdp, compiler_options, SHARED])
+def test_unknown_names_raise_as_before(owner):
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        owner.nothing  # noqa: B018

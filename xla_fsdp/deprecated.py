@@ -1,0 +1,70 @@
+"""Public names of the last release that still work, with a DeprecationWarning."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar
+
+# The module or class that has the name, the old name and the new one.
+RENAMED: dict[str, dict[str, str]] = {
+    "xla_fsdp": {"latest": "latest_checkpoint", "loaded_later": "defer_init"},
+    "xla_fsdp.compiler_options": {"for_large_products": "for_large_matmuls"},
+    "Report": {"beside": "compare_trace"},
+    "ShardingSettings": {"shard_ranks": "shard_group_size", "operation_vmem": "scoped_vmem_kib"},
+}
+
+Class = TypeVar("Class", bound=type)
+
+
+def new_name(owner: str, old: str) -> str | None:
+    """The name that replaced ``old``, with a warning for the caller's caller; None if none did."""
+    new = RENAMED[owner].get(old)
+    if new is not None:
+        _warn(owner, old, new, stacklevel=4)
+    return new
+
+
+def rename_keys(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` with old names replaced by new ones, with a warning for the caller's caller.
+
+    Raises:
+        TypeError: an old and its new name are both given.
+    """
+    renamed = dict(given)
+    for old, new in RENAMED[owner].items():
+        if old not in given:
+            continue
+        if new in given:
+            raise TypeError(
+                f"{owner} got both {new!r} and {old!r}, which is its old name. Give {new!r} only"
+            )
+        renamed[new] = renamed.pop(old)
+        _warn(owner, old, new, stacklevel=4)
+    return renamed
+
+
+def accept_old_names(cls: Class) -> Class:
+    """Lets the constructor and the attributes of ``cls`` be used by their old names."""
+    owner, init = cls.__name__, getattr(cls, "__init__")  # noqa: B009, for mypy
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        init(self, *args, **rename_keys(owner, given))
+
+    def __getattr__(self: Any, name: str) -> Any:
+        new = new_name(owner, name)
+        if new is None:
+            raise AttributeError(f"{owner!r} object has no attribute {name!r}")
+        return getattr(self, new)
+
+    methods: dict[str, Callable[..., Any]] = {"__init__": __init__, "__getattr__": __getattr__}
+    for name, method in methods.items():
+        setattr(cls, name, method)
+    return cls
+
+
+def _warn(owner: str, old: str, new: str, stacklevel: int) -> None:
+    message = f"{owner}: {old!r} is deprecated and will be removed in the next release. Use {new!r}"
+    warnings.warn(message, DeprecationWarning, stacklevel)
