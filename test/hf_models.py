@@ -1,7 +1,6 @@
 """Small Hugging Face models from configurations, their data, and how they train in plain torch."""
 
 from dataclasses import dataclass, field
-from inspect import signature
 
 import torch
 import transformers as hf
@@ -61,9 +60,15 @@ def batch_of(some):
 
 
 def counts(model):
-    """Whether the Trainer tells this model the number of labels."""
-    parameters = signature(model.forward).parameters.values()
-    return any(each.kind is each.VAR_KEYWORD for each in parameters)
+    """Whether the model's loss uses the number of labels: others may take it and ignore it."""
+    return isinstance(model, (hf.GPT2LMHeadModel, hf.LlamaForCausalLM))
+
+
+def items_in(labels, name="llama"):
+    """How many labels the Trainer counts: since Transformers 5 without the first word, which no
+    causal model predicts, unless the model does not name its loss, as GPT-2."""
+    causal = name == "llama" and int(hf.__version__.partition(".")[0]) >= 5
+    return (labels[..., 1:] if causal else labels).ne(-100).sum()
 
 
 def groups_of(model, decay=0.3):
@@ -93,9 +98,8 @@ def plain(
 ):
     """The whole batch in one process, in plain torch on the CPU.
 
-    ``count``: as the Trainer does it, losses are sums, divided by the number of labels (that of
-    the first word, which no model of languages predicts, counts). ``dtype``: of the copies of the
-    parameters that the model computes with.
+    ``count``: as the Trainer does it, losses are sums, divided by the number of labels.
+    ``dtype``: of the copies of the parameters that the model computes with.
     """
     model, data = build(name), rows(name)
     model.train()
@@ -116,7 +120,7 @@ def plain(
             size = BATCH // micro
             batch = batch_of(part[number * size : (number + 1) * size])
             if count and counts(model):
-                loss = loss_of(**batch, num_items_in_batch=micro * batch["labels"].numel())
+                loss = loss_of(**batch, num_items_in_batch=micro * items_in(batch["labels"], name))
             else:
                 loss = loss_of(**batch) / micro
             loss.backward()

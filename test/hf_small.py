@@ -8,12 +8,24 @@ from functools import partial
 
 import torch
 from transformers.models.auto.configuration_auto import AutoConfig  # noqa: F401
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3ForCausalLM,
+)
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2LMHeadModel, GPT2Model
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer, GptOssForCausalLM
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer, MixtralForCausalLM
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeDecoderLayer,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.t5.configuration_t5 import T5Config
 from transformers.models.t5.modeling_t5 import T5Block, T5ForConditionalGeneration
 
@@ -41,6 +53,30 @@ def _mixtral(**weights):
     )
 
 
+def _qwen3_moe(**weights):
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(head_dim=8, **WIDTHS, **ATTENTION, **WORDS, **weights, **experts)
+    )
+
+
+def _deepseek_v3(**weights):
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+    experts |= dict(n_group=1, topk_group=1, first_k_dense_replace=0)
+    ranks = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4)
+    attention = dict(ATTENTION, num_key_value_heads=2, v_head_dim=8)
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(**WIDTHS, **attention, **ranks, **WORDS, **weights, **experts)
+    )
+
+
+def _gpt_oss(**weights):
+    experts = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
+    return GptOssForCausalLM(
+        GptOssConfig(head_dim=8, **WIDTHS, **ATTENTION, **WORDS, **weights, **experts)
+    )
+
+
 def _t5(initializer_range):
     sizes = dict(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
     words = dict(WORDS, decoder_start_token_id=2)
@@ -50,6 +86,9 @@ def _t5(initializer_range):
 
 
 BLOCKS = {
+    "deepseek_v3": (_deepseek_v3, DeepseekV3DecoderLayer),
+    "gpt_oss": (_gpt_oss, GptOssDecoderLayer),
+    "qwen3_moe": (_qwen3_moe, Qwen3MoeDecoderLayer),
     "gpt2": (_gpt2, GPT2Block),
     "llama": (_llama, LlamaDecoderLayer),
     "mixtral": (_mixtral, MixtralDecoderLayer),

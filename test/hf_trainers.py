@@ -51,7 +51,7 @@ def trainer_for(
         "transformer_layer_cls_to_wrap": [LAYERS[name]],
     }
     options = {
-        "fsdp": "full_shard auto_wrap",
+        "fsdp": True,
         "fsdp_config": fsdp_config | (config or {}),
         "per_device_train_batch_size": BATCH // xr.world_size() // micro,
         "per_device_eval_batch_size": 2,

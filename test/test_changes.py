@@ -1,11 +1,10 @@
 """What integrations change in other libraries: all of it or none, and it can be undone."""
 
 import types
-from importlib.metadata import version
 
 import pytest
 
-from xla_fsdp.integrations.changes import Changes
+from xla_fsdp.integrations.changes import Changes, MissingNamesError
 
 
 class Owner:
@@ -29,7 +28,7 @@ def values(module, owner):
 
 
 def changes_of(module, owner):
-    changes = Changes("torch", [version("torch").partition("+")[0]])
+    changes = Changes("torch")
     changes.add(owner, "added", "new")
     changes.replace(owner, "attribute", "other")
     for where, name in ((module, "function"), (owner, "static"), (owner, "method")):
@@ -64,6 +63,19 @@ def test_if_one_change_fails_none_is_made(failing):
         changes.replace(owner, "gone", None)
     else:
         changes.add(1, "attribute", None)  # an int takes no attributes
-    with pytest.raises((KeyError, AttributeError)):
+    with pytest.raises((MissingNamesError, AttributeError)):
         changes.apply()
+    assert values(module, owner) == ORIGINAL
+
+
+def test_missing_names_are_listed_and_nothing_is_changed():
+    module, owner = library()
+    changes = changes_of(module, owner)
+    changes.need(owner, "method", "lost")
+    changes.around(owner, "gone")(lambda original: None)
+    with pytest.raises(MissingNamesError) as failed:
+        changes.apply()
+    text = str(failed.value)
+    assert "has no test_changes.Owner.lost, test_changes.Owner.gone, which" in text
+    assert text.startswith("torch ") and "pip install 'xla_fsdp[hf]'" in text
     assert values(module, owner) == ORIGINAL

@@ -455,14 +455,6 @@ def test_without_the_import_the_first_step_is_refused(run_ranks):
     run_ranks(without, 4, timeout=TIMEOUT)
 
 
-def test_a_release_that_nobody_looked_at_is_refused(monkeypatch):
-    from xla_fsdp.integrations import changes
-
-    monkeypatch.setattr(changes, "version", lambda name: "9.9")
-    with pytest.raises(changes.UnknownReleaseError, match="accelerate 9.9 .*pip install 'accel"):
-        changes.Changes("accelerate", ["1.12.0"])
-
-
 YAML = """
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP

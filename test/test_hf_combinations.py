@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 import torch
-from hf_models import BATCH, Trained, assert_alike, batch_of, build, optimizer_for, rows
+from hf_models import BATCH, Trained, assert_alike, batch_of, build, items_in, optimizer_for, rows
 from hf_trainers import InOrder, accelerator_for, by_class, trainer_for
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
@@ -89,7 +89,7 @@ def data_for(loss):
 
 def loss_of(model, loss, batch):
     """In plain torch, on the global batch."""
-    items = (batch["labels"] != -100).sum()
+    items = items_in(batch["labels"])
     if loss == "model":
         return model(**batch, num_items_in_batch=items).loss
     if loss == "model ignores items":
@@ -198,7 +198,7 @@ def with_accelerate(cell, folder, checkpoint=None):
     trained, losses, batches = Trained(), [], iter(loader)
     for step in range(first, STEPS):
         together = [next(batches) for _ in range(micro)]
-        items = sum((batch["labels"] != -100).sum() for batch in together)
+        items = sum(items_in(batch["labels"]) for batch in together)
         items = accelerator.gather(items).sum()
         for batch in together:
             with accelerator.accumulate(model):
@@ -478,5 +478,5 @@ def in_bfloat16(rank, folder):
 
 
 def test_the_number_of_items_is_not_rounded_to_bfloat16(run_ranks, tmp_path):
-    noted = torch.float32, rows("llama")[0]["labels"].numel() * BATCH / 4
+    noted = torch.float32, items_in(rows("llama")[0]["labels"]) * BATCH / 4
     assert run_ranks(in_bfloat16, 2, str(tmp_path), timeout=TIMEOUT) == [noted] * 2

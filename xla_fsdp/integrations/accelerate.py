@@ -55,7 +55,7 @@ from .sharding import (
 
 __all__ = ["Accelerator", "install", "uninstall"]
 
-changes = Changes("accelerate", ["1.12.0"])
+changes = Changes("accelerate")
 install = changes.apply
 uninstall = changes.undo
 

@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from ..layers import attention
-from .changes import Changes, UnknownReleaseError
+from .changes import Changes
 
 NAME = "xla_fsdp"
-_TRANSFORMERS = "4.57.6"
-changes = Changes("torch", ["2.9.0"])
+changes = Changes("torch")
 
 
 def install() -> None:
@@ -32,7 +31,7 @@ def install() -> None:
     called more than once.
 
     Raises:
-        UnknownReleaseError: another torch or transformers than this was written for.
+        ImportError: the installed torch or transformers lacks a name that is used; it is named.
     """
     changes.apply()
     if "transformers" in sys.modules:
@@ -68,16 +67,9 @@ def _attend(
 
 
 def _register() -> None:
-    import transformers
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    if transformers.__version__ != _TRANSFORMERS:
-        raise UnknownReleaseError(
-            f"transformers {transformers.__version__} is installed; how its masks become segment "
-            f"ids was looked at in {_TRANSFORMERS} only: pip install "
-            f"'transformers=={_TRANSFORMERS}' (or 'xla_fsdp[hf]')"
-        )
     AttentionInterface.register(NAME, _transformers_attention)
     AttentionMaskInterface.register(NAME, _transformers_mask)
 
@@ -111,7 +103,7 @@ def _transformers_attention(
                 "use attn_implementation='sdpa' for this model"
             )
         segments, attention_mask = attention_mask, None
-    if dropout or attention_mask is not None:
+    if dropout or attention_mask is not None or kwargs.get("position_bias") is not None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         if segments is not None:
@@ -146,13 +138,11 @@ def _refuse_more(module: torch.nn.Module, given: dict[str, Any]) -> None:
 
 
 def _transformers_mask(
-    batch_size: int,
-    cache_position: torch.Tensor,
     kv_length: int,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: torch.Tensor | None = None,
-    **kwargs: Any,
+    **others: Any,
 ) -> torch.Tensor | None:
     """What the layers of a model get as their mask.
 
@@ -162,7 +152,11 @@ def _transformers_mask(
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    whole = kv_offset == 0 and kv_length == cache_position.shape[0]
+    # Releases before 5 pass the positions of the queries, later ones their number and the first.
+    positions = others.get("cache_position")
+    queries = others["q_length"] if positions is None else positions.shape[0]
+    first = others.get("q_offset", 0)
+    whole = kv_offset == 0 and kv_length == queries and isinstance(first, int) and first == 0
     packed = _packed_of(mask_function)
     if whole and mask_function is causal_mask_function:
         if attention_mask is None:
@@ -173,19 +167,23 @@ def _transformers_mask(
     if whole and packed is not None and attention_mask is None:
         return packed.to(torch.int32)
     return sdpa_mask(
-        batch_size, cache_position, kv_length, kv_offset, mask_function or causal_mask_function,
-        attention_mask, **kwargs,
+        kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask,
+        mask_function=mask_function or causal_mask_function, **others,
     )  # fmt: skip
 
 
 def _packed_of(mask_function: Callable[..., Any] | None) -> torch.Tensor | None:
     """The numbers of sequences, if ``mask_function`` is causal attention within each of those, and
     nothing else. transformers keeps them in the closures of ``and_masks`` and
-    ``packed_sequence_mask_function``."""
+    ``packed_sequence_mask_function``. In 5 the causal mask compares positions within a sequence:
+    the same there."""
     from transformers.masking_utils import causal_mask_function
 
     parts = _closure(mask_function, "and_masks").get("mask_functions", ())
-    if len(parts) != 2 or parts[0] is not causal_mask_function:
+    if len(parts) != 2:
+        return None
+    by_position = _closure(parts[0], "remap_positions_for_packed_sequence").get("mask_function")
+    if causal_mask_function not in (parts[0], by_position):
         return None
     return _closure(parts[1], "packed_sequence_mask_function").get("packed_sequence_mask")
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 _MISSING = object()
 
 
-class UnknownReleaseError(ImportError):
-    """An installed library is of a release whose code nobody has compared with what is changed."""
+class MissingNamesError(ImportError):
+    """The installed release of a library lacks names that an integration uses."""
 
 
 class Changes:
@@ -20,25 +20,21 @@ class Changes:
 
     Args:
         library: the name of the distribution.
-        known: its releases that the changes were written for and tested with.
-        extra: what of this package to install for them.
-
-    Raises:
-        UnknownReleaseError: another one is installed.
+        extra: what of this package to install for a release that was tested.
     """
 
-    def __init__(self, library: str, known: Sequence[str], extra: str = "hf") -> None:
-        found = version(library).partition("+")[0]  # without the label of a build
-        if found not in known:
-            raise UnknownReleaseError(
-                f"{library} {found} is installed; xla_fsdp.integrations.{library} changes its code "
-                f"in places that were looked at in {', '.join(known)} only: "
-                f"pip install '{library}=={known[-1]}' (or 'xla_fsdp[{extra}]')"
-            )
+    def __init__(self, library: str, extra: str = "hf") -> None:
+        self._library = library
+        self._extra = extra
         # Owner, name, how to find the original, and what to put there, given the original.
         self._wanted: list[tuple[Any, str, Callable[[], Any], Callable[[Any], Any]]] = []
+        self._needed: list[tuple[Any, str]] = []
         self._originals: list[tuple[Any, str, Any]] = []
         self._lock = threading.Lock()  # ranks may be threads
+
+    def need(self, owner: Any, *names: str) -> None:
+        """States that the integration uses ``owner.name`` without changing it."""
+        self._needed += [(owner, name) for name in names]
 
     def around(self, owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """A decorator: ``owner.name(...)`` will be ``decorated(original, ...)``.
@@ -49,6 +45,7 @@ class Changes:
         """
 
         def note(replacement: Callable[..., Any]) -> Callable[..., Any]:
+            self._needed.append((owner, name))
             self._wanted.append((
                 owner, name, lambda: vars(owner)[name], lambda found: _around(found, replacement)
             ))  # fmt: skip
@@ -62,13 +59,19 @@ class Changes:
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """``owner.name``, which is there, will be ``value``."""
+        self._needed.append((owner, name))
         self._wanted.append((owner, name, lambda: getattr(owner, name), lambda _: value))
 
     def apply(self) -> None:
-        """Makes all changes, unless they are made. If one of them fails, none is made."""
+        """Makes all changes, unless they are made. If one of them fails, none is made.
+
+        Raises:
+            MissingNamesError: the installed release lacks names that are used; it lists them.
+        """
         with self._lock:
             if self._originals:
                 return
+            self._require_names()
             try:
                 for owner, name, find, change in self._wanted:
                     original = find()
@@ -82,6 +85,19 @@ class Changes:
         """Puts everything back that :meth:`apply` has changed."""
         with self._lock:
             self._restore()
+
+    def _require_names(self) -> None:
+        missing = [
+            f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
+            for owner, name in self._needed
+            if not hasattr(owner, name)
+        ]
+        if missing:
+            raise MissingNamesError(
+                f"{self._library} {version(self._library)} has no {', '.join(missing)}, which "
+                f"xla_fsdp.integrations uses: pip install 'xla_fsdp[{self._extra}]' installs a "
+                "release that has"
+            )
 
     def _restore(self) -> None:
         while self._originals:

@@ -4,7 +4,9 @@ transformers looks for the tokens of each expert (``nonzero``, ``where``), whose
 known when the router has been computed: on XLA the step is cut there, every step is another program
 and on every rank another one, and a plan, which has no values, loses the experts.
 
-Blocks are known by the names of their classes, so that none need be imported.
+Since 5, experts call a function by the name in their configuration. Its default, ``"grouped_mm"``,
+has no XLA operation: :func:`register` puts ours there for XLA tensors. Blocks of before are known
+by the names of their classes, so that none need be imported.
 """
 
 from __future__ import annotations
@@ -12,22 +14,26 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+NAME = "xla_fsdp"
+
 
 def use_static_experts(model: nn.Module) -> list[str]:
     """Has the experts in ``model`` compute every token, weighted with 0 where the router did not
     choose them; call it on every rank, before or after wrapping.
 
-    Of Mixtral, OLMoE, Qwen 2 and 3, DeepSeek V3, GLM 4 and Switch Transformers. Outputs and
-    gradients are those of the library to rounding, without dropping a token that it does not drop
-    (Switch's experts have a capacity). The price: experts take ``experts / chosen`` times the
-    operations, 4 times in Mixtral 8x7B, in one program. An expert without tokens has the gradient
-    zero where it had none, so that weight decay and momentum reach it.
+    With Transformers 5 sharded models do so by default. Otherwise of Mixtral, OLMoE, Qwen 2 and 3,
+    DeepSeek V3, GLM 4 and Switch Transformers. Outputs and gradients are those of the library to
+    rounding, without dropping a token that it does not drop (Switch's experts have a capacity).
+    The price: experts take ``experts / chosen`` times the operations, 4 times in Mixtral 8x7B, in
+    one program. An expert without tokens has the gradient zero where it had none, so that weight
+    decay and momentum reach it.
 
     Returns:
         The names of the blocks, none if ``model`` has no experts.
@@ -35,41 +41,64 @@ def use_static_experts(model: nn.Module) -> list[str]:
     Raises:
         ValueError: it has experts of another kind.
     """
+    register()
     blocks = {name: module for name, module in model.named_modules() if _is_block(module)}
-    other = {name: kind for name, module in blocks.items() if (kind := _kind(module)) not in _KNOWN}
-    if other:
-        name, kind = next(iter(other.items()))
-        raise ValueError(
-            f"{name} is a {kind}, whose experts are not known here: known are "
-            f"{', '.join(sorted(_KNOWN))}. On XLA they make another program in every step if they "
-            "look for their tokens"
-        )
-    for module in blocks.values():
-        method, static = _KNOWN[_kind(module)]
-        setattr(module, method, functools.partial(static, module))
+    for name, block in blocks.items():
+        if not _has_interface(block.experts) and _kind(_target(block)) not in _KNOWN:
+            raise ValueError(
+                f"{name} is a {_kind(block)}, whose experts are not known here: known are "
+                f"{', '.join(sorted(_KNOWN))}. On XLA they make another program in every step if "
+                "they look for their tokens"
+            )
+    for block in blocks.values():
+        if _has_interface(block.experts):
+            block.experts.config._experts_implementation = NAME
+        else:
+            target = _target(block)
+            method, static = _KNOWN[_kind(target)]
+            setattr(target, method, functools.partial(static, target))
     return list(blocks)
+
+
+def register() -> None:
+    """Makes ``experts_implementation="xla_fsdp"`` known to transformers, and the default use it for
+    XLA tensors. Has no effect before Transformers 5."""
+    if find_spec("transformers.integrations.moe") is None:
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+    if NAME not in ALL_EXPERTS_FUNCTIONS:
+        ExpertsInterface.register(NAME, _by_function)
+        default = ALL_EXPERTS_FUNCTIONS[_DEFAULT]
+        ExpertsInterface.register(_DEFAULT, functools.partial(_on_xla, default))
 
 
 def warn_of_dynamic_experts(model: nn.Module) -> None:
     """Has blocks in ``model`` warn in their first forward if they still look for tokens then."""
     for module in model.modules():
-        method = _KNOWN.get(_kind(module), ("",))[0]
-        if method and method not in vars(module) and not hasattr(module, _WATCHED):
-            handle = module.register_forward_pre_hook(_warn)
-            setattr(module, _WATCHED, handle)
+        if not _is_block(module) or hasattr(module, _WATCHED):
+            continue
+        if _has_interface(module.experts) or _kind(_target(module)) in _KNOWN:
+            setattr(module, _WATCHED, module.register_forward_pre_hook(_warn))
 
 
 # On a block: what removes the hook that warns.
 _WATCHED = "_xla_fsdp_watched"
+_DEFAULT = "grouped_mm"
 
 
 def _warn(block: Any, inputs: Any) -> None:
     getattr(block, _WATCHED).remove()
-    kind = _kind(block)
-    if _KNOWN[kind][0] not in vars(block):
+    if _has_interface(block.experts):
+        way = block.experts.config._experts_implementation
+        static = way in (NAME, _DEFAULT, "batched_mm")
+    else:
+        target = _target(block)
+        static = _KNOWN[_kind(target)][0] in vars(target)
+    if not static:
         warnings.warn(
-            f"the experts of {kind} look for their tokens, so that every step is another program, "
-            "on every rank, and a plan has no experts: call "
+            f"the experts of {_kind(block)} look for their tokens, so that every step is another "
+            "program, on every rank, and a plan has no experts: call "
             "xla_fsdp.integrations.experts.use_static_experts(model)",
             stacklevel=2,
         )
@@ -79,12 +108,56 @@ def _kind(module: nn.Module) -> str:
     return type(module).__name__
 
 
-def _is_block(module: nn.Module) -> bool:
+def _is_block(module: Any) -> bool:
     return (
         isinstance(getattr(module, "experts", None), nn.Module)
         and type(module).__module__.startswith("transformers.")
         and _kind(module) not in _STATIC
     )
+
+
+def _has_interface(experts: Any) -> bool:
+    """Whether ``experts`` call the function that their configuration names."""
+    names = ("num_experts", "has_gate", "has_bias", "is_transposed", "config")
+    return all(hasattr(experts, name) for name in names)
+
+
+def _target(block: Any) -> Any:
+    """The module whose method looks for tokens: the experts, or the block around them."""
+    return block.experts if _kind(block.experts) in _KNOWN else block
+
+
+def _on_xla(
+    default: Callable[..., torch.Tensor], experts: Any, hidden: torch.Tensor, *routing: torch.Tensor
+) -> torch.Tensor:
+    compute = _by_function if hidden.is_xla else default  # type: ignore[attr-defined]
+    return compute(experts, hidden, *routing)
+
+
+def _by_function(
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Tokens [t, h], the numbers and weights of their experts [t, k], to [t, h]."""
+
+    def linear(tokens: torch.Tensor, name: str, number: int) -> torch.Tensor:
+        weight = getattr(experts, name)[number]
+        bias = getattr(experts, f"{name}_bias")[number] if experts.has_bias else None
+        return F.linear(tokens, weight.T if experts.is_transposed else weight, bias)
+
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    activate = experts._apply_gate if experts.has_gate else experts.act_fn
+    total = torch.zeros_like(hidden_states, dtype=top_k_weights.dtype)
+    for number in range(experts.num_experts):
+        found = linear(activate(linear(hidden_states, first, number)), "down_proj", number)
+        if getattr(experts, "has_post_expert_norm", False):
+            found = experts.post_expert_norm(found)
+        # Each expert is chosen once at most, so that nothing is rounded.
+        weight = (top_k_weights * (top_k_index == number)).sum(dim=-1, keepdim=True)
+        total = total + found * weight
+    return total.to(hidden_states.dtype)
 
 
 def _by_softmax(block: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +200,18 @@ def _by_capacity(block: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor,
     return probabilities * total, (logits, torch.argmax(mask, dim=-1))
 
 
-# The class of a block: its method that looks for tokens, and what stands for that.
+def _by_mask(
+    experts: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Tokens [t, h], the mask of their experts [t, 1, e] and its weights [t, 1], to [t, h]."""
+    total = torch.zeros_like(hidden_states)
+    for number, expert in enumerate(experts.values()):
+        total = total + expert(hidden_states) * (chosen[..., number] * weights)
+    return total.to(hidden_states.dtype)
+
+
+# The class of a block, or of its experts: its method that looks for tokens, and what stands for
+# that.
 _KNOWN: dict[str, tuple[str, Callable[..., Any]]] = {
     "MixtralSparseMoeBlock": ("forward", _by_softmax),
     "OlmoeSparseMoeBlock": ("forward", _by_softmax),
@@ -136,6 +220,7 @@ _KNOWN: dict[str, tuple[str, Callable[..., Any]]] = {
     "DeepseekV3MoE": ("moe", _by_index),
     "Glm4MoeMoE": ("moe", _by_index),
     "SwitchTransformersSparseMLP": ("forward", _by_capacity),
+    "SwitchTransformersExperts": ("forward", _by_mask),  # since 5
 }
 # These compute every token as they are.
 _STATIC = frozenset(["Llama4TextMoe"])

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch_xla
 from torch import nn
-from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from ..checkpoint.meeting import Meeting
@@ -40,6 +41,16 @@ _KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _CPU = torch.device("cpu")
 # On a model: what set_length_buckets was told.
 _BUCKETS = "_xla_fsdp_length_buckets"
+_PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+# What a model calls its cache: releases since 5 have renamed it.
+_CACHE = "cache" if "cache" in _PREPARED else "past_key_values"
+# Whether models take masks of two dimensions and positions apart from them, or would read the
+# values of such masks on the device.
+_TAKES_POSITIONS = "cache_position" in _PREPARED
+# What the search decides anew at each step, and _Decoding by itself.
+_DECIDED = (
+    *(_CACHE, "return_dict", "logits_to_keep", "output_attentions", "output_hidden_states"),
+)
 # Inputs with one column a position of the input, and those with one a position of the prompt.
 _BY_POSITION = (
     *("input_ids", "inputs_embeds", "position_ids", "token_type_ids"),
@@ -64,7 +75,8 @@ def generate_sharded(original: Callable[..., Any], model: Any, *args: Any, **kwa
         ValueError: an option that is not among those of greedy search, sampling and beams.
         RuntimeError: the model recomputes (``gradient_checkpointing``) and is in training.
     """
-    if model.training and model.is_gradient_checkpointing:
+    recomputes = any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
+    if model.training and recomputes:
         raise RuntimeError(
             "generate() needs a cache, which a model with gradient_checkpointing does not fill "
             "while it is in training: call model.eval() before, and model.train() after"
@@ -75,7 +87,7 @@ def generate_sharded(original: Callable[..., Any], model: Any, *args: Any, **kwa
     args, kwargs = map_tensors(lambda t: t.cpu(), (args, kwargs))
     result = original(view, *args, **kwargs)
     if not isinstance(result, torch.Tensor):
-        result.past_key_values = None  # of padded lengths, on the device
+        setattr(result, _CACHE, None)  # of padded lengths, on the device
     return map_tensors(lambda t: t.to(home), result)
 
 
@@ -140,9 +152,9 @@ class _HostView:
     def _prepare_cache_for_generation(
         self, config: Any, kwargs: dict[str, Any], mode: Any, batch: int, length: int
     ) -> None:
-        if kwargs.get("past_key_values") is not None:
+        if kwargs.get(_CACHE) is not None:
             raise ValueError(
-                "past_key_values can not be given to generate() of a sharded model, which makes a "
+                f"{_CACHE} can not be given to generate() of a sharded model, which makes a "
                 "cache of fixed size itself: give all tokens as input_ids"
             )
         model: Any = self
@@ -159,7 +171,7 @@ class _HostView:
         encoded = kwargs.get("encoder_outputs")
         if encoded is not None:
             cache = EncoderDecoderCache(cache, _CrossCache(encoded[0].shape[1]))
-        self.decoding.cache = kwargs["past_key_values"] = cache
+        self.decoding.cache = kwargs[_CACHE] = cache
 
 
 def _host_view(model: Any, decoding: _Decoding) -> Any:
@@ -182,7 +194,9 @@ class _Decoding:
         self.meeting = Meeting()
         self.world = World.current()
         self.rows = 0  # R
-        self._again: dict[str, Any] | None = None  # what a rank that has ended computes
+        # What a rank that has ended computes: inputs of one token, and its position.
+        self._again: tuple[dict[str, Any], int] | None = None
+        self._encoded = 0  # the length of the prompts that were encoded
         self._call = _inside_wrappers(model)
 
     def bucket(self, length: int) -> int:
@@ -215,14 +229,12 @@ class _Decoding:
             own, length = tokens.shape[:2]
             rows, longest = self._most("its prompts", own, length)
             width = self.bucket(longest)
-            if inputs.get("attention_mask") is None:
-                inputs["attention_mask"] = torch.ones(own, length, dtype=torch.long)
-            padded = {
-                name: _filled(value, 1, width, repeat=name != "attention_mask")
-                if isinstance(value, torch.Tensor)
-                else value
-                for name, value in inputs.items()
-            }
+            mask = inputs.pop("attention_mask", None)
+            if mask is None:
+                mask = torch.ones(own, length, dtype=torch.long)
+            self._encoded = length
+            padded = map_tensors(lambda value: _filled(value, 1, width), inputs)
+            padded["attention_mask"] = self._of_prompts(mask, width)
             padded = self._on_device(_more_rows(padded, own, rows))
             states = self._call(encoder, {**padded, "return_dict": True}).last_hidden_state
             torch_xla.sync()
@@ -233,25 +245,33 @@ class _Decoding:
 
     def step(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
         """The scores [B, 1, V] of the next tokens, on the CPU."""
-        positions = inputs["cache_position"]
-        length = positions.shape[0]
+        tokens = next(inputs[name] for name in _BY_POSITION if inputs.get(name) is not None)
+        own, length = tokens.shape[:2]
+        first = self.slots.seen
         width = 1
         if self._again is None:
             width = self.bucket(self._most("the length of its input", length)[0])
         elif length != 1:
             raise ValueError(f"expected one new token a sequence, got {length}")
-        own, padded = self._padded(inputs, width)
-        self._again = padded if width == 1 else _last_column(padded, length)
-        scores: Any = self._compute(padded, length)
-        return CausalLMOutputWithPast(logits=scores[:own], past_key_values=self.cache)
+        padded = self._padded(inputs, own, torch.arange(width) + first)
+        last = padded if width == 1 else _last_column(padded, length)
+        self._again = last, first + length - 1
+        scores: Any = self._compute(padded, first, length)
+        self.slots.seen = first + length
+        return CausalLMOutputWithPast(**{"logits": scores[:own], _CACHE: self.cache})
 
     def go_on(self, unfinished: bool) -> bool:
         """Whether this rank has tokens to find; if not, only after all other ranks have found
         theirs, with forwards that go with theirs."""
         while self.meeting.size > 1 and self._anybody(unfinished) and not unfinished:
             assert self._again is not None, "a rank with nothing to do has computed its prompt"
-            self._compute(self._again, 1)
+            self._compute(*self._again, 1)
         return unfinished
+
+    @property
+    def slots(self) -> _FixedCache:
+        """The cache of what the search has found."""
+        return getattr(self.cache, "self_attention_cache", self.cache)
 
     def _anybody(self, unfinished: bool) -> bool:
         flag = torch.tensor([float(unfinished)]).to(self.world.device)
@@ -259,37 +279,41 @@ class _Decoding:
         torch_xla.sync()
         return bool(flag.item())
 
-    def _padded(self, inputs: dict[str, Any], width: int) -> tuple[int, dict]:
-        """B, and the inputs with R rows and w columns."""
-        given = {**inputs}
-        for name in ("past_key_values", "return_dict", "logits_to_keep", "output_attentions"):
-            given.pop(name, None)
-        given.pop("output_hidden_states", None)
-        tokens = next(given[name] for name in _BY_POSITION if given.get(name) is not None)
-        own, slots = tokens.shape[0], self.cache.get_max_cache_shape()
+    def _padded(self, inputs: dict[str, Any], own: int, positions: torch.Tensor) -> dict[str, Any]:
+        """The inputs of B sequences with R rows and w columns, at ``positions`` [w]."""
+        given = {name: value for name, value in inputs.items() if name not in _DECIDED}
+        width = len(positions)
         for name in _BY_POSITION:
             if given.get(name) is not None:
                 given[name] = _filled(given[name], 1, width)
-        first = int(given["cache_position"][0])
-        # A rank that waits for others may be past its slots; what it computes is dropped.
-        given["cache_position"] = (torch.arange(width) + first).clamp(max=slots - 1)
+        if _TAKES_POSITIONS:
+            given["cache_position"] = positions
+        name = "attention_mask"
         if self.model.config.is_encoder_decoder:
             encoded = given["encoder_outputs"][0].shape[1]
-            given["attention_mask"] = _filled(given["attention_mask"], 1, encoded, repeat=False)
-            mask = given.get("decoder_attention_mask")
+            mask = given.get("attention_mask")
             if mask is None:
-                mask = torch.ones(own, slots, dtype=torch.long)
-            given["decoder_attention_mask"] = self._mask(mask, width) if mask.dim() > 2 else mask
+                mask = torch.ones(own, self._encoded or encoded, dtype=torch.long)
+            given["attention_mask"] = self._of_prompts(mask, encoded)
+            name = "decoder_attention_mask"
+        masks = given.get(name)
+        if not isinstance(masks, dict):  # one for all kinds of layers
+            given[name] = self._mask(masks, own, positions)
         else:
-            given["attention_mask"] = map_tensors(
-                lambda mask: self._mask(mask, width), given["attention_mask"]
-            )
-        return own, _more_rows(given, own, self.rows)
+            given[name] = {kind: self._mask(mask, own, positions) for kind, mask in masks.items()}
+        return _more_rows(given, own, self.rows)
 
-    def _mask(self, mask: torch.Tensor, width: int) -> torch.Tensor:
+    def _mask(self, mask: torch.Tensor | None, own: int, positions: torch.Tensor) -> torch.Tensor:
         """A mask [B, 1, q, s] for w rows, none of which leaves out everything: such a row would
         compute with nothing, and what comes of it must be finite. Nobody looks at it."""
-        if mask.dim() != 4:
+        if mask is None:  # of what was there before
+            if _TAKES_POSITIONS:
+                return torch.ones(own, self.slots.length, dtype=torch.long)
+            mask = torch.arange(self.slots.length) <= positions[:, None]
+            mask = mask.expand(own, 1, -1, -1)
+        elif mask.dim() != 4:
+            if _TAKES_POSITIONS and self.model.config.is_encoder_decoder:
+                return mask
             raise ValueError(
                 f"{type(self.model).__name__} makes a mask of shape {tuple(mask.shape)} while "
                 "generating, which changes from token to token; generate() of a sharded model "
@@ -300,19 +324,30 @@ class _Decoding:
         else:  # to be added to scores, and in bfloat16 the least number becomes -inf
             closed = mask <= torch.finfo(mask.dtype).min / 2
             mask = mask.masked_fill(closed.all(-1, keepdim=True), 0.0)
-        return _filled(mask, 2, width)
+        return _filled(mask, 2, len(positions))
 
-    def _compute(self, padded: dict[str, Any], length: int) -> torch.Tensor:
-        """The scores [R, 1, V] after position ``length - 1`` of the input."""
+    def _of_prompts(self, mask: torch.Tensor, width: int) -> torch.Tensor:
+        """The mask [B, q] of encoded prompts for w columns, as the layers take it."""
+        if mask.dim() == 2:
+            mask = _filled(mask, 1, width, repeat=False)
+            if not _TAKES_POSITIONS:
+                mask = mask[:, None, None].bool()
+                if self.model.config._attn_implementation == "eager":
+                    least = torch.finfo(self.model.dtype).min
+                    mask = torch.where(mask, 0.0, least).to(self.model.dtype)
+        return mask
+
+    def _compute(self, padded: dict[str, Any], first: int, length: int) -> torch.Tensor:
+        """The scores [R, 1, V] after column ``length - 1`` of the input, the first of which is at
+        position ``first``."""
         inputs = self._on_device(padded)
         last = torch.tensor([length - 1]).to(self.world.device)
         if self.model._supports_logits_to_keep():
             inputs["logits_to_keep"] = last
-        own = getattr(self.cache, "self_attention_cache", self.cache)
-        own.seen = inputs["cache_position"][0]
-        outputs = self._call(
-            self.model, {**inputs, "past_key_values": self.cache, "return_dict": True}
-        )
+        slots, seen = self.slots, self.slots.seen
+        slots.seen = torch.tensor(first).to(self.world.device)
+        outputs = self._call(self.model, {**inputs, _CACHE: self.cache, "return_dict": True})
+        slots.seen = seen
         scores = outputs.logits
         if scores.shape[1] != 1:
             scores = scores.index_select(1, last)
@@ -372,7 +407,8 @@ def _last_column(inputs: dict[str, Any], length: int) -> dict[str, Any]:
     for name in _BY_POSITION:
         if found.get(name) is not None:
             found[name] = at(found[name], 1)
-    found["cache_position"] = at(found["cache_position"], 0)
+    if _TAKES_POSITIONS:
+        found["cache_position"] = at(found["cache_position"], 0)
     for name in ("attention_mask", "decoder_attention_mask"):
         found[name] = map_tensors(
             lambda mask: at(mask, 2) if mask.dim() == 4 else mask, found.get(name)
@@ -380,40 +416,63 @@ def _last_column(inputs: dict[str, Any], length: int) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+class _Slots:
+    """The keys and values of a layer, made when the layer is first computed."""
+
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
 class _FixedCache(Cache):
     """Room for ``length`` positions in every layer, also in those with a sliding window, whose
-    masks leave out what is too far.
-
-    Layers are made when they are first filled, on the device of the keys.
-    """
+    masks leave out what is too far."""
 
     is_compileable = True  # the search then makes masks for all positions
-    is_sliding: list[bool] = []  # asked for which layers need masks of another length: none
+    # Asked for which layers need masks of another length, or have no keys: none.
+    is_sliding: list[bool] = []
+    is_linear: list[bool] = [False]
+    is_dummy: list[bool] = []
 
     def __init__(self, length: int) -> None:
-        layers: Any = lambda: StaticLayer(length)  # noqa: E731  # called for each layer
-        super().__init__(layer_class_to_replicate=layers)
+        super().__init__(layers=[])
         self.length = length
-        # How many positions were filled before the forward under way; on the device if it is.
-        self.seen: int | torch.Tensor = 0
+        # How many positions are filled; on the device during a forward.
+        self.seen: Any = 0
 
-    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        while len(self.layers) <= layer_idx:
+            self.layers.append(_Slots())
+        slots: Any = self.layers[layer_idx]
+        if slots.keys is None:
+            rows, heads, _, width = keys.shape
+            slots.keys = keys.new_zeros(rows, heads, self.length, width)
+            slots.values = values.new_zeros(rows, heads, self.length, values.shape[3])
+        positions = torch.arange(keys.shape[2], device=keys.device) + self.seen
+        slots.keys.index_copy_(2, positions, keys)
+        slots.values.index_copy_(2, positions, values)
+        return slots.keys, slots.values
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self.seen
 
-    def get_mask_sizes(self, cache_position: torch.Tensor, layer_idx: int) -> tuple[int, int]:
+    def get_mask_sizes(self, queries: Any, layer_idx: int) -> tuple[int, int]:
         return self.length, 0
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+    def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.length
+
+    get_max_cache_shape = get_max_length  # its name before 5
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """``beam_idx`` may be shorter than the cache has rows: those that follow stay."""
-        for layer in self.layers:
-            assert layer.keys is not None and layer.values is not None  # there was a forward
-            rest = torch.arange(len(beam_idx), layer.keys.shape[0])
-            rows = torch.cat([beam_idx.cpu(), rest]).to(layer.keys.device)
-            layer.keys = layer.keys.index_select(0, rows)
-            layer.values = layer.values.index_select(0, rows)
+        for slots in self.layers:
+            assert slots.keys is not None and slots.values is not None  # there was a forward
+            rest = torch.arange(len(beam_idx), slots.keys.shape[0])
+            rows = torch.cat([beam_idx.cpu(), rest]).to(slots.keys.device)
+            slots.keys = slots.keys.index_select(0, rows)
+            slots.values = slots.values.index_select(0, rows)
 
 
 class _CrossCache(_FixedCache):

@@ -17,11 +17,11 @@ from transformers.modeling_utils import ModuleUtilsMixin, PreTrainedModel
 
 from ..sharding.around import is_sharded
 from .changes import Changes
-from .experts import warn_of_dynamic_experts
+from .experts import register, warn_of_dynamic_experts
 from .generation import generate_sharded
 from .saving import count_whole, save_whole
 
-changes = Changes("transformers", ["4.57.6"])
+changes = Changes("transformers")
 
 
 def adapt(module: nn.Module) -> None:
@@ -78,3 +78,4 @@ def _refuse_resize(name: str) -> NoReturn:
 
 
 changes.apply()
+register()

@@ -28,7 +28,7 @@ from .saving import outermost, owned, save_whole
 
 __all__ = ["adapt", "save_merged"]
 
-changes = Changes("peft", ["0.21.2"])
+changes = Changes("peft")
 
 
 def adapt(module: nn.Module) -> None:

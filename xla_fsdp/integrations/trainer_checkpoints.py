@@ -46,11 +46,11 @@ def save_whole(trainer: Trainer, folder: str) -> None:
     configuration; of another module its ``state_dict()``. Then the tokenizer and the arguments.
     """
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    safe = trainer.args.save_safetensors
+    safe = getattr(trainer.args, "save_safetensors", True)  # always, since 5
     state: dict[str, Any] = {}
     knows_shards = isinstance(model, PreTrainedModel) or _is_peft_model(model)
     if knows_shards:
-        model.save_pretrained(folder, safe_serialization=safe)
+        model.save_pretrained(folder, **({} if safe else {"safe_serialization": False}))
     else:
         state = full_state_dict(trainer.model)
 

@@ -43,7 +43,7 @@ from .trainer_checkpoints import (
 
 __all__ = ["Trainer", "install", "uninstall"]
 
-changes = Changes("transformers", ["4.57.6"])
+changes = Changes("transformers")
 
 
 def install() -> None:
@@ -60,18 +60,15 @@ def uninstall() -> None:
 # -- what the arguments ask for -----------------------------------------------------------------
 
 
-_STRATEGIES = {
-    FSDPOption.FULL_SHARD: "FULL_SHARD",
-    FSDPOption.SHARD_GRAD_OP: "SHARD_GRAD_OP",
-    FSDPOption.NO_SHARD: "NO_SHARD",
-    FSDPOption.HYBRID_SHARD: "HYBRID_SHARD",
-    FSDPOption.HYBRID_SHARD_ZERO2: "_HYBRID_SHARD_ZERO2",
-}
+_STRATEGIES = frozenset(FSDPOption) - {FSDPOption.OFFLOAD, FSDPOption.AUTO_WRAP}
 # What fsdp_config may have: the first change nothing here, see accelerate.py.
-_WITHOUT_EFFECT = frozenset("forward_prefetch use_orig_params cpu_ram_efficient_loading".split())
+_WITHOUT_EFFECT = frozenset(
+    "forward_prefetch use_orig_params cpu_ram_efficient_loading version state_dict_type".split()
+)
 _KNOWN = _WITHOUT_EFFECT | frozenset(
     "xla xla_fsdp_v2 xla_fsdp_settings xla_fsdp_grad_ckpt activation_checkpointing min_num_params "
-    "transformer_layer_cls_to_wrap sync_module_states limit_all_gathers backward_prefetch".split()
+    "transformer_layer_cls_to_wrap sync_module_states limit_all_gathers backward_prefetch "
+    "reshard_after_forward cpu_offload".split()
 )
 
 
@@ -81,7 +78,9 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
     Of ``fsdp_config`` counts: ``xla_fsdp_settings`` (options of the wrapper by name; dtypes,
     strategies and prefetch as strings), ``xla_fsdp_grad_ckpt`` or ``activation_checkpointing``,
     ``transformer_layer_cls_to_wrap``, ``min_num_params``, ``sync_module_states``,
-    ``limit_all_gathers`` and ``backward_prefetch``.
+    ``limit_all_gathers``, ``backward_prefetch``, ``cpu_offload`` and ``reshard_after_forward``,
+    which is true, false or the name of a sharding strategy. Transformers 5 writes what ``fsdp``
+    names into the last two.
 
     Raises:
         ValueError: one of them is none of those that go on XLA, or has a name that is none.
@@ -105,12 +104,17 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
         )
     # The Trainer's default: models that ranks have built may differ.
     options: dict[str, Any] = {"sync_module_states": True}
-    if FSDPOption.OFFLOAD in args.fsdp:
+    named = args.fsdp if isinstance(args.fsdp, list) else []  # in Transformers 5 it is true
+    if FSDPOption.OFFLOAD in named or _flag("cpu_offload", config.get("cpu_offload", False)):
         options["cpu_offload"] = CPUOffload()
-    strategies = [_STRATEGIES[option] for option in args.fsdp if option in _STRATEGIES]
+    reshard = next((each.value for each in named if each in _STRATEGIES), None)
+    reshard = config.get("reshard_after_forward", reshard)
     settings = dict(args.xla_fsdp_config)
-    if strategies and not {"reshard_after_forward", "sharding_strategy"} & set(settings):
-        options |= meant_by_name(strategies[0])
+    if reshard is not None and not {"reshard_after_forward", "sharding_strategy"} & set(settings):
+        if str(reshard).lower() in ("true", "false"):
+            options["reshard_after_forward"] = _flag("reshard_after_forward", reshard)
+        else:
+            options |= meant_by_name(str(reshard))
     for name in ("sync_module_states", "limit_all_gathers"):
         if name in config:
             options[name] = _flag(name, config[name])
@@ -160,22 +164,23 @@ def _prefetch(value: Any) -> BackwardPrefetch | None:
 def _create_accelerator(original: Any, self: Trainer) -> None:
     before = downcasting()
     original(self)
-    asked = self.args.fsdp_config
-    state = self.accelerator.state
-    if asked["xla"] and not asked["xla_fsdp_v2"] and self.args.fsdp:
+    args, state = self.args, self.accelerator.state
+    asked: dict[str, Any] = args.fsdp_config or {}
+    if args.fsdp and asked["xla"] and not asked["xla_fsdp_v2"]:
         restore(before)
-        use_sharding(state, sharding_of_arguments(self.args))
+        use_sharding(state, sharding_of_arguments(args))
         self.accelerator.native_amp = False
     elif sharding_of(state) is not None:  # from a config file: the Trainer is to know of it
-        asked["xla"] = True
+        args.fsdp = args.fsdp or [FSDPOption.AUTO_WRAP]
+        args.fsdp_config = asked | {"xla": True}
 
 
 @changes.around(Trainer, "_wrap_model")
 def _wrap_model(
-    original: Any, self: Trainer, model: nn.Module, training: bool = True, dataloader: Any = None
+    original: Any, self: Trainer, model: nn.Module, *args: Any, **kwargs: Any
 ) -> nn.Module:
     if not self.is_fsdp_xla_v1_enabled:
-        return original(self, model, training, dataloader)
+        return original(self, model, *args, **kwargs)
     if not is_sharded(model):
         model = self.accelerator.prepare_model(model)
     self.model = self.model_wrapped = model
@@ -200,7 +205,8 @@ def _optimizer(original: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str,
 # -- the loss ----------------------------------------------------------------------------------
 
 
-# On a Trainer during a training step: the number of micro-batches that it accumulates.
+# On a Trainer during a training step: the number of micro-batches that it accumulates, and whether
+# it divides every loss by that number itself.
 _MICRO_BATCHES = "_xla_fsdp_micro_batches"
 
 
@@ -208,7 +214,8 @@ _MICRO_BATCHES = "_xla_fsdp_micro_batches"
 def _accumulating(trainer: Trainer) -> Iterator[None]:
     """Inside, losses are those of a training step; outside, those of an evaluation."""
     number = getattr(trainer, "current_gradient_accumulation_steps", 1)  # set by train()
-    setattr(trainer, _MICRO_BATCHES, number)
+    divides = getattr(trainer, "loss_is_scaled_for_ga", None) is False  # since Transformers 5
+    setattr(trainer, _MICRO_BATCHES, (number, divides))
     try:
         yield
     finally:
@@ -235,11 +242,13 @@ def _global_loss(trainer: Trainer, compute: Callable[[Any], Any], num_items: Any
     is_mean = not trainer.model_accepts_loss_kwargs or num_items is None
     if is_mean and trainer.compute_loss_func is None:
         return compute(num_items)  # which training_step divides by the micro-batches
-    parts = getattr(trainer, _MICRO_BATCHES, 1)
+    micro, divides = getattr(trainer, _MICRO_BATCHES, (1, False))
+    parts = 1 if divides else micro
     if num_items is not None:
         if trainer.args.average_tokens_across_devices:
-            parts *= trainer.accelerator.num_processes  # by which compute multiplies
-        num_items = num_items / parts
+            ranks = trainer.accelerator.num_processes  # by which compute multiplies
+            parts, micro = parts * ranks, micro * ranks
+        num_items = num_items / micro
         if isinstance(num_items, torch.Tensor):
             keep_dtype(num_items)  # bfloat16 would round it
     found = compute(num_items)
@@ -272,11 +281,15 @@ def _compute_loss(
 # -- saving and loading ------------------------------------------------------------------------
 
 
-@changes.around(Trainer, "_save_tpu")
-def _save_tpu(original: Any, self: Trainer, output_dir: str | None = None) -> None:
+@changes.around(Trainer, "save_model")
+def _save_model(
+    original: Any, self: Trainer, output_dir: str | None = None, _internal_call: bool = False
+) -> None:
     if not is_sharded(self.model):
-        return original(self, output_dir)
-    return save_whole(self, output_dir or self.args.output_dir)
+        return original(self, output_dir, _internal_call)
+    save_whole(self, output_dir or self.args.output_dir)
+    if self.args.push_to_hub and not _internal_call:
+        self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
 @changes.around(Trainer, "_save_optimizer_and_scheduler")
@@ -328,16 +341,18 @@ def _load_rng_state(original: Any, self: Trainer, checkpoint: str | None) -> Non
 
 
 @changes.around(Trainer, "_inner_training_loop")
-def _training_loop(original: Any, self: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """The Trainer would take ``per_device_train_batch_size`` from the checkpoint.
+def _training_loop(
+    original: Any, self: Trainer, batch_size: int | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Before 5 the Trainer would take ``per_device_train_batch_size`` from the checkpoint.
 
     On another number of ranks the global batch and the number of steps would then be others. The
     arguments decide, unless ``auto_find_batch_size`` found the batch.
     """
     resuming = kwargs.get("resume_from_checkpoint") is not None
     if resuming and self.is_fsdp_xla_v1_enabled and not self.args.auto_find_batch_size:
-        kwargs["batch_size"] = self.args.train_batch_size
-    return original(self, *args, **kwargs)
+        batch_size = self.args.train_batch_size
+    return original(self, batch_size, *args, **kwargs)
 
 
 _reading = threading.Lock()

@@ -8,14 +8,12 @@ shard models on XLA; :class:`TrainerStrategy` and :class:`FabricStrategy` take a
 
 from __future__ import annotations
 
-from .changed import RELEASES  # first: of another release the rest may not even import
 from .fabric_strategy import FabricStrategy
 from .installing import NAME, install, install_drop_in, uninstall
 from .trainer_strategy import TrainerStrategy
 
 __all__ = [
     "NAME",
-    "RELEASES",
     "FabricStrategy",
     "TrainerStrategy",
     "install",
