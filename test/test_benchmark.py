@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = "--ranks 2 --blocks 1 --width 32 --heads 2 --batch 1 --sequence 8 --steps 2 --rounds 2"
 HLO = """
@@ -18,6 +20,7 @@ HLO = """
 """  # noqa: E501
 
 
+@pytest.mark.full
 def test_side_by_side_run_gives_every_figure_and_equal_losses(tmp_path):
     command = [sys.executable, "-m", "benchmarks.compare", *TINY.split(), "--out", str(tmp_path)]
     quick_compiles = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}

@@ -12,6 +12,8 @@ from conftest import EXAMPLES
 from example_runs import table
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.full
+
 # Quick runs that need no image file.
 FAKE = ("--fake_data", "--num_classes=10", "--max_steps=2", "--num_devices=2")
 SMALL = (*FAKE, "--image_size=32", "--batch_size=4", "--num_epochs=1")

@@ -204,6 +204,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.full
 def test_on_a_real_ray_cluster(run_script):
     done = run_script(ON_RAY, POD / "ray_train.py", timeout=1500)
     lines = done.stdout.splitlines()

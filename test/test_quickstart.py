@@ -8,6 +8,8 @@ import pytest
 from conftest import ROOT
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.full
+
 NOTEBOOK = ROOT / "examples/quickstart.ipynb"
 
 
