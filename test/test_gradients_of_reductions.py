@@ -43,7 +43,7 @@ class Inside(nn.Module):
     def forward(self, x):
         y = self.inner(x)
         decay = sum(p.square().sum() for p in self.inner.parameters()) + self.inner[0].bias.sum()
-        return y * decay if isinstance(decay, torch.Tensor) else y
+        return y * decay
 
 
 def read_inside(model, x):

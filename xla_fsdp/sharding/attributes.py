@@ -14,7 +14,6 @@ from torch import nn
 
 if TYPE_CHECKING:
     from .comms import Communicator
-    from .sharded_tensor import Place
 
 
 class FlattenedParameter(torch.Tensor):
@@ -87,14 +86,6 @@ _OF_THE_VECTOR = frozenset(
         *_accessors("grad"),
     ]
 )
-
-
-def show_flattened(place: Place, shown: FlattenedParameter | None) -> None:
-    """Has the module of ``place`` answer with ``shown``; ``None``: with what it holds."""
-    if shown is None:
-        vars(place.module).pop(place.name, None)
-    else:
-        vars(place.module)[place.name] = shown
 
 
 def flattened_in(module: nn.Module) -> dict[str, FlattenedParameter]:

@@ -14,26 +14,23 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.grad_mode import _force_original_view_tracking
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..tree import map_tensors
 from .freeing import Stamp, fill_, free_, stamps
 from .secondary import Secondary
-from .unsharded import Origin, make_unsharded
+from .unsharded import Origin, UnshardedParameter, make_unsharded
 
 if TYPE_CHECKING:
     from .state import FSDPState
-from dataclasses import dataclass
-
-from torch.autograd.grad_mode import _force_original_view_tracking
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from .unsharded import UnshardedParameter
 
 
 class ParameterState(enum.Enum):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..collectives.world import World
-from .attributes import FlattenedParameter, show_flattened
+from .attributes import FlattenedParameter
 from .layout import Layout, TensorSpec
 from .shard_spec import ShardSpec
 from .sharded_parameter import local, make_sharded
@@ -88,17 +88,18 @@ class Place:
     index: int
     resting: nn.Parameter | None  # what it holds otherwise: the shard, or None if flattened
     block: str = ""  # the number of the scanned block, whose module stands for all
-    shown: FlattenedParameter | None = None  # the attribute of the module while flattened
+    shown: FlattenedParameter | None = None  # an attribute of the module, where it holds None
 
     def put(self, full: Any) -> None:
         """Has the module hold ``full``, the full parameter."""
-        show_flattened(self, None)
+        vars(self.module).pop(self.name, None)
         self.module._parameters[self.name] = full
 
     def rest(self) -> None:
         """Has the module hold what it holds otherwise."""
         self.module._parameters[self.name] = self.resting
-        show_flattened(self, self.shown)
+        if self.shown is not None:
+            vars(self.module)[self.name] = self.shown
 
 
 # On a shard: the ShardedTensor it belongs to. On a parameter that has been sharded, but that other

@@ -22,16 +22,12 @@ from .freeing import Stamp
 from .ignored import note_again
 from .options import FSDPOptions
 from .secondary import Secondaries
+from .sharded_parameter import accumulate
 from .sharded_tensor import Place, ShardedTensor, set_home_of_shards
 
 if TYPE_CHECKING:
-    from ..offload.streaming import Stream
-from typing import TYPE_CHECKING
-
-from .sharded_parameter import accumulate
-
-if TYPE_CHECKING:
     from ..offload.gradients import HostGradients
+    from ..offload.streaming import Stream
 
 
 class UnitGradients:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ... import extras
 from ...deprecated import accept_old_names
 from ..compiling.cache import write_whole
 from . import page, storage, text
+from .amounts import GIB, MB, MB_MEANS, MIB, figure, share
 from .findings import Findings
+from .tables import TINY, aligned, count, wire
 
 if TYPE_CHECKING:
     from .beside import Beside
-from dataclasses import dataclass
-
-from .amounts import GIB, MB, MB_MEANS, MIB, figure, share
-from .tables import TINY, aligned, count, wire
 
 
 @dataclass(frozen=True)

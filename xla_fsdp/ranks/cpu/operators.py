@@ -32,7 +32,7 @@ class _Stop(TorchDispatchMode):
 
 @functools.cache
 def look_up_operators() -> None:
-    """Has torch store the Python object of each of its operators, once a process (0.4 s)."""
+    """Has torch store the Python object of each of its operators, once a process (0.5 s)."""
     tensor = torch.ones(1)
     values = {
         "Tensor": tensor, "List[Tensor]": [tensor], "List[Optional[Tensor]]": [tensor], "int": 1,
