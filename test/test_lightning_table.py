@@ -12,14 +12,19 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 NEAR = {"bfloat16": 3e-2, "saving_for_resume": 5e-3, "resuming": 5e-3, "bf16-mixed": 5e-3}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def jax_was_imported():
+    """jax sets this variable where there is no TPU; Lightning alone then raises TypeError."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
+        yield
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     side, found = Side(tmp_path_factory.mktemp("cells"), 0), {}
-    with pytest.MonkeyPatch.context() as patch:
-        # jax sets it where there is no TPU, and Lightning alone then raises.
-        patch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
-        for cell in dict.fromkeys(cell for cells in CELLS.values() for cell in cells):
-            found[cell.__name__] = cell(side)
+    for cell in dict.fromkeys(cell for cells in CELLS.values() for cell in cells):
+        found[cell.__name__] = cell(side)
     return side.root, found
 
 

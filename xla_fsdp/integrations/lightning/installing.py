@@ -215,6 +215,13 @@ def _available_flops(original: Any, device: Any, dtype: Any) -> int | None:
     return None if device.type == "xla" and on_cpu() else original(device, dtype)
 
 
+@changes.around(XLAAccelerator, "auto_device_count")
+def _number_of_tpus(original: Any) -> int:
+    """Without a TPU Lightning queries the metadata server, and raises TypeError where jax, once
+    imported, has forbidden that with ``TPU_SKIP_MDS_QUERY``."""
+    return 0 if on_cpu() else original()
+
+
 @changes.around(_LRCallback, "on_train_batch_end")
 def _record_mean_loss(
     original: Any, self: Any, trainer: Trainer, pl_module: Any, outputs: Any, *batch: Any
