@@ -1,10 +1,10 @@
-"""Join the sharded checkpoints of all ranks into one of the unsharded model.
+"""Consolidate the sharded checkpoints of all ranks into a checkpoint of the unsharded model.
 
-Needs torch only: runs on a machine without torch_xla. Reads checkpoint folders (``format``), the
-per-rank torch files that this package wrote before, and those of torch_xla's own
-``XlaFullyShardedDataParallel`` (``legacy``): each is a ``source``. ``stream`` brings it to files in
-constant memory; the command line (``__main__``) and the functions that also return a state_dict
-(``checkpoints``) are its fronts.
+This package needs torch only, so it runs on a machine without torch_xla. It reads checkpoint
+folders (``format``), and per-rank torch files of earlier versions of this package and of
+torch_xla's ``XlaFullyShardedDataParallel`` (``legacy``). ``source`` is the common interface of
+both. ``stream`` writes the result with constant memory. Users call the command line
+(``__main__``), or the functions that also return a state_dict (``checkpoints``).
 """
 
 from .checkpoints import consolidate_sharded_model_checkpoints, consolidate_sharded_state_dicts

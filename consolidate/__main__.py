@@ -1,8 +1,8 @@
 """Command line: ``python -m xla_fsdp.consolidate``.
 
-Progress and errors go to stderr, the last line, which says what was written, to stdout.
-Exit codes: 0 written, up to date or verified; 2 wrong usage, a checkpoint that is not whole or a
-place that cannot be written; 130 interrupted.
+Progress and errors go to stderr. The last line, which reports what was written, goes to stdout.
+Exit codes: 0 for written, up to date or verified; 2 for wrong usage, an incomplete or damaged
+checkpoint, or a path that cannot be written; 130 for interrupted.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from .stream.run import consolidate_checkpoint as run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run with `argv` (default: of the process) and return the exit code."""
+    """Run with `argv` (default: the arguments of the process) and return the exit code."""
     arguments = _parser().parse_args(argv)
     try:
         print(_run(arguments))
     except CheckpointError as error:
-        # One line whatever is in a file name or in a message passed on from elsewhere.
+        # File names and messages of libraries may have line breaks. Print one line.
         message = str(error).replace("\r", "\\r").replace("\n", "\\n")
         print(f"{type(error).__name__}: {message}", file=sys.stderr)
         return 2
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> str:
-    """Do what was asked for; the line that says what was done."""
+    """Run the command and return the line that reports the result."""
     shown = arguments.progress or sys.stderr.isatty()
     common = {
         "suffix": arguments.ckpt_suffix,
@@ -50,8 +50,8 @@ def _run(arguments: argparse.Namespace) -> str:
         given = (arguments.format, arguments.max_shard_size, arguments.dtype)
         if any(value is not None for value in given):
             raise OptionsError(
-                "--reshard writes a checkpoint as it is: leave --format, --max_shard_size and "
-                "--dtype out"
+                "--reshard does not convert a checkpoint, so it cannot be used with --format, "
+                "--max_shard_size or --dtype. Remove these options."
             )
         return _line(
             reshard_checkpoint(
@@ -73,10 +73,10 @@ def _run(arguments: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr; nothing if there is nothing to do."""
+    """A progress bar on stderr. No bar if there is nothing to do or tqdm is not installed."""
     try:
         from tqdm import tqdm
-    except ImportError:  # a machine with torch only
+    except ImportError:  # tqdm is not required
         tqdm = None
     if not total or tqdm is None:
         yield lambda count: None
@@ -98,23 +98,24 @@ def _line(result: Result) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m xla_fsdp.consolidate",
-        description="Join the checkpoint of all ranks into one of the unsharded model, a few MiB in"
-        " memory at a time. Whatever ends the command, the result is the old one or all of the"
-        " new; run it again and it goes on where it stopped.",
+        description="Consolidate the checkpoint of all ranks into one of the unsharded model, with"
+        " a few MiB in memory at a time. If the command is killed, either the old or the complete"
+        " new result exists; run it again and it continues where it stopped.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--ckpt_prefix",
         required=True,
         metavar="P",
-        help="a checkpoint folder; or a folder of step-... folders, meaning the newest; or the path"
-        " prefix of per-rank torch files, taken literally",
+        help="a checkpoint folder; or a folder of step-... folders, of which the newest is used; or"
+        " the path prefix of per-rank torch files (not a pattern)",
     )
     parser.add_argument(
         "--ckpt_suffix",
         metavar="PATTERN",
         help="glob pattern that follows the prefix of per-rank torch files (default:"
-        f" {LEGACY_SUFFIX}); if given, P is a prefix even if it is a checkpoint folder",
+        f" {LEGACY_SUFFIX}); with this option, P is always a prefix, even if there is a checkpoint"
+        " folder P",
     )
     parser.add_argument(
         "--save_path",
@@ -127,33 +128,33 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--format",
         choices=FORMATS,
-        help="default: what S ends in, else safetensors for checkpoint folders and pth for per-rank"
-        " torch files",
+        help="format of the result (default: the extension of S; without one, safetensors for"
+        " checkpoint folders and pth for per-rank torch files)",
     )
     parser.add_argument(
         "--max_shard_size",
         type=_size,
         metavar="SIZE",
-        help="split into safetensors files of at most SIZE (500MB, 5GB, 2GiB) of tensors, with"
-        " model.safetensors.index.json; a larger tensor gets a file of its own",
+        help="write several safetensors files with tensors of at most SIZE (500MB, 5GB, 2GiB) each,"
+        " and model.safetensors.index.json; a larger tensor gets a separate file",
     )
     parser.add_argument(
         "--optimizer",
         action="store_true",
-        help="also write the optimizer's state by parameter name: optimizer.pth, or"
+        help="also write the optimizer state by parameter name: optimizer.pth, or"
         " optimizer.safetensors and optimizer.json; S is then a folder",
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="cast floating-point parameters (not buffers, not optimizer state)",
+        help="cast floating-point parameters (not buffers and not optimizer state) to this dtype",
     )
     parser.add_argument(
         "--reshard",
         type=int,
         metavar="M",
-        help="write a checkpoint folder of M ranks instead: model, buffers and optimizer; only the"
-        " model and buffers from per-rank torch files",
+        help="write a checkpoint folder of M ranks instead, with parameters, buffers and optimizer"
+        " state; from per-rank torch files only parameters and buffers",
     )
     parser.add_argument(
         "--verify",
@@ -167,14 +168,15 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         type=_tied_names,
         metavar="ALIAS=NAME",
-        help="also save parameter NAME as ALIAS; for tied weights in checkpoints of the in-tree"
-        " class, which does not record them; may be repeated",
+        help="also save parameter NAME under the name ALIAS; for tied weights in checkpoints of"
+        " torch_xla's class, which does not record them; may be repeated",
     )
     parser.add_argument(
         "--allow_unsafe_pickle",
         action="store_true",
-        help="read per-rank torch files that hold objects outside torch's safe set: CODE IN THE"
-        " FILES WILL RUN with your permissions; only for files that you trust as programs",
+        help="read per-rank torch files that have objects which torch does not consider safe: CODE"
+        " IN THE FILES WILL RUN with your permissions; use it only for files that you would run as"
+        " programs",
     )
     parser.add_argument(
         "--progress",
@@ -194,7 +196,7 @@ def _size(text: str) -> int:
 def _tied_names(text: str) -> tuple[str, str]:
     alias, separator, name = text.partition("=")
     if not (alias and separator and name):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form ALIAS=NAME")
+        raise argparse.ArgumentTypeError(f"{text!r} does not have the form ALIAS=NAME")
     return alias, name
 
 

@@ -1,36 +1,36 @@
-"""Everything that can be wrong with a set of rank files, one name each.
+"""The errors of checkpoints, one class for each kind of problem.
 
-Every message is one line, begins with the file (or list entry) at fault, and says what was found
-and what was expected.
+Every message is one line. It begins with the file (or list entry) that is wrong, and says what was
+found and what was expected.
 """
 
 
 class CheckpointError(Exception):
-    """Base of all errors raised for the content or the location of a checkpoint."""
+    """Base class of all errors about the content or the path of a checkpoint."""
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """No file matches the prefix and suffix."""
+    """There is no checkpoint at the path, or no file matches the prefix and suffix."""
 
 
 class UnreadableFileError(CheckpointError):
-    """A file cannot be read: truncated, corrupt, not a torch file, or no permission."""
+    """A file cannot be read: it is truncated, corrupt or of another format, or not permitted."""
 
 
 class UnsafeFileError(CheckpointError):
-    """Reading a file would need objects outside torch's safe set; nothing in it was executed."""
+    """Reading a file could run code, or access files elsewhere. Nothing in it was executed."""
 
 
 class ForeignFileError(CheckpointError):
-    """A file matches the pattern but is not a rank file."""
+    """A file has valid content, but is not the kind of file that was expected."""
 
 
 class MissingMetadataError(ForeignFileError):
-    """A file holds a model but not the ``shard_metadata`` needed to rebuild it."""
+    """A file has a model, but not the ``shard_metadata`` that is needed to rebuild it."""
 
 
 class InvalidMetadataError(CheckpointError):
-    """``shard_metadata`` is present but incomplete, contradictory or of an unknown version."""
+    """Metadata is incomplete, contradicts itself, or has an unknown version."""
 
 
 class MetadataMismatchError(InvalidMetadataError):
@@ -38,69 +38,69 @@ class MetadataMismatchError(InvalidMetadataError):
 
 
 class WorldSizeError(CheckpointError):
-    """Files of different world sizes, or more ranks than the world has."""
+    """Files have different world sizes, or a rank is not less than the world size."""
 
 
 class MissingRankError(CheckpointError):
-    """At least one rank of the world has no file."""
+    """The file of at least one rank is missing."""
 
 
 class DuplicateRankError(CheckpointError):
-    """Two files claim the same rank."""
+    """Two files have the same rank."""
 
 
 class ShardMismatchError(CheckpointError):
-    """Tensors do not fit together: missing or extra keys, or unexpected shapes or dtypes."""
+    """Tensors do not match: keys are missing or unknown, or shapes or dtypes differ."""
 
 
 class TiedWeightError(CheckpointError, ValueError):
-    """A request to tie two names that the checkpoint does not allow."""
+    """Two names cannot be tied: the parameter does not exist, or the alias is in use."""
 
 
 class OutputError(CheckpointError):
-    """The result cannot be written where it was asked for."""
+    """A file cannot be written, or the path of the result is not allowed."""
 
 
 class IncompleteCheckpointError(CheckpointNotFoundError):
-    """A folder has no manifest: it is no checkpoint, or one whose saving never ended."""
+    """A folder has no manifest: it is not a checkpoint, or its save did not finish."""
 
 
 class CorruptFileError(UnreadableFileError):
-    """The bytes of a file are not those that were saved."""
+    """The bytes of a file differ from those that were saved."""
 
 
 class MixedSaveError(CheckpointError):
-    """A file is whole, but belongs to another save: another step, run, rank or world size."""
+    """A file is intact, but belongs to another save: another step, run, rank or world size."""
 
 
 class CoverageError(ShardMismatchError):
-    """The shards of a tensor leave a gap, overlap, or reach beyond its end."""
+    """The shards of a tensor do not cover it exactly once: a gap, an overlap, or extra elements."""
 
 
 class ModelMismatchError(CheckpointError):
-    """The checkpoint and the model or optimizer to load it into do not fit together."""
+    """The checkpoint does not match the model or the optimizer to load it into."""
 
 
 class UnsupportedValueError(CheckpointError, TypeError):
-    """Something that this format cannot store without executing code when it is read."""
+    """A value that the format cannot store, or only as code that runs when it is read."""
 
 
 class OtherRankError(CheckpointError):
-    """This rank did its part, but another one failed; the message has that one's error."""
+    """This rank had no error, but another rank failed. The message includes the other error."""
 
 
 class SharedStorageError(CheckpointError):
-    """Ranks do not see each other's files."""
+    """A rank does not see the files of another rank: the storage is not shared."""
 
 
 class UnmatchedOptimizerError(CheckpointError):
-    """Which optimizer state belongs to which parameter is not recorded and cannot be derived."""
+    """It is not recorded which optimizer state belongs to which parameter."""
 
 
 class OptionsError(CheckpointError, ValueError):
-    """Options that do not go together, or ask for what the checkpoint does not have."""
+    """Options contradict each other, or request what the checkpoint does not have."""
 
 
 def first_line(error: BaseException) -> str:
-    """What ``error`` says before it goes on (a stack in C++, advice), or else its type."""
+    """The first line of the message of ``error``, or its type if the message is empty."""
     return str(error).partition("\n")[0] or type(error).__name__

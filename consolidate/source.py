@@ -1,4 +1,4 @@
-"""What is consolidated, whatever it lies in: tensors by name, any range of elements of each."""
+"""The interface of checkpoints that can be consolidated: ranges of tensors, by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from .format.manifest import Optimizer, Tensor
 
 @dataclass(frozen=True)
 class Origin:
-    """Which save this is. save_id: equal only for the same bytes; step: None if not recorded."""
+    """Identifies a save.
+
+    Attributes:
+        save_id: equal only for saves with the same bytes.
+        step: the step of the save, None if it is not recorded.
+        world_size: the number of ranks that saved it.
+    """
 
     save_id: str
     step: int | None
@@ -21,18 +27,18 @@ class Origin:
 
 
 class Source(Protocol):
-    """One checkpoint. Opening one has checked that it is complete and consistent.
+    """One checkpoint. Opening it has checked that it is complete and consistent.
 
     Attributes:
-        origin: which save it is.
-        label: how to call it in messages.
-        found: what there is, for whoever asked for it.
-        inputs: paths that must not be written to.
+        origin: identifies the save.
+        label: name of the checkpoint in messages.
+        found: text that tells the user which checkpoint was found.
+        inputs: paths of its files, which must not be overwritten.
         order: every name in the order of the model's state_dict, with the first name of its tensor.
-        parameters, buffers: by first name.
-        extra_state: what modules' ``get_extra_state`` returned, by key; plain values.
-        size: bytes of its files.
-        optimizer: None if there is none.
+        parameters, buffers: descriptions of tensors by first name.
+        extra_state: what ``get_extra_state`` of modules returned, by key; plain values.
+        size: total bytes of its files.
+        optimizer: description of the optimizer, None if the checkpoint has none.
     """
 
     origin: Origin
@@ -57,24 +63,29 @@ class Source(Protocol):
     def optimizer(self) -> Optimizer | None:
         """
         Raises:
-            UnmatchedOptimizerError: there is one, but whose state is whose is not recorded.
+            UnmatchedOptimizerError: it is not recorded which state belongs to which parameter.
         """
 
     def read_parameter(self, name: str, begin: int, end: int, out: torch.Tensor) -> torch.Tensor:
-        """Puts the elements ``begin .. end``, flattened, into ``out``, contiguous and of the
-        parameter's dtype, and returns it."""
+        """Reads the elements ``begin <= i < end`` of the flattened parameter into ``out``.
+
+        ``out`` must be contiguous and have the parameter's dtype. Returns ``out``.
+        """
 
     def read_state(
         self, key: str, name: str, begin: int, end: int, out: torch.Tensor
     ) -> torch.Tensor:
-        """The same of a tensor of the parameter's shape that the optimizer keeps."""
+        """Reads elements of an optimizer state of the parameter's shape, like
+        :meth:`read_parameter`."""
 
     def read_buffer(self, name: str, rank: int = 0) -> torch.Tensor:
-        """A whole buffer as ``rank`` had it; as rank 0 had it if there was no such rank."""
+        """Reads a buffer with the values of ``rank``, or of rank 0 if there was no such rank."""
 
     def verify(self, progress: Callable[[int], None]) -> str:
-        """Looks at every byte, telling ``progress`` how many at a time; says what was checked.
+        """Checks every byte and returns a text that says what was checked.
+
+        ``progress`` is called with the number of bytes of each step.
 
         Raises:
-            CheckpointError: one of its subclasses, naming the file.
+            CheckpointError: a subclass of it; the message names the file.
         """

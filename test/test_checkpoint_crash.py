@@ -344,7 +344,7 @@ def test_removing_a_link_leaves_what_it_points_to(tmp_path):
 def test_what_was_just_saved_is_kept_even_if_newer_steps_are_there(tmp_path):
     """A run that was set back to an older step saves again."""
     save(tmp_path, 3000, 1.0)
-    with pytest.warns(UserWarning, match="step-00003000 beside it is later"):
+    with pytest.warns(UserWarning, match="the same folder has step-00003000, which is later"):
         path = save(tmp_path, 1500, 2.0, keep_last=1)
     assert read_value(path) == 2.0
 

@@ -186,10 +186,10 @@ def _groups(rank, size, folder):
     run.load(folder)
     assert [g["lr"] for g in run.optimizer.param_groups] == [0.25, 0.125]
     assert [g["weight_decay"] for g in run.optimizer.param_groups] == [0, 0.5]
-    with pytest.raises(ModelMismatchError, match="is no group of the checkpoint"):
+    with pytest.raises(ModelMismatchError, match="is not a group of the checkpoint"):
         make("root", one=True).load(folder)
     run.optimizer = torch.optim.Adam(run.model.parameters())
-    with pytest.raises(ModelMismatchError, match="is of optimizer SGD, this one is Adam"):
+    with pytest.raises(ModelMismatchError, match="optimizer SGD, but this optimizer is Adam"):
         run.load(folder)
 
 
@@ -229,7 +229,7 @@ def _other_schedule(rank, size, folder):
     before = run.optimizer.param_groups[0]["lr"]
     run.optimizer.param_groups[0]["lr"] = 0.5
     run.scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
-    with pytest.raises(ModelMismatchError, match="is of another scheduler than StepLR"):
+    with pytest.raises(ModelMismatchError, match="with another scheduler, not StepLR"):
         run.load(folder)
     assert run.optimizer.param_groups[0]["lr"] == 0.5 != before
 

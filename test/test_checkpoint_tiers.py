@@ -235,7 +235,7 @@ def test_every_byte_is_compared(started):
 
 def told():
     """That a file is read from another host."""
-    return pytest.warns(UserWarning, match="it is read from another host. Look at the memory")
+    return pytest.warns(UserWarning, match="it is read from another host. Check the memory")
 
 
 def file_of(host, rank):
@@ -292,7 +292,7 @@ def test_what_goes_after_it_was_chosen_is_read_from_the_other_host(started):
         assert value_of(hosts) == 1.0
         store = opened(hosts).store
         file_of(hosts[0], 1).unlink()
-        with told(), pytest.raises(UnreadableFileError, match="host 1 .*see to it that hosts"):
+        with told(), pytest.raises(UnreadableFileError, match="host 1 .*check that hosts"):
             files.value_in(ShardedCheckpoint(store.folder, store))
 
 
@@ -322,7 +322,7 @@ def test_only_the_job_is_served(started):
         hosts[0].peer.read_into(card, 0, out)
         assert bytes(out) != bytes(8)
         assert hosts[0].peer.manifest(card.bare()) == card and card.manifest
-        with pytest.raises(UnreadableFileError, match="is not here"):
+        with pytest.raises(UnreadableFileError, match="is not on this host"):
             other = replace(card.record, digests=("0" * 16,))
             hosts[0].peer.manifest(replace(card.bare(), record=other))
         with contextlib.closing(Peer(hosts[0].server.address, b"x" * 32, "me")) as stranger:
@@ -332,7 +332,7 @@ def test_only_the_job_is_served(started):
         with pytest.raises(UnreadableFileError, match="bytes 0 to"):
             hosts[0].peer.read_into(card, 0, beyond)
         foreign = HostTier(LocalStore(), hosts[0].tier.root, "another run")
-        with pytest.raises(OutputError, match="of another run"):
+        with pytest.raises(OutputError, match="belongs to another run"):
             hosts[1].peer.put(foreign, replace(card, run=foreign.run))
         # A name cannot lead out of the folder.
         outside = replace(card, record=replace(card.record, name="../../secret"))
@@ -340,10 +340,10 @@ def test_only_the_job_is_served(started):
             hosts[0].peer.read_into(outside, 0, out)
         # What changes on its way is not kept.
         lie = replace(card, record=replace(card.record, digests=("0" * 16,)))
-        with pytest.raises(OutputError, match="not the bytes that were sent"):
+        with pytest.raises(OutputError, match="are not the bytes that were sent"):
             hosts[1].peer.put(hosts[0].tier, lie)
         assert value_of(hosts) == 1.0
-    with pytest.raises(UnreadableFileError, match="see to it that hosts reach each other"):
+    with pytest.raises(UnreadableFileError, match="check that hosts reach each other"):
         hosts[0].peer.read_into(card, 0, out)
 
 
@@ -416,7 +416,7 @@ def _train_and_lose_a_host(rank, size, folder):
 
 def test_training_goes_on_from_the_other_host_bit_for_bit(run_ranks, tmp_path):
     said = run_ranks(_train_and_lose_a_host, 4, 4, str(tmp_path))
-    assert all("has none, and nothing of this run" in text for text in said)
+    assert all("has no checkpoint, and there is no save of this run" in text for text in said)
 
 
 def _damaged_wherever_it_is(rank, size, folder):
@@ -495,14 +495,15 @@ def test_damage_on_all_hosts_falls_back_to_what_is_older(run_ranks, tmp_path):
     # Of each load: the saves that it passed over, and the one that it took.
     for said, steps, goes in zip(told, ((), (3,), (3, 2), (), (3, 2, 1)), "32111", strict=False):
         for step in steps:
-            head, end = f"step {step}: damaged wherever it is: Corr", f"; step {goes} is the newest"
+            head = f"step {step}: damaged on every host that has it: Corr"
+            end = f"; step {goes} is the newest"
             assert sum(text.startswith(head) and end in text for text in said) == 1, (step, said)
     everything, also, second = told[5:]
     for mine, other in zip(told[5:], others[5:], strict=True):  # only a folder is another
-        assert mine.partition("; look at")[0] == other.partition("; look at")[0]
-    assert everything == also and "has none, and step 3: damaged" in everything
+        assert mine.partition(" Check the")[0] == other.partition(" Check the")[0]
+    assert everything == also and "has no checkpoint, and step 3: damaged" in everything
     assert "rank-00001-of-00002.safetensors: bytes" in everything and "step 1: dam" in everything
-    assert "has none, and step 2: damaged" in second and "step 3" not in second
+    assert "has no checkpoint, and step 2: damaged" in second and "step 3" not in second
 
 
 def _one_rank_cannot_write(rank, size, folder):

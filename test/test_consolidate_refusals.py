@@ -108,7 +108,7 @@ def test_rank_outside_its_world(tmp_path, capsys, world_size):
 
 def test_world_size_of_state_dicts():
     files = rank_files(small_model(), 3)
-    with pytest.raises(WorldSizeError, match="2 entries, shard_metadata says 3"):
+    with pytest.raises(WorldSizeError, match="2 entries, but shard_metadata is for 3"):
         consolidate_sharded_state_dicts(
             [file["model"] for file in files[:2]], files[0]["shard_metadata"]
         )

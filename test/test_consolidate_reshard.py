@@ -132,7 +132,7 @@ def test_command(tmp_path, capsys):
 def test_options_that_do_not_fit(tmp_path, capsys, option):
     small_checkpoint(tmp_path / "ckpt")
     code, _, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt", "--reshard", 2, *option)
-    assert code == 2 and err[-1].startswith("OptionsError: --reshard writes a checkpoint as it is")
+    assert code == 2 and err[-1].startswith("OptionsError: --reshard does not convert a checkpoint")
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 100_000, True, "2"])

@@ -211,12 +211,12 @@ def test_default_places(tmp_path):
     ("options", "said"),
     [
         ({"save_path": "m.pth", "format": "safetensors"}, "not of --format safetensors"),
-        ({"save_path": "m.pth", "optimizer": True}, "give a folder"),
-        ({"save_path": "m.safetensors", "max_shard_size": "5GB"}, "give a folder"),
-        ({"save_path": "m", "format": "pth", "max_shard_size": "5GB"}, "always whole"),
+        ({"save_path": "m.pth", "optimizer": True}, "Pass a folder instead"),
+        ({"save_path": "m.safetensors", "max_shard_size": "5GB"}, "Pass a folder instead"),
+        ({"save_path": "m", "format": "pth", "max_shard_size": "5GB"}, "cannot be split"),
         ({"save_path": "m", "dtype": "int8"}, "expected one of bfloat16"),
         ({"save_path": "m", "format": "onnx"}, "expected one of"),
-        ({"save_path": "m", "tied": {"a": "b"}}, "leave --tied out"),
+        ({"save_path": "m", "tied": {"a": "b"}}, "Remove --tied"),
     ],
 )
 def test_options_that_do_not_fit(tmp_path, monkeypatch, options, said):
@@ -229,7 +229,7 @@ def test_options_that_do_not_fit(tmp_path, monkeypatch, options, said):
 
 def test_no_optimizer(tmp_path):
     write_checkpoint(tmp_path / "ckpt", {"w": torch.ones(3)})
-    with pytest.raises(OptionsError, match="holds no optimizer"):
+    with pytest.raises(OptionsError, match="has no optimizer"):
         consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "out", optimizer=True)
 
 

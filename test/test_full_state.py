@@ -181,11 +181,11 @@ def refusals(rank):
         "lacks 'position'": changed(position=None),
         "has 'more', unknown": changed(more=torch.ones(2)),
         "size mismatch for position": changed(position=torch.ones(2)),
-        "'position' is torch.int64, the model's is torch.float32": changed(
+        "'position' is torch.int64, but torch.float32 in the model": changed(
             position=good["position"].long()
         ),
         "different values": changed(**{"head.weight": good["head.weight"] + 1}),
-        "'position' is no dense": changed(position=torch.ones(5, 12, device="meta")),
+        "'position' is not a dense": changed(position=torch.ones(5, 12, device="meta")),
         "expected torch.Tensor": changed(position=[1.0]),
     }
     for text, state in flawed.items():

@@ -104,7 +104,7 @@ def refused(store, tmp_path, kind, words, **lies):
 PIECES = {
     "nothing": (lambda data: b"", UnreadableFileError, f"{RANK_1}: ends at byte 0, expected"),
     "half": (lambda data: data[: len(data) // 2], UnreadableFileError, f"{RANK_1}: ends at byte"),
-    "all of it": (lambda data: data * 3, UnreadableFileError, f"{RANK_1}: the store sent .* where"),
+    "all of it": (lambda data: data * 3, UnreadableFileError, f"{RANK_1}: the store sent .* but"),
     "zeros": (lambda data: bytes(len(data)), CorruptFileError, f"{RANK_1}: bytes 0 to .* not th"),
     "no bytes": (lambda data: None, UnreadableFileError, f"{RANK_1}: .* sent a NoneType, exp"),
     "text": (lambda data: "x" * len(data), UnreadableFileError, f"{RANK_1}: .* sent a str, exp"),
@@ -180,7 +180,7 @@ def test_listings_of_what_was(store, tmp_path):
     # The newest is not there yet: the one before, whole. Nothing yet: said so.
     store(ls=without("step-00000002"))
     assert files.read_value(store.root) == 1.0
-    missing = f"{RANK_1}: is missing; the manifest lists 3 files, 1 of which"
+    missing = f"{RANK_1}: is missing. The manifest lists 3 files, and 1 of them"
     refused(store, tmp_path, MissingRankError, missing, ls=without(RANK_1))
     refused(
         store, tmp_path, CheckpointNotFoundError, "bucket/run", ls=without(""), isdir=lambda *_: 0

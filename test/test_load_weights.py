@@ -169,7 +169,12 @@ def spoilt(tmp_path):
         lambda p: p.write_bytes(b"x" * 99),
     )
     case(foreign, "expected a state dict", "list.pth", lambda p: torch.save([1], p))
-    case(foreign, "is no dense tensor", "epoch.pth", lambda p: torch.save({"epoch": 1}, p))
+    case(
+        foreign,
+        "not the name of a dense tensor",
+        "epoch.pth",
+        lambda p: torch.save({"epoch": 1}, p),
+    )
     rank_file = {"model": state, "shard_metadata": {}}
     case(foreign, "one rank", "rank.pth", lambda p: torch.save(rank_file, p))
     case(unsafe, "nothing was executed", "canary.pth", lambda p: torch.save({"a": Canary()}, p))
@@ -177,13 +182,13 @@ def spoilt(tmp_path):
     surrogate = {"weight_map": {"position": "\ud800"}}
     case("InvalidMetadataError", "surrogates not allowed", "surrogate", index(surrogate))
     sparse = {**state, "position": torch.ones(5, 12).to_sparse()}
-    case(foreign, "'position' is no dense", "sparse.pth", lambda p: torch.save(sparse, p))
+    case(foreign, "'position' is not the name of", "sparse.pth", lambda p: torch.save(sparse, p))
     outside = {"weight_map": {"position": "../model.safetensors"}}
     case(unsafe, "only plain names", "outside", index(outside))
     lacking = {"weight_map": {"nothing": "a.safetensors"}}
     case(foreign, "lacks 'nothing'", "lacking", index(lacking))
     partial = {"weight_map": {"position": "a.safetensors"}}
-    case(foreign, "does not know", "partial", index(partial))
+    case(foreign, "does not list", "partial", index(partial))
     case("CheckpointNotFoundError", "has none of", "empty", lambda p: p.mkdir())
     absent = {"weight_map": {"position": "b.safetensors"}}
     case("UnreadableFileError|CheckpointNotFoundError", "b.safetensors", "absent", index(absent))

@@ -1,6 +1,6 @@
-"""The sharded checkpoint as it lies on disk; stated in the README of consolidate. Torch only.
+"""Reads and writes the checkpoint format, defined in ``consolidate/README.md``. Needs torch only.
 
-From the bottom up: ``store`` (where bytes live), ``strict`` and ``values`` (JSON), ``container``
-(safetensors), ``digests``, ``rank_file`` (one rank's tensors), ``manifest`` (what makes a folder a
-checkpoint), ``folders`` (many of them), ``reader``.
+In order of dependency: ``store`` (files), ``strict`` and ``values`` (JSON), ``container``
+(safetensors), ``digests``, ``rank_file`` (the tensors of one rank), ``manifest`` (the description
+of a checkpoint), ``folders`` (several checkpoints in a folder), ``reader``.
 """

@@ -1,8 +1,9 @@
-"""The container of all files: safetensors.
+"""Reads and writes headers of safetensors files.
 
-Eight bytes, little-endian, say how long the header is; the header is JSON, ``{name: {"dtype",
-"shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}``; then come the tensors' bytes,
-without gaps. Read strictly: every byte of the file belongs to one thing.
+A file begins with eight bytes, little-endian: the length of the header. The header is JSON,
+``{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}``. The bytes
+of the tensors follow, without gaps. The reader is strict: every byte of the file must belong to the
+header or to exactly one tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor. begin, end: its bytes, counted from the beginning of the file."""
+    """One tensor. ``begin``, ``end``: the range of its bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,7 +42,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Container:
-    """What a header says; ``size``: bytes of the whole file."""
+    """The content of a header. ``size``: number of bytes of the entire file."""
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
@@ -52,9 +53,9 @@ class Container:
 def layout(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[Container, bytes]:
-    """The container of ``tensors`` (name, dtype, shape), in that order, and its first bytes.
+    """Makes the container of ``tensors`` (name, dtype, shape), in that order.
 
-    ``metadata`` may say something about them that depends on nothing but them.
+    Returns the container and the first bytes of the file: the length and the header.
     """
     offsets: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     begin, spans = 0, []
@@ -65,7 +66,7 @@ def layout(
         spans.append((name, dtype, tuple(shape), begin, end))
         begin = end
     header = write_json(offsets)
-    # Tensors begin at a multiple of eight bytes, so that whoever maps the file can use them there.
+    # Tensors begin at a multiple of eight bytes, so that a memory-mapped file can be used directly.
     header += b" " * (-len(header) % 8)
     start = 8 + len(header)
     entries = {n: Entry(d, s, start + b, start + e) for n, d, s, b, e in spans}
@@ -74,20 +75,20 @@ def layout(
 
 
 def read_container(read: Callable[[int, int], bytes], size: int, label: str) -> Container:
-    """Parses the header of a file of ``size`` bytes; ``read(begin, end)`` gives some of them.
+    """Reads the header of a file of ``size`` bytes. ``read(begin, end)`` returns a range of them.
 
     Raises:
-        UnreadableFileError: truncated, longer than what it describes, or no safetensors file.
-        InvalidMetadataError: a header that contradicts itself.
+        UnreadableFileError: the file is truncated, too long, or not a safetensors file.
+        InvalidMetadataError: the header contradicts itself.
     """
     if size < 8:
         raise UnreadableFileError(f"{label}: has {size} bytes, too few for a safetensors file")
     length = int.from_bytes(read(0, 8), "little")
     if length > min(size - 8, MAX_HEADER_BYTES):
         raise UnreadableFileError(
-            f"{label}: its first bytes announce a header of {length} bytes, but there are "
-            f"{size - 8} in all (at most {MAX_HEADER_BYTES} are allowed): truncated, or no "
-            "safetensors file"
+            f"{label}: the header would have {length} bytes, but only {size - 8} bytes follow and "
+            f"at most {MAX_HEADER_BYTES} are allowed. The file is truncated, or not a safetensors "
+            "file."
         )
     described = read_json(read(8, 8 + length), label)
     if not isinstance(described, dict):
@@ -105,8 +106,8 @@ def read_container(read: Callable[[int, int], bytes], size: int, label: str) -> 
         end = entry.end
     if end != size:
         raise UnreadableFileError(
-            f"{label}: has {size} bytes, its header describes {end}: "
-            + ("truncated" if size < end else "there are bytes after the end")
+            f"{label}: has {size} bytes, but its header describes {end}: "
+            + ("it is truncated" if size < end else "there are bytes after the end")
         )
     return Container(entries, metadata, start, size)
 

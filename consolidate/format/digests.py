@@ -1,7 +1,7 @@
-"""Digests of files in chunks, so that a part of a file can be checked without the rest.
+"""Digests of the chunks of a file, so that a part of a file can be checked without the rest.
 
-xxh3 with 64 bits: made to find accidents (a flipped bit slips through once in 2**64), not to stop
-somebody who can rewrite the manifest as well. Faster than memory, unlike SHA-256.
+The digest is xxh3 with 64 bits. It detects accidental changes (one in 2**64 is missed), but not
+those of an attacker, who can change the manifest too. Unlike SHA-256, it is faster than memory.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ _MOST_CHUNKS = 1 << 10
 
 
 def chunk_bytes(size: int) -> int:
-    """How large chunks of a file of ``size`` bytes are: 1 MiB, or a power of two of it, such that
-    there are at most 1024."""
+    """Size in bytes of the chunks of a file of ``size`` bytes.
+
+    It is 1 MiB, doubled until there are at most 1024 chunks.
+    """
     chunk = _LEAST_CHUNK
     while chunk * _MOST_CHUNKS < size:
         chunk *= 2
@@ -24,12 +26,12 @@ def chunk_bytes(size: int) -> int:
 
 
 def digest(data: bytes | memoryview) -> str:
-    """16 hexadecimal digits."""
+    """The xxh3 digest of ``data``: 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 class ChunkDigests:
-    """Digests of what is fed in, every ``chunk`` bytes."""
+    """Computes a digest for every ``chunk`` bytes of a stream of bytes."""
 
     def __init__(self, chunk: int):
         self.chunk = chunk
@@ -38,7 +40,7 @@ class ChunkDigests:
         self._state = xxhash.xxh3_64()
 
     def update(self, data: memoryview) -> None:
-        """Takes the next bytes, ``data`` being flat."""
+        """Adds the next bytes. ``data`` must be one-dimensional."""
         for part in self._parts(data):
             self._state.update(part)
             self.size += len(part)
@@ -46,7 +48,7 @@ class ChunkDigests:
                 self._end_chunk()
 
     def finish(self) -> list[str]:
-        """The digests of all chunks, the last of which may be shorter."""
+        """Returns the digests of all chunks. The last chunk may be shorter."""
         if self.size % self.chunk:
             self._end_chunk()
         return self.done

@@ -1,4 +1,4 @@
-"""Names of dtypes in safetensors files, and tensors as bytes."""
+"""Names of dtypes in safetensors files, and access to the bytes of tensors."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:
-    """``"F32"`` for ``torch.float32``; :class:`UnsupportedValueError` naming ``where`` if none."""
+    """The safetensors name of a dtype, such as ``"F32"`` for ``torch.float32``.
+
+    Raises:
+        UnsupportedValueError: there is none; the message begins with ``where``.
+    """
     if dtype not in _NAMES:
-        raise UnsupportedValueError(f"{where}: {dtype} has no place in a safetensors file")
+        raise UnsupportedValueError(
+            f"{where}: {dtype} cannot be stored in a safetensors file. Use another dtype."
+        )
     return _NAMES[dtype]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous one-dimensional CPU tensor, not copied; little-endian."""
+    """The bytes of a contiguous one-dimensional CPU tensor, little-endian. They are not copied."""
     return tensor.detach().view(torch.uint8).numpy().data

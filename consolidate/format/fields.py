@@ -1,6 +1,6 @@
-"""Fields of untrusted objects: of the type that is expected, or an error that says where.
+"""Reads fields of untrusted objects and checks their types. Errors name the field.
 
-From JSON, or from a pickle that has tuples for lists.
+The objects are from JSON, or from a pickle, which may have tuples instead of lists.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from .dtypes import DTYPES
 
 
 def is_shape(value: Any) -> bool:
-    """Whether a list is a shape that a tensor can have: torch multiplies all sizes but zeros with
-    64 bits, ``[2**62, 2**62, 0]`` is none."""
+    """Whether ``value`` is a list of sizes that a tensor can have.
+
+    torch multiplies all sizes except zeros in 64 bits, so ``[2**62, 2**62, 0]`` is not valid.
+    """
     return (
         isinstance(value, (list, tuple))
         and len(value) <= 64
@@ -30,7 +32,7 @@ class Fields:
     def __init__(self, found: Any, label: str):
         self.label = label
         if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
-            self.fail(f"is {type(found).__name__}, expected an object with names as keys")
+            self.fail(f"is {type(found).__name__}, expected an object with strings as keys")
         self._found = found
 
     def fail(self, what: str) -> NoReturn:
@@ -43,16 +45,16 @@ class Fields:
         return iter(self._found)
 
     def require_format(self, name: str, version: int) -> None:
-        """An object of a format that this reader knows."""
+        """Checks the fields ``format`` and ``version``."""
         found = self._found.get("format"), self._found.get("version")
         if found != (name, version):
             self.fail(
-                f"is of format {found[0]!r:.40} version {found[1]!r:.40}, this reader knows "
-                f"{name!r} version {version}"
+                f"has format {found[0]!r:.40} version {found[1]!r:.40}, but this version of "
+                f"xla_fsdp reads {name!r} version {version}"
             )
 
     def json(self, name: str) -> Any:
-        """Whatever it is."""
+        """The value of a field, of any type."""
         if name not in self._found:
             self.fail(f"has no {name!r:.120}")
         return self._found[name]
@@ -61,9 +63,9 @@ class Fields:
         return self._of(name, (str,), "a string")
 
     def whole(self, name: str, least: int = 0) -> int:
-        value = self._of(name, (int,), f"a whole number of at least {least}")
+        value = self._of(name, (int,), f"an integer of at least {least}")
         if not least <= value < 1 << 63:
-            self.fail(f"{name!r:.80} is {value!r:.40}, expected a whole number of at least {least}")
+            self.fail(f"{name!r:.80} is {value!r:.40}, expected an integer of at least {least}")
         return value
 
     def dtype(self, name: str) -> str:
@@ -78,7 +80,7 @@ class Fields:
     def shape(self, name: str) -> tuple[int, ...]:
         value = self.json(name)
         if not is_shape(value):
-            self.fail(f"{name!r:.80} is {value!r:.80}, expected a shape")
+            self.fail(f"{name!r:.80} is {value!r:.80}, expected a shape: a list of sizes")
         return tuple(value)
 
     def names(self, name: str, least: int = 1) -> tuple[str, ...]:
@@ -91,20 +93,20 @@ class Fields:
         return self.child(name)._found
 
     def child(self, name: str) -> Fields:
-        """An object."""
+        """The value of a field, which must be an object."""
         return Fields(self.json(name), f"{self.label}: {name!r:.80}")
 
     def children(self) -> dict[str, Fields]:
-        """All values, which are objects."""
+        """The values of all fields, which must be objects."""
         return {name: self.child(name) for name in self}
 
     def objects(self, name: str) -> Sequence[Fields]:
-        """A list of objects."""
+        """The value of a field, which must be a list of objects."""
         values = enumerate(self.list(name))
         return [Fields(value, f"{self.label}: {name}[{number}]") for number, value in values]
 
     def optional(self, name: str) -> Fields | None:
-        """An object or null."""
+        """The value of a field, which must be an object or null."""
         return None if self.json(name) is None else self.child(name)
 
     def _of(self, name: str, kinds: tuple[type, ...], expected: str) -> Any:

@@ -1,4 +1,4 @@
-"""Checkpoints side by side in one folder, one for each step.
+"""Finds, names and removes checkpoints in a folder, one for each step.
 
 ::
 
@@ -7,9 +7,9 @@
     runs/vit/step-00002000.2/...                     step 2000 saved again
     runs/vit/.step-00003000.5f0c9d41a7b8e6f2.partial/   being saved, or a leftover
 
-A folder without a manifest is no checkpoint. Where folders can be renamed (``Store.renames``) the
-partial one becomes the final one in one step; elsewhere files are written to their final place,
-the manifest last.
+A folder without a manifest is not a checkpoint. If the store can rename folders
+(``Store.renames``), one rename makes the partial folder a checkpoint. Otherwise files are written
+to their final paths, the manifest last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RANK_FILE = re.compile(r"rank-[0-9]+-of-[0-9]+\.safetensors")
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """The folder of one save; ``version`` counts saves of the same step, from 1."""
+    """The folder of one save. ``version`` counts the saves of the same step, from 1."""
 
     step: int
     version: int = 1
@@ -40,24 +40,25 @@ class Place:
         return f"step-{self.step:08d}" + (f".{self.version}" if self.version > 1 else "")
 
     def partial_name(self, save_id: str) -> str:
-        """What it is called while it is being written."""
+        """The name of the folder while it is being written."""
         return f".{self.name}.{save_id}.partial"
 
 
 def places(store: Store, root: str) -> list[Place]:
-    """The checkpoints in a folder by their names, oldest first; not yet known to be whole."""
+    """The folders in ``root`` with the name of a checkpoint, in order of step. Some may be
+    incomplete."""
     return sorted(place for place in map(place_of, store.list(root)) if place is not None)
 
 
 def place_of(name: str) -> Place | None:
-    """The place that has this name, ``None`` if none has."""
+    """Parses the name of a checkpoint folder. ``None`` for other names."""
     match = _STEP.fullmatch(name)
     place = match and Place(int(match[1]), int(match[2] or 1))
     return place if place and place.name == name else None  # not step-000000001, not step-X.1
 
 
 def next_place(store: Store, root: str, step: int) -> Place:
-    """Where to save ``step``: beside what is there of it already, or is being saved."""
+    """The folder for a new save of ``step``, after all complete or running saves of that step."""
     begun = filter(None, map(_PARTIAL.fullmatch, store.list(root)))
     there = [*places(store, root), *filter(None, (place_of(match[1]) for match in begun))]
     versions = [place.version for place in there if place.step == step]
@@ -65,17 +66,17 @@ def next_place(store: Store, root: str, step: int) -> Place:
 
 
 def has_manifest(store: Store, folder: str) -> bool:
-    """Whether ``folder`` claims to be a checkpoint."""
+    """Whether ``folder`` has a manifest, which makes it a checkpoint."""
     try:
         if manifest.NAME not in store.list(folder):
             return False
         return store.renames or manifest.is_ended(store, join(folder, manifest.NAME))
-    except CheckpointNotFoundError:  # a file of that name, or removed a moment ago
+    except CheckpointNotFoundError:  # it is a file, or was just removed
         return False
 
 
 def newest(store: Store, root: str, step: int | None = None) -> Place | None:
-    """The checkpoint of ``step``, or of the highest; of several of one step the last."""
+    """The last save of ``step``, or of the highest step if ``step`` is ``None``."""
     for place in reversed(places(store, root)):
         if step in (None, place.step) and has_manifest(store, join(root, place.name)):
             return place
@@ -83,13 +84,13 @@ def newest(store: Store, root: str, step: int | None = None) -> Place | None:
 
 
 def resolve(path: Any, step: int | None = None) -> tuple[Store, str]:
-    """The store and folder of the checkpoint that ``path`` means: it, or the newest in it.
+    """The store and folder of the checkpoint at ``path``, or of the newest in the folder ``path``.
 
-    With ``step``, the last that was saved of that step in the folder ``path``.
+    With ``step``, it is the last save of that step in the folder ``path``.
 
     Raises:
-        CheckpointNotFoundError: there is nothing, or nothing of this step.
-        IncompleteCheckpointError: there is no manifest.
+        CheckpointNotFoundError: there is no folder, or no checkpoint of this step.
+        IncompleteCheckpointError: there is a folder, but no manifest.
     """
     store, folder = open_store(path)
     names = store.list(folder)
@@ -104,15 +105,18 @@ def resolve(path: Any, step: int | None = None) -> tuple[Store, str]:
     if place is not None:
         return store, join(folder, place.name)
     if not store.is_folder(folder):
-        raise CheckpointNotFoundError(f"{folder}: is no folder")
+        raise CheckpointNotFoundError(f"{folder}: is not a folder. Pass a checkpoint folder.")
     raise IncompleteCheckpointError(
-        f"{folder}: has no {manifest.NAME}, nor a folder step-... that has one: no checkpoint, or "
-        "one whose saving never ended"
+        f"{folder}: has no {manifest.NAME}, and no folder step-... that has one. It is not a "
+        "checkpoint, or its save did not finish. Use another checkpoint."
     )
 
 
 def leftovers(store: Store, root: str) -> list[str]:
-    """Paths of what saves that were cut short have left in ``root``; not of those under way."""
+    """Paths of the files and folders in ``root`` that interrupted saves have left.
+
+    Those of running saves are not included.
+    """
     partial = [
         name
         for name in store.list(root)
@@ -128,29 +132,32 @@ def leftovers(store: Store, root: str) -> list[str]:
 
 
 def _is_cut_short(store: Store, folder: str) -> bool:
-    """Whether a save or a removal that never ended left ``folder``: it holds files of ours only."""
+    """Whether ``folder`` is left from an interrupted save or removal: it has rank files only."""
     names = [name for name in store.list(folder) if name != manifest.NAME]
     return not has_manifest(store, folder) and all(map(_RANK_FILE.fullmatch, names))
 
 
 def superseded(store: Store, root: str, saved: Place, keep_last: int | None) -> list[str]:
-    """Paths of checkpoints to remove after ``saved`` was, oldest first: the same step saved before,
-    and all but the ``keep_last`` newest steps up to it. Later steps are of another run."""
-    whole = [
+    """Paths of the checkpoints to remove after the save of ``saved``, oldest first.
+
+    These are earlier saves of the same steps, and all steps except the ``keep_last`` newest. Steps
+    after that of ``saved`` are not removed, because they belong to another run.
+    """
+    complete = [
         place
         for place in places(store, root)
         if place.step <= saved.step and has_manifest(store, join(root, place.name))
     ]
-    newest_of = {place.step: place for place in whole}
+    newest_of = {place.step: place for place in complete}
     kept = sorted(newest_of)[-keep_last:] if keep_last is not None else list(newest_of)
     wanted = {saved, *(newest_of[step] for step in kept)}
-    return [join(root, place.name) for place in whole if place not in wanted]
+    return [join(root, place.name) for place in complete if place not in wanted]
 
 
 def discard(store: Store, folder: str) -> None:
-    """Removes a checkpoint; one that is half removed is none, and is removed by the next save."""
+    """Removes a checkpoint. If this is interrupted, the next save removes the rest."""
     if store.renames:
-        # Of a link to a folder only the link.
+        # If the folder is a symbolic link, only the link is renamed and removed.
         root, _, name = folder.rpartition("/")
         gone = join(
             root or ("/" if folder.startswith("/") else ""),

@@ -1,4 +1,4 @@
-"""Files of a local or mounted file system, durable before anything depends on them."""
+"""A store on a local or mounted file system, with fsync before the next step of a save."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from ..errors import CheckpointNotFoundError, OutputError, UnreadableFileError
 
-# The number of no file; whatever is done with it fails.
+# A file descriptor that is never valid.
 _CLOSED = -1
 
 
@@ -36,7 +36,7 @@ class LocalStore:
 
     def read_into(self, path: str, begin: int, out: memoryview) -> None:
         try:
-            # Not through a link, and without waiting should it be a pipe.
+            # Do not follow a link, and do not block if the path is a pipe.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 self._fill(path, descriptor, begin, out)
@@ -51,7 +51,8 @@ class LocalStore:
             count = os.preadv(descriptor, [out[done:]], begin + done)
             if not count:
                 raise UnreadableFileError(
-                    f"{path}: ends at byte {begin + done}, expected {begin + len(out)} or more"
+                    f"{path}: ends at byte {begin + done}, expected at least {begin + len(out)} "
+                    "bytes: it is truncated"
                 )
             done += count
 
@@ -75,7 +76,7 @@ class LocalStore:
         except OSError as error:
             unwritable(path, error)
         for each in made:
-            with contextlib.suppress(OutputError):  # above may be a folder that nobody may read
+            with contextlib.suppress(OutputError):  # no permission to read the parent
                 self.sync_folder(os.path.dirname(each) or ".")
 
     def rename(self, old: str, new: str) -> None:
@@ -94,7 +95,7 @@ class LocalStore:
             elif os.path.lexists(path):
                 os.unlink(path)
         except FileNotFoundError:
-            pass  # somebody else was quicker
+            pass  # another process has removed it
         except OSError as error:
             unwritable(path, error)
 
@@ -106,7 +107,7 @@ class LocalStore:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            # Some network file systems have no such thing; theirs are durable by themselves.
+            # Some network file systems do not support fsync of folders, and do not need it.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
                 unwritable(path, error)
 
@@ -127,9 +128,12 @@ class LocalStore:
 
 
 def lock_folder(path: str) -> int:
-    """Claims a folder until the descriptor that it returns is closed, or the process ends.
+    """Locks a folder until the returned descriptor is closed, or the process ends.
 
-    On a file system without locks nothing is claimed. BlockingIOError: somebody has claimed it.
+    On a file system without locks, nothing is locked.
+
+    Raises:
+        BlockingIOError: another process or descriptor has locked the folder.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -143,7 +147,7 @@ def lock_folder(path: str) -> int:
 
 
 class Hold:
-    """A claimed folder, given back with this object."""
+    """The lock of a folder. It is released when this object is deleted."""
 
     def __init__(self, path: str):
         self._descriptor = lock_folder(path)
@@ -186,7 +190,7 @@ class LocalOutput:
             self._close()
 
     def _close(self) -> None:
-        # Once only: after that the number may be that of another thread's file.
+        # Close only once: another thread may reuse the number of the descriptor.
         descriptor, self._descriptor = self._descriptor, _CLOSED
         if descriptor != _CLOSED:
             os.close(descriptor)

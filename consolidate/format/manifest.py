@@ -1,9 +1,9 @@
-"""The manifest: the file whose presence makes a folder a checkpoint.
+"""Reads and writes the manifest, the file that makes a folder a checkpoint.
 
-It says what was saved (every parameter, buffer and optimizer state of the unsharded model), by
-whom, and the size and digests of every rank's file. Nothing in it depends on how the model was
-wrapped. Its first line is ``{"digest": "...", "manifest":``; the digest is that of all bytes after
-the colon up to the last brace.
+The manifest describes every parameter, buffer and optimizer state of the unsharded model, and has
+the size and the digests of every rank's file. It does not depend on how the model was wrapped. Its
+first line is ``{"digest": "...", "manifest":``. The digest is that of the bytes from the second
+line to before the last brace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .strict import read_json, write_json
 NAME = "manifest.json"
 FORMAT, VERSION = "xla_fsdp", 2
 MAX_BYTES = 1 << 30
-# What torch keeps in a parameter group beside the options; names are in Group.parameters.
+# Keys of torch's parameter groups that are not options. Group.parameters has the names.
 NOT_OPTIONS = ("params", "param_names")
 _HEAD, _MIDDLE, _TAIL = b'{"digest": "', b'", "manifest":\n', b"}\n"
 _DIGEST = len(digest(b""))
@@ -33,8 +33,10 @@ _DIGEST = len(digest(b""))
 class Tensor:
     """A parameter or buffer of the unsharded model.
 
-    names: its dotted name, then those tied to it. dtype: as stored, ``"F32"``. restore: for
-    buffers that were cast for computing, the dtype they had.
+    Attributes:
+        names: its dotted name, then the names of tensors tied to it.
+        dtype: the safetensors name of the stored dtype, such as ``"F32"``.
+        restore: for a buffer that was cast for computing, its dtype before the cast.
     """
 
     names: tuple[str, ...]
@@ -53,10 +55,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class State:
-    """What an optimizer keeps for one parameter.
+    """The optimizer state of one parameter.
 
-    sharded: dtypes of the tensors of the parameter's shape, by key (``"exp_avg"``). single: all
-    else, encoded (``"step"``).
+    Attributes:
+        sharded: for each tensor of the parameter's shape, its dtype by key (``"exp_avg"``).
+        single: the other values by key (``"step"``), encoded.
     """
 
     sharded: Mapping[str, str]
@@ -65,7 +68,7 @@ class State:
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group: names (the first of each), and encoded options (``"lr"``)."""
+    """A parameter group: the first name of each parameter, and the encoded options (``"lr"``)."""
 
     parameters: tuple[str, ...]
     options: Mapping[str, Any]
@@ -73,7 +76,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The whole optimizer; ``kind`` is the name of its class, ``state`` by parameter name."""
+    """An optimizer: the name of its class (``kind``), its groups, and the state by parameter."""
 
     kind: str
     groups: tuple[Group, ...]
@@ -82,12 +85,13 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Span:
-    """Who holds which elements of a parameter, as a rule: so that whoever wants some of them need
-    not look into the files of all ranks.
+    """A rule that says which rank stores which elements of a parameter.
 
-    The ``i``-th of ranks ``first, first + step, ...`` holds elements ``i * chunk - offset`` up to
-    ``(i + 1) * chunk - offset``, as far as the parameter has them. Of a vector of several
-    parameters that is cut into chunks, ``offset`` is where this one begins.
+    With this rule, a reader of some elements does not open the files of all ranks. The ``i``-th of
+    the ranks ``first, first + step, ...`` stores the elements from ``i * chunk - offset`` to before
+    ``(i + 1) * chunk - offset``, limited to the elements of the parameter. If several parameters
+    form a vector that is split into chunks, ``offset`` is the index of this parameter's first
+    element in the vector.
     """
 
     first: int
@@ -96,7 +100,10 @@ class Span:
     offset: int
 
     def held(self, numel: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """``(begin, end, rank)`` of the pieces of ``numel`` elements that reach into a range."""
+        """Yields ``(begin, end, rank)`` of each piece that overlaps the range ``begin .. end``.
+
+        ``numel``: number of elements of the parameter.
+        """
         if begin >= end:
             return
         for i in range(
@@ -106,7 +113,10 @@ class Span:
             yield max(low, 0), min(high, numel), self.first + i * self.step
 
     def of(self, rank: int, numel: int) -> tuple[int, int]:
-        """What ``rank`` holds of ``numel`` elements; (0, 0) for nothing."""
+        """The range of elements that ``rank`` stores of a parameter with ``numel`` elements.
+
+        ``(0, 0)`` if it stores none.
+        """
         i, beside = divmod(rank - self.first, self.step)
         begin, end = max(i * self.chunk - self.offset, 0), (i + 1) * self.chunk - self.offset
         return (
@@ -118,9 +128,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One save. ``scheduler`` and ``extra`` are encoded (``values``); ``extra_state``: what
-    modules' ``get_extra_state`` returned, encoded, by key; ``files``: by rank. ``spans``: of every
-    parameter, or ``None`` where only the files say who holds what."""
+    """The description of one save.
+
+    Attributes:
+        parameters, buffers: by first name.
+        files: the file of each rank, in rank order.
+        scheduler, extra: encoded by ``values``.
+        extra_state: what ``get_extra_state`` of modules returned, encoded, by key.
+        spans: for each parameter, which rank stores which elements. ``None`` if there is no rule;
+            then only the headers of the files say it.
+    """
 
     save_id: str
     step: int
@@ -135,7 +152,7 @@ class Manifest:
     spans: Mapping[str, Span] | None = None
 
     def identity(self, rank: int) -> dict[str, str]:
-        """What the file of ``rank`` says of itself in its header."""
+        """The values in the header of the file of ``rank`` that identify the save and the rank."""
         return {
             "format": FORMAT,
             "version": str(VERSION),
@@ -147,12 +164,12 @@ class Manifest:
 
 
 def file_name(rank: int, world_size: int) -> str:
-    """``rank-00000-of-00008.safetensors``."""
+    """The name of a rank's file, such as ``rank-00000-of-00008.safetensors``."""
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def parameter_key(name: str) -> str:
-    """Under which a piece of a parameter is stored in a rank's file."""
+    """The key of a piece of a parameter in a rank's file."""
     return f"parameter/{name}"
 
 
@@ -199,32 +216,33 @@ def _sealed(body: bytes) -> bytes:
 
 
 def with_files(data: bytes, files: Iterable[FileRecord], label: str) -> bytes:
-    """The bytes of a manifest that :func:`dump_manifest` made when its files were not known, with
-    them. Raises as :func:`load_manifest` does."""
+    """Adds file records to the bytes of a manifest without any. Raises as :func:`load_manifest`."""
     body = read_json(_body(data, label), label)
     if not isinstance(body, dict) or body.get("files") != []:
-        raise InvalidMetadataError(f"{label}: is no manifest without files")
+        raise InvalidMetadataError(f"{label}: is not a manifest with an empty list of files")
     return _sealed(write_json({**body, "files": dump_files(files)}))
 
 
 def is_begun(store: Store, path: str) -> bool:
-    """Whether a file begins as a manifest does: worth reading, however large."""
+    """Whether a file begins like a manifest. Checked before a large file is read."""
     return store.size(path) >= len(_HEAD) and read(store, path, 0, len(_HEAD)) == _HEAD
 
 
 def is_ended(store: Store, path: str) -> bool:
-    """Whether a file ends as a manifest does, and nowhere before its end: all of it was written.
-    For stores that show files while they are being written."""
+    """Whether a file ends like a manifest, so that it was written completely.
+
+    Needed for stores that show files while they are being written.
+    """
     size = store.size(path)
     return size >= len(_TAIL) and read(store, path, size - len(_TAIL), size) == _TAIL
 
 
 def load_manifest(data: bytes, label: str) -> Manifest:
-    """The reverse of :func:`dump_manifest`.
+    """Reads the bytes of a manifest file, which :func:`dump_manifest` wrote.
 
     Raises:
-        CorruptFileError: the bytes are not those that were written.
-        InvalidMetadataError: they are, but are no manifest that this version knows.
+        CorruptFileError: the bytes do not match the digest.
+        InvalidMetadataError: a field is missing or not valid, or the version is unknown.
     """
     described = fields.Fields(read_json(_body(data, label), label), label)
     described.require_format(FORMAT, VERSION)
@@ -232,15 +250,15 @@ def load_manifest(data: bytes, label: str) -> Manifest:
 
 
 def _body(data: bytes, label: str) -> bytes:
-    """What the digest is of, compared with it."""
+    """The JSON object of a manifest, after a check of its digest."""
     begin = len(_HEAD) + _DIGEST
     body = data[begin + len(_MIDDLE) : -len(_TAIL)]
     found = data[: len(_HEAD)], data[begin : begin + len(_MIDDLE)], data[-len(_TAIL) :]
-    whole = found == (_HEAD, _MIDDLE, _TAIL) and len(data) > begin + len(_MIDDLE) + len(_TAIL)
-    if not whole or digest(body).encode() != data[len(_HEAD) : begin]:
+    complete = found == (_HEAD, _MIDDLE, _TAIL) and len(data) > begin + len(_MIDDLE) + len(_TAIL)
+    if not complete or digest(body).encode() != data[len(_HEAD) : begin]:
         raise CorruptFileError(
-            f"{label}: its bytes are not those that were saved (truncated, changed, or no "
-            "manifest); use another checkpoint"
+            f"{label}: its bytes are not those that were saved (truncated, changed, or not a "
+            "manifest). Use another checkpoint."
         )
     return body
 
@@ -253,10 +271,10 @@ def _manifest(found: fields.Fields) -> Manifest:
     names = [n for t in [*parameters.values(), *buffers.values()] for n in t.names]
     count = len(found.objects("parameters")) + len(found.objects("buffers"))
     if len(set(names)) != len(names) or count != len(parameters) + len(buffers):
-        found.fail("a name of a parameter or buffer stands twice")
+        found.fail("two parameters or buffers have the same name")
     files = load_files(found, world_size)
     if len(files) != world_size:
-        found.fail(f"lists {len(files)} files of {world_size} ranks")
+        found.fail(f"lists {len(files)} files, expected one for each of {world_size} ranks")
     optimizer = found.optional("optimizer")
     extra_state = found.json("extra_state")
     if extra_state is not None and not isinstance(extra_state, dict):
@@ -288,7 +306,10 @@ def _spans(found: fields.Fields, parameters: Mapping[str, Tensor]) -> dict[str, 
         if not isinstance(numbers, list) or len(numbers) != 4:
             found.fail(f"the span of {name!r:.120} is {numbers!r:.80}, expected four numbers")
         if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) or 0 in numbers[1:3]:
-            found.fail(f"the span of {name!r:.120} is {numbers!r:.80}, which is none")
+            found.fail(
+                f"the span of {name!r:.120} is {numbers!r:.80}, expected numbers from 0, and step "
+                "and chunk from 1"
+            )
         spans[name] = Span(*numbers)
     return spans
 
@@ -304,7 +325,7 @@ def _tensor(found: fields.Fields) -> Tensor:
 
 
 def dump_files(files: Iterable[FileRecord]) -> list[dict[str, Any]]:
-    """What a manifest says of the ranks' files."""
+    """The ``files`` field of a manifest."""
     return [
         {"name": f.name, "size": f.size, "chunk": f.chunk, "digests": "".join(f.digests)}
         for f in files
@@ -312,28 +333,34 @@ def dump_files(files: Iterable[FileRecord]) -> list[dict[str, Any]]:
 
 
 def load_files(found: fields.Fields, world_size: int) -> tuple[FileRecord, ...]:
-    """The reverse, of the field ``files``; by rank, perhaps not of all."""
+    """Reads the field ``files``: the records of all ranks, or of the first ones, in rank order."""
     return tuple(
         load_file(each, rank, world_size) for rank, each in enumerate(found.objects("files"))
     )
 
 
 def load_file(found: fields.Fields, rank: int, world_size: int) -> FileRecord:
-    """One of :func:`dump_files`, which is of ``rank``."""
+    """Reads the file record of ``rank``, one element of :func:`dump_files`."""
     name, size, digests = found.text("name"), found.whole("size"), found.text("digests")
     if name != file_name(rank, world_size):
-        found.fail(f"file of rank {rank} is called {name!r:.80}, not {file_name(rank, world_size)}")
+        found.fail(
+            f"the file of rank {rank} is called {name!r:.80}, expected "
+            f"{file_name(rank, world_size)}"
+        )
     chunk = found.whole("chunk", least=1)
     if chunk != chunk_bytes(size):
         found.fail(f"{name}: chunk is {chunk}, expected {chunk_bytes(size)} for {size} bytes")
     if len(digests) != _DIGEST * math.ceil(size / chunk):
-        found.fail(f"{name}: has digests of {len(digests) // _DIGEST} chunks for {size} bytes")
+        found.fail(
+            f"{name}: has digests of {len(digests) // _DIGEST} chunks, expected "
+            f"{math.ceil(size / chunk)} for {size} bytes"
+        )
     each = tuple(digests[i : i + _DIGEST] for i in range(0, len(digests), _DIGEST))
     return FileRecord(name, size, chunk, each)
 
 
 def dump_groups(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer without its state."""
+    """The class and the groups of the optimizer, as in a manifest."""
     return {
         "kind": optimizer.kind,
         "groups": [
@@ -354,11 +381,11 @@ def _optimizer(found: fields.Fields, parameters: Mapping[str, Tensor]) -> Optimi
     for group in groups:
         for name in group.options:
             if name in NOT_OPTIONS:
-                found.fail(f"an option of a parameter group is called {name!r}")
+                found.fail(f"an option of a parameter group is called {name!r}, a reserved name")
     state = {name: _state(each) for name, each in found.child("state").children().items()}
     for name in [*grouped, *state]:
         if name not in parameters:
-            found.fail(f"the optimizer speaks of {name!r:.120}, which is no parameter")
+            found.fail(f"the optimizer has {name!r:.120}, which is not a parameter")
     return Optimizer(found.text("kind"), groups, state)
 
 
@@ -367,9 +394,9 @@ def _state(found: fields.Fields) -> State:
     sharded = {key: dtypes.dtype(key) for key in dtypes}
     for key in sharded:
         if "/" in key:
-            found.fail(f"state {key!r:.80} has a slash in its name")
+            found.fail(f"the key {key!r:.80} of optimizer state has a slash")
     single = found.mapping("single")
     for key in single:
         if key in sharded:
-            found.fail(f"state {key!r:.80} is sharded and single at once")
+            found.fail(f"the optimizer state {key!r:.80} is listed as both sharded and single")
     return State(sharded, single)

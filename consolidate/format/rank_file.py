@@ -1,4 +1,4 @@
-"""One rank's file: writing it tensor by tensor, and reading parts of it, every byte checked."""
+"""Writes the file of one rank, tensor by tensor, and reads parts of it with checks of digests."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .digests import ChunkDigests, chunk_bytes, digest
 from .dtypes import DTYPES, tensor_bytes
 from .store import Store
 
-# Bytes written or copied to the host at a time.
+# Bytes that are written at a time.
 PIECE_BYTES = 1 << 24
-# Of chunks that were read for a part of them, kept in case the next read wants more.
+# Default size of the cache of chunks that were read for a part of them.
 CACHED_BYTES = 1 << 25
-# The same of a checkpoint of many files.
+# Maximum size of that cache for a checkpoint with many files.
 MOST_CACHED_BYTES = 1 << 29
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest knows of a file. chunk: bytes that one of ``digests`` is of."""
+    """The description of a file in the manifest. ``chunk``: number of bytes for each digest."""
 
     name: str
     size: int
@@ -37,8 +37,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor to be written. value: gives it, one-dimensional or of ``shape``, when it is its
-    turn; called once."""
+    """A tensor to be written.
+
+    Attributes:
+        value: returns the tensor, one-dimensional or with ``shape``. It is called once, when the
+            tensor is written.
+    """
 
     key: str
     dtype: str
@@ -51,7 +55,7 @@ class Item:
 
 
 class Sized(Protocol):
-    """A tensor to be written, however it is described."""
+    """A tensor to be written, of which only the item size matters."""
 
     @property
     def itemsize(self) -> int: ...
@@ -60,10 +64,11 @@ class Sized(Protocol):
 def write_file(
     store: Store, path: str, items: Iterable[Item], metadata: Mapping[str, str]
 ) -> FileRecord:
-    """Writes a safetensors file; durable when this returns. Memory: one tensor at a time.
+    """Writes a safetensors file, durable when this returns. Memory: one tensor at a time.
 
     Raises:
-        OutputError: it cannot be written. What is there of it is left to the caller.
+        OutputError: the file cannot be written. The caller must remove the incomplete file.
+        ShardMismatchError: a tensor changed its dtype or size during the save.
     """
     items = widest_first(items)
 
@@ -72,8 +77,9 @@ def write_file(
             value = item.value().detach().cpu().reshape(-1)
             if (value.dtype, value.numel()) != (DTYPES[item.dtype], math.prod(item.shape)):
                 raise ShardMismatchError(
-                    f"{path}: {item.key!r:.120} is {value.dtype} of {value.numel()} elements, "
-                    f"expected {item.dtype} {list(item.shape)}: it changed during the save"
+                    f"{path}: {item.key!r:.120} is {value.dtype} with {value.numel()} elements, "
+                    f"expected {item.dtype} {list(item.shape)}: it changed during the save. Do not "
+                    "change the model while it is saved."
                 )
             view = tensor_bytes(value)
             for begin in range(0, len(view), PIECE_BYTES):
@@ -87,7 +93,7 @@ T = TypeVar("T", bound=Sized)
 
 
 def widest_first(tensors: Iterable[T]) -> list[T]:
-    """In an order in which every tensor of the file begins at a multiple of its own item size."""
+    """Sorts tensors by item size, largest first, so that each begins at a multiple of its size."""
     return sorted(tensors, key=lambda tensor: -tensor.itemsize)
 
 
@@ -98,8 +104,11 @@ def write_pieces(
     metadata: Mapping[str, str],
     feed: Callable[[Callable[[memoryview], None]], None],
 ) -> FileRecord:
-    """The file of ``tensors`` (name, dtype, shape), the bytes of which ``feed`` hands, in order, to
-    the function that it is given. Durable when this returns; errors as :func:`write_file`."""
+    """Writes a file of ``tensors`` (name, dtype, shape), durable when this returns.
+
+    ``feed`` is called with a function, to which it must pass all bytes of the tensors in order.
+    Raises as :func:`write_file`.
+    """
     container, header = layout(tensors, metadata)
     digests = ChunkDigests(chunk_bytes(container.size))
     output = store.create(path)
@@ -120,9 +129,9 @@ def write_pieces(
 
 
 class ChunkCache:
-    """Chunks of some files, the least recently used ones forgotten; at least one is kept.
+    """A cache of chunks of files. It evicts the least recently used ones, but keeps at least one.
 
-    Threads may share one.
+    Several threads may use one cache.
     """
 
     def __init__(self, limit: int = CACHED_BYTES):
@@ -147,12 +156,12 @@ class ChunkCache:
 
 
 class CheckedFile:
-    """A file whose bytes are compared with the digests of its record as they are read.
+    """A file whose bytes are compared with the digests of its record when they are read.
 
-    ``cache`` may be shared by several files, so that many of them take no more than one.
+    Several files may share a ``cache``, which then limits their total memory.
 
     Raises:
-        CorruptFileError: size or bytes are not those of the record.
+        CorruptFileError: the size or the bytes differ from the record.
     """
 
     def __init__(
@@ -165,21 +174,21 @@ class CheckedFile:
         self._container: Container | None = None
         size = store.size(path)
         if size != record.size:
-            kind = "truncated" if size < record.size else "something was appended"
+            kind = "it is truncated" if size < record.size else "bytes were appended"
             raise CorruptFileError(
-                f"{path}: has {size} bytes, the manifest says {record.size}: {kind}; "
-                "use another checkpoint"
+                f"{path}: has {size} bytes, but the manifest says {record.size}: {kind}. "
+                "Use another checkpoint."
             )
 
     @property
     def container(self) -> Container:
-        """Its header; read when first asked for."""
+        """The header of the file. It is read at the first access."""
         if self._container is None:
             self._container = read_container(self._bytes, self.record.size, self.path)
         return self._container
 
     def read_into(self, begin: int, out: memoryview) -> None:
-        """Fills ``out`` with the bytes from ``begin``, having checked the chunks they are in."""
+        """Fills ``out`` with the bytes from ``begin``, after a check of the chunks they are in."""
         chunk, done = self.record.chunk, 0
         while done < len(out):
             at = begin + done
@@ -198,21 +207,24 @@ class CheckedFile:
                 done += len(part)
 
     def read(self, key: str, begin: int, end: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Elements ``begin .. end`` of a tensor, one-dimensional; in ``out``, if it is given."""
+        """Reads the elements ``begin .. end`` of a flattened tensor, into ``out`` if given."""
         if out is None:
             out = torch.empty(end - begin, dtype=DTYPES[self.container.entries[key].dtype])
         self.read_to(out, key, begin)
         return out
 
     def read_to(self, out: torch.Tensor, key: str, begin: int) -> None:
-        """The same from ``begin`` on into ``out``, contiguous, one-dimensional and of its dtype."""
+        """Fills ``out`` with the elements of a tensor from ``begin``.
+
+        ``out`` must be contiguous and one-dimensional, with the dtype of the tensor.
+        """
         entry = self.container.entries[key]
         assert out.dtype is DTYPES[entry.dtype] and begin + out.numel() <= entry.numel, key
         if out.numel():
             self.read_into(entry.begin + begin * entry.itemsize, tensor_bytes(out))
 
     def verify(self, progress: Callable[[int], None] = lambda count: None) -> None:
-        """Checks every byte. ``progress`` is told how many at a time."""
+        """Checks every byte. ``progress`` is called with the number of bytes of each step."""
         buffer = memoryview(bytearray(min(self.record.chunk, self.record.size)))
         for number in range(len(self.record.digests)):
             begin = number * self.record.chunk
@@ -238,5 +250,5 @@ class CheckedFile:
             begin = number * self.record.chunk
             raise CorruptFileError(
                 f"{self.path}: bytes {begin} to {begin + len(data)} are not those that were "
-                "saved (their digest differs from the manifest's); use another checkpoint"
+                "saved (their digest differs from the manifest). Use another checkpoint."
             )

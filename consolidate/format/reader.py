@@ -1,6 +1,6 @@
-"""A checkpoint, opened: any part of any tensor, whatever ranks hold it, all of it checked.
+"""Reads any range of any tensor of a checkpoint, from the files of all ranks, and checks it.
 
-The file of each rank is known to belong to the manifest beside it, and to fit it.
+Opening the file of a rank checks that it belongs to the manifest and matches it.
 """
 
 from __future__ import annotations
@@ -45,36 +45,42 @@ from .store import Store, join, open_store, read
 from .strict import read_json
 
 _RANK_FILE = re.compile(r"rank-\d+-of-\d+\..*")
-# begin, end, rank: the elements of a tensor that a rank holds.
+# begin, end, rank: the range of elements of a tensor that a rank stores.
 Piece = tuple[int, int, int]
 
 
 def _cached_bytes(files: Iterable[FileRecord]) -> int:
-    """How much to keep of chunks that were read for a part of them: one of each file, or tensors
-    that are read one after the other would have every chunk read for each. Only what is read."""
+    """Size of the cache of chunks: enough for one chunk of each file, within limits.
+
+    A smaller cache would read a chunk again for each tensor in it, when tensors are read one after
+    the other.
+    """
     each = sum(min(file.chunk, file.size) for file in files)
     return min(max(each, CACHED_BYTES), MOST_CACHED_BYTES)
 
 
 class ShardedCheckpoint:
-    """One checkpoint, read-only. Opening reads the manifest and the names in the folder.
+    """One checkpoint, read-only. Opening it reads the manifest and the names in the folder.
 
     Raises:
-        CheckpointNotFoundError, IncompleteCheckpointError: there is none.
+        CheckpointNotFoundError, IncompleteCheckpointError: there is no checkpoint at the path.
         CorruptFileError, InvalidMetadataError: the manifest is damaged.
-        MissingRankError, MixedSaveError: files are missing, or too many.
+        MissingRankError, MixedSaveError: a file is missing, or is of another save.
     """
 
     def __init__(self, path: Any, store: Store | None = None):
-        """``store``: where ``path`` is the folder of a checkpoint, and of nothing else."""
+        """``store``: if given, ``path`` is the folder of a checkpoint in this store."""
         found: tuple[Store, str] = folders.resolve(path) if store is None else (store, path)
         self.store, self.folder = found
         label = join(self.folder, manifest.NAME)
         size = self.store.size(label)
         if size > manifest.MAX_BYTES:
-            raise CorruptFileError(f"{label}: has {size} bytes, more than any manifest")
+            raise CorruptFileError(
+                f"{label}: has {size} bytes, a manifest has at most {manifest.MAX_BYTES}. Use "
+                "another checkpoint."
+            )
         if not manifest.is_begun(self.store, label):
-            raise CorruptFileError(f"{label}: is no manifest; use another checkpoint")
+            raise CorruptFileError(f"{label}: is not a manifest. Use another checkpoint.")
         self.manifest = load_manifest(read(self.store, label, 0, size), label)
         self._files: dict[int, RankFile] = {}
         self._cache = ChunkCache(_cached_bytes(self.manifest.files))
@@ -83,8 +89,8 @@ class ShardedCheckpoint:
         place = folders.place_of(self.folder.rpartition("/")[2])
         if place is not None and place.step != self.manifest.step:
             raise MixedSaveError(
-                f"{label}: is of step {self.manifest.step}, but its folder says {place.step}: it "
-                "was renamed, or files were exchanged"
+                f"{label}: is of step {self.manifest.step}, but its folder is named after step "
+                f"{place.step}. The folder was renamed, or files were exchanged."
             )
         self._require_exact_files()
 
@@ -94,31 +100,32 @@ class ShardedCheckpoint:
         missing = sorted(set(expected) - found)
         if missing:
             raise MissingRankError(
-                f"{join(self.folder, missing[0])}: is missing; the manifest lists "
-                f"{len(expected)} files, {len(missing)} of which are not there"
+                f"{join(self.folder, missing[0])}: is missing. The manifest lists "
+                f"{len(expected)} files, and {len(missing)} of them do not exist. Copy all files "
+                "of the checkpoint."
             )
         more = sorted(found - set(expected))
         if more:
             raise MixedSaveError(
-                f"{join(self.folder, more[0])}: is not listed in the manifest, which is of "
-                f"{self.manifest.world_size} ranks; it belongs to another save"
+                f"{join(self.folder, more[0])}: is not listed in the manifest of "
+                f"{self.manifest.world_size} ranks. It belongs to another save: remove it."
             )
 
     def file(self, rank: int) -> RankFile:
-        """The file of a rank, its header read and checked."""
+        """The file of a rank, after a check of its header."""
         if rank not in self._files:
             self._files[rank] = RankFile(self.store, self.folder, self.manifest, rank, self._cache)
         return self._files[rank]
 
     def files(self) -> Iterator[RankFile]:
-        """All of them, by rank."""
+        """The files of all ranks, in rank order."""
         return (self.file(rank) for rank in range(self.manifest.world_size))
 
     def pieces(self, name: str) -> list[Piece]:
-        """Who holds which elements of a parameter, in order; every element exactly once.
+        """The pieces of a parameter in order. They cover every element exactly once.
 
         Raises:
-            CoverageError: not so, for any parameter of the checkpoint.
+            CoverageError: an element of any parameter is missing or stored twice.
         """
         if self._pieces is None:
             self._pieces = self._all_pieces()
@@ -136,15 +143,16 @@ class ShardedCheckpoint:
             end = 0
             for begin, until, rank in sorted(pieces[name]):
                 if begin != end:
-                    what = "nobody holds" if begin > end else "two ranks hold"
+                    what = "no rank has" if begin > end else "two ranks have"
                     raise CoverageError(
                         f"{self.file(rank).path}: {what} elements {min(begin, end)} to "
-                        f"{max(begin, end)} of parameter {name!r}"
+                        f"{max(begin, end)} of parameter {name!r}. Use another checkpoint."
                     )
                 end = until
             if end != tensor.numel:
                 raise CoverageError(
-                    f"{self.folder}: nobody holds elements {end} to {tensor.numel} of {name!r}"
+                    f"{self.folder}: no rank has elements {end} to {tensor.numel} of parameter "
+                    f"{name!r}. Use another checkpoint."
                 )
             pieces[name].sort()
         self._require_state(pieces)
@@ -155,19 +163,23 @@ class ShardedCheckpoint:
         return pieces
 
     def _holders(self, name: str, begin: int, end: int) -> Iterator[tuple[int, int, RankFile]]:
-        """The files that hold elements ``begin .. end`` of a parameter, and which they hold."""
+        """The files that have elements in the range ``begin .. end`` of a parameter.
+
+        Yields the range of the piece in each file, which may be larger, and the file.
+        """
         spans, numel = self.manifest.spans, self.manifest.parameters[name].numel
         if spans is not None and self._pieces is None:
             for low, high, rank in spans[name].held(numel, begin, end):
                 if rank >= self.manifest.world_size:
                     raise CoverageError(
-                        f"{join(self.folder, manifest.NAME)}: says that rank {rank} of "
-                        f"{self.manifest.world_size} holds elements {low} to {high} of {name!r}"
+                        f"{join(self.folder, manifest.NAME)}: says that rank {rank} has elements "
+                        f"{low} to {high} of {name!r}, but there are {self.manifest.world_size} "
+                        "ranks. Use another checkpoint."
                     )
                 yield low, high, self._stated(rank)
             return
         pieces = self.pieces(name)
-        # The first of interest is the one that `begin` lies in.
+        # Start at the piece that has the element `begin`.
         first = max(bisect_right(pieces, begin, key=lambda piece: piece[0]) - 1, 0)
         for low, high, rank in pieces[first:]:
             if low >= end:
@@ -175,7 +187,7 @@ class ShardedCheckpoint:
             yield low, high, self.file(rank)
 
     def _stated(self, rank: int) -> RankFile:
-        """The file of a rank, known to hold what the manifest's spans say; no other is opened."""
+        """The file of a rank, after a check that it has the elements that the spans say."""
         file = self.file(rank)
         if rank not in self._as_stated:
             assert self.manifest.spans is not None
@@ -184,8 +196,8 @@ class ShardedCheckpoint:
                 found = file.begins.get(name, 0), file.length(name)
                 if found != (begin, end - begin):
                     raise CoverageError(
-                        f"{file.path}: holds {found[1]} elements of {name!r} from {found[0]} on, "
-                        f"the manifest says {end - begin} from {begin} on"
+                        f"{file.path}: has {found[1]} elements of {name!r} from {found[0]}, but "
+                        f"the manifest says {end - begin} from {begin}. Use another checkpoint."
                     )
             mine = {name: [(0, 0, rank)] for name in self.manifest.parameters if file.length(name)}
             self._require_state(mine)
@@ -194,7 +206,7 @@ class ShardedCheckpoint:
         return file
 
     def _require_state(self, pieces: dict[str, list[Piece]]) -> None:
-        """Whoever holds a piece of a parameter holds the same of its state."""
+        """Checks that each rank with a piece of a parameter has its optimizer state too."""
         optimizer = self.manifest.optimizer
         for name, state in optimizer.state.items() if optimizer is not None else ():
             for key in state.sharded:
@@ -202,32 +214,34 @@ class ShardedCheckpoint:
                     if state_key(key, name) not in self.file(rank).container.entries:
                         raise CoverageError(
                             f"{self.file(rank).path}: has a piece of {name!r}, but not of its "
-                            f"optimizer state {key!r}"
+                            f"optimizer state {key!r}. Use another checkpoint."
                         )
 
     def _require_buffers(self, files: Iterable[RankFile]) -> None:
-        """Every rank has all of them, each its own."""
+        """Checks that each file has all buffers."""
         for file in files:
             for name in self.manifest.buffers:
                 if buffer_key(name) not in file.container.entries:
-                    raise ShardMismatchError(f"{file.path}: lacks buffer {name!r}")
+                    raise ShardMismatchError(
+                        f"{file.path}: lacks buffer {name!r}. Use another checkpoint."
+                    )
 
     def read_parameter(
         self, name: str, begin: int, end: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Elements ``begin .. end`` of a parameter, one-dimensional, in its dtype.
+        """Reads the elements ``begin <= i < end`` of a flattened parameter, in its dtype.
 
-        With ``out`` (contiguous, of that dtype and as many elements) they are put there.
+        ``out``: a contiguous one-dimensional tensor of that dtype and size to fill.
         """
         return self._read(None, name, begin, end, self.manifest.parameters[name].dtype, out)
 
     def read_state(
         self, key: str, name: str, begin: int, end: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The same of a sharded optimizer state."""
+        """Reads elements of a sharded optimizer state, like :meth:`read_parameter`."""
         optimizer = self.manifest.optimizer
         if optimizer is None:
-            raise ValueError(f"{self.folder}: holds no optimizer, hence no state {key!r}")
+            raise ValueError(f"{self.folder}: has no optimizer, so it has no state {key!r}")
         return self._read(key, name, begin, end, optimizer.state[name].sharded[key], out)
 
     def _read(
@@ -241,15 +255,17 @@ class ShardedCheckpoint:
     ) -> torch.Tensor:
         count = self.manifest.parameters[name].numel
         if not 0 <= begin <= end <= count:
-            raise ValueError(f"{name!r} has {count} elements, not {begin} to {end}")
+            raise ValueError(f"{name!r} has {count} elements, so {begin} to {end} is not a range")
         if out is None:
             out = torch.empty(end - begin, dtype=DTYPES[dtype])
         self.read_to(out, state, name, begin)
         return out
 
     def read_to(self, out: torch.Tensor, state: str | None, name: str, begin: int) -> None:
-        """Fills ``out``, contiguous and one-dimensional, with elements of a parameter, or of its
-        ``state``, from ``begin`` on."""
+        """Fills ``out`` with the elements of a parameter, or of its ``state``, from ``begin``.
+
+        ``out`` must be contiguous and one-dimensional.
+        """
         key = parameter_key(name) if state is None else state_key(state, name)
         end = begin + out.numel()
         for low, high, file in self._holders(name, begin, end):
@@ -258,18 +274,20 @@ class ShardedCheckpoint:
                 file.read_to(out[start - begin : stop - begin], key, start - low)
 
     def read_buffer(self, name: str, rank: int = 0) -> torch.Tensor:
-        """A whole buffer as ``rank`` had it."""
+        """Reads a buffer with the values of ``rank``."""
         tensor = self.manifest.buffers[name]
         key = buffer_key(name)
         if key not in self.file(rank).container.entries:
-            raise ShardMismatchError(f"{self.file(rank).path}: lacks buffer {name!r}")
+            raise ShardMismatchError(
+                f"{self.file(rank).path}: lacks buffer {name!r}. Use another checkpoint."
+            )
         return self.file(rank).read(key, 0, tensor.numel).reshape(tensor.shape)
 
     def verify(self, progress: Callable[[int], None] = lambda count: None) -> None:
-        """Checks every byte of every file, and that all tensors are there.
+        """Checks every byte of every file, and that no tensor is missing.
 
         Raises:
-            CheckpointError: one of its subclasses, naming the file.
+            CheckpointError: a subclass of it; the message names the file.
         """
         for file in self.files():
             file.verify(progress)
@@ -281,21 +299,20 @@ class ShardedCheckpoint:
 
 
 def latest_checkpoint(path: Any, step: int | None = None) -> str | None:
-    """The newest complete checkpoint in the folder ``path``, ``None`` if there is none.
+    """Returns the path of the newest complete checkpoint in the folder ``path``.
 
-    With ``step``, the last that was saved of that step. Looks at manifests, names and sizes, not at
-    every byte; loading does that.
+    Returns ``None`` if there is none. With ``step``, it is the last save of that step. This checks
+    manifests, names and sizes. It does not check every byte; loading does.
 
     Raises:
-        CheckpointError: the newest one claims to be complete but is damaged; remove its folder to
-            go back to the one before.
+        CheckpointError: the newest checkpoint is damaged. Remove its folder to use the one before.
     """
     store, root = open_store(path)
     while True:
         place = folders.newest(store, root, step)
         if place is None:
             return None
-        # As the caller wrote it: the store's own path has no protocol.
+        # Extend the path of the caller: the path inside the store has no protocol.
         found = join(os.fsdecode(path).rstrip("/") or "/", place.name)
         try:
             checkpoint = ShardedCheckpoint(found)
@@ -308,10 +325,10 @@ def latest_checkpoint(path: Any, step: int | None = None) -> str | None:
 
 
 class RankFile(CheckedFile):
-    """The file of one rank, known to belong to the manifest.
+    """The file of one rank. Opening it checks that it belongs to the manifest.
 
     Attributes:
-        begins: by parameter, the first of its elements that the rank holds.
+        begins: for each parameter, the index of the first element that the rank stores.
     """
 
     def __init__(
@@ -324,8 +341,8 @@ class RankFile(CheckedFile):
             found = self.container.metadata.get(key)
             if found != expected:
                 raise MixedSaveError(
-                    f"{self.path}: says it is of {key} {found!r:.60}, the manifest beside it is of "
-                    f"{key} {expected!r}"
+                    f"{self.path}: its header has {key} {found!r:.60}, but the manifest in the "
+                    f"same folder has {key} {expected!r}. The file belongs to another save."
                 )
         self.begins: dict[str, int] = self._read_begins(whole)
         for key, entry in self.container.entries.items():
@@ -340,14 +357,16 @@ class RankFile(CheckedFile):
             elif kind == "buffer":
                 self._require_buffer(key, entry, whole.buffers.get(rest))
             elif kind != "rank":
-                raise InvalidMetadataError(f"{self.path}: holds {key!r:.120}, of no known kind")
+                raise InvalidMetadataError(
+                    f"{self.path}: has {key!r:.120}, expected parameter/, state/, buffer/ or rank/"
+                )
 
     def has(self, key: str) -> bool:
-        """Whether there is a tensor ``key``."""
+        """Whether the file has a tensor ``key``."""
         return key in self.container.entries
 
     def length(self, name: str) -> int:
-        """How many elements of a parameter the rank holds."""
+        """Number of elements of a parameter that the rank stores."""
         entry = self.container.entries.get(parameter_key(name))
         return 0 if entry is None else entry.numel
 
@@ -356,7 +375,9 @@ class RankFile(CheckedFile):
         if not isinstance(begins, dict) or not all(
             type(n) is int and n >= 0 and name in whole.parameters for name, n in begins.items()
         ):
-            raise InvalidMetadataError(f"{self.path}: does not say where its pieces begin")
+            raise InvalidMetadataError(
+                f"{self.path}: its header has no valid 'begins', the first element of each piece"
+            )
         return begins
 
     def _dtype(self, whole: Manifest, name: str, state: str) -> str | None:
@@ -366,22 +387,24 @@ class RankFile(CheckedFile):
 
     def _require(self, key: str, entry: Entry, tensor: Tensor | None, dtype: str | None) -> None:
         if tensor is None or dtype is None:
-            raise ShardMismatchError(f"{self.path}: holds {key!r:.120}, unknown to the manifest")
+            raise ShardMismatchError(f"{self.path}: has {key!r:.120}, unknown to the manifest")
         if entry.dtype != dtype:
             raise ShardMismatchError(
-                f"{self.path}: {key!r:.120} is {entry.dtype}, the manifest says {dtype}"
+                f"{self.path}: {key!r:.120} is {entry.dtype}, but the manifest says {dtype}"
             )
         begin, length = self.begins.get(tensor.name, 0), self.length(tensor.name)
         if len(entry.shape) != 1 or entry.numel != length or begin + length > tensor.numel:
             raise CoverageError(
-                f"{self.path}: {key!r:.120} of shape {list(entry.shape)} from element {begin} does "
-                f"not fit into {list(tensor.shape)}"
+                f"{self.path}: {key!r:.120} has shape {list(entry.shape)} from element {begin}, "
+                f"which does not fit into a tensor of shape {list(tensor.shape)}"
             )
 
     def _require_buffer(self, key: str, entry: Entry, tensor: Tensor | None) -> None:
         if tensor is None or (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
-            expected = "nothing of it" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            expected = "no such buffer"
+            if tensor is not None:
+                expected = f"{tensor.dtype} {list(tensor.shape)}"
             raise ShardMismatchError(
-                f"{self.path}: {key!r:.120} is {entry.dtype} {list(entry.shape)}, "
+                f"{self.path}: {key!r:.120} is {entry.dtype} {list(entry.shape)}, but "
                 f"the manifest says {expected}"
             )

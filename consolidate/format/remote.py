@@ -1,8 +1,8 @@
-"""Object stores and everything else that fsspec opens: ``gs://``, ``s3://``, ``memory://``.
+"""A store on an object store, or on any file system of fsspec: ``gs://``, ``s3://``, ``memory://``.
 
-An object appears whole when its writing is closed, and cannot be renamed in one step. What such a
-store answers is not believed: names are used as names in the folder that was asked for, and the
-length of what it hands over is compared with what was wanted.
+An object appears completely when its file is closed, and cannot be renamed in one step. Answers of
+the store are not trusted: only the last part of a listed name is used, and the length of the data
+is compared with the requested length.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..errors import CheckpointNotFoundError, OutputError, UnreadableFileError, 
 
 T = TypeVar("T")
 
-# Clients try again by themselves, for minutes.
+# Limit for one request. Clients retry automatically, for minutes.
 _SECONDS_VARIABLE, _SECONDS = "XLA_FSDP_STORE_SECONDS", 600.0
-_SLOWEST = 1 << 20  # bytes a second, which large reads are given on top
+_SLOWEST = 1 << 20  # bytes per second; the limit of a read is increased by its size over this
 _USER = re.compile(r"(?<=://)[^/\s?#@]*@")
 _QUERY = re.compile(r"(\w+://[^\s?#'\"]*)\?[^\s'\")]*")
 
@@ -39,17 +39,18 @@ class RemoteStore:
 
     @classmethod
     def open(cls, url: str, label: str) -> tuple[RemoteStore, str]:
-        """The store of a URL, and the path there.
+        """Opens the store of a URL. Returns it and the path inside the store.
 
         Raises:
             ValueError: no package for this protocol is installed, or the URL is malformed.
+            UnreadableFileError: the client library failed, for example without credentials.
         """
         try:
-            # Listings are asked for anew each time: other ranks write, too.
+            # No cache of listings, because other ranks write too.
             files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError, TypeError) as error:
             raise ValueError(f"{label} {_shown(url)!r} cannot be opened: {error}") from error
-        except Exception as error:  # of the client: no credentials, no network
+        except Exception as error:  # from the client library: no credentials, no network
             raise UnreadableFileError(
                 f"{_shown(url)}: cannot be opened: {type(error).__name__}: {_reason(error)}"
             ) from error
@@ -68,7 +69,7 @@ class RemoteStore:
             if about["type"] != "file":
                 raise IsADirectoryError(f"is a {about['type']}, expected a file")
             if type(about["size"]) is not int:
-                raise TypeError(f"the store says it has {about['size']!r:.40} bytes")
+                raise TypeError(f"the store reports a size of {about['size']!r:.40}")
             return int(about["size"])
 
         return self._asked(path, ask)
@@ -80,12 +81,13 @@ class RemoteStore:
         data = self._asked(path, lambda: self._bytes(path, begin, end), len(out) / _SLOWEST)
         if len(data) > len(out):
             raise UnreadableFileError(
-                f"{self.url(path)}: the store sent {len(data)} bytes where {len(out)} were asked "
-                "for: it does not know how to send a part of a file"
+                f"{self.url(path)}: the store sent {len(data)} bytes, but {len(out)} were "
+                "requested: it cannot send a part of a file. Use another store."
             )
         if len(data) < len(out):
             raise UnreadableFileError(
-                f"{self.url(path)}: ends at byte {begin + len(data)}, expected {end} or more"
+                f"{self.url(path)}: ends at byte {begin + len(data)}, expected at least {end} "
+                "bytes: it is truncated"
             )
         out[:] = data
 
@@ -99,7 +101,7 @@ class RemoteStore:
         def ask() -> list[str]:
             self.files.invalidate_cache()
             found = self.files.ls(path, detail=False)
-            # The last part of what leads elsewhere is a name in this folder, or none of ours.
+            # Use only the last part: a path outside this folder becomes a name inside it.
             return [name.rstrip("/").rpartition("/")[2] for name in found]
 
         try:
@@ -115,13 +117,13 @@ class RemoteStore:
         return self._asked(path, ask)
 
     def _asked(self, path: str, ask: Callable[[], T], more: float = 0.0) -> T:
-        """``ask()``, whose errors name the file, and which ends: a store may hang."""
+        """Calls ``ask()`` with a time limit, because a store may hang. Errors name the file."""
         with _reading(path, self):
             seconds = _seconds() + more
             try:
                 return _within(seconds, ask)
             except TimeoutError as error:
-                raise TimeoutError(f"{error} ({_SECONDS_VARIABLE} states another limit)") from error
+                raise TimeoutError(f"{error} ({_SECONDS_VARIABLE} sets another limit)") from error
 
     def make_folder(self, path: str) -> None:
         with _writing(path, self):
@@ -137,18 +139,18 @@ class RemoteStore:
                 with contextlib.suppress(FileNotFoundError):
                     self.files.rm(path, recursive=True)
                 return
-            # `rm` would take it for a pattern, and remove what it matches.
+            # `rm` would treat the path as a pattern, and remove all paths that match it.
             for found in sorted(self.files.find(path)):
                 if found.startswith(f"{path}/") and ".." not in found.split("/"):
                     self.files.rm_file(found)
-            with contextlib.suppress(Exception):  # most have no folders
+            with contextlib.suppress(Exception):  # most object stores have no folders
                 self.files.rmdir(path)
 
     def sync_folder(self, path: str) -> None:
-        """Objects are durable when they appear."""
+        """Does nothing: objects are durable when they appear."""
 
     def hold(self, path: str) -> object:
-        """Object stores have no locks."""
+        """Does nothing: object stores have no locks."""
 
     def is_held(self, path: str) -> bool:
         return False
@@ -174,18 +176,18 @@ class RemoteOutput:
             self._file.close()
 
     def discard(self) -> None:
-        # Closing would make an object of what is there so far.
+        # Do not close the file: that would create an object with incomplete content.
         with contextlib.suppress(Exception):
             self._file.discard() if hasattr(self._file, "discard") else None
         with contextlib.suppress(Exception):
-            self._file.closed = True  # else it is closed when it is freed
+            self._file.closed = True  # otherwise it is closed when it is deleted
 
 
 @contextlib.contextmanager
 def _writing(path: str, store: RemoteStore) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # client libraries have exceptions of their own
+    except Exception as error:  # client libraries raise their own exception classes
         _raise(OutputError, path, store, "cannot be written", error)
 
 
@@ -219,16 +221,16 @@ def _seconds() -> float:
 
 
 def _shown(text: str) -> str:
-    """``text`` in which no URL has a user, a password or a query: signatures stand in these."""
+    """Removes users, passwords and queries of URLs from ``text``: they may have secrets."""
     return _QUERY.sub(r"\1?...", _USER.sub("...@", text))
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """``call()``, made on a thread of its own.
+    """Calls ``call()`` in a separate thread, and waits at most ``seconds`` for its result.
 
     Raises:
-        TimeoutError: it took longer. It goes on, in a thread that nobody waits for and that ends
-            with the process: there is no way to end what hangs in a library.
+        TimeoutError: the call took longer. Its thread continues and ends with the process, because
+            a call that hangs in a library cannot be stopped.
     """
     values: list[T] = []
     errors: list[BaseException] = []

@@ -1,7 +1,7 @@
-"""Where files live: a local or mounted file system, or anything that fsspec opens.
+"""Access to files: on a local or mounted file system, or in a store that fsspec opens.
 
-The rest of the package writes through the few operations of :class:`Store`, each of which is a
-boundary at which a process may die; a test can put its own in between.
+The rest of the package writes only through the operations of :class:`Store`. Tests replace the
+store to simulate a failure before or after each operation.
 """
 
 from __future__ import annotations
@@ -13,66 +13,72 @@ _PIECE = 4 << 20
 
 
 class Output(Protocol):
-    """A file in the making. ``close`` makes it durable; without it the file may be anything."""
+    """A file that is being written. Only ``close`` makes its content complete and durable."""
 
     def write(self, data: bytes | memoryview) -> None: ...
 
     def close(self) -> None: ...
 
     def discard(self) -> None:
-        """Closes without making durable, after an error."""
+        """Closes the file after an error, without making it durable."""
 
 
 class Store(Protocol):
     """Operations on files by path.
 
-    Errors come as :class:`~..errors.OutputError` when writing, ``CheckpointNotFoundError`` and
-    ``UnreadableFileError`` when reading, all naming the path.
+    Writing raises :class:`~..errors.OutputError`. Reading raises ``CheckpointNotFoundError`` and
+    ``UnreadableFileError``. All messages begin with the path.
 
     Attributes:
-        renames: whether a folder can be renamed in one step. Where not (object stores), a folder
-            becomes a checkpoint when its manifest, written last, appears.
+        renames: whether a folder can be renamed in one step. If not (object stores), a folder
+            becomes a checkpoint when its manifest, which is written last, appears.
     """
 
     renames: bool
 
     def create(self, path: str) -> Output:
-        """A new file; it is an error if there is one."""
+        """Creates a file. Raises OutputError if it exists."""
 
     def size(self, path: str) -> int:
-        """Bytes of the file at ``path``, which must be a file, not a link to one."""
+        """Size in bytes of the file at ``path``. Raises UnreadableFileError if it is a link."""
 
     def read_into(self, path: str, begin: int, out: memoryview) -> None:
-        """Fills ``out`` with the bytes from ``begin``; too few are an error."""
+        """Fills ``out`` with the bytes from ``begin``. Raises UnreadableFileError if the file is
+        too short."""
 
     def list(self, path: str) -> list[str]:
-        """Names in a folder; none if there is no folder."""
+        """Names in a folder. An empty list if there is no folder."""
 
     def is_folder(self, path: str) -> bool: ...
 
     def make_folder(self, path: str) -> None:
-        """With its parents; nothing if it is there."""
+        """Makes a folder and its parents, if they do not exist."""
 
     def rename(self, old: str, new: str) -> None:
-        """Only if :attr:`renames`; durable when it returns. ``new`` must not exist."""
+        """Renames a file or folder, durably. Call it only if :attr:`renames`; ``new`` must not
+        exist."""
 
     def remove(self, path: str) -> None:
-        """A file, or a folder with all in it; nothing if there is none."""
+        """Removes a file, or a folder with its content, if it exists."""
 
     def sync_folder(self, path: str) -> None:
         """Makes the names in a folder durable."""
 
     def hold(self, path: str) -> object:
-        """Marks a folder as being written to, for as long as the result and this process exist.
-        Where the store cannot, nothing is marked."""
+        """Locks a folder as long as the returned object and this process exist.
+
+        Does nothing in a store without locks.
+        """
 
     def is_held(self, path: str) -> bool:
-        """Whether somebody holds a folder."""
+        """Whether a running save has locked a folder with :meth:`hold`."""
 
 
 def read(store: Store, path: str, begin: int, end: int) -> bytes:
-    """The bytes ``begin .. end`` of a file. Takes memory for what is there, not for what a store
-    said that there is."""
+    """Reads the bytes ``begin .. end`` of a file, in pieces.
+
+    So memory is bounded by the real size of the file, also if a store reports a wrong size.
+    """
     data = bytearray()
     for at in range(begin, end, _PIECE):
         piece = bytearray(min(_PIECE, end - at))
@@ -82,12 +88,12 @@ def read(store: Store, path: str, begin: int, end: int) -> bytes:
 
 
 def holds(store: Store, path: str, data: bytes) -> bool:
-    """Whether a file is ``data`` and nothing else; no more than that is read of it."""
+    """Whether the content of a file is exactly ``data``."""
     return store.size(path) == len(data) and read(store, path, 0, len(data)) == data
 
 
 def write(store: Store, path: str, data: bytes) -> None:
-    """A small file, durable when this returns; nothing is left of one that fails."""
+    """Writes a small file, which is durable when this returns."""
     output = store.create(path)
     try:
         output.write(data)
@@ -98,34 +104,34 @@ def write(store: Store, path: str, data: bytes) -> None:
 
 
 def join(*parts: str) -> str:
-    """A path from its parts, for any store."""
+    """Joins the parts of a path, for any store."""
     return posixpath.join(*parts)
 
 
 def open_store(path: Any, label: str = "path") -> tuple[Store, str]:
-    """The store that ``path`` points into, and the path there.
+    """Opens the store of ``path``. Returns it and the path inside the store.
 
-    ``gs://bucket/run`` goes to fsspec, which needs the package for that protocol; anything without
-    ``://`` is a local path.
+    fsspec opens URLs such as ``gs://bucket/run``, and needs the package of the protocol. A path
+    without ``://`` is a local path. ``label`` names the argument in messages.
 
     Raises:
-        TypeError, ValueError: ``path`` is no path, empty, or of a protocol that is not installed.
+        TypeError, ValueError: ``path`` is not a path, is empty, or its protocol is not installed.
     """
     import os
 
     try:
         text = os.fspath(path)
     except TypeError:
-        raise TypeError(f"{label} must be a path, got {type(path).__name__}") from None
+        raise TypeError(f"{label} must be a str or a path, got {type(path).__name__}") from None
     if isinstance(text, bytes):
         text = os.fsdecode(text)
     if not text or "\0" in text:
-        raise ValueError(f"{label} must be a path, got {text!r}")
+        raise ValueError(f"{label} must be a non-empty path without NUL, got {text!r}")
     for prefix in ("file://", "local://"):
         if text.startswith(prefix):
             text = text[len(prefix) :]
             if not text.startswith("/"):
-                raise ValueError(f"{label} must be {prefix} and an absolute path, got {path!r}")
+                raise ValueError(f"{label} must be {prefix} with an absolute path, got {path!r}")
     if "://" in text:
         from .remote import RemoteStore
 

@@ -1,4 +1,4 @@
-"""JSON from untrusted files: one meaning, or an error."""
+"""Reads JSON from untrusted files strictly: ambiguous JSON raises an error."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..errors import InvalidMetadataError, first_line
 
 
 def read_json(data: bytes, label: str) -> Any:
-    """What ``data`` says.
+    """The value of the JSON text ``data``. ``label``: name of the file, for messages.
 
     Raises:
-        InvalidMetadataError: not UTF-8 or not JSON, a key twice in one object (readers differ in
-            which they take), NaN or Infinity, numbers of thousands of digits, deep nesting, text
-            that UTF-8 cannot express.
+        InvalidMetadataError: ``data`` is not UTF-8 or not JSON, or has a key twice in one object
+            (readers differ in which value they use), NaN or Infinity, a number with thousands of
+            digits, deep nesting, or text that UTF-8 cannot encode.
     """
     try:
         value = json.loads(
@@ -25,16 +25,16 @@ def read_json(data: bytes, label: str) -> Any:
             parse_float=_finite,
         )
         if b"\\u" in data:
-            write_json(value)  # raises for half of a surrogate pair, which no file can have
+            write_json(value)  # raises for half of a surrogate pair
         return value
     except RecursionError:
         raise InvalidMetadataError(f"{label}: JSON is nested too deeply") from None
-    except ValueError as error:  # of json, of UTF-8, of int() and our own
+    except ValueError as error:  # from json, from decoding, from int() or from this module
         raise InvalidMetadataError(f"{label}: not valid JSON: {first_line(error):.160}") from None
 
 
 def write_json(value: Any) -> bytes:
-    """The shortest JSON; equal values give equal bytes."""
+    """The shortest JSON text of ``value``. Equal values give equal bytes."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8")
 
@@ -45,7 +45,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"key {key!r:.80} stands twice in one object")
+                raise ValueError(f"key {key!r:.80} occurs twice in one object")
             seen.add(key)
     return found
 

@@ -1,7 +1,8 @@
-"""Small Python values as JSON and back, exactly: scheduler states, optimizer options, ``extra``.
+"""Converts small Python values to JSON and back: scheduler states, optimizer options, ``extra``.
 
-What JSON has itself stays as it is. The rest is an object with the one key ``"$"``'s type and
-``"of"``: ``(0.9, 0.95)`` is ``{"$": "tuple", "of": [0.9, 0.95]}``. Reading never executes anything.
+The conversion is exact. Values that JSON has are not changed. Other values become an object with
+the type under ``"$"`` and the content under ``"of"``: ``(0.9, 0.95)`` becomes
+``{"$": "tuple", "of": [0.9, 0.95]}``. Reading never runs code.
 """
 
 from __future__ import annotations
@@ -20,34 +21,39 @@ from .dtypes import DTYPES, dtype_name, tensor_bytes
 from .fields import is_shape
 
 MAX_TENSOR_BYTES = 1 << 20
-# Deeper values could be written but not read, where the reader is called from deeper.
+# Maximum nesting. Reading deeper values could reach Python's recursion limit.
 MAX_DEPTH = 64
-# Of 4300 decimal digits, beyond which Python does not read a number.
+# Python reads integers of at most 4300 decimal digits.
 _MAX_INT_BITS = 14_000
 _TAG, _OF = "$", "of"
 _FLOATS = ("inf", "-inf", "nan")
 
 
 def encode(value: Any, where: str, depth: int = 0) -> Any:
-    """JSON for ``value``. ``where`` it stands, for messages: ``extra['epoch']``.
+    """Converts ``value`` to JSON. ``where`` names the value in messages: ``extra['epoch']``.
 
-    Takes None, bool, int, float, str, bytes, list, tuple, set, dict, OrderedDict, Counter, numpy
-    scalars and CPU or XLA tensors of up to 1 MiB, nested up to 64 deep.
+    ``value`` may be None, bool, int, float, str, bytes, list, tuple, set, dict, OrderedDict,
+    Counter, a numpy scalar, or a CPU or XLA tensor of up to 1 MiB, nested up to 64 levels deep.
 
     Raises:
-        UnsupportedValueError: anything else.
+        UnsupportedValueError: ``value`` has another type, or is too large or too deep.
     """
     if depth > MAX_DEPTH:
-        raise UnsupportedValueError(f"{where:.200}... is nested more than {MAX_DEPTH} deep")
+        raise UnsupportedValueError(
+            f"{where:.200}... is nested more than {MAX_DEPTH} levels deep. Use a flatter value."
+        )
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         if not _is_unicode(value):
-            raise UnsupportedValueError(f"{where} is {value!r:.80}, which UTF-8 cannot express")
+            raise UnsupportedValueError(f"{where} is {value!r:.80}, which UTF-8 cannot encode")
         return value
     if type(value) is int:
         if value.bit_length() > _MAX_INT_BITS:
-            raise UnsupportedValueError(f"{where} is an int of {value.bit_length()} bits")
+            raise UnsupportedValueError(
+                f"{where} is an int of {value.bit_length()} bits, at most {_MAX_INT_BITS} can be "
+                "stored"
+            )
         return value
     if type(value) is float:
         if math.isfinite(value):
@@ -68,20 +74,20 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
     if type(value).__module__ == "numpy" and hasattr(value, "item") and not value.shape:
         return encode(value.item(), where, depth + 1)
     raise UnsupportedValueError(
-        f"{where} is of type {type(value).__module__}.{type(value).__qualname__}, which a "
-        "checkpoint cannot hold without executing code when it is read; make it of numbers, "
-        "strings, tensors, lists and dicts, or leave it out"
+        f"{where} has the type {type(value).__module__}.{type(value).__qualname__}, which a "
+        "checkpoint cannot store: reading it would run code. Convert it to numbers, strings, "
+        "tensors, lists and dicts, or leave it out."
     )
 
 
 def decode(value: Any, label: str, depth: int = 0) -> Any:
-    """The reverse of :func:`encode`.
+    """Converts the result of :func:`encode` back. ``label``: name of the file, for messages.
 
     Raises:
-        InvalidMetadataError: nothing that :func:`encode` wrote.
+        InvalidMetadataError: ``value`` is not a result of :func:`encode`.
     """
     if depth > MAX_DEPTH:
-        raise InvalidMetadataError(f"{label}: a value is nested more than {MAX_DEPTH} deep")
+        raise InvalidMetadataError(f"{label}: a value is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, list):
         return [decode(item, label, depth + 1) for item in value]
     if not isinstance(value, dict):
@@ -117,7 +123,8 @@ def _encode_mapping(value: Mapping, where: str, depth: int) -> Any:
     kind = kinds.get(type(value))
     if kind is None:
         raise UnsupportedValueError(
-            f"{where} is of type {type(value).__qualname__}; make it a plain dict"
+            f"{where} has the type {type(value).__qualname__}, which cannot be stored. Convert it "
+            "to a plain dict."
         )
     if kind == "dict" and all(
         type(key) is str and key != _TAG and _is_unicode(key) for key in value
@@ -137,8 +144,9 @@ def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
     size = value.numel() * value.element_size()
     if size > MAX_TENSOR_BYTES or value.layout is not torch.strided:
         raise UnsupportedValueError(
-            f"{where} is a tensor of {size} bytes; up to {MAX_TENSOR_BYTES} in strided layout "
-            "can be stored here: make larger ones parameters or buffers of the model"
+            f"{where} is a tensor of {size} bytes in layout {value.layout}. Only strided tensors "
+            f"of up to {MAX_TENSOR_BYTES} bytes can be stored here. Make larger tensors parameters "
+            "or buffers of the model."
         )
     flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
     data = base64.b64encode(tensor_bytes(flat)).decode()
@@ -148,10 +156,10 @@ def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
 def _decode_tensor(of: Any, label: str, depth: int) -> torch.Tensor:
     dtype, shape = DTYPES[of["dtype"]], of["shape"]
     if not is_shape(shape):
-        raise ValueError(f"shape {shape!r:.60}")
+        raise ValueError(f"{shape!r:.60} is not a shape")
     data = _decode_bytes(of["data"], label, depth)
     if math.prod(shape) * dtype.itemsize != len(data) or of.keys() != {"dtype", "shape", "data"}:
-        raise ValueError(f"{len(data)} bytes for shape {shape!r:.60}")
+        raise ValueError(f"{len(data)} bytes do not match shape {shape!r:.60}")
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
@@ -163,8 +171,8 @@ def _decode_bytes(of: Any, label: str, depth: int) -> bytes:
 
 def _decode_float(of: Any, label: str, depth: int) -> float:
     if of not in _FLOATS:
-        raise ValueError(f"{of!r:.40}")
-    return float(of)  # every nan an object of its own: they can be keys
+        raise ValueError(f"{of!r:.40} is not one of {', '.join(_FLOATS)}")
+    return float(of)  # each nan is a new object: dicts may have several as keys
 
 
 def _decode_pairs(of: Any, label: str, depth: int) -> dict[Any, Any]:
@@ -172,14 +180,14 @@ def _decode_pairs(of: Any, label: str, depth: int) -> dict[Any, Any]:
         raise TypeError("expected pairs")
     found = {decode(key, label, depth): decode(item, label, depth) for key, item in of}
     if len(found) != len(of):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return found
 
 
 def _decode_set(of: Any, label: str, depth: int) -> set:
     found = set(_decode_items(of, label, depth))
     if len(found) != len(of):
-        raise ValueError("an item stands twice")
+        raise ValueError("an item occurs twice")
     return found
 
 

@@ -1,5 +1,5 @@
-"""Per-rank torch files (version 1, and the in-tree class's), as a source. Torch only.
+"""Reads per-rank torch files of version 1, and of torch_xla's in-tree FSDP class. Needs torch only.
 
-From the bottom up: ``layout`` (how shards make up parameters, by metadata), ``ranks`` (a complete
-and consistent set of them), ``files`` (torch files), ``source``.
+In order of dependency: ``layout`` (maps shards to parameters, by metadata), ``ranks`` (checks that
+the ranks are complete and consistent), ``files`` (torch files), ``source``.
 """

@@ -1,7 +1,7 @@
-"""Per-rank torch files: which there are, and what is in them. The only module that knows.
+"""Finds, reads and checks per-rank torch files.
 
-A rank file is ``{"model": state_dict, "shard_metadata": metadata, ...}``; a result of earlier runs
-is ``{"model": state_dict, "consolidated": ...}``.
+A rank file is ``{"model": state_dict, "shard_metadata": metadata, ...}``. The result of an earlier
+run is ``{"model": state_dict, "consolidated": ...}``.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ OUTPUT_NAME = "_consolidated.pth"
 
 
 def find_files(prefix: str, suffix: str) -> list[str]:
-    """Sorted paths of the files that match; only `suffix` is a pattern.
+    """Sorted paths of the files that match. Only `suffix` is a pattern.
 
     Raises:
-        CheckpointNotFoundError: there are none.
+        CheckpointNotFoundError: no file matches.
     """
     paths = sorted(glob.glob(glob.escape(prefix) + suffix))
     if not paths:
-        raise CheckpointNotFoundError(f"{prefix}{suffix}: no file matches")
+        raise CheckpointNotFoundError(
+            f"{prefix}{suffix}: no file matches. Check the prefix and the suffix."
+        )
     return paths
 
 
 def read_ranks(prefix: str, suffix: str, allow_unsafe_pickle: bool = False) -> list[Rank]:
-    """What every file that matches holds, results of earlier runs left out."""
+    """The content of every rank file that matches. Results of earlier runs are skipped."""
     ranks, paths = [], find_files(prefix, suffix)
     for path in paths:
         content = read_file(path, allow_unsafe_pickle)
@@ -55,114 +57,125 @@ def read_ranks(prefix: str, suffix: str, allow_unsafe_pickle: bool = False) -> l
             for key in ranks[-1].layout.parameters:
                 _require_stored(key, ranks[-1])
     if not ranks:
-        raise MissingRankError(f"{paths[0]}: is a consolidated model, and there are no rank files")
+        raise MissingRankError(
+            f"{paths[0]}: is a consolidated model, and no rank file matches. Check the prefix and "
+            "the suffix."
+        )
     return ranks
 
 
 def read_file(
     path: str, allow_unsafe_pickle: bool = False, remedy: str = "--allow_unsafe_pickle would"
 ) -> Any:
-    """Content of a rank file, its tensors mapped from disk: reading them does not copy the file.
+    """Content of a torch file. Its tensors are memory-mapped, so this does not read their values.
 
-    Files in torch's format from before version 1.6 cannot be mapped and are read whole. With
-    ``allow_unsafe_pickle``, code in the file is executed; ``remedy``: what the error says of that.
+    Files of torch before 1.6 cannot be mapped and are read completely. With
+    ``allow_unsafe_pickle``, code in the file runs. ``remedy``: the advice in the message of
+    :class:`UnsafeFileError`.
 
     Raises:
-        UnsafeFileError: it refers to objects that torch does not hold to be safe.
-        UnreadableFileError: it is truncated, corrupt or not a torch file.
+        UnsafeFileError: the file refers to objects that torch does not consider safe.
+        UnreadableFileError: the file is truncated, corrupt or not a torch file.
     """
     if not os.path.isfile(path):
         raise UnreadableFileError(f"{path}: not a regular file")
     try:
         is_zip = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
-            # Said of plain pickles; those are refused below with a better explanation.
+            # torch warns about plain pickles. Below, they raise an error that explains more.
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            # Newer torch checks the indices of sparse tensors, as one wants of files, and says so.
+            # torch warns that it checks the indices of sparse tensors, as it should here.
             warnings.filterwarnings("ignore", message="Validating sparse tensor invariants")
             safe = not allow_unsafe_pickle
             return torch.load(path, map_location="cpu", weights_only=safe, mmap=is_zip)
     except MemoryError:
         raise
     except Exception as error:
-        # Damaged input can fail anywhere in the reader, with any exception.
+        # Damaged input can raise any exception in torch's reader.
         unsafe = _unsafe_globals(path, error)
         if unsafe:
             raise UnsafeFileError(
                 f"{path}: needs {unsafe}, which is not safe to load; nothing was executed"
                 f" ({remedy})"
             ) from error
-        # torch's own text for a pickle error recommends to try again without the protection.
-        said = UnpicklingError() if isinstance(error, UnpicklingError) else error
+        # torch's message for a pickle error recommends to load the file without weights_only.
+        shown = UnpicklingError() if isinstance(error, UnpicklingError) else error
         raise UnreadableFileError(
             f"{path}: cannot be read (truncated, corrupt or not a checkpoint):"
-            f" {first_line(said):.120}"
+            f" {first_line(shown):.120}"
         ) from error
 
 
 def _unsafe_globals(path: str, error: Exception) -> str:
-    """Names of the unsafe objects that `path` refers to, "" if that is not what went wrong."""
+    """Names of the unsafe objects that `path` refers to, "" if `error` has another cause."""
     if not isinstance(error, UnpicklingError):
         return ""
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:
-        # Not a zip file: what torch refused stands in its message only.
+        # Not a zip file: only the message has the name of the unsafe object.
         refused = re.search(r"unsupported global:? (?:GLOBAL )?(\S+)", str(error), re.IGNORECASE)
         return refused[1] if refused else ""
     return ", ".join(sorted(found)[:4])
 
 
 def _is_consolidated(content: Any, default_name: bool) -> bool:
-    """Whether `content` is a result rather than a rank file; the in-tree class marks its own by
-    nothing but the default name."""
+    """Whether `content` is a result and not a rank file.
+
+    A result of the in-tree class has no mark except the default name.
+    """
     if not isinstance(content, Mapping) or "shard_metadata" in content:
         return False
     return "consolidated" in content or (default_name and content.keys() == {"model"})
 
 
 def _require_stored(key: str, rank: Rank) -> None:
-    """A few bytes can be given the shape of many (stride 0), and would fill the disk."""
+    """Checks that a shard has as many bytes as its shape needs. With stride 0, a small file could
+    have a huge tensor, and the result would fill the disk."""
     shard = rank.state_dict[key]
     if shard.numel() * shard.element_size() > shard.untyped_storage().nbytes():
         raise ShardMismatchError(
-            f"{rank.label}: shard {key!r} of shape {list(shard.shape)} has fewer bytes than that"
+            f"{rank.label}: shard {key!r} of shape {list(shard.shape)} has fewer bytes than that "
+            "shape needs. Save it as a contiguous tensor."
         )
 
 
 def save_id(paths: list[str]) -> str:
-    """Changes whenever one of the files is written again; there is nothing better in them."""
+    """An id that changes when one of the files is written again. The files have no id inside."""
     found = [(os.path.basename(p), os.stat(p).st_size, os.stat(p).st_mtime_ns) for p in paths]
     return digest(repr(found).encode())
 
 
 def verify_files(paths: list[str], progress: Callable[[int], None]) -> None:
-    """Compares the zip files' CRCs. ``progress`` is told how many bytes at a time.
+    """Checks the CRCs of the zip files. ``progress`` is called with the size of each file.
 
     Raises:
-        UnreadableFileError: one differs, or a file is from before torch 1.6 and has none.
+        UnreadableFileError: a CRC differs, or a file is from torch before 1.6 and has no CRCs.
     """
     for path in paths:
         try:
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip()
-        except Exception as error:  # zipfile lets many things escape
-            raise UnreadableFileError(f"{path}: no zip file whose bytes can be checked") from error
+        except Exception as error:  # zipfile raises many kinds of exceptions
+            raise UnreadableFileError(
+                f"{path}: is not a zip file, so it has no CRCs to check. Save it with torch 1.6 or "
+                "later."
+            ) from error
         if damaged is not None:
             raise UnreadableFileError(
-                f"{path}: the bytes of {damaged} are not those that were saved (CRC); use another"
-                " checkpoint"
+                f"{path}: the bytes of {damaged} are not those that were saved (their CRC differs)."
+                " Use another checkpoint."
             )
         progress(os.path.getsize(path))
 
 
-# Parts of a mapped file that were read count as memory of the process until they are let go of.
+# Pages of a mapped file that were read count as memory of the process until they are unloaded.
 
 
 def can_forget(path: str) -> bool:
-    """Whether tensors that torch mapped from ``path`` are still just the file.
+    """Whether pages of tensors that torch mapped from ``path`` may be unloaded.
 
-    torch reverses the bytes of files from big-endian machines in memory; forgetting would undo it.
+    In files of big-endian machines, torch reverses the bytes in memory; unloading would undo that.
     """
     if not hasattr(mmap, "MADV_DONTNEED"):
         return False
@@ -171,11 +184,11 @@ def can_forget(path: str) -> bool:
             order = next(n for n in archive.namelist() if n.endswith("/byteorder"))
             return archive.getinfo(order).file_size < 16 and archive.read(order) == b"little"
     except Exception:
-        return False  # not a zip file, hence not mapped, or none that says
+        return False  # not a zip file and therefore not mapped, or without a byte order
 
 
 def forget(part: torch.Tensor) -> None:
-    """Unloads the pages that lie within ``part``, contiguous; they are read again when needed."""
+    """Unloads the pages inside ``part``, a contiguous tensor. They are read again when needed."""
     page = mmap.PAGESIZE
     begin = -(-part.data_ptr() // page) * page
     end = (part.data_ptr() + part.numel() * part.element_size()) // page * page

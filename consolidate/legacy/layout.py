@@ -1,8 +1,8 @@
-"""How the tensors of one rank map to those of the unsharded model, by the metadata of its file.
+"""Maps the tensors of one rank to those of the unsharded model, by the metadata of its file.
 
-Both metadata formats, this package's (:func:`read_native`) and that of torch_xla's own class
-(:func:`read_intree`), are translated into a `RankLayout`; nothing after that step knows which
-format a file was in.
+There are two metadata formats: this package's (:func:`read_native`) and that of torch_xla's own
+class (:func:`read_intree`). Both are translated into a `RankLayout`, so other modules need not
+distinguish them.
 
 Example: world size 2, a flat parameter of 3 elements, shards padded to 2 elements each::
 
@@ -36,9 +36,10 @@ _FLAT_PARAMETER = "flat_param_"
 class Member:
     """One parameter of the model.
 
-    names: its dotted name, then the names of parameters tied to it.
-    shape: shape in the unsharded model; ``()`` for a scalar.
-    offset: where it begins, in elements of the joined flat parameter.
+    Attributes:
+        names: its dotted name, then the names of parameters tied to it.
+        shape: shape in the unsharded model; ``()`` for a scalar.
+        offset: index of its first element in the joined flat parameter.
     """
 
     names: tuple[str, ...]
@@ -77,7 +78,7 @@ class ShardedParameter:
             raise InvalidMetadataError(f"{label}: parameter {key!r}: {what}")
 
         if self.layout not in (FLAT, DIM0):
-            fail(f"unknown layout {self.layout!r}, expected {FLAT!r} or {DIM0!r}")
+            fail(f"layout is {self.layout!r}, expected {FLAT!r} or {DIM0!r}")
         end = 0
         for member in sorted(self.members, key=lambda m: (m.offset, m.numel)):
             if not member.names or not all(member.names):
@@ -86,14 +87,14 @@ class ShardedParameter:
                 fail(f"{member.names[0]!r} begins at element {member.offset}, expected {end}")
             end += member.numel
         if end != self.numel or not self.members:
-            fail(f"members hold {end} elements, expected numel {self.numel}")
+            fail(f"members have {end} elements, expected numel {self.numel}")
         if self.layout == DIM0 and (len(self.members) != 1 or not self.members[0].shape):
             fail("layout 'dim0' needs exactly one member with at least one dimension")
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A value stored whole on every rank. dtype: the one to restore, None to keep it as is."""
+    """A value that is replicated on every rank. ``dtype``: the one to restore, or None."""
 
     name: str
     dtype: torch.dtype | None = None
@@ -101,10 +102,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """What one rank holds; `parameters`, `buffers` and `aliases` together cover its state_dict.
+    """The tensors of one rank. `parameters`, `buffers` and `aliases` cover its state_dict.
 
-    aliases: further keys under which the shard of a parameter is stored, mapped to the
-    parameter's key.
+    Attributes:
+        aliases: other keys under which the shard of a parameter is stored, mapped to the
+            parameter's key.
     """
 
     world_size: int
@@ -117,7 +119,8 @@ class RankLayout:
         """Return self; raise `WorldSizeError` or `InvalidMetadataError` naming `label`."""
         if not 0 <= self.rank < self.world_size:
             raise WorldSizeError(
-                f"{label}: rank {self.rank} is outside a world of {self.world_size}"
+                f"{label}: rank {self.rank} is outside a world of {self.world_size} ranks, "
+                f"expected 0 to {self.world_size - 1}"
             )
         for key, parameter in self.parameters.items():
             parameter.validate(key, label)
@@ -129,20 +132,25 @@ class RankLayout:
         return self
 
     def tie(self, tied: Mapping[str, str]) -> "RankLayout":
-        """Add the names in `tied` ({further name: name of the parameter}) to their parameters.
+        """Add the names in `tied` (``{alias: parameter name}``) to their parameters.
 
         Raises:
-            TiedWeightError: there is no such parameter, or the further name is taken.
+            TiedWeightError: there is no such parameter, or the alias is in use.
         """
         parameters = dict(self.parameters)
         taken = {name for parameter in parameters.values() for name in parameter.names}
         taken |= {buffer.name for buffer in self.buffers.values()}
         for alias, name in tied.items():
             if alias in taken:
-                raise TiedWeightError(f"cannot tie {alias!r} to {name!r}: {alias!r} is stored")
+                raise TiedWeightError(
+                    f"cannot tie {alias!r} to {name!r}: {alias!r} is in the checkpoint already. "
+                    "Use another alias."
+                )
             owner = next((k for k, p in self.parameters.items() if name in p.names), None)
             if owner is None:
-                raise TiedWeightError(f"cannot tie {alias!r} to {name!r}: no such parameter")
+                raise TiedWeightError(
+                    f"cannot tie {alias!r} to {name!r}: there is no such parameter {name!r}"
+                )
             members = tuple(
                 replace(m, names=(*m.names, alias)) if name in m.names else m
                 for m in parameters[owner].members
@@ -169,11 +177,12 @@ def read_native(found: Fields, state_dict: Mapping[str, Any], label: str) -> Ran
              {"names": ["fc.weight", "head.weight"], "shape": [3, 4], "offset": 0}]}},
          "buffers": {"bn.running_mean": "float32"}}
 
-    `parameters` is keyed as the rank's state_dict; `buffers` holds the original dtype of the
-    buffers that were cast. Whatever `parameters` does not describe is a buffer.
+    `parameters` has the keys of the rank's state_dict. `buffers` has the original dtype of buffers
+    that were cast. Keys of the state_dict that `parameters` does not have are buffers.
 
     Raises:
-        InvalidMetadataError: unknown version, missing or ill-typed fields, members that do not fit.
+        InvalidMetadataError: the version is unknown, a field is missing or has a wrong type, or the
+            members do not cover their parameter.
         ShardMismatchError: a described parameter is not in `state_dict`.
     """
     found.require_format(_FORMAT, _VERSION)
@@ -197,7 +206,7 @@ def read_native(found: Fields, state_dict: Mapping[str, Any], label: str) -> Ran
 
 
 def _same_flat_parameter(key: str, parameters: Mapping[str, ShardedParameter]) -> str | None:
-    """Key of the flat parameter that `key` lists once more, because its module has two names.
+    """Key of the flat parameter that is the same as `key`, because its module has two names.
 
     Example: ``b.flat_param_0`` is ``a.flat_param_0`` if each of its members has a name in ``b.``.
     """
@@ -222,12 +231,12 @@ def _read_native_parameter(found: Fields) -> ShardedParameter:
 def _read_native_dtype(found: Fields, key: str) -> torch.dtype:
     dtype = getattr(torch, found.text(key), None)
     if not isinstance(dtype, torch.dtype):
-        found.fail(f"dtype of {key!r} is {found.text(key)!r:.80}, not like 'float32'")
+        found.fail(f"dtype of {key!r} is {found.text(key)!r:.80}, expected a name like 'float32'")
     return dtype
 
 
 def _clean_name(name: str) -> str:
-    """Dotted name without the components that the wrappers add.
+    """Dotted name without the parts that wrappers add.
 
     >>> _clean_name("_fsdp_wrapped_module.block._fpw_module.0.weight")
     'block.0.weight'
@@ -236,26 +245,28 @@ def _clean_name(name: str) -> str:
 
 
 def read_intree(found: Fields, state_dict: Mapping[str, Any], label: str) -> RankLayout:
-    """Translate the metadata of one rank, as torch_xla's own class gives it.
+    """Translate the metadata of one rank, as torch_xla's own class writes it.
 
-    What ``XlaFullyShardedDataParallel.get_shard_metadata()`` records, and what follows from that:
+    ``XlaFullyShardedDataParallel.get_shard_metadata()`` records:
 
     - ``shard_info[module][shard name]``: original name and size of each sharded tensor.
-    - ``flatten_info[flat parameter]``: names, shapes and element counts of what was flattened into
-      it.
-    - ``buffer_info[buffer]``: the original dtype of a cast buffer. Its keys carry one more wrapper
-      prefix than the keys of the state_dict, so both are compared without prefixes. It is empty
-      when the module was wrapped while on the CPU: such buffers can only be returned as they were
-      stored.
-    - Whether a tensor was sharded by rows is not recorded: a shard with more than one dimension
-      was.
-    - The second name of a tied weight is not recorded. It is lost unless the shared module is
-      itself wrapped (then both names are stored); the `tied` argument of the public functions
-      restores it.
+    - ``flatten_info[flat parameter]``: names, shapes and element counts of the parameters that were
+      flattened into it.
+    - ``buffer_info[buffer]``: the original dtype of a cast buffer. Its keys have one more wrapper
+      prefix than the keys of the state_dict, so both are compared without prefixes. It is empty if
+      the module was on the CPU when it was wrapped. Then the original dtype is unknown, and the
+      buffers are returned in the stored dtype.
+
+    It does not record:
+
+    - whether a tensor was sharded by rows. A shard with more than one dimension was.
+    - the second name of a tied weight. It is lost unless the shared module is itself wrapped; then
+      both names are stored. The `tied` argument of the public functions restores it.
 
     Raises:
-        InvalidMetadataError: missing or ill-typed fields, members that do not fit.
-        ShardMismatchError: `state_dict` holds other shards than the metadata describes.
+        InvalidMetadataError: a field is missing or has a wrong type, or the members do not cover
+            their parameter.
+        ShardMismatchError: `state_dict` has other shards than the metadata describes.
     """
     flattened = found.child("flatten_info")
     infos = {
@@ -269,7 +280,7 @@ def read_intree(found: Fields, state_dict: Mapping[str, Any], label: str) -> Ran
         for key, (module, info) in infos.items()
     }
 
-    # Written by old versions without the entry at all.
+    # Old versions do not write this entry.
     cast = found.child("buffer_info") if "buffer_info" in found else Fields({}, label)
     described = {_clean_name(name): name for name in cast}
     buffers = {}
@@ -289,8 +300,8 @@ def _read_intree_parameter(
     module: str, info: Fields, flattened: Fields, shard: torch.Tensor
 ) -> ShardedParameter:
     name, shape = info.text("_orig_name"), info.shape("_orig_size")
-    # A flat parameter sits directly on the wrapper, a parameter of the model below one more prefix;
-    # so one that the model itself calls flat_param_0 is not mistaken.
+    # A flat parameter belongs to the wrapper, and a parameter of the model has one more prefix. So
+    # a parameter that the model itself calls flat_param_0 is not confused with a flat parameter.
     is_flattened = name.startswith(f"{_WRAPPERS[0]}.{_FLAT_PARAMETER}")
     name = _join(module, name)
     if is_flattened:
@@ -305,9 +316,12 @@ def _read_flattened(name: str, flattened: Fields) -> tuple[Member, ...]:
     """Members of a flat parameter from its ``(names, shapes, element counts)``."""
     value = flattened.list(name)
     if len(value) != 3 or any(not isinstance(column, (list, tuple)) for column in value):
-        flattened.fail(f"{name!r:.80} is not (names, shapes, numels)")
+        flattened.fail(f"{name!r:.80} is not a tuple (names, shapes, numels) of lists")
     if not len(value[0]) == len(value[1]) == len(value[2]):
-        flattened.fail(f"{name!r:.80} has {len(value[0])} names but other counts")
+        flattened.fail(
+            f"{name!r:.80} has {len(value[0])} names, {len(value[1])} shapes and {len(value[2])} "
+            "numels, expected equal counts"
+        )
     owner = name.rpartition(".")[0]
     members, offset = [], 0
     for row in zip(*value, strict=True):
@@ -315,7 +329,10 @@ def _read_flattened(name: str, flattened: Fields) -> tuple[Member, ...]:
         full = _clean_name(_join(owner, each.text("name")))
         member = Member((full,), each.shape("shape"), offset)
         if member.numel != each.whole("numel"):
-            each.fail(f"{full!r} of shape {member.shape} has not {each.whole('numel')} elements")
+            each.fail(
+                f"{full!r} of shape {member.shape} has {member.numel} elements, but its numel is "
+                f"{each.whole('numel')}"
+            )
         members.append(member)
         offset += member.numel
     return tuple(members)

@@ -1,8 +1,8 @@
 """Per-rank state_dicts (of this package, or of torch_xla's in-tree class), as a source.
 
-Their optimizer state numbers parameters instead of naming them, in the order in which the torch
-optimizer was given them. That is the order of the state_dict if it was given
-``model.parameters()``; only then can it be known without guessing.
+Their optimizer state has numbers instead of names of parameters, in the order in which the
+optimizer received them. If it received ``model.parameters()``, that is the order of the state_dict.
+In other cases the names are unknown, and reading the optimizer state raises an error.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .files import can_forget, forget, read_ranks, save_id, verify_files
 from .layout import Member
 from .ranks import Rank, check_consistent, complete_world
 
-# Of tied weights that are stored twice, at a time.
+# Bytes that are compared at a time, of tied weights that are stored twice.
 _COMPARED_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class _ParameterLocation:
-    """Where a parameter is: by the key of the tensor it is in, from element ``member.offset``."""
+    """The key of the tensor that has a parameter, and the member that describes its range."""
 
     key: str
     member: Member
@@ -43,23 +43,25 @@ def open_legacy(
     tied: Mapping[str, str] | None = None,
     allow_unsafe_pickle: bool = False,
 ) -> LegacySource:
-    """The torch files of all ranks. They are mapped; what was read of them is let go of.
+    """Opens the torch files of all ranks. They are memory-mapped; pages are unloaded after reading.
 
-    There are no digests: flipped bits in values pass unnoticed (but see ``--verify``).
+    The files have no digests, so flipped bits in values are not detected (except by ``--verify``).
 
     Raises:
-        CheckpointError: the files are not one complete, consistent set.
+        CheckpointError: the files are not a complete and consistent set.
     """
     ranks = read_ranks(prefix, suffix, allow_unsafe_pickle)
     return LegacySource(ranks, f"{prefix}{suffix}", tied, files=True)
 
 
 class LegacySource:
-    """See :class:`~..source.Source`. files: the ranks are called by the paths that they are mapped
-    from; else they are in memory, and nothing but :meth:`state_dict` is of use.
+    """Per-rank state_dicts; see :class:`~..source.Source`.
+
+    ``files``: the ranks are mapped from files, and their labels are the paths. ``False``: they are
+    in memory, and only :meth:`state_dict` may be used.
 
     Raises:
-        CheckpointError: the ranks are not one complete, consistent set.
+        CheckpointError: the ranks are not a complete and consistent set.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class LegacySource:
         check_consistent(self.ranks)
         first = self.ranks[0]
         if tied:
-            # Rank 0 alone decides under which names the result is listed.
+            # The names of the result are taken from rank 0 only.
             first = self.ranks[0] = replace(first, layout=first.layout.tie(tied))
         self.label = label
         self.inputs = [rank.label for rank in self.ranks] if files else []
@@ -116,7 +118,7 @@ class LegacySource:
         return dtype_name(first.state_dict[key].dtype, f"{first.label}: {key!r}")
 
     def _in_order(self) -> Iterator[tuple[str, str]]:
-        """As rank 0 lists them, the members of a flat parameter in its place."""
+        """Names in the order of rank 0's state_dict. The members replace their flat parameter."""
         layout, seen = self.ranks[0].layout, set()
         for key in self.ranks[0].state_dict:
             if key in layout.buffers:
@@ -126,23 +128,24 @@ class LegacySource:
             owner = layout.aliases.get(key, key)
             for member in layout.parameters[owner].members:
                 for name in member.names:
-                    # A tied name that rank 0 lists itself is left for its own place in the order.
+                    # A tied name that is also a key of the state_dict is yielded at that key.
                     own = name == key or (key == owner and name not in layout.aliases)
                     if own and name not in seen:
                         seen.add(name)
                         yield name, member.names[0]
 
     def _check_aliases(self) -> None:
-        """Tied weights stored under both names must agree, or one of them would be lost."""
+        """Checks that tied weights that are stored under both names have the same bits."""
         for alias, key in self.ranks[0].layout.aliases.items():
             for rank in self.ranks:
                 if not self._same(rank.state_dict[alias], rank.state_dict[key]):
                     raise ShardMismatchError(
-                        f"{rank.label}: {alias!r} is tied to {key!r} but differs"
+                        f"{rank.label}: {alias!r} is tied to {key!r} but differs. Tied weights "
+                        "must be equal."
                     )
 
     def _same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Bit for bit, since NaN is not equal to itself."""
+        """Whether the bits of two tensors are equal. NaN equals NaN."""
         if one is other or (one.is_cpu and other.is_cpu and one.data_ptr() == other.data_ptr()):
             return True
         step = _COMPARED_BYTES // one.itemsize
@@ -172,7 +175,7 @@ class LegacySource:
     ) -> torch.Tensor:
         matched, place = self._matched, self._places[name]
         if matched is None:
-            raise ValueError(f"{self.label}: holds no optimizer, hence no state {key!r}")
+            raise ValueError(f"{self.label}: has no optimizer, so it has no state {key!r}")
         return self._read(matched.shards(place.key, key), place.member, begin, end, out)
 
     def read_buffer(self, name: str, rank: int = 0) -> torch.Tensor:
@@ -180,9 +183,9 @@ class LegacySource:
         return self.ranks[rank].state_dict[self._buffer_keys[name]].detach()
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """The whole model in memory of its own; the names of a tied weight share one tensor."""
-        whole = {name: self._whole(name) for name in dict.fromkeys(n for _, n in self.order)}
-        return OrderedDict((name, whole[first]) for name, first in self.order)
+        """A copy of the full (unsharded) model. All names of a tied weight share one tensor."""
+        full = {name: self._whole(name) for name in dict.fromkeys(n for _, n in self.order)}
+        return OrderedDict((name, full[first]) for name, first in self.order)
 
     def _whole(self, name: str) -> Any:
         first = self.ranks[0]
@@ -196,7 +199,7 @@ class LegacySource:
         value, dtype = first.state_dict[key], first.layout.buffers[key].dtype
         if not isinstance(value, torch.Tensor):
             return value
-        # A copy even when the dtype is right: the result must not keep the rank's file mapped.
+        # Copy in any case, so that the result does not keep the rank's file mapped.
         return value.detach().to(dtype or value.dtype, copy=True)
 
     @property
@@ -204,15 +207,18 @@ class LegacySource:
         return sum(map(os.path.getsize, self.inputs))
 
     def verify(self, progress: Callable[[int], None]) -> str:
-        """The CRCs of the zip files, which find a flipped bit, but not files of two steps."""
+        """Checks the CRCs of the zip files. They detect flipped bits, not files of two steps."""
         verify_files(self.inputs, progress)
         return f"{len(self.inputs)} rank files, CRCs"
 
     def _read(
         self, shards: list[torch.Tensor], member: Member, begin: int, end: int, out: torch.Tensor
     ) -> torch.Tensor:
-        """Elements of the shards put together, in order of rank, flattened: rank r has ``[r * c,
-        (r + 1) * c)`` of them, whether it stores a vector or rows."""
+        """Reads elements of the concatenated shards, flattened.
+
+        With ``c`` elements in a shard, rank r has ``[r * c, (r + 1) * c)``, also if the shards are
+        rows of a matrix.
+        """
         count = shards[0].numel()
         at, low, high = 0, member.offset + begin, member.offset + end
         while low < high:
@@ -225,8 +231,8 @@ class LegacySource:
     def _copy(self, tensor: torch.Tensor, begin: int, end: int, out: torch.Tensor) -> None:
         part = tensor.detach().reshape(-1)[begin:end]
         if part.is_cpu and out.is_cpu:
-            # In this thread: torch's others would wait for each other, spinning, on the cores that
-            # read and write.
+            # Copy in this thread. torch's thread pool would busy-wait on the cores that read and
+            # write.
             plain = part.contiguous().resolve_conj().resolve_neg()
             out.view(torch.uint8).numpy()[:] = plain.view(torch.uint8).numpy()
         else:
@@ -237,21 +243,21 @@ class LegacySource:
 
 @dataclass(frozen=True)
 class _MatchedState:
-    """An optimizer, and by key of the state_dict what each rank keeps for it."""
+    """An optimizer, and for each key of the state_dict the optimizer state of each rank."""
 
     optimizer: Optimizer
     by_key: Mapping[str, list[Mapping[str, Any]]]
 
     def shards(self, key: str, state: str) -> list[torch.Tensor]:
-        """Of every rank, in order."""
+        """The shards of an optimizer state of all ranks, in rank order."""
         return [each[state] for each in self.by_key[key]]
 
 
 def _match_optimizer(ranks: list[Rank]) -> _MatchedState | None:
-    """None if the files hold no optimizer at all.
+    """Finds the parameter names of the optimizer state. None if the files have no optimizer.
 
     Raises:
-        UnmatchedOptimizerError: they do, but the numbers cannot be given names with certainty.
+        UnmatchedOptimizerError: it is not certain which parameter has which number.
     """
     if all(rank.optimizer is None for rank in ranks):
         return None
@@ -272,12 +278,12 @@ def _match_optimizer(ranks: list[Rank]) -> _MatchedState | None:
 
 
 def _numbered(rank: Rank, count: int) -> tuple[Mapping[int, Mapping], Mapping[str, Any]]:
-    """State by position, and the only group."""
+    """The state by position of the parameter, and the only parameter group."""
 
     def fail(what: str) -> NoReturn:
         raise UnmatchedOptimizerError(
-            f"{rank.label}: its optimizer state cannot be given to parameters with certainty: "
-            f"{what}; consolidate without --optimizer"
+            f"{rank.label}: it is not certain which parameters its optimizer state belongs to: "
+            f"{what}. Consolidate without --optimizer."
         )
 
     found = rank.optimizer
@@ -285,12 +291,12 @@ def _numbered(rank: Rank, count: int) -> tuple[Mapping[int, Mapping], Mapping[st
         fail("'optimizer' is not the state_dict of a torch optimizer")
     state, groups = found["state"], found["param_groups"]
     if not isinstance(state, Mapping) or not isinstance(groups, list) or len(groups) != 1:
-        fail("it has several parameter groups, which may be in any order")
+        fail("it has several parameter groups, and their order is unknown")
     (group,) = groups
     if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
         fail("its parameter group lists no parameters")
     if len(group["params"]) != count or len(set(map(repr, group["params"]))) != count:
-        fail(f"it has {len(group['params'])} parameters, the model has {count}")
+        fail(f"it has {len(group['params'])} parameters, but the model has {count}")
     by_position = {}
     for position, number in enumerate(group["params"]):
         if number in state:
@@ -299,18 +305,21 @@ def _numbered(rank: Rank, count: int) -> tuple[Mapping[int, Mapping], Mapping[st
         isinstance(each, Mapping) and all(isinstance(k, str) and "/" not in k for k in each)
         for each in by_position.values()
     ):
-        fail("it has state of no parameter")
+        fail("it has state that belongs to no parameter, or has keys that are not valid")
     return by_position, group
 
 
 def _describe(key: str, states: list[Mapping[str, Any]], ranks: list[Rank]) -> State | None:
-    """What the optimizer keeps for the tensor ``key``, checked to be the same on all ranks."""
+    """Describes the optimizer state of the tensor ``key``, which must be alike on all ranks."""
     sharded: dict[str, str] = {}
     single: dict[str, Any] = {}
     for rank, state in zip(ranks, states, strict=True):
         where = f"{rank.label}: optimizer state of {key!r}"
         if state.keys() != states[0].keys():
-            raise UnmatchedOptimizerError(f"{where}: has other keys than that of {ranks[0].label}")
+            raise UnmatchedOptimizerError(
+                f"{where}: has other keys than that of {ranks[0].label}. Consolidate without "
+                "--optimizer."
+            )
         shard = rank.state_dict[key]
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == shard.shape and value.dim():
@@ -324,7 +333,7 @@ def _describe(key: str, states: list[Mapping[str, Any]], ranks: list[Rank]) -> S
                 if single.setdefault(name, encoded) == encoded and name not in sharded:
                     continue
             raise UnmatchedOptimizerError(
-                f"{where}: {name!r} has not the shape {list(shard.shape)} of the parameter's "
-                f"shard, or is not the same as in {ranks[0].label}; consolidate without --optimizer"
+                f"{where}: {name!r} does not have the shape {list(shard.shape)} of the parameter's "
+                f"shard, or differs from that in {ranks[0].label}. Consolidate without --optimizer."
             )
     return State(sharded, single) if states[0] else None

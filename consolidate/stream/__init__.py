@@ -1,7 +1,7 @@
-"""From a sharded checkpoint to files of the unsharded model, a few MiB at a time. Torch only.
+"""Writes files of the unsharded model from a sharded checkpoint, a few MiB at a time. Torch only.
 
-The data passes through, in this order: ``sharded`` or ``legacy.source`` (a ``Source``: any elements
-of any tensor), ``plan`` (which tensors into which files), ``pump`` (reads ahead),
-``result_file`` (writes one file), ``stage`` (beside the target, then in its place).
-``run`` ties them together; ``reshard`` is another thing that can be done with a source.
+The data passes through these modules, in this order: ``sharded`` or ``legacy.source`` (a
+``Source``, which reads ranges of tensors), ``plan`` (assigns tensors to files), ``pump`` (reads
+ahead), ``result_file`` (writes one file), ``stage`` (a temporary folder that replaces the target).
+``run`` calls them. ``reshard`` writes a checkpoint with another number of ranks instead.
 """

@@ -1,6 +1,7 @@
-"""Where results are written: a local or mounted file system.
+"""The local or mounted file system to which results are written.
 
-Every operation that changes the disk goes through this class; a test can put its own in between.
+All operations that change the disk are methods of :class:`Disk`, so that tests can simulate
+failures.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _START_BYTES = 1 << 26
 
 
 class DiskOutput(LocalOutput):
-    """A new file, of which earlier parts may be written again."""
+    """A new file in which bytes that were written can be replaced."""
 
     def __init__(self, path: str):
         super().__init__(path)
@@ -31,8 +32,10 @@ class DiskOutput(LocalOutput):
             self._start()
 
     def _start(self) -> None:
-        """Has the system begin to store what was written, so that ``close`` need not wait for all
-        of it. Only a hint; what fails, fails again in ``close``."""
+        """Asks the system to start writing to the disk, so that ``close`` waits for less.
+
+        Errors are ignored here: ``close`` reports them.
+        """
         call = getattr(ctypes.CDLL(None), "sync_file_range", None)
         if call is not None:
             begin, count = ctypes.c_int64(self._started), self._written - self._started
@@ -49,16 +52,16 @@ class DiskOutput(LocalOutput):
 
 
 class Disk(LocalStore):
-    """A :class:`~..format.local.LocalStore` that can also put one thing in the place of another.
+    """A :class:`~..format.local.LocalStore` that can also replace files and swap folders.
 
-    All errors are OutputError, naming the path.
+    All errors are OutputError; the message begins with the path.
     """
 
     def create(self, path: str) -> DiskOutput:
         return DiskOutput(path)
 
     def replace(self, old: str, new: str) -> None:
-        """Renames a file over another, if there is one; durable when it returns."""
+        """Renames a file and replaces an existing one, durably."""
         try:
             os.replace(old, new)
         except OSError as error:
@@ -66,7 +69,7 @@ class Disk(LocalStore):
         self.sync_folder(os.path.dirname(new) or ".")
 
     def exchange(self, one: str, other: str) -> bool:
-        """Swaps two folders in one step; False where the system cannot."""
+        """Swaps two folders in one step. Returns False if the system cannot do that."""
         call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if call is None:
             return False
@@ -80,16 +83,16 @@ class Disk(LocalStore):
         return True
 
     def lock(self, folder: str) -> int:
-        """Claims a folder until the descriptor that it returns is closed, or the process ends.
+        """Locks a folder until the returned descriptor is closed, or the process ends.
 
         Raises:
-            OutputError: another process has claimed it.
+            OutputError: another process has locked it.
         """
         try:
             return lock_folder(folder)
         except BlockingIOError as error:
             raise OutputError(
-                f"{folder}: another run is writing there; wait for it to end"
+                f"{folder}: another run is writing there. Wait until it has finished."
             ) from error
         except OSError as error:
             unwritable(folder, error)

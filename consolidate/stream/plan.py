@@ -1,4 +1,4 @@
-"""Which tensors of a source go into which files of the result. Reads no values."""
+"""Assigns the tensors of a source to the files of the result, without reading values."""
 
 from __future__ import annotations
 
@@ -26,9 +26,14 @@ OPTIMIZER_JSON = "optimizer.json"
 
 @dataclass(frozen=True)
 class Plan:
-    """A result. files: one alone is the result, unless ``texts`` (small files by name) are there
-    too, or more files; then the result is a folder. identity: 16 hexadecimal digits, equal only for
-    the same save with the same options."""
+    """The files of a result.
+
+    Attributes:
+        files: files with tensors. If there is one, and ``texts`` is empty, the result is that file;
+            otherwise the result is a folder.
+        texts: content of small files, by name.
+        identity: 16 hexadecimal digits, equal only for the same save with the same options.
+    """
 
     files: tuple[SafetensorsFile | TorchFile, ...]
     texts: dict[str, bytes]
@@ -45,12 +50,15 @@ def make_plan(
     name: str | None,
     state_dict: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """``name`` of the one file of the result, None for a folder. state_dict: the model, if it is in
-    memory, for a torch file.
+    """Plans the files of the result.
+
+    Args:
+        name: name of the file if the result is one file, None for a folder.
+        state_dict: the full model for a torch file, if it is in memory.
 
     Raises:
-        OptionsError: an optimizer is asked for, and there is none.
-        UnsupportedValueError: something has no place in a safetensors file.
+        OptionsError: the options request an optimizer, but the source has none.
+        UnsupportedValueError: a tensor or value cannot be stored in a safetensors file.
     """
     about = {
         "format": FORMAT,
@@ -91,7 +99,7 @@ def _safetensors(
     tensors = list(_model(source, options))
     if any(tensor.name == "__metadata__" for tensor in tensors):
         raise UnsupportedValueError(
-            f"{source.label}: a tensor called __metadata__ has no place in a safetensors file; "
+            f"{source.label}: a tensor called __metadata__ cannot be stored in a safetensors file: "
             "use --format pth"
         )
     shards = _shards(tensors, options.max_shard_size)
@@ -127,7 +135,7 @@ def _safetensors(
 
 
 def _tree(source: Source, options: Options) -> OrderedDict[str, Any]:
-    """The state_dict, a ``Stored`` in the place of every tensor."""
+    """The state_dict, with a ``Stored`` for every tensor."""
     by_name = {tensor.name: tensor for tensor in _model(source, options)}
     extra_state = source.extra_state
     model: OrderedDict[str, Any] = OrderedDict()
@@ -154,7 +162,8 @@ def _model(source: Source, options: Options) -> Iterator[Stored]:
 
 
 def _shards(tensors: list[Stored], limit: int | None) -> list[list[Stored]]:
-    """In order, each of at most ``limit`` bytes, or of one tensor that is larger."""
+    """Splits the tensors, in order, into lists of at most ``limit`` bytes. A larger tensor gets a
+    separate list."""
     shards: list[list[Stored]] = [[]]
     size = 0
     for tensor in tensors:
@@ -168,7 +177,7 @@ def _shards(tensors: list[Stored], limit: int | None) -> list[list[Stored]]:
 
 def _optimizer(source: Source) -> Optimizer:
     if source.optimizer is None:
-        raise OptionsError(f"{source.label}: holds no optimizer; leave --optimizer out")
+        raise OptionsError(f"{source.label}: has no optimizer. Remove --optimizer.")
     return source.optimizer
 
 
@@ -184,7 +193,9 @@ def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
         for key, encoded in each.single.items():
             where = f"{source.label}: state {key!r:.80} of {name!r:.120}"
             if not isinstance(encoded, dict) or "value" not in encoded:
-                raise InvalidMetadataError(f"{where}: is {encoded!r:.80}, expected a value")
+                raise InvalidMetadataError(
+                    f"{where}: is {encoded!r:.80}, expected an object with 'value'"
+                )
             state[name][key] = values.decode(encoded["value"], where)
         for key, dtype in each.sharded.items():
             state[name][key] = _state(source, key, name, dtype)
@@ -196,6 +207,6 @@ def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _optimizer_json(optimizer: Optimizer) -> bytes:
-    """What is not a tensor of a parameter's shape, encoded as in the manifest."""
+    """The groups and single values of the optimizer, encoded as in the manifest."""
     single = {name: dict(each.single) for name, each in optimizer.state.items()}
     return write_json({**dump_groups(optimizer), "single": single}) + b"\n"

@@ -1,4 +1,4 @@
-"""Reading ahead of writing, on a thread of its own."""
+"""Reads ahead in a separate thread while the calling thread writes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
-# How many items wait between the two: enough to level out, few enough to be small.
+# Maximum number of items in the queue: enough for uneven speeds, and small in memory.
 AHEAD = 3
 
 
 def pump(produce: Iterable[T], consume: Callable[[T], None]) -> None:
     """Calls ``consume`` with every item, in order, while another thread produces the next ones.
 
-    An exception on either side ends both and is raised here. No thread is left when this returns.
+    An exception in either thread stops both and is raised here. The thread has ended when this
+    returns.
     """
     waiting: queue.Queue = queue.Queue(AHEAD)
     stop = threading.Event()
@@ -41,7 +42,7 @@ def pump(produce: Iterable[T], consume: Callable[[T], None]) -> None:
         ended = True
     finally:
         stop.set()
-        # Whatever stands in the queue keeps the reader from noticing.
+        # Empty the queue, so that the reader is not blocked and sees `stop`.
         while not ended and waiting.get() is not None:
             pass
         thread.join()

@@ -1,8 +1,9 @@
-"""A checkpoint of another number of ranks, from the same source.
+"""Writes a checkpoint for another number of ranks.
 
-Each parameter is cut as ``xla_fsdp.sharding.layout`` cuts one that is sharded alone: rank r of M
-holds elements ``[r * c, (r + 1) * c)`` of its n, where ``c = ceil(n / (M * 128)) * 128``. Loading
-does not depend on that; it is what most models need, so that each rank mostly reads its own file.
+Each parameter is split as ``xla_fsdp.sharding.layout`` splits a parameter that is sharded
+separately: rank r of M gets the elements ``[r * c, (r + 1) * c)`` of n, with
+``c = ceil(n / (M * 128)) * 128``. Loading does not require this split. But with it, most models
+read mostly their own file on each rank.
 """
 
 from __future__ import annotations
@@ -51,12 +52,17 @@ def reshard_checkpoint(
 ) -> Result:
     """Writes a checkpoint of ``world_size`` ranks into the folder ``save_path``.
 
-    Model, buffers, optimizer, scheduler and extras of a checkpoint folder; the model and its
-    buffers of per-rank torch files. What is of a single rank (random states) is left out. Atomic,
-    resumable and idempotent as ``consolidate_checkpoint``, whose other arguments these are.
+    From a checkpoint folder, this writes parameters, buffers, optimizer, scheduler and extra; from
+    per-rank torch files, parameters and buffers. Values of a single rank (random states) are not
+    written. The call is atomic, resumable and idempotent like ``consolidate_checkpoint``, which
+    also describes the other arguments.
+
+    Args:
+        world_size: the new number of ranks, 1 to 99999.
+        save_path: default: ``path`` followed by ``_of_`` and the number of ranks.
 
     Raises:
-        CheckpointError: one of its subclasses, naming the file.
+        CheckpointError: a subclass of it; the message names the file.
     """
     if type(world_size) is not int or not 1 <= world_size < 100_000:
         raise OptionsError(f"cannot reshard to {world_size!r:.40} ranks: expected 1 to 99999")
@@ -97,7 +103,7 @@ def reshard_checkpoint(
 
 
 def _describe(source: Source, world_size: int, identity: str) -> Manifest:
-    """The manifest of the result, its files yet unknown."""
+    """The manifest of the result, without file records."""
     if isinstance(source, ShardedSource):
         return replace(
             source.manifest, save_id=identity, world_size=world_size, files=(), spans=None
@@ -117,7 +123,7 @@ def _describe(source: Source, world_size: int, identity: str) -> Manifest:
 def _tensors(
     source: Source, whole: Manifest, rank: int, begins: dict[str, int]
 ) -> Iterator[Stored]:
-    """What one rank's file holds; ``begins`` is filled."""
+    """The tensors of one rank's file. Adds the first element of each parameter to ``begins``."""
     state = whole.optimizer.state if whole.optimizer is not None else {}
     for name, tensor in whole.parameters.items():
         count = -(-tensor.numel // (whole.world_size * LANES)) * LANES
@@ -139,7 +145,10 @@ def _tensors(
 def _write(
     source: Source, whole: Manifest, stage: Stage, progress: Callable[[str, int], Progress]
 ) -> tuple[Manifest, int]:
-    """The rank files into the stage; returns the manifest with them, and how many were there."""
+    """Writes the rank files into the stage.
+
+    Returns the complete manifest, and the number of files that an earlier run had finished.
+    """
     records = _kept(stage, whole)
     stage.keep_only([_DONE, *(record.name for record in records)])
     kept = len(records)
@@ -164,7 +173,7 @@ def _write_file(
     metadata: Mapping[str, str],
     progress: Callable[[int], None],
 ) -> FileRecord:
-    """The same file as ``rank_file.write_file`` writes from memory; durable when this returns."""
+    """Writes the same file as ``rank_file.write_file``, but reads the tensors in pieces."""
     tensors = widest_first(tensors)
 
     def feed(take: Callable[[memoryview], None]) -> None:
@@ -178,7 +187,7 @@ def _write_file(
 
 
 def _bytes(whole: Manifest) -> int:
-    """About how many all files take."""
+    """Approximate size in bytes of all files."""
     state = whole.optimizer.state if whole.optimizer is not None else {}
     size = 0
     for name, tensor in whole.parameters.items():
@@ -189,7 +198,7 @@ def _bytes(whole: Manifest) -> int:
 
 
 def _kept(stage: Stage, whole: Manifest) -> list[FileRecord]:
-    """The files that an earlier run finished, from rank 0 on, every byte looked at."""
+    """The records of the first files, which an earlier run finished, after a check of all bytes."""
     path, records = stage.path(_DONE), list[FileRecord]()
     try:
         described = read_json(read(stage.disk, path, 0, stage.disk.size(path)), path)
@@ -197,7 +206,7 @@ def _kept(stage: Stage, whole: Manifest) -> list[FileRecord]:
             CheckedFile(stage.disk, stage.path(record.name), record).verify()
             records.append(record)
     except CheckpointError:
-        pass  # the rest is written again
+        pass  # the other files are written again
     return records
 
 
@@ -208,7 +217,7 @@ def _is_there(
     disk: Disk,
     progress: Callable[[str, int], Progress],
 ) -> bool:
-    """Whether the target is this result already, every byte looked at."""
+    """Whether the target already has this result. Checks every byte."""
     if not os.path.lexists(target):
         return False
     try:

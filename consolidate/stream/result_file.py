@@ -1,12 +1,12 @@
-"""One file of the result, written as its tensors are read: safetensors, or torch's.
+"""Writes one file of the result while its tensors are read: a safetensors or a torch file.
 
-A safetensors file says in its header what it is and what is in it. ``__metadata__`` holds, beside
-what the plan says, ``"digest"``: xxh3 of all bytes after the header. The header is written last, so
-that a file that was not finished has none.
+In a safetensors file, ``__metadata__`` in the header has the metadata of the plan and a
+``"digest"``: the xxh3 digest of all bytes after the header. The header is written last, so an
+incomplete file has no valid header.
 
-A torch file is a zip file of a pickle and the storages, laid out as ``torch.save`` does it: stored,
-not compressed; storages begin at multiples of 64 bytes, so that ``torch.load(mmap=True)`` can use
-them where they lie.
+A torch file is a zip file with a pickle and the storages, in the layout of ``torch.save``: without
+compression, and storages begin at multiples of 64 bytes, so that ``torch.load(mmap=True)`` can map
+them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _FOLDER = "consolidated"
 _IDENTITY = f"{_FOLDER}/.data/serialization_id"
 _FIXED = {"version": b"3\n", "byteorder": b"little", ".format_version": b"1"}
 
-_UNKNOWN = "0" * 16  # a digest
+_UNKNOWN = "0" * 16  # has the length of a digest
 
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """What is to be written; see :class:`~.plan.Plan`."""
+    """A safetensors file to be written; see :class:`~.plan.Plan`."""
 
     name: str
     tensors: tuple[Stored, ...]
@@ -51,7 +51,7 @@ class SafetensorsFile:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def write(self, disk: Disk, path: str, progress: Callable[[int], None]) -> None:
-        """Durable when this returns. Raises OutputError, and whatever reading raises."""
+        """Writes the file, durable when this returns. Raises OutputError and errors of reading."""
         digest = xxhash.xxh3_64()
         output = disk.create(path)
 
@@ -70,7 +70,7 @@ class SafetensorsFile:
             raise
 
     def finished(self, disk: Disk, path: str, progress: Callable[[int], None]) -> bool:
-        """Whether that is what lies at ``path``, every byte looked at."""
+        """Whether the file at ``path`` is complete and equal to this one. Checks every byte."""
         expected = len(self._header(_UNKNOWN))
         digest = xxhash.xxh3_64()
         try:
@@ -96,10 +96,12 @@ class SafetensorsFile:
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What is to be written: ``content`` with every tensor given as a ``Stored``.
+    """A torch file to be written.
 
-    A ``Stored`` under several names is one tensor under several names. identity: which save, with
-    which options.
+    Attributes:
+        content: the content, with a ``Stored`` for every tensor. If a ``Stored`` occurs under
+            several names, the file has one tensor under these names.
+        identity: identifies the save and the options.
     """
 
     name: str
@@ -111,7 +113,7 @@ class TorchFile:
         return sum(storage.nbytes for storage in self._pickled()[1])
 
     def write(self, disk: Disk, path: str, progress: Callable[[int], None]) -> None:
-        """Durable when this returns. Raises OutputError, and whatever reading raises."""
+        """Writes the file, durable when this returns. Raises OutputError and errors of reading."""
         pickled, storages = self._pickled()
         output = disk.create(path)
         try:
@@ -130,7 +132,7 @@ class TorchFile:
             raise
 
     def finished(self, disk: Disk, path: str, progress: Callable[[int], None]) -> bool:
-        """Whether that is what lies at ``path``, every byte looked at."""
+        """Whether the file at ``path`` is complete and equal to this one. Checks every byte."""
         pickled, storages = self._pickled()
         small = self._small(pickled)
         sizes = {record: len(data) for record, data in small.items()}
@@ -153,7 +155,7 @@ class TorchFile:
         except (CheckpointError, OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
             return False
         except Exception:
-            return False  # zipfile lets many things escape; none of them is a finished file
+            return False  # zipfile raises many kinds of exceptions if a file is incomplete
         return True
 
     def _small(self, pickled: bytes) -> dict[str, bytes]:
@@ -173,7 +175,7 @@ class TorchFile:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes a ``Stored`` as torch writes a tensor, and remembers it."""
+    """Pickles a ``Stored`` as torch pickles a tensor, and collects it in ``storages``."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=2)
@@ -185,7 +187,7 @@ class _Pickler(pickle.Pickler):
         return ("storage", value.kind, value.key, "cpu", value.count)
 
     def reducer_override(self, value: Any) -> Any:
-        # 'step', extra state, or a model in memory; what is sparse is made of such.
+        # Tensors in memory: 'step', extra state, or a model. Sparse tensors consist of dense ones.
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             value = constant(value)
         if not isinstance(value, Stored):
@@ -205,7 +207,7 @@ class _Pickler(pickle.Pickler):
 
 @dataclass(frozen=True)
 class _Storage:
-    """kind: torch's class for it; count: of elements, of bytes if it is untyped."""
+    """A storage. ``kind``: its class in torch. ``count``: number of elements (bytes if untyped)."""
 
     kind: type
     key: str
@@ -213,9 +215,11 @@ class _Storage:
 
 
 def constant(tensor: torch.Tensor) -> Stored:
-    """A tensor that is in memory."""
+    """Makes a ``Stored`` of a tensor in memory."""
     if tensor.is_quantized:
-        raise UnsupportedValueError("a quantized tensor cannot be written; dequantize it")
+        raise UnsupportedValueError(
+            f"a quantized tensor of shape {list(tensor.shape)} cannot be written. Dequantize it."
+        )
     values = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
     shape = tuple(tensor.shape)
     return Stored("", tensor.dtype, shape, lambda begin, end, out: values[begin:end])
@@ -226,11 +230,11 @@ def _storage_name(number: int) -> str:
 
 
 def _open(archive: zipfile.ZipFile, file: _Seekable, record: str, size: int) -> IO[bytes]:
-    """A record of the archive, to be written, padded so that its data begins aligned."""
+    """Opens a record of the archive for writing, with padding so that its data is aligned."""
     entry = zipfile.ZipInfo(record)
     entry.file_size = size
     wide = size >= _ZIP64_BYTES
-    # The header: 30 bytes, the name, the padding (4 bytes and zeros), sizes with 64 bits (20).
+    # The header: 30 bytes, the name, the padding (4 bytes and zeros), and 20 for 64-bit sizes.
     header = 30 + len(record.encode()) + 4 + (20 if wide else 0)
     padding = -(file.tell() + header) % _ALIGNMENT
     entry.extra = b"FB" + padding.to_bytes(2, "little") + bytes(padding)
@@ -242,7 +246,7 @@ def _pump(storage: Stored, ring: Ring, entry: IO[bytes], progress: Callable[[int
         entry.write(piece)
         progress(len(piece))
 
-    # A thread for a few bytes costs more than it saves.
+    # For a few bytes, a thread costs more time than it saves.
     if storage.nbytes > PIECE_BYTES:
         pump(storage.pieces(ring), take)
     else:
@@ -251,7 +255,7 @@ def _pump(storage: Stored, ring: Ring, entry: IO[bytes], progress: Callable[[int
 
 
 class _Seekable:
-    """An output as the file that ``zipfile`` wants."""
+    """A file object for ``zipfile`` that writes to an output."""
 
     def __init__(self, output: DiskOutput):
         self._output = output
@@ -277,7 +281,7 @@ class _Seekable:
         return self._position
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: ``write`` does not buffer."""
 
     def close(self) -> None:
-        """Left to whoever opened the output."""
+        """Does nothing: the caller closes the output."""

@@ -1,4 +1,5 @@
-"""The whole way from a checkpoint to a result in its place."""
+"""Consolidates or verifies a checkpoint: opens it, plans the result, writes it, and replaces the
+target."""
 
 from __future__ import annotations
 
@@ -21,21 +22,29 @@ from .stage import Stage
 from .target import Target, choose_target
 
 LEGACY_SUFFIX = "*.pth"
-# Told how many bytes were done since the last call.
+# Called with the number of bytes since the last call.
 Progress = AbstractContextManager[Callable[[int], None]]
 
 
 @contextlib.contextmanager
 def silent(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows nothing."""
+    """A progress display that shows nothing."""
     yield lambda count: None
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was done. path: the file or folder; up_to_date: it was there already, nothing was
-    written; parameters: how many, tied ones once; elements: their total; bytes: of all files;
-    resumed: files kept from a run that was cut short."""
+    """The result of :func:`consolidate_checkpoint` or ``reshard_checkpoint``.
+
+    Attributes:
+        path: the file or folder.
+        up_to_date: whether it existed already, so that nothing was written.
+        world_size: number of ranks of the checkpoint.
+        parameters: number of parameters; a tied one counts once.
+        elements: total number of elements of the parameters.
+        bytes: total size of the files.
+        resumed: number of files that an interrupted run had finished.
+    """
 
     path: str
     up_to_date: bool
@@ -53,17 +62,21 @@ def open_source(
     tied: Mapping[str, str] | None = None,
     allow_unsafe_pickle: bool = False,
 ) -> Source:
-    """A checkpoint folder, or a folder of them (the newest), or a prefix of per-rank files.
+    """Opens a checkpoint folder, the newest checkpoint in a folder, or per-rank torch files.
 
-    With ``suffix`` given, ``path`` is a prefix in any case.
+    Args:
+        path: a folder, or a path prefix of per-rank files.
+        suffix: glob pattern of per-rank files. If it is given, ``path`` is always a prefix.
+        tied: see :func:`consolidate_checkpoint`.
+        allow_unsafe_pickle: see :func:`consolidate_checkpoint`.
 
     Raises:
-        CheckpointError: there is none, or it is not whole.
+        CheckpointError: there is no checkpoint, or it is incomplete or damaged.
     """
     prefix = os.fspath(path)
     if suffix is None and is_sharded(prefix):
         if tied:
-            raise OptionsError(f"{prefix}: records tied weights itself; leave --tied out")
+            raise OptionsError(f"{prefix}: records its tied weights. Remove --tied.")
         return ShardedSource(prefix)
     return open_legacy(prefix, suffix or LEGACY_SUFFIX, tied, allow_unsafe_pickle)
 
@@ -83,26 +96,30 @@ def consolidate_checkpoint(
     say: Callable[[str], None] = lambda line: None,
     disk: Disk | None = None,
 ) -> Result:
-    """Writes the unsharded model, a few MiB in memory at a time.
+    """Writes the full (unsharded) model, with a few MiB in memory at a time.
 
-    Whatever ends the run, ``save_path`` holds its old content or all of the new. A run that was cut
-    short goes on where it stopped, file by file; one whose result is there already changes nothing.
+    If the run is killed, ``save_path`` has either its old content or the complete result. Calling
+    this again continues with the first file that is not finished. If the result exists already,
+    nothing is changed.
 
     Args:
-        path, suffix, tied, allow_unsafe_pickle: see :func:`open_source`. tied: {further name: name
-            of a parameter}; allow_unsafe_pickle: code in per-rank torch files is executed.
-        save_path: a file (``.safetensors``, ``.pth``) or a folder; by default beside ``path``.
-        format: ``"safetensors"`` or ``"pth"``; by default what the name of ``save_path`` says, else
-            safetensors for checkpoint folders and pth for per-rank files.
-        max_shard_size: bytes, or like ``"5GB"``: several safetensors files and their index.
-        optimizer: also write its state.
+        path, suffix: the checkpoint, see :func:`open_source`.
+        save_path: a file (``.safetensors``, ``.pth``) or a folder. Default: ``path`` followed by
+            ``_consolidated``.
+        format: ``"safetensors"`` or ``"pth"``. Default: the extension of ``save_path``; without
+            one, safetensors for checkpoint folders and pth for per-rank files.
+        max_shard_size: number of bytes, or a size like ``"5GB"``. Writes several safetensors files
+            with tensors of at most this size, and an index.
+        optimizer: also write the optimizer state.
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: cast floating-point parameters (not
-            buffers, not optimizer state).
-        progress, say: are told what happens. disk: for tests.
+            buffers and not optimizer state) to this dtype.
+        tied: ``{alias: parameter name}`` for tied weights that per-rank files do not record.
+        allow_unsafe_pickle: read per-rank torch files even if that runs code in them.
+        progress, say: functions that show the progress and messages. disk: for tests.
 
     Raises:
-        CheckpointError: one of its subclasses, naming the file; OutputError for all that goes wrong
-            in writing.
+        OutputError: the result cannot be written.
+        CheckpointError: a subclass of it; the message names the file.
     """
     prefix, disk = os.fspath(path), disk or Disk()
     source = open_source(path, suffix, tied=tied, allow_unsafe_pickle=allow_unsafe_pickle)
@@ -144,11 +161,13 @@ def put(
     disk: Disk,
     progress: Callable[[str, int], Progress] = silent,
 ) -> tuple[bool, int]:
-    """Puts a result in its place. Returns whether it was there already, and else how many of its
-    files an earlier run had finished.
+    """Writes the result and replaces the target.
+
+    Returns whether the result existed already, and the number of files that an earlier run had
+    finished.
 
     Raises:
-        OutputError: it cannot be written there.
+        OutputError: the result cannot be written.
     """
     stage = Stage(disk, target.path, plan.identity)
 
@@ -173,13 +192,16 @@ def verify_checkpoint(
     allow_unsafe_pickle: bool = False,
     progress: Callable[[str, int], Progress] = silent,
 ) -> str:
-    """Checks that a checkpoint is complete and consistent, and every byte of it; writes nothing.
+    """Checks that a checkpoint is complete and consistent, and checks every byte. Writes nothing.
 
-    Of a checkpoint folder the digests; of per-rank torch files the CRCs of the zip files, which
-    find a flipped bit, but not files of two steps. Returns a line that says what was checked.
+    For a checkpoint folder, it compares the digests. For per-rank torch files, it compares the CRCs
+    of the zip files, which detect flipped bits, but not files of different steps.
+
+    Returns:
+        A line that says what was checked.
 
     Raises:
-        CheckpointError: one of its subclasses, naming the file.
+        CheckpointError: a subclass of it; the message names the file.
     """
     source = open_source(path, suffix, allow_unsafe_pickle=allow_unsafe_pickle)
     with progress("verify", source.size) as bar:
@@ -189,7 +211,7 @@ def verify_checkpoint(
 
 
 def _write(plan: Plan, stage: Stage, progress: Callable[[str, int], Progress]) -> int:
-    """All files of the plan into the stage; returns how many were there already."""
+    """Writes all files of the plan into the stage. Returns the number of files that existed."""
     stage.keep_only(file.name for file in plan.files)
     present = set(stage.disk.list(stage.folder))
     with progress("check", sum(f.nbytes for f in plan.files if f.name in present)) as bar:
@@ -213,7 +235,7 @@ def _write(plan: Plan, stage: Stage, progress: Callable[[str, int], Progress]) -
 def _is_there(
     plan: Plan, target: Target, disk: Disk, progress: Callable[[str, int], Progress]
 ) -> bool:
-    """Whether the target is this result already, every byte looked at."""
+    """Whether the target already has this result. Checks every byte."""
     if not os.path.lexists(target.path):
         return False
     if not target.is_folder:

@@ -15,8 +15,10 @@ from ..source import Origin
 
 
 def is_sharded(path: str) -> bool:
-    """Whether ``path`` is a checkpoint folder, or a folder of them, complete or not. Nothing else
-    is read from URLs."""
+    """Whether ``path`` is a checkpoint folder or a folder with checkpoints, complete or not.
+
+    A URL always is: per-rank torch files cannot be read from URLs.
+    """
     if "://" in path:
         return True
     if not os.path.isdir(path):
@@ -29,7 +31,7 @@ class ShardedSource:
     """See :class:`~..source.Source`. Every byte that is read is compared with its digest.
 
     Raises:
-        CheckpointError: the checkpoint is not whole; see ``ShardedCheckpoint``.
+        CheckpointError: the checkpoint is incomplete or damaged; see ``ShardedCheckpoint``.
     """
 
     def __init__(self, path: str):
@@ -44,7 +46,7 @@ class ShardedSource:
         self.optimizer = found.optimizer
         self.size = sum(record.size for record in found.files)
         for name in found.parameters:
-            self.checkpoint.pieces(name)  # complete, before anything is written
+            self.checkpoint.pieces(name)  # checks all parameters before anything is written
             break
         tensors = [*found.parameters.values(), *found.buffers.values()]
         self.order = [(name, tensor.name) for tensor in tensors for name in tensor.names]
@@ -70,6 +72,6 @@ class ShardedSource:
         return self.checkpoint.read_buffer(name, rank)
 
     def verify(self, progress: Callable[[int], None]) -> str:
-        """The digests of all files."""
+        """Compares the digests of all files."""
         self.checkpoint.verify(progress)
         return f"step {self.origin.step}, {self.origin.world_size} ranks, digests"

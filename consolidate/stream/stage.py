@@ -1,8 +1,9 @@
-"""Results in the making: a hidden folder beside the target, then the target, in one step.
+"""Collects an incomplete result in a hidden folder, which replaces the target in one step.
 
-``.NAME.<identity>.partial``, NAME being the target's. It survives whatever ends a run; the next run
-with the same options keeps the files in it that are finished, any other run removes it. A folder
-being replaced where the system cannot swap is ``.NAME.replaced`` for a moment.
+The folder is ``.NAME.<identity>.partial`` in the folder of the target, which is called NAME. It
+remains when a run is killed. The next run with the same options keeps its finished files; a run
+with other options removes it. If the system cannot swap folders, an existing target folder is
+called ``.NAME.replaced`` for a moment while it is replaced.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from .target import check_target
 
 
 class Stage:
-    """The folder in the making of one target; a context, within which it belongs to this process.
+    """The hidden folder of one target. As a context, it locks the folder for this process.
 
-    Errors are OutputError. When an error ends the context, a folder without any finished file is
+    Errors are OutputError. If an error ends the context, and no file is finished, the folder is
     removed.
     """
 
@@ -37,12 +38,12 @@ class Stage:
         self.finished: set[str] = set()
 
     def repair(self) -> None:
-        """Puts back a target that a run was about to replace when it was killed."""
+        """Restores a target that was renamed by a run which was killed before it replaced it."""
         if os.path.isdir(self._replaced) and not os.path.lexists(self.target):
             self.disk.rename(self._replaced, self.target)
 
     def sweep(self) -> None:
-        """Removes what earlier runs for this target left behind, unless they are still running."""
+        """Removes the hidden folders of earlier runs for this target that are not running."""
         for name in sorted(self.disk.list(self.parent)):
             path = join(self.parent, name)
             if self._lock is not None and path == self.folder:
@@ -86,12 +87,14 @@ class Stage:
         is_there: Callable[[], bool],
         build: Callable[[], int],
     ) -> tuple[bool, int]:
-        """Whether the result is in its place already, else what ``build``, called within the
-        context, returns."""
+        """Calls ``build`` inside the context, unless ``is_there`` finds that the result exists.
+
+        Returns whether the result existed, and the result of ``build`` or 0.
+        """
         self.repair()
         check_target(self.target, is_folder, inputs, self.disk)
         if is_there():
-            with contextlib.suppress(OutputError):  # it is none of the result
+            with contextlib.suppress(OutputError):  # the result is complete anyway
                 self.sweep()
             return True, 0
         with self:
@@ -100,7 +103,10 @@ class Stage:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:
-        """Gives the path of a file; one whose writing fails is removed, else it is finished."""
+        """A context that gives the path of a file to write.
+
+        After an error the file is removed; otherwise it is marked as finished.
+        """
         try:
             yield self.path(name)
         except CheckpointError:
@@ -110,18 +116,18 @@ class Stage:
         self.finished.add(name)
 
     def path(self, name: str) -> str:
-        """Of a file in the folder."""
+        """The path of a file in the folder."""
         return join(self.folder, name)
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Removes everything else from the folder."""
+        """Removes all files from the folder except ``names``."""
         names = set(names)
         for name in self.disk.list(self.folder):
             if name not in names:
                 self.disk.remove(self.path(name))
 
     def write_text(self, name: str, data: bytes) -> None:
-        """A small file, durable when this returns."""
+        """Writes a small file, durable when this returns."""
         self.disk.remove(self.path(name))
         output = self.disk.create(self.path(name))
         try:
@@ -139,18 +145,18 @@ class Stage:
             return
         if free < needed:
             raise OutputError(
-                f"{self.target}: cannot be written: needs {needed} bytes, {free} are free on this "
-                "disk"
+                f"{self.target}: cannot be written: needs {needed} bytes, but {free} are free on "
+                "this disk. Free some space, or write to another disk."
             )
 
     def commit_file(self, name: str) -> None:
-        """Puts the one file in the target's place, over what is there."""
+        """Replaces the target by the only file of the result."""
         self.disk.sync_folder(self.folder)
         self.disk.replace(self.path(name), self.target)
         self._discard(self.folder)
 
     def commit_folder(self) -> None:
-        """Puts the folder in the target's place. What was there is removed."""
+        """Replaces the target by the folder. An existing target folder is removed."""
         self.disk.sync_folder(self.folder)
         if not os.path.lexists(self.target):
             self.disk.rename(self.folder, self.target)
@@ -163,6 +169,6 @@ class Stage:
             self._discard(self._replaced)
 
     def _discard(self, path: str) -> None:
-        # The result is in place: what cannot be removed now is removed by the next run.
+        # The result is complete. The next run removes what cannot be removed now.
         with contextlib.suppress(OutputError):
             self.disk.remove(path)

@@ -1,4 +1,4 @@
-"""Where the result goes, and whether it may."""
+"""Chooses the path of the result, and checks that it may be written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXTENSIONS = {".safetensors": SAFETENSORS, ".pth": PTH, ".pt": PTH, ".bin": PTH
 
 @dataclass(frozen=True)
 class Target:
-    """A place: of one file, or of a folder of files. format: what is written there."""
+    """The path of the result: one file, or a folder with files. ``format``: that of the files."""
 
     path: str
     is_folder: bool
@@ -26,14 +26,21 @@ class Target:
 
     @property
     def name(self) -> str | None:
-        """Of the one file, None if it is a folder."""
+        """Name of the file, None if the target is a folder."""
         return None if self.is_folder else os.path.basename(self.path)
 
 
 def choose_target(
     prefix: str, sharded: bool, save_path: str, format: str | None, several: str
 ) -> Target:
-    """``several``: the option that needs more than one file, "" if none does.
+    """Chooses the path and the format of the result.
+
+    Args:
+        prefix: path of the checkpoint, or prefix of per-rank files.
+        sharded: whether it is a checkpoint folder.
+        save_path: the path that the user wants, "" for the default.
+        format: the format that the user wants, None for the default.
+        several: name of the option that requires several files, "" if none does.
 
     Raises:
         OptionsError: path and options contradict each other.
@@ -47,78 +54,83 @@ def choose_target(
     if extension is not None:
         if extension != chosen:
             raise OptionsError(
-                f"{path}: is the name of a {extension} file, not of --format {chosen}"
+                f"{path}: is the name of a {extension} file, not of --format {chosen}. Change one "
+                "of them."
             )
         if several:
             raise OptionsError(
-                f"{path}: {several} writes several files; give a folder to hold them"
+                f"{path}: is a file, but {several} writes several files. Pass a folder instead."
             )
         return Target(path, False, chosen)
-    # Per-rank files were always joined into one torch file, whatever its name.
+    # For per-rank files, the result has always been one torch file, with any name.
     is_file = not (sharded or several) and chosen == PTH
     return Target(path, not is_file, chosen)
 
 
 def beside(prefix: str, ending: str) -> str:
-    """Where the result goes if nothing else is said.
+    """The default path of the result: ``prefix`` followed by ``ending``.
 
     Raises:
-        OptionsError: the checkpoint is on no local disk.
+        OptionsError: the checkpoint is not on a local disk.
     """
     if "://" in prefix:
-        raise OptionsError(f"{prefix}: --save_path must say where to write, on a local disk")
+        raise OptionsError(f"{prefix}: is a URL. Pass a path on a local disk as --save_path.")
     return prefix + ending
 
 
 def check_target(path: str, is_folder: bool, inputs: list[str], disk: Disk) -> None:
-    """Refuses a place that cannot or should not be written, before any work is done.
+    """Checks that the target may be written, before any work is done.
 
     Raises:
-        OutputError: it is one of ``inputs``, a link, of the wrong kind, in a folder that does not
-            exist, or a folder with anything in it that was not written by an earlier run.
+        OutputError: the path is one of ``inputs``, a link, not of the right kind, in a folder that
+            does not exist, or a folder with files that no earlier run has written.
     """
     if "://" in path:
-        raise OutputError(f"{path}: results are written to local paths only")
+        raise OutputError(f"{path}: is a URL, but results are written to local paths only")
     if os.path.basename(path) in ("", ".", ".."):
         raise OutputError(f"{path}: does not name a file or folder to write")
     parent = os.path.dirname(path) or "."
     if not os.path.isdir(parent):
-        raise OutputError(f"{path}: directory {parent} does not exist")
+        raise OutputError(f"{path}: directory {parent} does not exist. Make it first.")
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
     except OSError as error:
-        raise OutputError(f"{path}: cannot be looked at: {error.strerror}") from error
+        raise OutputError(f"{path}: cannot be read: {error.strerror}") from error
     for source in inputs:
-        # By identity, not name: a link to an input would be destroyed just the same.
+        # Compare files, not names: writing to a link to an input would also destroy the input.
         if os.path.exists(source) and os.path.exists(path) and os.path.samefile(path, source):
-            raise OutputError(f"{path}: would overwrite the input {source}")
+            raise OutputError(f"{path}: would overwrite the input {source}. Choose another path.")
     if stat.S_ISLNK(mode):
-        raise OutputError(f"{path}: is a symbolic link; remove it, or name what it points to")
+        raise OutputError(f"{path}: is a symbolic link. Remove it, or pass the path of its target.")
     if not is_folder:
         if stat.S_ISDIR(mode):
-            raise OutputError(f"{path}: is a directory, expected a file to write")
+            raise OutputError(
+                f"{path}: is a directory, expected the path of a file. Choose another path."
+            )
         if not stat.S_ISREG(mode):
-            raise OutputError(f"{path}: is not a regular file; choose another name")
+            raise OutputError(f"{path}: is not a regular file. Choose another path.")
         return
     if not stat.S_ISDIR(mode):
-        raise OutputError(f"{path}: is a file, expected a folder to write; remove it")
+        raise OutputError(
+            f"{path}: is a file, expected a folder. Remove it, or choose another path."
+        )
     _require_own(path, disk)
 
 
 def _require_own(folder: str, disk: Disk) -> None:
-    """A folder is replaced as a whole, so nothing else may be in it."""
+    """Checks that all files in a folder were written by an earlier run, as they will be removed."""
     try:
         names = set(disk.list(folder))
         own = _recorded(folder, disk) if RECORD in names else set()
     except CheckpointError as error:
-        raise OutputError(f"{folder}: cannot be looked at: {error}") from error
+        raise OutputError(f"{folder}: cannot be read: {error}") from error
     others = sorted(names - own - {RECORD})
     if others or (names and RECORD not in names):
         raise OutputError(
-            f"{folder}: holds {(others or [RECORD])[0]!r:.80}, which this command did not write, "
-            "and would be replaced as a whole; choose another place, or move it away"
+            f"{folder}: has {(others or [RECORD])[0]!r:.80}, which this command did not write and "
+            "would remove. Choose another path, or move it away."
         )
 
 

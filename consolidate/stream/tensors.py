@@ -1,4 +1,4 @@
-"""Tensors of the result: where their elements come from, and their bytes in pieces."""
+"""The tensors of the result: how to read their elements, and their bytes in pieces."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from ..format.dtypes import dtype_name, tensor_bytes
 from .pump import AHEAD
 
-# Bytes read, handed over and written at a time.
+# Bytes that are read and written at a time.
 PIECE_BYTES = 1 << 22
-# Elements; torch shares out work on more than twice as many among threads.
+# Elements that are cast at a time. torch uses several threads for more than twice this number.
 _SERIAL = 1 << 14
-# Elements begin .. end, flattened; in the buffer, or in memory of their own.
+# Reads the flattened elements begin .. end. Returns the given buffer, or another tensor.
 Read = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
 class Ring:
-    """Buffers that are used again and again, so that memory neither grows nor has to be cleared.
+    """A ring of buffers that are reused, so that no memory is allocated while reading.
 
-    One is free again when as many others have been taken as can be waiting in :func:`~.pump.pump`,
-    being written, and being filled.
+    A buffer may be reused after all others were taken. Their number covers the buffers that wait
+    in :func:`~.pump.pump`, the one being written and the one being filled.
     """
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class Ring:
         return buffer[: count * dtype.itemsize].view(dtype)
 
     def scratch(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """The same for what is used at once."""
+        """A buffer that is valid only until the next call."""
         return self._scratch[: count * dtype.itemsize].view(dtype)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file. origin: its dtype in the source, None if that is the same."""
+    """One tensor of a file. ``origin``: its dtype in the source, None if it is not cast."""
 
     name: str
     dtype: torch.dtype
@@ -66,11 +66,11 @@ class Stored:
 
     @property
     def described(self) -> tuple[str, str, tuple[int, ...]]:
-        """For the header of a safetensors file."""
+        """Name, dtype and shape, for the header of a safetensors file."""
         return self.name, dtype_name(self.dtype, repr(self.name)), self.shape
 
     def pieces(self, ring: Ring) -> Iterator[memoryview]:
-        """Its bytes in order, each valid until the ring comes round."""
+        """The bytes of the tensor in pieces. A piece is valid until the ring reuses its buffer."""
         origin = self.origin or self.dtype
         step = PIECE_BYTES // max(self.itemsize, origin.itemsize)
         for begin in range(0, self.numel, step):
@@ -84,16 +84,16 @@ class Stored:
 
 
 def pieces(tensors: Iterable[Stored]) -> Iterator[memoryview]:
-    """Their bytes, one after the other."""
+    """The bytes of the tensors in pieces, one tensor after the other."""
     ring = Ring()
     for tensor in tensors:
         yield from tensor.pieces(ring)
 
 
 def cast(values: torch.Tensor, out: torch.Tensor) -> None:
-    """Fills ``out`` with ``values`` in its dtype."""
-    # In parts that torch works on in this thread: its other threads would wait for each other,
-    # spinning, on the cores that read and write.
+    """Fills ``out`` with ``values``, cast to its dtype."""
+    # Cast small parts, which torch does in this thread. Its thread pool would busy-wait on the
+    # cores that read and write.
     for begin in range(0, len(values), _SERIAL):
         out[begin : begin + _SERIAL].copy_(values[begin : begin + _SERIAL])
 
@@ -104,11 +104,11 @@ def all_of(
     shape: tuple[int, ...],
     read: Callable[[], torch.Tensor],
 ) -> Stored:
-    """A tensor that is read as a whole, and cast if need be: a buffer."""
+    """A tensor that is read completely, and cast if necessary: a buffer of the model."""
     kept: list[torch.Tensor] = []
 
     def some(begin: int, end: int, out: torch.Tensor) -> torch.Tensor:
-        # Not once for every piece of it, nor kept for longer than until the last.
+        # Read the tensor once, and free it after the last piece.
         if not kept:
             kept.append(read().reshape(-1))
         cast(kept[0][begin:end], out)
@@ -120,7 +120,7 @@ def all_of(
 
 
 def part(name: str, dtype: torch.dtype, begin: int, end: int, read: Read) -> Stored:
-    """Elements ``begin .. end`` of a larger tensor, as one of one dimension."""
+    """The elements ``begin .. end`` of a larger tensor, as a one-dimensional tensor."""
 
     def some(low: int, high: int, out: torch.Tensor) -> torch.Tensor:
         return read(begin + low, begin + high, out)

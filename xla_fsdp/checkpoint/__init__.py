@@ -1,12 +1,14 @@
-"""Checkpoints from and into a sharded model. The format itself is ``xla_fsdp.consolidate.format``.
+"""Save and load checkpoints of a sharded model. ``xla_fsdp.consolidate.format`` defines the format.
 
-What all ways share: ``inventory`` and ``optimizers`` (what this rank holds of the unsharded model),
-``meeting`` (how ranks agree), and to load: ``stored`` (a tensor that lies somewhere, read in part),
-``matching`` and ``optimizer_matching`` (which of them fills what: all the rules), ``filling``.
+Shared by all modules: ``inventory`` and ``optimizers`` list which elements of the unsharded model
+and of its optimizer state this rank stores. ``meeting`` exchanges small values and errors between
+ranks. To load, ``stored`` represents a tensor of which any range can be read, ``matching`` and
+``optimizer_matching`` decide which stored tensor goes into which parameter, and ``filling`` copies
+the values.
 
-Checkpoints: ``contents`` (as tensors of a file), ``draft``, ``saving``, ``asynchronous``;
-``reading``, ``loading``. Full state: ``parts`` (gathers), ``protocol``
-(torch's own state_dict, on ``unread`` tensors), ``full_state``, ``full_optimizer``,
-``optimizer_names``. Weights from files: ``weights``. Directories of
-torch.distributed.checkpoint: ``boxes``, ``dcp*``.
+Checkpoints are saved by ``contents`` (the tensors of a rank's file), ``draft`` (an incomplete
+save), ``saving`` and ``asynchronous``, and loaded by ``reading`` and ``loading``. Full state dicts:
+``parts`` (gathers), ``protocol`` (torch's own state_dict, with ``unread`` tensors),
+``full_state``, ``full_optimizer``, ``optimizer_names``. Weights from files: ``weights``.
+Directories of torch.distributed.checkpoint: ``boxes``, ``dcp_reading``, ``dcp_writing``.
 """

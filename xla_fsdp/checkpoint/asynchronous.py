@@ -1,4 +1,4 @@
-"""``AsyncCheckpointer``: training goes on while the checkpoint is written."""
+"""``AsyncCheckpointer`` writes a checkpoint while training continues."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .draft import AT_ONCE, Draft, begin
 from .meeting import Meeting, describe
 from .saving import meeting_request, records
 
-# Seconds between two looks for what other ranks have written, at most.
+# Longest time, in seconds, between two checks for the files of other ranks.
 _LONGEST_WAIT = 0.5
-# Seconds until rank 0 must see what the others say they have written.
+# Seconds after which rank 0 must see the files that the other ranks have written.
 _PATIENCE_ONCE_WRITTEN = 30.0
-# Seconds that rank 0 waits for the others' files once its program has ended.
+# Seconds that rank 0 waits for the other ranks' files after its main thread has ended.
 _PATIENCE_AT_EXIT = 120.0
 
 
 class AsyncCheckpointer:
-    """Saves as :func:`save_checkpoint` does, but only the copy to the host blocks.
+    """Saves as :func:`save_checkpoint` does, but blocks training only for the copy to the host.
 
-    A thread of each rank writes that rank's file, and rank 0's completes the checkpoint once all
-    files are there; ranks tell each other through small files, never through the devices, which go
-    on training. One save is under way at a time: the next one first waits for it. Errors are
-    raised, on all ranks, by the next call. All methods must be called on every rank. As a context
-    manager it waits at the end::
+    On each rank, a thread writes the rank's file. The thread of rank 0 completes the checkpoint
+    when all files are written. Ranks report to rank 0 through small files, not through collectives,
+    so the devices continue training. Only one save runs at a time: the next ``save`` waits for the
+    previous one. An error is raised on all ranks by the next call of a method. Call all methods on
+    every rank. As a context manager, it waits for the last save at the end::
 
         with xla_fsdp.AsyncCheckpointer("runs/vit", keep_last=3) as checkpointer:
             for step in range(1, steps + 1):
@@ -44,10 +44,10 @@ class AsyncCheckpointer:
                 if step % 1000 == 0:
                     checkpointer.save(model, optimizer, scheduler, step=step)
 
-    Memory on the host: a copy of what the rank holds, until it is written.
+    Host memory: a copy of the rank's shards and buffers, until they are written.
 
     Args:
-        path, keep_last: as in :func:`save_checkpoint`.
+        path, keep_last: see :func:`save_checkpoint`.
     """
 
     def __init__(self, path: str | os.PathLike, *, keep_last: int | None = None) -> None:
@@ -64,11 +64,14 @@ class AsyncCheckpointer:
         step: int,
         extra: Any = None,
     ) -> None:
-        """Begins to save; returns when everything is copied, so that training may change it.
+        """Starts a save and returns when all values are copied to the host.
+
+        Training may change the model after that. The arguments are those of
+        :func:`save_checkpoint`.
 
         Raises:
-            CheckpointError: the save before this one failed (this one is not begun), or this one
-                cannot begin; see :func:`save_checkpoint`.
+            CheckpointError: the previous save failed, and this one was not started; or this one
+                cannot start, see :func:`save_checkpoint`.
         """
         with at_rest() as random:
             self.wait()
@@ -83,20 +86,23 @@ class AsyncCheckpointer:
         self._running = RunningSave(replace(draft, contents=contents), meeting)
 
     def wait(self) -> str | None:
-        """Returns the path of the last checkpoint once it is complete, ``None`` if there was none.
+        """Waits until the running save is complete and returns the path of its checkpoint.
+
+        Returns ``None`` if no save is running.
 
         Raises:
-            CheckpointError: it could not be saved. Earlier checkpoints are as they were.
+            CheckpointError: the checkpoint could not be saved. Earlier checkpoints are unchanged.
         """
         running, self._running = self._running, None
-        with at_rest():  # whether or not there is one: a resumed run has none at first
+        # Also without a running save: a resumed run has none at first, and must act the same.
+        with at_rest():
             path = None if running is None else running.finish()
         if running is not None:
-            running.tidied()  # on rank 0; the others go on
+            running.tidied()  # rank 0 waits here, the other ranks do not
         return path
 
     def close(self) -> None:
-        """:meth:`wait`, under the name that files have."""
+        """Same as :meth:`wait`, so that the object can be closed like a file."""
         self.wait()
 
     def __enter__(self) -> AsyncCheckpointer:
@@ -105,13 +111,13 @@ class AsyncCheckpointer:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if kind is None:
             self.wait()
-        # After an exception other ranks may be anywhere: this rank's thread ends by itself.
+        # After an exception, other ranks may not reach a barrier. The thread ends on its own.
 
 
 class RunningSave:
-    """A save under way on this rank.
+    """A save that is running on this rank.
 
-    Its thread is no daemon: a process that ends without waiting still completes what it can.
+    Its thread is not a daemon thread: a process that ends without waiting still finishes its file.
     """
 
     def __init__(self, draft: Draft, meeting: Meeting) -> None:
@@ -122,17 +128,17 @@ class RunningSave:
         self._written = threading.Event()
         self._given_up = threading.Event()
         self._all_wrote = threading.Event()
-        # Complete or failed; on rank 0 what it supersedes is being removed.
+        # Set when the save is complete or has failed. Rank 0 may still be removing old checkpoints.
         self._over = threading.Event()
         self._thread = threading.Thread(
             target=self._run,
             name=f"xla_fsdp checkpoint, rank {draft.rank}",
-            daemon=False,  # else it is one where the rank's own thread is
+            daemon=False,  # the default is that of the current thread, which may be a daemon
         )
         self._thread.start()
 
     def finish(self) -> str:
-        """Agrees with the other ranks on how it went."""
+        """Waits for all ranks and returns the path; raises on every rank if one of them failed."""
         self._written.wait()
         try:
             self.meeting.together("write its file", self._raise)
@@ -156,11 +162,11 @@ class RunningSave:
             raise self._error
 
     def tidied(self) -> None:
-        """Returns once what a complete checkpoint supersedes is removed."""
+        """Waits until the checkpoints that this one replaces are removed."""
         self._thread.join()
 
     def over(self) -> bool:
-        """Whether :meth:`finish` need not wait for this rank."""
+        """Whether this rank has finished, so that :meth:`finish` does not wait for it."""
         return self._over.is_set()
 
     def _run(self) -> None:
@@ -174,7 +180,7 @@ class RunningSave:
             self._over.set()
         if self.draft.rank == 0 and self._error is None and self._path is not None:
             self.draft.tidy()
-        # What was copied for this save is not needed any more.
+        # Frees the copies on the host.
         self.draft = replace(self.draft, contents=replace(self.draft.contents, items=[]))
 
     def _write(self) -> FileRecord:
@@ -182,7 +188,7 @@ class RunningSave:
             record = self.draft.write()
             self._announce("record", asdict(record))
         except Exception as error:
-            self._error = error  # before anybody is told that the writing is over
+            self._error = error  # set before `_written`, which other threads wait for
             raise
         finally:
             self._written.set()
@@ -190,12 +196,12 @@ class RunningSave:
 
     def _fail(self, error: Exception) -> None:
         self._error = error
-        # The disk may be full: then the next call on this rank says so to all.
+        # This may fail too (disk full). Then the next call on this rank reports the error to all.
         with contextlib.suppress(CheckpointError):
             self._announce("failed", describe(error))
 
     def _complete(self, own: FileRecord) -> str | None:
-        """On rank 0: waits for all files, then makes them a checkpoint."""
+        """On rank 0: waits for the files of all ranks, then completes the checkpoint."""
         found: dict[int, dict[str, Any]] = {0: asdict(own)}
         wait, alone_since, wrote_since = 0.01, None, None
         while len(found) < self.meeting.size:
@@ -203,17 +209,21 @@ class RunningSave:
                 return None
             wait = min(2 * wait, _LONGEST_WAIT)
             self._collect(found)
-            if self._all_wrote.is_set():  # what they wrote should be here by now
+            if self._all_wrote.is_set():  # all files exist, and should become visible soon
                 wrote_since = wrote_since or time.monotonic()
                 late = time.monotonic() > wrote_since + _PATIENCE_ONCE_WRITTEN
                 if len(found) < self.meeting.size and late:
                     raise SharedStorageError(
-                        f"{self.draft.partial}: other ranks wrote there what rank 0 does not see"
+                        f"{self.draft.partial}: other ranks wrote files there that rank 0 does not "
+                        "see. Save to a file system or object store that all hosts share."
                     )
-            if not threading.main_thread().is_alive():  # nobody will call finish any more
+            if not threading.main_thread().is_alive():  # `finish` will not be called any more
                 alone_since = alone_since or time.monotonic()
                 if time.monotonic() > alone_since + _PATIENCE_AT_EXIT:
-                    raise OtherRankError("the program ended, but not all ranks wrote their files")
+                    raise OtherRankError(
+                        "the program ended before all ranks wrote their files. Call wait() or "
+                        "close() before the program ends."
+                    )
         self._remove_announcements()
         return self.draft.commit(records([found[rank] for rank in range(self.meeting.size)]))
 
@@ -224,13 +234,13 @@ class RunningSave:
         for rank in new:
             name = _announcement(rank, "failed")
             if name in names:
-                said = _read_when_whole(store, join(folder, name))
-                raise OtherRankError(f"rank {rank} could not write its file: {said}")
+                reason = _read_when_whole(store, join(folder, name))
+                raise OtherRankError(f"rank {rank} could not write its file: {reason}")
         there = [rank for rank in new if _announcement(rank, "record") in names]
         paths = [join(folder, _announcement(rank, "record")) for rank in there]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            said_by = pool.map(lambda path: _read_when_whole(store, path), paths)
-            found.update(zip(there, said_by, strict=True))
+            read_records = pool.map(lambda path: _read_when_whole(store, path), paths)
+            found.update(zip(there, read_records, strict=True))
 
     def _announce(self, kind: str, value: Any) -> None:
         if self.draft.rank == 0 or self.meeting.size == 1:
@@ -251,7 +261,7 @@ def _announcement(rank: int, kind: str) -> str:
 
 
 def _read_when_whole(store: Store, path: str) -> Any:
-    """What an announcement says; its name may be there before its content."""
+    """The content of an announcement file. The file may be visible before its content is."""
     for _ in range(100):
         data = read(store, path, 0, store.size(path))
         if data.endswith(b"]"):
@@ -260,4 +270,4 @@ def _read_when_whole(store: Store, path: str) -> Any:
             except CheckpointError:
                 pass
         time.sleep(0.05)
-    raise OtherRankError("an announcement of another rank cannot be read")
+    raise OtherRankError(f"{path}: this status file of another rank stays incomplete. Save again.")

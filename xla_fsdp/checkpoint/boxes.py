@@ -1,4 +1,7 @@
-"""Runs of elements of a flattened tensor as boxes, as torch.distributed.checkpoint wants them."""
+"""Splits a range of a flattened tensor into boxes, the chunks of torch.distributed.checkpoint.
+
+A box is a rectangular block of a tensor, described by the offset and size of each dimension.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 
 
 class Box(NamedTuple):
-    """A box of a tensor whose elements follow each other in the flattened tensor from ``begin``."""
+    """A box whose elements are consecutive in the flattened tensor, the first at ``begin``."""
 
     offsets: torch.Size
     sizes: torch.Size
@@ -22,10 +25,11 @@ class Box(NamedTuple):
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
-    """The elements ``begin .. end`` of the flattened tensor, as boxes in order.
+    """Splits the range ``begin <= i < end`` of a flattened tensor into boxes, in order.
 
-    At most two for every dimension, less one: of a matrix the end of a row, whole rows, and the
-    beginning of a row. Elements 2 to 9 of shape ``(3, 4)`` are 2 of row 0, row 1, and 1 of row 2.
+    A tensor of ``n`` dimensions needs at most ``2 * n - 1`` boxes. For a matrix these are the end
+    of one row, the complete rows, and the beginning of another row: with shape ``(3, 4)``, the
+    range 2 to 9 is two elements of row 0, all of row 1, and one element of row 2.
     """
     return [
         Box(torch.Size(offsets), torch.Size(sizes), at)
@@ -41,7 +45,7 @@ def _boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple
         return
     inner = shape[1:]
     row = math.prod(inner)
-    first, last = -(-begin // row), end // row  # whole rows
+    first, last = -(-begin // row), end // row  # complete rows
     if first > last:
         yield from _in_row(last, inner, begin - last * row, end - last * row)
         return

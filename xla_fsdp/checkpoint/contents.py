@@ -1,4 +1,4 @@
-"""What a rank puts into its file."""
+"""Lists the tensors and values that a rank saves into its file."""
 
 from __future__ import annotations
 
@@ -37,16 +37,24 @@ RNG_TORCH, RNG_XLA = "rank/rng.torch", "rank/rng.xla"
 
 @dataclass(frozen=True)
 class Contents:
-    """One rank's part of a checkpoint: ``manifest`` without files, and with the values that are the
-    same everywhere only on rank 0."""
+    """One rank's part of a checkpoint.
+
+    Attributes:
+        manifest: without file records. Only rank 0 sets the scheduler, ``extra`` and extra state.
+        items: the tensors of the rank's file.
+        begins: for each parameter, the index of the first element that this rank saves.
+    """
 
     manifest: Manifest
     items: Sequence[Item]
     begins: Mapping[str, int]
 
     def agreement(self) -> list[str]:
-        """Digests of what must be the same on all ranks: the model and all else, and the single
-        values in the optimizer's state."""
+        """Two digests that must be equal on all ranks.
+
+        The first is of the model, optimizer and step. The second is of the optimizer state that
+        is one value per parameter (such as ``step``).
+        """
         singles: dict[str, Any] = {}
         common = replace(self.manifest, scheduler=None, extra=None, extra_state=None)
         if common.optimizer is not None:
@@ -59,22 +67,22 @@ class Contents:
         return [digest(dump_manifest(common)), digest(write_json(singles))]
 
     def metadata(self, rank: int) -> dict[str, str]:
-        """The metadata of the rank's file."""
+        """The metadata in the header of the rank's file."""
         begins = write_json(dict(self.begins)).decode()
         return {**self.manifest.identity(rank), "begins": begins}
 
     def on_host(self) -> Contents:
-        """A copy that shares nothing with the model: training may go on."""
+        """Copies all tensors to the host, so that training can continue."""
         return replace(self, items=[_copied(item) for item in self.items])
 
 
 def take_contents(
     model: Any, optimizer: Any, scheduler: Any, step: int, extra: Any, random: DeviceRandomState
 ) -> Contents:
-    """What this rank has to save. Nothing is copied yet, but small values on rank 0.
+    """Lists what this rank has to save. Copies only small values, and only on rank 0.
 
     Raises:
-        TypeError, ValueError, CheckpointError: something that cannot be saved.
+        TypeError, ValueError, CheckpointError: something cannot be saved.
     """
     inventory = take_inventory(model)
     require_values(units_in(model), "saving came")
@@ -109,7 +117,7 @@ def take_contents(
 
 
 def _spans(inventory: Inventory) -> dict[str, Span] | None:
-    """The rule for each parameter, if there is one for all of them."""
+    """Which rank saves which elements of each parameter, or ``None`` if one has no such rule."""
     spans = {}
     for held in inventory.parameters:
         if held.span is None:
@@ -124,7 +132,10 @@ def _scheduler_state(scheduler: Any) -> Any:
     if scheduler is None:
         return None
     if not hasattr(scheduler, "state_dict"):
-        raise TypeError(f"scheduler must have a state_dict(), got {type(scheduler).__name__}")
+        raise TypeError(
+            f"scheduler must have a state_dict(), got {type(scheduler).__name__}. Pass a scheduler "
+            "with that method, or None."
+        )
     return values.encode(scheduler.state_dict(), "scheduler.state_dict()")
 
 
@@ -134,19 +145,19 @@ def _described(buffer: HeldBuffer) -> Tensor:
 
 
 class _HostCopies:
-    """Tensors on the host, the last one kept: what is cut out of it is asked for in a row."""
+    """Copies tensors to the host and caches the last one, whose pieces are read one by one."""
 
     def __init__(self) -> None:
         self._tensor: torch.Tensor | Made | None = None
         self._copy: torch.Tensor | None = None
 
     def flat(self, tensor: torch.Tensor | Made) -> torch.Tensor:
-        """All elements in one dimension."""
+        """All elements of ``tensor`` on the host, one-dimensional."""
         if tensor is not self._tensor:
             self._tensor, self._copy = tensor, None  # freed before the next one is made
         if self._copy is None:
-            whole = tensor.make() if isinstance(tensor, Made) else local(tensor.detach()).cpu()
-            self._copy = whole.reshape(-1)
+            copy = tensor.make() if isinstance(tensor, Made) else local(tensor.detach()).cpu()
+            self._copy = copy.reshape(-1)
         return self._copy
 
 

@@ -1,4 +1,4 @@
-"""Directories of ``torch.distributed.checkpoint``, read: from FSDP on GPUs to here."""
+"""``from_dcp``: loads a directory of ``torch.distributed.checkpoint``, for example from GPUs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from .parts import agreed_inventory
 from .protocol import entries_of, offered_by_load, unread_state_dict
 from .stored import Stored
 
-# What people call things at the top of what they save; torch's tutorials put all under "app".
+# Usual names of the model and the optimizer in the saved dict. torch's tutorials add "app" on top.
 _MODEL = ("model.", "app.model.", "state_dict.", "module.", "")
 _OPTIMIZER = ("optim.", "optimizer.", "app.optim.", "app.optimizer.", "optimizers.")
 
@@ -64,29 +64,30 @@ def from_dcp(
 ) -> LoadedKeys:
     """Loads a directory that ``torch.distributed.checkpoint`` or :func:`to_dcp` wrote.
 
-    Must be called on every rank, all seeing the directory. It may come from any number of GPUs and
-    any parallelism, and have the model under ``"model"`` or without a name of its own, the
-    optimizer under ``"optim"`` or ``"optimizer"``, both also inside ``"app"``. Every rank reads
-    what overlaps its own shards; in memory is one chunk of the checkpoint at a time (a GPU's shard
-    of a parameter). All is checked before anything is changed.
+    Call it on every rank. All ranks must see the directory. It may have been written by any number
+    of GPUs with any parallelism. The model may be at the top level or under ``"model"``, the
+    optimizer under ``"optim"`` or ``"optimizer"``; both may also be inside ``"app"``. Every rank
+    reads the chunks that overlap its shards, one chunk (a GPU's shard of a parameter) in memory at
+    a time. Everything is checked before anything is changed.
 
-    The metadata of such a directory is a Python pickle, and reading it executes what its author
-    wants. Hence ``allow_pickle``.
+    The metadata of such a directory is a Python pickle. Reading it runs code that its author chose,
+    so you must confirm with ``allow_pickle=True`` that you trust the author.
 
     Args:
-        allow_pickle: you trust whoever could write to the directory.
-        strict: names must be those of the model. ``False``: what fits is loaded.
+        allow_pickle: ``True`` if you trust everyone who could write to the directory.
+        strict: ``True`` requires that the names are those of the model. ``False`` loads the tensors
+            whose names match, and reports the others.
 
     Returns:
-        ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``.
+        ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict`` returns them.
 
     Raises:
-        UnsafeFileError: ``allow_pickle`` is not given.
-        CheckpointNotFoundError: there is no such directory, or no metadata in it.
-        UnreadableFileError, ForeignFileError, CoverageError: damaged, something else, or tensors
-            with elements missing.
-        ModelMismatchError: names, shapes, dtypes or parameter groups do not fit.
-        OtherRankError: one of these on another rank.
+        UnsafeFileError: ``allow_pickle`` is not ``True``.
+        CheckpointNotFoundError: the directory does not exist or has no metadata.
+        UnreadableFileError, ForeignFileError, CoverageError: the directory is damaged, has another
+            format, or lacks elements of a tensor.
+        ModelMismatchError: names, shapes, dtypes or parameter groups do not match.
+        OtherRankError: another rank raised one of these.
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
@@ -96,9 +97,9 @@ def from_dcp(
     def opened() -> dict[str, Any]:
         if not allow_pickle:
             raise UnsafeFileError(
-                f"{path}: its metadata is a pickle, and reading one executes what its author "
-                "wants; pass allow_pickle=True if you trust it, or have it converted to "
-                "safetensors where it was written, for load_weights. Nothing was read"
+                f"{path}: its metadata is a pickle, and reading a pickle runs code that its author "
+                "chose. Nothing was read. Pass allow_pickle=True if you trust the author, or "
+                "convert it to safetensors where it was written and use load_weights."
             )
         directories.append(_Directory(os.fspath(path)))
         return _model_in(directories[0], inventory, _keys(model, inventory))
@@ -108,7 +109,7 @@ def from_dcp(
     )
 
     def match() -> tuple[Match, OptimizerMatch | None]:
-        assert offered is not None  # every rank sees the directory
+        assert offered is not None  # every rank has read the directory
         directory = directories[0]
         reported = LoadedKeys(offered.missing, offered.unexpected)
         matched = match_model(inventory, offered.values, directory.path, strict, reported=reported)
@@ -136,8 +137,10 @@ def from_dcp(
 
 
 def _keys(model: nn.Module, inventory: Inventory) -> list[str]:
-    """Those of ``state_dict()`` of the unwrapped module; the model's names where that computes with
-    values."""
+    """The keys of ``state_dict()`` of the unwrapped module.
+
+    If ``state_dict()`` computes with values, these are the names of parameters and buffers.
+    """
     state = unread_state_dict(model, inventory)
     if state is not None:
         return list(state)
@@ -151,10 +154,10 @@ def _model_in(directory: _Directory, inventory: Inventory, names: Sequence[str])
     prefix = max(_MODEL, key=fitting)
     if names and not fitting(prefix):
         raise ModelMismatchError(
-            f"{directory.path}: has no tensor of the model, such as 'model.{names[0]}'; it has "
-            f"{listed(directory.tensors)}"
+            f"{directory.path}: has no tensor of the model, such as 'model.{names[0]}'. It has "
+            f"{listed(directory.tensors)}. Pass the directory of this model."
         )
-    # Without a name of its own, the model's tensors are beside those of the optimizer.
+    # Without a prefix, the tensors of the model and of the optimizer are at the same level.
     others = _OPTIMIZER if not prefix else ()
 
     def below(keys: Iterable[str]) -> list[str]:
@@ -169,22 +172,25 @@ def _model_in(directory: _Directory, inventory: Inventory, names: Sequence[str])
             extra[name] = directory.nested(prefix + name, own)
             tensors = {key: stored for key, stored in tensors.items() if key not in own}
             objects -= set(own)
-    if prefix:  # else they need not be the model's
+    if prefix:  # without a prefix, other objects may not belong to the model
         found = directory.objects_at(sorted(objects))
         extra |= {key[len(prefix) :]: value for key, value in found.items()}
     return {key[len(prefix) :]: stored for key, stored in tensors.items()} | extra
 
 
 def _optimizer_in(directory: _Directory) -> dict[str, Any]:
-    """The optimizer's state dict, by name or by number, whichever of torch's ways it was saved."""
+    """The optimizer's state dict, by parameter name or number. Reads all layouts that torch writes.
+
+    ``"lists_all_groups"`` is ``False`` if groups without parameters are not recorded.
+    """
     keys = [*directory.tensors, *directory.objects]
     prefix = next(
         (p for p in _OPTIMIZER if any(key.startswith(f"{p}param_groups") for key in keys)), None
     )
     if prefix is None:
         raise ModelMismatchError(
-            f"{directory.path}: has no optimizer, looked for 'param_groups' under "
-            f"{listed(p.rstrip('.') for p in _OPTIMIZER)}"
+            f"{directory.path}: has no optimizer ('param_groups' under one of "
+            f"{listed(p.rstrip('.') for p in _OPTIMIZER)}). Load the model alone."
         )
     own = [key for key in keys if key.startswith(prefix)]
     small = directory.objects_at(key for key in own if key not in directory.tensors)
@@ -205,7 +211,10 @@ def _optimizer_in(directory: _Directory) -> dict[str, Any]:
         elif kind == "param_groups" and not rest and isinstance(value, list):
             by_group.update(enumerate(value))  # torch before 2.4 saved them as one object
         else:
-            raise ModelMismatchError(f"{directory.path}: {key!r} is no part of an optimizer")
+            raise ModelMismatchError(
+                f"{directory.path}: {key!r} is not a key of an optimizer's state dict. Load the "
+                "model alone."
+            )
     lists_all_groups = all(isinstance(key, int) for key in by_group)
     if lists_all_groups:
         groups = [by_group[key] for key in sorted(by_group)]
@@ -219,26 +228,29 @@ def _number_or_name(text: str) -> int | str:
 
 
 class _Directory:
-    """Every tensor in it as a :class:`Stored` one. Opening executes the pickle of its metadata.
+    """A directory, with each of its tensors as a :class:`Stored`. Opening it loads a pickle.
 
     Raises:
-        CheckpointNotFoundError, UnreadableFileError, ForeignFileError: there is none, or a damaged
-            one, or something else.
+        CheckpointNotFoundError: there is no metadata file.
+        UnreadableFileError, ForeignFileError: the metadata is damaged or has another format.
     """
 
     def __init__(self, path: str):
         self.path = path
         if not os.path.isfile(os.path.join(path, ".metadata")):
             raise CheckpointNotFoundError(
-                f"{path}: has no .metadata; no directory of torch.distributed.checkpoint, or one "
-                "whose writing never ended"
+                f"{path}: has no .metadata. It is not a directory of torch.distributed.checkpoint, "
+                "or its save did not finish. Pass a complete one."
             )
         self.reader = FileSystemReader(path)
         self.metadata = self._guarded("its .metadata", lambda: _read_metadata(path))
         if not isinstance(self.metadata, Metadata) or not isinstance(
             self.metadata.storage_data, Mapping
         ):
-            raise ForeignFileError(f"{path}: its .metadata is not torch.distributed.checkpoint's")
+            raise ForeignFileError(
+                f"{path}: its .metadata is not torch.distributed.checkpoint's. Pass a directory "
+                "that dcp.save or to_dcp wrote."
+            )
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=False)
         self.tensors: dict[str, Stored] = {}
         self.objects: list[str] = []
@@ -249,7 +261,7 @@ class _Directory:
                 self.tensors[key] = self._stored(key, about)
 
     def objects_at(self, keys: Iterable[str]) -> dict[str, Any]:
-        """What is no tensor, by key."""
+        """Reads the values at ``keys`` that are not tensors."""
         keys = list(keys)
         none = torch.Size((0,))
         items = [
@@ -261,7 +273,8 @@ class _Directory:
         return found
 
     def nested(self, top: str, keys: list[str]) -> Any:
-        """What was saved as ``top``: torch takes dicts apart, and lists with dicts in them."""
+        """Rebuilds the value that was saved as ``top``. torch splits dicts, and lists with dicts in
+        them, into one entry per leaf."""
         values = self.objects_at(key for key in keys if key not in self.tensors)
         for key in keys:
             if key in self.tensors:
@@ -282,18 +295,19 @@ class _Directory:
         shape, dtype = tuple(about.size), about.properties.dtype
 
         def read(begin: int, end: int) -> torch.Tensor:
-            whole = torch.empty(end - begin, dtype=dtype)
+            out = torch.empty(end - begin, dtype=dtype)
             targets = boxes(shape, begin, end)
-            views = [whole[b.begin - begin : b.end - begin].view(b.sizes) for b in targets]
+            views = [out[b.begin - begin : b.end - begin].view(b.sizes) for b in targets]
             wanted = [ChunkStorageMetadata(box.offsets, box.sizes) for box in targets]
             items = create_read_items_for_chunk_list(key, about, wanted)
             found = sum(item.lengths.numel() for item in items)
             if found != end - begin:
                 raise CoverageError(
-                    f"{self.path}: has {found} of the elements {begin} to {end} of {key!r}"
+                    f"{self.path}: has only {found} of the elements {begin} to {end} of {key!r}. "
+                    "Use another checkpoint."
                 )
             self._guarded(repr(key), lambda: self._read(items, _Planner(views, {})))
-            return whole
+            return out
 
         return Stored(shape, dtype, read)
 
@@ -305,16 +319,16 @@ class _Directory:
             return work()
         except MemoryError:
             raise
-        except Exception as error:  # damaged input can fail anywhere in torch's reader
+        except Exception as error:  # damaged input can raise any exception in torch's reader
             raise UnreadableFileError(
-                f"{self.path}: cannot read {what} (truncated, corrupt, or of another torch): "
-                f"{type(error).__name__}: {first_line(error, 200)}"
+                f"{self.path}: cannot read {what}: it is truncated, corrupt, or from an "
+                f"incompatible torch version ({type(error).__name__}: {first_line(error, 200)})"
             ) from error
 
 
 class _Properties(TensorProperties):
-    """Those of a later torch too, which come with more: 2.15 adds the strides that a tensor had
-    when it was saved, and 2.9 refuses what is not five values."""
+    """Also reads the properties that later torch versions write: 2.15 adds the strides of a tensor
+    as a sixth value, and torch 2.9 accepts exactly five."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         super().__setstate__(state[:5])
@@ -322,7 +336,7 @@ class _Properties(TensorProperties):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
-        if module_name == "pathlib._local":  # where Python 3.13 has its paths
+        if module_name == "pathlib._local":  # the module of path classes in Python 3.13
             module_name = "pathlib"
         found = super().find_class(module_name, global_name)
         return _Properties if found is TensorProperties else found
@@ -334,7 +348,7 @@ def _read_metadata(path: str) -> Any:
 
 
 def _inside(top: str, key: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """The names in ``path``, which ``key`` was made of, that come after ``top``."""
+    """The part of ``path`` after ``top``. ``path`` has the names that make up ``key``."""
     for start in range(len(path)):
         if ".".join(map(str, (top, *path[start:]))) == key:
             return path[start:]
@@ -350,7 +364,7 @@ def _with_lists(value: Any) -> Any:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Tells torch's reader where to put what it reads: a tensor's boxes, or objects by key."""
+    """Gives torch's reader the destinations: a view for each box of a tensor, or a dict."""
 
     def __init__(self, targets: list[torch.Tensor], objects: dict[str, Any]):
         super().__init__()
@@ -363,7 +377,7 @@ class _Planner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         number = read_item.dest_index.index
-        assert number is not None  # that of the box, as all of these are made
+        assert number is not None  # the index of the box
         target = self.targets[number]
         for dim, (offset, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)

@@ -1,9 +1,9 @@
-"""Directories of ``torch.distributed.checkpoint``, written: from here to FSDP on GPUs.
+"""``to_dcp``: writes a directory that ``torch.distributed.checkpoint`` loads, for example on GPUs.
 
-The layout is the one that ``dcp.save({"model": ..., "optim": ...})`` gives the state dicts of
+The keys are those that ``dcp.save({"model": ..., "optim": ...})`` writes for the state dicts of
 ``torch.distributed.checkpoint.state_dict``: ``model.<name>``, ``optim.state.<name>.<key>`` and
-``optim.param_groups.<i>.<option>``. Every rank writes its own elements, as boxes; rank 0 writes the
-metadata, last, without which the directory is no checkpoint.
+``optim.param_groups.<i>.<option>``. Every rank writes its elements, split into boxes. Rank 0 writes
+the metadata last. Without metadata, the directory is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from .parts import agreed_inventory
 from .protocol import unread_state_dict
 from .unread import UnreadTensor
 
-# What there is of a directory before its metadata.
+# Files that a directory has before its metadata is written.
 _LEFT_OVER = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
 
-# torch keeps what it writes into one file in host memory.
+# Maximum size of a file. torch collects the content of a file in host memory before writing it.
 FILE_BYTES = 1 << 28
 
 _Path = tuple[str | int, ...]
@@ -63,26 +63,26 @@ _Path = tuple[str | int, ...]
 
 @at_rest()
 def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Writes a directory that ``torch.distributed.checkpoint`` loads; call it on every rank.
+    """Writes a directory that ``torch.distributed.checkpoint`` loads. Call it on every rank.
 
-    In torch, on any number of GPUs and with any parallelism::
+    To load it with torch, on any number of GPUs and with any parallelism::
 
         model_state, optim_state = get_state_dict(model, optimizer)
         dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=path)
 
-    Nothing is gathered: every rank writes its own shards into files of up to 256 MiB, which is
-    also what is in host memory at a time. Tied parameters are written once, under all names.
+    Parameters are not gathered: every rank writes its own shards into files of up to 256 MiB. Host
+    memory holds one file at a time. A tied parameter is written once, under all its names.
 
     Args:
-        path: a directory that does not exist, is empty, or has leftovers of a writing that never
-            ended; on a file system that all ranks share.
+        path: a directory on a file system that all ranks share. It must not exist, or be empty, or
+            have only files of an earlier call that did not finish; these are removed.
 
     Raises:
-        OutputError: ``path`` has something in it, or cannot be written.
+        OutputError: ``path`` has other files in it, or cannot be written.
         SharedStorageError: a rank does not see the directory.
         TypeError, ValueError, ModelMismatchError: see :func:`full_state_dict` and
             :func:`full_optim_state_dict`.
-        OtherRankError: one of these on another rank.
+        OtherRankError: another rank raised one of these.
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
@@ -106,9 +106,10 @@ def _add_model(contents: _DcpContents, model: nn.Module, inventory: Inventory) -
     state = unread_state_dict(model, inventory)
     if state is None:
         raise ValueError(
-            "state_dict() of the model, or a hook of it, computes with parameters, and to_dcp "
-            "writes shards, which are gathered nowhere: use xla_fsdp.full_state_dict(model), and "
-            "torch.distributed.checkpoint.save of that on rank 0, or save_checkpoint"
+            "state_dict() of the model, or one of its hooks, computes with parameters. to_dcp "
+            "cannot save such a model, because it never gathers parameters. Use "
+            "xla_fsdp.full_state_dict(model) and torch.distributed.checkpoint.save of the result "
+            "on rank 0, or use save_checkpoint."
         )
     names: dict[Any, list[str]] = {}
     for name, value in state.items():
@@ -129,9 +130,9 @@ def _add_optimizer(
 ) -> None:
     if saver_of(optimizer) is not None:
         raise TypeError(
-            f"the state of {type(optimizer).__name__} has no values of the parameters' shapes, and "
-            "torch.distributed.checkpoint no other form for it: save_checkpoint and "
-            "full_optim_state_dict have"
+            f"the state of {type(optimizer).__name__} does not have the shapes of the parameters, "
+            "which torch.distributed.checkpoint requires. Use save_checkpoint or "
+            "full_optim_state_dict for this optimizer."
         )
     for held in inventory.parameters:
         for key, value in local_state(optimizer, held.holder).items():
@@ -151,7 +152,10 @@ def _add_optimizer(
 def _local(path: Any) -> str:
     folder = os.fspath(path)
     if "://" in folder:
-        raise ValueError(f"path {folder!r}: torch.distributed.checkpoint needs a local directory")
+        raise ValueError(
+            f"path {folder!r} is a URL, but torch.distributed.checkpoint needs a local directory. "
+            "Pass a local or mounted path."
+        )
     return os.path.abspath(folder)
 
 
@@ -160,8 +164,8 @@ def _make(folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
         names = os.listdir(folder)
         if not all(map(_LEFT_OVER.fullmatch, names)):
-            raise OutputError(f"{folder}: is not empty; write to a new directory")
-        for name in names:  # of a writing that never ended
+            raise OutputError(f"{folder}: is not empty. Write to a new directory.")
+        for name in names:  # files of an earlier call that did not finish
             os.unlink(os.path.join(folder, name))
     except OSError as error:
         raise OutputError(f"{folder}: cannot be made: {error}") from error
@@ -170,8 +174,8 @@ def _make(folder: str) -> None:
 def _require_seen(folder: str) -> None:
     if not eventually(lambda: os.path.isdir(folder)):
         raise SharedStorageError(
-            f"{folder}: was made by rank 0, but is not here; all ranks must write to one file "
-            "system"
+            f"{folder}: rank 0 made it, but this rank does not see it. Write to a file system that "
+            "all hosts share."
         )
 
 
@@ -182,8 +186,8 @@ def _finish(folder: str, contents: _DcpContents, results: list[list[Any]]) -> No
         path = os.path.join(folder, place[0])
         if not eventually(partial(os.path.isfile, path)):
             raise SharedStorageError(
-                f"{path}: was written by another rank, but is not here; all ranks must write to "
-                "one file system"
+                f"{path}: another rank wrote it, but rank 0 does not see it. Write to a file "
+                "system that all hosts share."
             )
         info = filesystem._StorageInfo(*place)  # what FileSystemReader expects there
         if box is None:
@@ -208,16 +212,16 @@ def _finish(folder: str, contents: _DcpContents, results: list[list[Any]]) -> No
 
 @dataclass
 class _DcpContents:
-    """What this rank writes, and what the checkpoint holds in all.
+    """The values that this rank writes, and the keys of the complete checkpoint.
 
     Attributes:
-        whole: tensors whose value every rank can give, by key (0-d ones, and buffers).
-        objects: what is no tensor.
-        runs: of every sharded tensor, the parameter it belongs to, and a tensor that has the
-            holder's shape.
+        whole: replicated tensors by key: buffers and 0-d tensors.
+        objects: values that are not tensors, by key.
+        runs: for each sharded tensor, its parameter and a tensor of the holder's shape with this
+            rank's elements.
         shapes: shape and dtype of every tensor.
-        paths: of every key, the names it was made of.
-        aliases: further keys of the same tensor.
+        paths: for each key, the parts that make it up.
+        aliases: for each key, other keys of the same tensor.
     """
 
     whole: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -233,12 +237,12 @@ class _DcpContents:
         return key
 
     def alias(self, top: str, names: Sequence[str]) -> None:
-        """The tensor under the first of ``names`` is there under all of them."""
+        """Lists the tensor of the first of ``names`` under all of them."""
         first, *more = [self.key(top, name) for name in names]
         self.aliases[first] = more
 
     def add(self, path: _Path, value: Any) -> None:
-        """One tensor or object, the same on every rank."""
+        """Adds a tensor or object that is the same on every rank."""
         if _is_taken_apart(value):
             each = value.items() if isinstance(value, Mapping) else enumerate(value)
             for name, inner in each:
@@ -252,14 +256,14 @@ class _DcpContents:
             self.objects[key] = value
 
     def add_run(self, path: _Path, held: Held, value: torch.Tensor) -> None:
-        """This rank's part of a parameter or of something of its shape."""
+        """Adds this rank's part of a parameter, or of an optimizer state of the same shape."""
         key = self.key(*path)
         self.runs[key] = held, value
         self.shapes[key] = held.shape, value.dtype
 
 
 def _is_taken_apart(value: Any) -> bool:
-    """Whether torch saves what is in ``value`` one by one."""
+    """Whether torch saves the elements of ``value`` as separate entries."""
     if isinstance(value, Mapping):
         return bool(value)
     return isinstance(value, list) and any(
@@ -268,7 +272,7 @@ def _is_taken_apart(value: Any) -> bool:
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives torch's writer what it is to write, when it is."""
+    """Gives torch's writer the value of each item when it writes the item."""
 
     def __init__(self, contents: _DcpContents):
         super().__init__()
@@ -298,10 +302,10 @@ class _Planner(DefaultSavePlanner):
         if key in contents.whole:
             return contents.whole[key].detach().cpu()
         held, value = contents.runs[key]
-        # Parts follow each other: one copy from the device serves all of a shard.
+        # Boxes of a shard are written one after the other: copy the shard from the device once.
         if self._last is None or self._last[0] is not value:
             self._last = value, local(value.detach()).cpu().reshape(-1)
-        assert write_item.tensor_data is not None  # none of BYTE_IO only
+        assert write_item.tensor_data is not None  # it is None only for BYTE_IO items
         chunk = write_item.tensor_data.chunk
         first = held.at + _first_element(held.shape, chunk.offsets) - held.begin
         if not chunk.sizes.numel():
@@ -330,7 +334,7 @@ def _first_element(shape: tuple[int, ...], offsets: torch.Size) -> int:
 
 
 def _write_part(folder: str, contents: _DcpContents, inventory: Inventory) -> list[Any]:
-    """Writes this rank's files; what is in them, as JSON for rank 0."""
+    """Writes this rank's files. Returns a description of their content for rank 0, as JSON."""
     planner, written = _Planner(contents), []
     batches: list[list[WriteItem]] = [[]]
     size = 0
@@ -343,7 +347,7 @@ def _write_part(folder: str, contents: _DcpContents, inventory: Inventory) -> li
         size += own
         batches[-1].append(item)
     for number, items in enumerate(batches):
-        # A file is named by the number of its plan.
+        # torch names a file by the index of its plan in the list.
         plans = [SavePlan([])] * (inventory.rank + number * inventory.world_size) + [
             SavePlan(items)
         ]

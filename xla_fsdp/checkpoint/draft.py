@@ -1,8 +1,8 @@
-"""One save, from its folder to its manifest; what all ways of saving share.
+"""A save that is not complete yet. All functions that save use this module.
 
-Every rank writes one file into a folder that is no checkpoint yet; once all are durable, rank 0
-writes the manifest and gives the folder its name. Whatever happens before leaves earlier
-checkpoints as they are, and a folder that the next save removes.
+Every rank writes one file into a partial folder. When all files are durable, rank 0 writes the
+manifest and renames the folder, which makes it a checkpoint. A failure before that leaves earlier
+checkpoints unchanged; the next save removes the partial folder.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ..consolidate.format.store import Store, join, open_store, write
 from .contents import Contents, take_contents
 from .meeting import Meeting
 
-# How long a file system may take to show one host what another has written.
+# Longest time, in seconds, until a file that one host wrote is visible on another host.
 _VISIBLE_SECONDS = 30.0
 _BEGUN = "begun"
-# Requests that rank 0 has under way at a time.
+# Maximum number of concurrent requests of rank 0 to the store.
 AT_ONCE = 32
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, checked."""
+    """The user's arguments, validated."""
 
     path: str
     step: int
@@ -49,7 +49,7 @@ class Request:
         if isinstance(self.step, bool) or not isinstance(self.step, int):
             raise TypeError(f"step must be an int, got {type(self.step).__name__}")
         if not 0 <= self.step < 10**18:
-            raise ValueError(f"step must be at least 0, got {self.step}")
+            raise ValueError(f"step must be at least 0 and less than 10**18, got {self.step}")
         kept = self.keep_last
         if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 1):
             raise ValueError(f"keep_last must be an int of at least 1, or None, got {kept!r}")
@@ -57,14 +57,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Draft:
-    """A save under way.
+    """An incomplete save.
 
     Attributes:
-        folder: the name it will have.
-        partial: where the save keeps what is not part of the checkpoint; with a store that
-            renames, also the checkpoint itself until it is complete.
-        shown: ``folder`` as the user would write it.
-        held: on rank 0 what tells other saves, while it exists, that this one is under way.
+        folder: path of the complete checkpoint.
+        partial: folder for files that are not part of the checkpoint. In a store that can rename
+            folders, it also has the files of the checkpoint until the save is complete.
+        shown: ``folder`` as the user would write it, for messages.
+        held: on rank 0, the lock of the partial folder. While it exists, other saves see that
+            this one is running.
     """
 
     store: Store
@@ -80,14 +81,14 @@ class Draft:
 
     @property
     def data(self) -> str:
-        """Where the ranks' files go."""
+        """The folder into which the ranks write their files."""
         return self.partial if self.store.renames else self.folder
 
     def file(self, rank: int) -> str:
         return join(self.data, manifest.file_name(rank, self.contents.manifest.world_size))
 
     def write(self) -> FileRecord:
-        """Writes this rank's file; durable when it returns."""
+        """Writes this rank's file. The file is durable when this returns."""
         record = write_file(
             self.store, self.file(self.rank), self.contents.items, self.contents.metadata(self.rank)
         )
@@ -95,31 +96,32 @@ class Draft:
         return record
 
     def commit(self, records: Sequence[FileRecord]) -> str:
-        """On rank 0, after all have written: makes it a checkpoint. Returns its path.
+        """Completes the checkpoint and returns its path. Called on rank 0 after all ranks wrote.
 
-        What it supersedes is there until :meth:`tidy`.
+        :meth:`tidy` later removes the checkpoints that this one replaces.
         """
-        # One answer of an object store takes long, and there are thousands to wait for.
+        # A request to an object store takes long, and there may be thousands of files.
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(self._await_file, range(len(records)), records))
-        whole = replace(self.contents.manifest, files=tuple(records))
-        write(self.store, join(self.data, manifest.NAME), manifest.dump_manifest(whole))
+        complete = replace(self.contents.manifest, files=tuple(records))
+        write(self.store, join(self.data, manifest.NAME), manifest.dump_manifest(complete))
         self.store.sync_folder(self.data)
         if self.store.renames:
             self.store.rename(self.partial, self.folder)
         return self.shown
 
     def give_up(self, meeting: Meeting) -> None:
-        """After a failure that all ranks know of: returns when :meth:`abandon` is over."""
+        """Calls :meth:`abandon` on rank 0, and waits for it on all ranks, after a failure."""
         if self.rank == 0:
             self.abandon()
         meeting.gather("give up the save", None)
 
     def abandon(self) -> None:
-        """On rank 0, when no rank writes any more: removes what is there of it, if possible."""
+        """Removes the files of this save, as far as possible. Called on rank 0 when no rank writes
+        any more."""
         for path in {self.partial, self.data}:
             with contextlib.suppress(CheckpointError):
-                # It may be complete, and only what came after the manifest have failed.
+                # The checkpoint may be complete: the failure may have come after the manifest.
                 if not folders.has_manifest(self.store, path) or path == self.partial:
                     self.store.remove(path)
 
@@ -134,14 +136,16 @@ class Draft:
 
         if not eventually(there):
             raise SharedStorageError(
-                f"{path}: rank {rank} has written {record.size} bytes there, which rank 0 does not "
-                "see; save to a file system or object store that all hosts share"
+                f"{path}: rank {rank} has written {record.size} bytes there, but rank 0 does not "
+                "see them. Save to a file system or object store that all hosts share."
             )
 
     def tidy(self) -> None:
-        """On rank 0, after :meth:`commit`: removes what is not needed any more. Takes long where
-        removing does; nobody need wait for it."""
-        # The checkpoint is complete. What cannot be removed now will be, after the next save.
+        """Removes old checkpoints and temporary files. Called on rank 0 after :meth:`commit`.
+
+        Removing may take long; the other ranks do not wait for it.
+        """
+        # The checkpoint is complete. The next save removes what cannot be removed now.
         try:
             if not self.store.renames:
                 self.store.remove(self.partial)
@@ -150,8 +154,9 @@ class Draft:
             later = folders.places(self.store, self.root)[-1]
             if later > self.place:
                 _warn(
-                    f"{self.shown} is complete, but {later.name} beside it is later, and remains "
-                    "the latest; remove it if it is of an earlier run"
+                    f"{self.shown} is complete, but the same folder has {later.name}, which is "
+                    "later and remains the latest checkpoint. Remove it if it belongs to an "
+                    "earlier run."
                 )
         except CheckpointError as error:
             _warn(
@@ -160,7 +165,7 @@ class Draft:
 
 
 def _warn(text: str) -> None:
-    # Where warnings are errors, the checkpoint is complete all the same: nothing may undo it.
+    # If warnings are errors, ignore the exception: the checkpoint is complete.
     with contextlib.suppress(Warning):
         warnings.warn(text, stacklevel=3)
 
@@ -174,10 +179,12 @@ def begin(
     extra: Any,
     random: DeviceRandomState,
 ) -> Draft:
-    """Agrees on what is to be saved and where; on every rank. ``random``: as it was before.
+    """Starts a save: all ranks check their values and the folder. Called on every rank.
+
+    ``random``: the random state of the device before the save.
 
     Raises:
-        CheckpointError, TypeError, ValueError: it cannot be saved, or not there.
+        CheckpointError, TypeError, ValueError: a value cannot be saved, or the path is not usable.
         SharedStorageError: a rank does not see the folder that rank 0 made.
     """
     opened: list[tuple[Store, str]] = []
@@ -191,10 +198,12 @@ def begin(
 
 
 def agreed(meeting: Meeting, describe: Callable[[], Contents]) -> Contents:
-    """What this rank has to save, which fits to what the others have.
+    """Returns the contents of this rank's file, after a check that they match those of other ranks.
 
     Raises:
-        CheckpointError, TypeError, ValueError: it cannot be saved.
+        UnsupportedValueError, ModelMismatchError: the ranks have different models, optimizers,
+            steps or single values of optimizer state.
+        CheckpointError, TypeError, ValueError: a value cannot be saved.
     """
     contents: list[Contents] = []
 
@@ -206,13 +215,14 @@ def agreed(meeting: Meeting, describe: Callable[[], Contents]) -> Contents:
     for rank, agreement in enumerate(agreements):
         if agreement[0] == agreements[0][0] and agreement != agreements[0]:
             raise UnsupportedValueError(
-                f"the optimizer of rank {rank} and that of rank 0 have different single values "
-                "(such as step, or a statistic of the rank's shard); a checkpoint has one for all"
+                f"the optimizers of rank {rank} and rank 0 have different single values "
+                "(such as step, or a statistic of the rank's shard). A checkpoint stores one value "
+                "for all ranks: make them equal, or save without the optimizer."
             )
         if agreement != agreements[0]:
             raise ModelMismatchError(
-                f"rank {rank} and rank 0 have different models, optimizers or steps to save; "
-                "all ranks must call this together, with the same"
+                f"rank {rank} and rank 0 save different models, optimizers or steps. Call this on "
+                "all ranks with the same model, optimizer and step."
             )
     return contents[0]
 
@@ -220,7 +230,7 @@ def agreed(meeting: Meeting, describe: Callable[[], Contents]) -> Contents:
 def place(
     meeting: Meeting, request: Request, opened: tuple[Store, str], contents: Contents
 ) -> Draft:
-    """Agrees on where ``contents`` go; on every rank. Errors as :func:`begin`."""
+    """Makes the partial folder for ``contents``. Called on every rank; raises as :func:`begin`."""
     store, root = opened
     held: list[object] = []
 
@@ -254,22 +264,25 @@ def place(
 
 
 def _prepare(store: Store, root: str, step: int) -> list:
-    """Makes room, and the folder to write to. Returns the save's id and its number of the step."""
+    """Removes leftovers and makes the partial folder. Returns the id and the version of the save.
+
+    The version counts the saves of the same step.
+    """
     store.make_folder(root)
     if store.renames:
         parent = root.rpartition("/")[0] or ("/" if root.startswith("/") else ".")
-        with contextlib.suppress(CheckpointError):  # a parent that may not be read
+        with contextlib.suppress(CheckpointError):  # no permission to read the parent
             store.sync_folder(parent)
     for path in folders.leftovers(store, root):
         try:
             store.remove(path)
-        except CheckpointError as error:  # that is no reason not to save
-            _warn(f"a leftover could not be removed: {error}")
+        except CheckpointError as error:  # the save can continue
+            _warn(f"a leftover of an earlier save could not be removed: {error}")
     place = folders.next_place(store, root, step)
     save_id = secrets.token_hex(8)
     partial = join(root, place.partial_name(save_id))
     store.make_folder(partial)
-    if not store.renames:  # where there are no folders, only files are seen
+    if not store.renames:  # an object store has no empty folders: mark it with a file
         write(store, join(partial, _BEGUN), save_id.encode())
     return [save_id, place.version]
 
@@ -282,14 +295,17 @@ def _require_shared(draft: Draft) -> None:
 
     if not eventually(seen):
         raise SharedStorageError(
-            f"{draft.root}: this rank does not see what rank 0 has written there; save to a file "
-            "system or object store that all hosts share, or gather the model on rank 0 with "
-            "full_state_dict()"
+            f"{draft.root}: this rank does not see the folder that rank 0 made there. Save to "
+            "a file system or object store that all hosts share, or gather the model on rank 0 "
+            "with full_state_dict()."
         )
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether ``condition()`` comes true soon; file systems over a network take their time."""
+    """Waits up to 30 s until ``condition()`` is true, and returns whether it is.
+
+    On network file systems, a file becomes visible on other hosts with a delay.
+    """
     deadline = time.monotonic() + _VISIBLE_SECONDS
     wait = 0.01
     while not condition():

@@ -1,4 +1,4 @@
-"""Matched tensors into a model and its optimizer: every rank takes its own part."""
+"""Copies matched tensors into a model and its optimizer. Every rank reads its own part."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .stored import Stored
 
 
 def fill_model(inventory: Inventory, match: Match) -> None:
-    """Puts the values in, one tensor after the other; parameters stay the same objects."""
+    """Copies the values into the model, one tensor at a time. Parameters stay the same objects."""
     for pair in new_values(inventory, match):
         assign([pair])
     set_extra_state(match.extra_state)
 
 
 def fill_optimizer(match: OptimizerMatch) -> None:
-    """Puts state and options in, one tensor after the other."""
+    """Copies state and options into the optimizer, one tensor at a time."""
     optimizer, saver = match.optimizer, saver_of(match.optimizer)
     state_is_by_name(optimizer)
     devices = {
@@ -52,28 +52,28 @@ def fill_optimizer(match: OptimizerMatch) -> None:
             if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
                 value = value.to(current.device)
             group[name] = copy.deepcopy(value)
-        beside = bool(group.get("capturable") or group.get("fused"))
+        prefers_device = bool(group.get("capturable") or group.get("fused"))
         for holder in group["params"]:
             if holder not in match.state:
                 optimizer.state.pop(holder, None)
                 continue
             if saver is not None:
-                said = {key: _said(value) for key, value in match.state[holder].items()}
+                saved = {key: _said(value) for key, value in match.state[holder].items()}
                 with on_local_parts():
-                    optimizer.state[holder] = saver.load_saved_state(holder, said, group)
+                    optimizer.state[holder] = saver.load_saved_state(holder, saved, group)
                 continue
             spec = spec_of(holder)
             optimizer.state[holder] = {
                 key: _elements(value, holder.device, spec)
                 if isinstance(value, Elements)
-                else _placed(value, holder, devices.get(key), beside)
+                else _placed(value, holder, devices.get(key), prefers_device)
                 for key, value in match.state[holder].items()
                 if not isinstance(value, MemberValues)
             }
 
 
 def read_ahead(match: OptimizerMatch) -> OptimizerMatch:
-    """The same with all values on the host, so that filling can no longer fail to read."""
+    """Reads all values to the host, so that :func:`fill_optimizer` cannot fail while reading."""
     state = {
         holder: {
             key: replace(value, ready=_read(value)) if isinstance(value, Elements) else value
@@ -85,7 +85,7 @@ def read_ahead(match: OptimizerMatch) -> OptimizerMatch:
 
 
 def new_values(inventory: Inventory, match: Match) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What changes, and to what; each is read when it is asked for."""
+    """Yields each tensor to change and its new value, which is read when the pair is requested."""
     for holder, members in inventory.by_holder().items():
         found = {held: match.parameters.get(held) for held in members}
         if any(found.values()):
@@ -108,9 +108,9 @@ def new_values(inventory: Inventory, match: Match) -> Iterator[tuple[torch.Tenso
 
 
 def assign(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Gives tensors new values of the same shape; on the XLA device without a program.
+    """Gives tensors new values of the same shape. On the XLA device, this compiles no program.
 
-    All are on the device before the first is changed.
+    All values are copied to the device before the first tensor is changed.
     """
     moved: list[tuple[torch.Tensor, torch.Tensor]] = []
     on_device = [pair for pair in pairs if pair[0].device.type == "xla"]
@@ -129,7 +129,7 @@ def assign(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def set_extra_state(states: Mapping[nn.Module, Any]) -> None:
-    """Gives modules what their ``get_extra_state`` once returned."""
+    """Calls ``set_extra_state`` of each module with the value that ``get_extra_state`` returned."""
     for module, state in states.items():
         module.set_extra_state(state)
 
@@ -142,7 +142,8 @@ def part_of(
 ) -> torch.Tensor:
     """This rank's part of ``members``, on the CPU, in the ``shape`` of their holder.
 
-    ``start``: what is there where a member is ``None``; else, and in padding, it is zero.
+    ``start``: has the values for members that are ``None``. Without it, these and the padding are
+    zero.
     """
     if start is not None:
         flat = local(start).cpu().reshape(-1).clone()
@@ -173,12 +174,16 @@ def _said(value: Elements | Number | MemberValues) -> Any:
 
 
 def _placed(
-    number: Number, holder: nn.Parameter, present: torch.device | None, beside: bool
+    number: Number, holder: nn.Parameter, present: torch.device | None, prefers_device: bool
 ) -> Any:
-    """A number where it was; if that is not known, where it is, or where the optimizer wants it."""
+    """The value on the kind of device that it was saved from.
+
+    If that is not known: on the device of the present value, or else on the device if the
+    optimizer prefers that, or else on the CPU.
+    """
     if not isinstance(number.value, torch.Tensor):
         return copy.deepcopy(number.value)
     if number.on_device is not None:
-        present, beside = None, number.on_device
-    device = present or (holder.device if beside else torch.device("cpu"))
+        present, prefers_device = None, number.on_device
+    device = present or (holder.device if prefers_device else torch.device("cpu"))
     return number.value.detach().to(device, copy=True)

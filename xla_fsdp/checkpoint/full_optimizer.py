@@ -1,4 +1,4 @@
-"""The state of the optimizer as it would be of the unwrapped model, by parameter name."""
+"""Gathers and loads the full (unsharded) optimizer state, by parameter name."""
 
 from __future__ import annotations
 
@@ -35,25 +35,28 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     offload_to_cpu: bool = True,
 ) -> dict[str, Any]:
-    """The optimizer's state, unsharded and by name; must be called on every rank.
+    """Returns the full (unsharded) optimizer state by parameter name. Call it on every rank.
 
-    ``{"state": {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}]}``,
-    as torch FSDP has it, under the first of a parameter's names. State of the parameter's shape is
-    gathered, one tensor at a time; numbers and 0-d tensors (``step``) are copied to every parameter
-    of a flattened vector or of stacked blocks. Parameters without state have no entry. Ranks that
-    do not get the result get ``{}``. State of a kind of its own is as this optimizer has it on the
-    unwrapped model: of ``xla_fsdp.optim.Adafactor`` as ``torch.optim.Adafactor``'s; of
-    ``AdamW8bit`` in blocks of the whole parameter, encoded anew (exact where blocks stay).
+    The result has the format of torch FSDP:
+    ``{"state": {name: {key: value}}, "param_groups": [{option: value, "params": [name, ...]}]}``.
+    A tied parameter appears under its first name. State of the parameter's shape is gathered, one
+    tensor at a time. Numbers and 0-d tensors (``step``) of a flattened vector or of stacked blocks
+    are copied for each of their parameters. Parameters without state have no entry. Ranks that do
+    not get the result get ``{}``.
+
+    For an optimizer whose state has other shapes, the state is that of the same optimizer on the
+    unwrapped model: ``xla_fsdp.optim.Adafactor`` gives the state of ``torch.optim.Adafactor``.
+    ``AdamW8bit`` encodes the full parameter again, in blocks (exact where blocks do not change).
 
     Args:
         rank0_only, offload_to_cpu: see :func:`full_state_dict`.
 
     Raises:
-        TypeError: a state is neither of its parameter's shape nor a number or 0-d tensor; the
-            message names parameter and key.
-        ModelMismatchError: the optimizer has parameters that are not the model's.
+        TypeError: a state has neither its parameter's shape nor is it a number or 0-d tensor. The
+            message names the parameter and the key.
+        ModelMismatchError: the optimizer has parameters that are not in the model.
         MetadataMismatchError: the optimizers of two ranks have different state.
-        OtherRankError: one of these on another rank.
+        OtherRankError: another rank raised one of these.
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
@@ -68,8 +71,8 @@ def full_optim_state_dict(
             found |= _gathered_words(part, optimizer, saver, options_of.get(part.holder, {}), to)
             continue
         for key, value in local_state(optimizer, part.holder).items():
-            whole = _gathered(part, value, to)
-            for held, each in zip(part.members, whole or (), strict=whole is not None):
+            full = _gathered(part, value, to)
+            for held, each in zip(part.members, full or (), strict=full is not None):
                 found.setdefault(held.name, {})[key] = each
 
     def describe_groups() -> list[dict[str, Any]]:
@@ -79,7 +82,7 @@ def full_optim_state_dict(
             for group, members in zip(optimizer.param_groups, groups, strict=True)
         ]
 
-    described = meeting.each("gather the state of the optimizer", describe_groups)
+    described = meeting.each("gather the optimizer state", describe_groups)
     if not wanted:
         return {}
     order = [held.name for held in inventory.parameters if held.name in found]
@@ -92,25 +95,27 @@ def load_full_optim_state_dict(
     optimizer: torch.optim.Optimizer,
     optim_state_dict: Mapping[str, Any] | None,
 ) -> None:
-    """Loads the optimizer state of an unsharded model; must be called on every rank.
+    """Loads the full optimizer state of an unsharded model. Call it on every rank.
 
-    Every rank cuts its own part, one tensor at a time. If only rank 0 has the state, the others
-    pass ``None``, and get it through a collective. State keeps its dtype; 0-d tensors such as
-    ``step`` go to where the optimizer has them now, or else to the CPU unless ``capturable`` or
-    ``fused``. Of a flattened vector, parameters without state get zeros.
+    Every rank takes its own part, one tensor at a time. If only rank 0 has the state, the other
+    ranks pass ``None`` and receive it through collectives. State keeps its dtype. A 0-d tensor such
+    as ``step`` goes to the device of the optimizer's present value; without one, it goes to the
+    CPU, or to the XLA device with ``capturable`` or ``fused``. In a flattened vector, parameters
+    without state get zeros.
 
     Args:
-        optim_state_dict: by name, as :func:`full_optim_state_dict` and
+        optim_state_dict: either state by name, as :func:`full_optim_state_dict` and
             ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` return it; or the
-            ``state_dict()`` of an optimizer of the unwrapped model, whose numbers then go through
-            ``parameters()`` of the unwrapped model, group by group. Options of parameter groups are
-            taken over, but for those that say how to compute (``foreach``, ``fused``, ...).
+            ``state_dict()`` of an optimizer of the unwrapped model. Such a state dict numbers
+            parameters; the numbers must follow ``parameters()`` of the unwrapped model, group by
+            group. Options of parameter groups are loaded too, except those that only select an
+            implementation (``foreach``, ``fused``, ...).
 
     Raises:
-        ModelMismatchError: parameters, groups, shapes or options do not fit; nothing was changed.
-        ValueError: rank 0 has no state.
-        UnsupportedValueError: an option or state that rank 0 cannot send.
-        OtherRankError: one of these on another rank.
+        ModelMismatchError: parameters, groups, shapes or options do not match. Nothing is changed.
+        ValueError: ``optim_state_dict`` is ``None`` on rank 0.
+        UnsupportedValueError: rank 0 cannot send an option or state.
+        OtherRankError: another rank raised one of these.
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
@@ -147,9 +152,10 @@ def _gathered_words(
     group: Mapping[str, Any],
     to: torch.device | None,
 ) -> dict[str, dict[str, Any]]:
-    """The state of the parameters in ``part`` by name, as ``saver`` has it of whole ones."""
+    """The state of the parameters in ``part`` by name, in the form that ``saver`` uses for full
+    (unsharded) parameters."""
     own = own_words(optimizer, part.holder, list(part.members)) or []
-    said = {
+    saved = {
         held: {
             key: [value] if key in saver.member_state else value
             for key, value in words.items()
@@ -162,16 +168,16 @@ def _gathered_words(
         for key, value in words.items():
             if isinstance(value, Made):
                 made.setdefault(value, (key, []))[1].append(held)
-    layout, whole_shape = part.layout, local(part.holder).shape
-    count = whole_shape.numel() if layout is None else math.prod(layout.shard_shape)
+    layout, holder_shape = part.layout, local(part.holder).shape
+    count = holder_shape.numel() if layout is None else math.prod(layout.shard_shape)
     first = part.members[0].first
     for value, (key, helds) in made.items():
-        shard = value.make().reshape(-1)[first : first + count]  # of stacked blocks one
-        shape = whole_shape if layout is None else layout.shard_shape
-        whole = gather_members(part, shard.view(shape), None if to is None else CPU)
-        for held, each in zip(part.members, whole or (), strict=whole is not None):
+        shard = value.make().reshape(-1)[first : first + count]  # one of the stacked blocks
+        shape = holder_shape if layout is None else layout.shard_shape
+        full = gather_members(part, shard.view(shape), None if to is None else CPU)
+        for held, each in zip(part.members, full or (), strict=full is not None):
             if held in helds:
-                said[held][key] = each
+                saved[held][key] = each
     if to is None:
         return {}
     return {
@@ -179,15 +185,15 @@ def _gathered_words(
             key: value.to(to) if isinstance(value, torch.Tensor) else value
             for key, value in saver.load_saved_state(unsharded(held), words, group).items()
         }
-        for held, words in said.items()
+        for held, words in saved.items()
     }
 
 
 def state_kinds(meeting: Meeting, inventory: Inventory, optimizer: torch.optim.Optimizer) -> Groups:
-    """Sees to it that all state can be unsharded, and is alike on every rank.
+    """Checks that all state can be unsharded and has the same keys and dtypes on every rank.
 
-    Returns the parameters in each of the optimizer's groups; raises what
-    :func:`full_optim_state_dict` does.
+    Returns the parameters in each of the optimizer's groups. Raises the errors of
+    :func:`full_optim_state_dict`.
     """
     groups: Groups = []
     kind_of = _kind if saver_of(optimizer) is None else _kind_of_own
@@ -195,7 +201,7 @@ def state_kinds(meeting: Meeting, inventory: Inventory, optimizer: torch.optim.O
     def look() -> list[Any]:
         groups.extend(members_of_groups(inventory, optimizer))
         return [
-            # Pairs: the order of the keys is that of the collectives.
+            # A list of pairs keeps the order of the keys, which is the order of the collectives.
             [held.name, [[key, kind_of(held, key, value)] for key, value in state.items()]]
             for held in inventory.parameters
             if held.holder in optimizer.state
@@ -203,22 +209,22 @@ def state_kinds(meeting: Meeting, inventory: Inventory, optimizer: torch.optim.O
         ]
 
     meeting.alike(
-        "look at the optimizer",
+        "inspect the optimizer",
         look,
         "the optimizer of rank {rank} has state for other parameters, or other keys or dtypes, "
-        "than that of rank 0",
+        "than that of rank 0. Make the same optimizer steps on all ranks.",
     )
     return groups
 
 
 def _kind_of_own(held: Held, key: str, value: Any) -> str:
-    """The same of what the optimizer has words for."""
+    """The same as :func:`_kind`, for an optimizer that converts its own state."""
     is_tensor = isinstance(value, torch.Tensor)
     return f"{value.dim()} {value.dtype}" if is_tensor else type(value).__name__
 
 
 def _kind(held: Held, key: str, value: Any) -> str:
-    """What a state is, for comparison between ranks; TypeError if nothing that can be unsharded."""
+    """Describes a state, for comparison between ranks. TypeError if it cannot be unsharded."""
     if isinstance(value, torch.Tensor):
         if value.shape == local(held.holder).shape:
             return f"sharded {value.dtype}"
@@ -230,8 +236,9 @@ def _kind(held: Held, key: str, value: Any) -> str:
     else:
         what = f"of type {type(value).__name__}"
     raise TypeError(
-        f"optimizer state {key!r} of parameter {held.name!r} is {what}; expected a tensor of the "
-        f"shape that the optimizer sees, {list(local(held.holder).shape)}, a 0-d tensor or a number"
+        f"optimizer state {key!r} of parameter {held.name!r} is {what}. Expected a tensor of the "
+        f"shard's shape {list(local(held.holder).shape)}, a 0-d tensor or a number. Use an "
+        "optimizer of torch.optim or xla_fsdp.optim."
     )
 
 
@@ -244,5 +251,5 @@ def _gathered(part: Part, value: Any, to: torch.device | None) -> list[Any] | No
 
 
 def _detached(value: Any) -> Any:
-    """A copy, of a tensor on the CPU."""
+    """A copy of ``value``. A tensor is copied to the CPU."""
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -1,4 +1,4 @@
-"""The state dict of the unwrapped module, out of a sharded model and into one."""
+"""Gathers the full (unsharded) state dict of a sharded model, and loads one into it."""
 
 from __future__ import annotations
 
@@ -36,26 +36,27 @@ T = TypeVar("T")
 def full_state_dict(
     model: nn.Module, *, rank0_only: bool = True, offload_to_cpu: bool = True
 ) -> dict[str, Any]:
-    """What ``state_dict()`` of the unwrapped module would return; must be called on every rank.
+    """Returns what ``state_dict()`` of the unwrapped module returns. Call it on every rank.
 
-    Keys and values are those of torch's ``state_dict()``, with everything that the module does in
-    it: overridden methods, hooks, extra state. It runs on the ranks that get the result; the others
-    get ``{}``. Parameters are in the dtype in which they are stored, buffers in the one they had
-    before wrapping and with the values of the rank that gets them.
+    Keys and values are those of torch's ``state_dict()``, including the effects of overridden
+    methods, hooks and extra state. That code runs on the ranks that get the result; the other ranks
+    get ``{}``. Parameters have the dtype in which they are stored. Buffers have the dtype from
+    before wrapping, and the values of the rank that returns them.
 
-    Parameters are gathered one sharded tensor at a time: beyond the result, one is full in memory
-    (with ``flatten_parameters`` one vector of a wrapper). What is left out is not gathered. If a
-    hook or method computes with values, it is called again, with all parameters in memory.
+    Parameters are gathered one sharded tensor at a time. In addition to the result, memory holds
+    one full tensor (with ``flatten_parameters``, one vector of a wrapper). Parameters that the
+    state dict leaves out are not gathered. If a hook or method computes with values, it is called a
+    second time, with all full parameters in memory.
 
     Args:
-        rank0_only: only rank 0 gets the result. ``False``: every rank; on a host with several
-            ranks it is there as often.
+        rank0_only: only rank 0 gets the result. ``False``: every rank gets it. Then a host with
+            several ranks has one copy in memory for each of its ranks.
         offload_to_cpu: tensors are on the CPU. ``False``: on the rank's XLA device.
 
     Raises:
-        TypeError, ValueError: ``model`` is no module, has parameters on the meta device, or is
+        TypeError, ValueError: ``model`` is not a module, has parameters on the meta device, or is
             sharded over groups whose copies may differ.
-        MetadataMismatchError: ranks have different models.
+        MetadataMismatchError: the ranks have different models.
     """
     return gather_state(model, lambda name: True, rank0_only, offload_to_cpu)
 
@@ -68,10 +69,11 @@ def gather_state(
     offload_to_cpu: bool,
     path: str = "",
 ) -> dict[str, Any]:
-    """What :func:`full_state_dict` returns, of it what has a name that is ``wanted``.
+    """Returns the entries of :func:`full_state_dict` for whose name ``wanted`` is true.
 
-    ``path``: of the module of that name in ``model``, names as seen from it.
-    Parameters with other names are not gathered, unless a hook computes with values.
+    ``path``: name of a module in ``model``. The result is then the state dict of that module, and
+    names are relative to it. Parameters with other names are not gathered, unless a hook computes
+    with values.
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
@@ -90,7 +92,8 @@ def gather_state(
         states[:] = [mine]
 
     def call_unread() -> list[int] | None:
-        """Which parts that needs; ``None`` if values."""
+        """Calls ``state_dict()`` without values. Returns the numbers of the parts to gather, or
+        ``None`` if ``state_dict()`` needs values."""
         if to is None:
             return []
         state = unread_state_dict(model, inventory, path)
@@ -111,9 +114,9 @@ def gather_state(
     else:
         for number in sorted(set().union(*needed)):
             part, mine = parts[number], number in needed[meeting.rank]
-            whole = gather_members(part, part.holder, to if mine else None)
-            values.update(zip(part.members, whole or (), strict=whole is not None))
-            del whole
+            full = gather_members(part, part.holder, to if mine else None)
+            values.update(zip(part.members, full or (), strict=full is not None))
+            del full
 
     def resolved(tensor: torch.Tensor) -> torch.Tensor:
         assert to is not None
@@ -130,38 +133,40 @@ def gather_state(
             states[0][name] = map_tensors(resolved, value)
         return states[0]
 
-    return meeting.each("gather the state of the model", resolve)
+    return meeting.each("gather the model state", resolve)
 
 
 @at_rest()
 def load_full_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True
 ) -> LoadedKeys:
-    """Loads a state dict of the unwrapped module; must be called on every rank.
+    """Loads a full (unsharded) state dict into a sharded model. Call it on every rank.
 
-    What torch's ``load_state_dict()`` of the unwrapped module takes from it is loaded: overridden
-    methods and hooks run, on the ranks that have the state dict. If one computes with parameters,
-    it is called again, on full ones, which are all in memory of these ranks then.
+    The result is that of torch's ``load_state_dict()`` of the unwrapped module: overridden methods
+    and hooks run, on the ranks that have the state dict. If one of them computes with parameters,
+    it is called a second time, with all full parameters in the memory of these ranks.
 
-    Every rank cuts its own part, one parameter at a time. If only rank 0 has the state dict, the
-    others pass ``None``, and get it through a collective in blocks of at most 16 MiB. Parameters
-    stay the same objects, so that the optimizer keeps them. All is checked before anything is
-    changed.
+    Every rank takes its own part, one parameter at a time. If only rank 0 has the state dict, the
+    other ranks pass ``None`` and receive it through collectives, in blocks of at most 16 MiB.
+    Parameters stay the same objects, so optimizers remain valid. Everything is checked before
+    anything is changed.
 
     Args:
-        state_dict: may lack all but one of the names of a tied parameter. Floating-point tensors
-            are cast to the dtype of the parameter.
-        strict: names must be those of the model. ``False``: what fits is loaded.
+        state_dict: for a tied parameter, one of its names is enough. Floating-point tensors are
+            cast to the dtype of the parameter.
+        strict: ``True`` requires that the names are those of the model. ``False`` loads the tensors
+            whose names match, and reports the others.
 
     Returns:
-        ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``.
+        ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict`` returns them.
 
     Raises:
-        ModelMismatchError: names, shapes or dtypes do not fit the model.
-        Exception: what a hook raises.
-        ValueError: rank 0 has no state dict, or ``model`` cannot be loaded into.
-        UnsupportedValueError: extra state that rank 0 cannot send.
-        OtherRankError: one of these on another rank.
+        ModelMismatchError: names, shapes or dtypes do not match the model.
+        Exception: any exception that a hook raises.
+        ValueError: ``state_dict`` is ``None`` on rank 0, or ``model`` cannot be loaded into (see
+            :func:`full_state_dict`).
+        UnsupportedValueError: rank 0 cannot send an extra state.
+        OtherRankError: another rank raised one of these.
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
@@ -187,18 +192,18 @@ def match_given(
     look: Callable[[Any], dict[str, Any]],
     match: Callable[[dict[str, Any]], T],
 ) -> T:
-    """Matches what is given on every rank, or else what rank 0 sends of it.
+    """Matches ``given`` if every rank has it, or else the values that rank 0 sends.
 
-    ``look`` makes of it what ``match`` takes, with tensors as :class:`~.stored.Stored`; ``label``
-    is what it is, for messages.
+    ``look`` converts ``given`` into the argument of ``match``, with tensors as
+    :class:`~.stored.Stored`. ``label`` names ``given`` in messages.
 
     Raises:
-        ValueError: rank 0 has none.
-        Exception: what the functions raise; :class:`OtherRankError` on the other ranks.
+        ValueError: ``given`` is ``None`` on rank 0.
+        Exception: any exception of the functions; :class:`OtherRankError` on the other ranks.
     """
     having = meeting.gather(f"who has {label}", given is not None)
     if not having[0]:
-        raise ValueError(f"{label} is None on rank 0; give it on rank 0 or on every rank")
+        raise ValueError(f"{label} is None on rank 0. Pass it on rank 0 or on every rank.")
     looked: dict[str, Any] = {}
     matched: list[T] = []
 

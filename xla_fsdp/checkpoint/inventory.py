@@ -1,7 +1,7 @@
-"""What this rank holds of a model, in terms of the unsharded model.
+"""Lists which elements of each parameter of the unsharded model this rank stores.
 
-Whatever the wrapping (nested, auto, flat, scanned, none), a rank holds of every parameter a run of
-consecutive elements of it, flattened. That is all that a checkpoint needs to know.
+With any wrapping (nested, auto-wrapped, flattened, scanned or none), a rank stores one range of
+consecutive elements of each flattened parameter. A checkpoint needs no other description.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from ..sharding.unit import NamedUnits
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """One parameter of the unsharded model, and the part of it that this rank holds.
+    """One parameter of the unsharded model, and the part of it that this rank stores.
 
     Attributes:
-        names: its dotted name, and those of parameters tied to it.
-        shape, dtype: of the whole parameter, as it is stored (not as it is computed with).
-        begin, end: the flattened elements that are here.
-        at: which flattened element of ``holder`` element ``begin`` is.
-        holder: the parameter that the optimizer sees: a shard, a vector or stack of several
-            parameters' shards, or the whole parameter where nothing is sharded.
-        writes: whether this rank's copy is the one to save; others may have the same.
-        layout, member, world: how the holder was cut, ``None`` if it was not.
-        first: which flattened element of ``holder`` its layout begins at.
-        span: who writes what of it, ``None`` if no rule says.
+        names: the dotted name of the parameter, then the names of parameters tied to it.
+        shape, dtype: of the full parameter, in the dtype of storage (not of computation).
+        begin, end: this rank stores the flattened elements ``begin <= i < end``.
+        at: index in the flattened ``holder`` of the element ``begin``.
+        holder: the parameter that the optimizer sees: a shard, a vector or stack of the shards of
+            several parameters, or the full parameter if it is not sharded.
+        writes: whether this rank saves its copy. Other ranks may have the same elements.
+        layout, member, world: how the holder is sharded, and which member of the layout this
+            parameter is; ``layout`` and ``world`` are ``None`` if it is not sharded.
+        first: index in the flattened ``holder`` at which its layout begins.
+        span: rule that says which rank saves which elements, ``None`` if there is no such rule.
     """
 
     names: tuple[str, ...]
@@ -61,22 +62,24 @@ class Held:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the full parameter."""
         return torch.Size(self.shape).numel()
 
     @property
     def length(self) -> int:
-        """Elements that are here."""
+        """Number of elements that this rank stores."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True, eq=False)
 class HeldBuffer:
-    """One persistent buffer, whole on every rank.
+    """One persistent buffer, replicated on every rank.
 
     Attributes:
-        tensor: the buffer, or the stack of it that scanned blocks keep; then ``row`` says which.
-        restore: the dtype it had before it was cast for computing, ``None`` if it was not.
+        names: the dotted name of the buffer, then the names of buffers tied to it.
+        tensor: the buffer, or for scanned blocks the stack of the blocks' buffers.
+        restore: the dtype before the buffer was cast for computing, ``None`` if it was not cast.
+        row: index of this buffer in the stack, ``None`` without a stack.
     """
 
     names: tuple[str, ...]
@@ -90,7 +93,7 @@ class HeldBuffer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That before wrapping."""
+        """The dtype before wrapping."""
         return self.restore or self.tensor.dtype
 
     @property
@@ -98,8 +101,8 @@ class HeldBuffer:
         return tuple(self.tensor.shape if self.row is None else self.tensor.shape[1:])
 
     def value(self) -> torch.Tensor:
-        """On the CPU, in the dtype that it had before wrapping."""
-        # To the CPU first: on the device every row would be a program of its own.
+        """The value on the CPU, in the dtype from before wrapping."""
+        # Copy to the CPU first: on the device, selecting a row compiles one program per row.
         value = self.tensor.detach().cpu()
         value = value if self.row is None else value[self.row]
         return value.to(self.dtype)
@@ -107,7 +110,10 @@ class HeldBuffer:
 
 @dataclass(frozen=True)
 class Inventory:
-    """A model as this rank has it; ``extra_state``: modules that implement ``get_extra_state``."""
+    """The parameters and buffers of a model that this rank stores.
+
+    ``extra_state``: the modules that implement ``get_extra_state``, by key of the state dict.
+    """
 
     parameters: tuple[Held, ...]
     buffers: tuple[HeldBuffer, ...]
@@ -124,31 +130,38 @@ class Inventory:
 
 
 def take_inventory(model: nn.Module) -> Inventory:
-    """Raises:
-    TypeError: ``model`` is no module.
-    ValueError: it is sharded over groups whose copies are independent of each other, or has
-        parameters on the meta device, or parameters that a wrapper around it holds.
+    """Lists the parameters, buffers and extra state of ``model`` that this rank stores.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: ``model`` is sharded over groups of ranks whose copies may differ, has
+            parameters on the meta device, or is inside a wrapper that shards its parameters.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}. Pass the wrapped model."
+        )
     units = units_in(model)
     for _, unit in units:
-        unit.settle()  # what an exception in a forward left behind
+        unit.settle()  # an exception in a forward may have left gathered parameters
     outside = name_held_outside(model, [unit for _, unit in units])
     if outside is not None:
         raise ValueError(
-            f"parameters of {outside!r} belong to a wrapper around the given module, which has "
-            "only this rank's shards of them: give the wrapper (model, not model.module)"
+            f"parameters of {outside!r} belong to a wrapper around the given module. Inside the "
+            "wrapper there are only this rank's shards. Pass the wrapper (model, not model.module)."
         )
     rank, size = xr.global_ordinal(), xr.world_size()
     sharded = list(_sharded(units, rank, size))
     holders = {held.holder for held in sharded}
-    # Names and parameters in the order of the unsharded model, whatever the wrapping.
+    # With any wrapping, names and parameters have the order of the unsharded model.
     order = {name: i for i, name in enumerate(dict.fromkeys(_all_names(model)))}
     parameters = []
     for held in [*sharded, *_whole(model, holders, rank, size)]:
         if held.holder.is_meta:
-            raise ValueError(f"parameter {held.name!r} is on the meta device: it has no values yet")
+            raise ValueError(
+                f"parameter {held.name!r} is on the meta device, so it has no values. Move it to "
+                "a device and initialize it first."
+            )
         names = sorted(held.names, key=lambda name: order.get(name, len(order)))
         parameters.append(replace(held, names=tuple(names)))
     parameters.sort(key=lambda held: order.get(held.name, len(order)))
@@ -166,13 +179,13 @@ def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[Held]:
     seen = set()
     for _, unit in units:
         for tensor, holder, first in unit.holders():
-            if tensor in seen:  # shared by two units, or by two names of one
+            if tensor in seen:  # shared by two units, or under two names of a unit
                 continue
             seen.add(tensor)
             pieces = tensor.layout.pieces(unit.world.rank)
             chunk = math.prod(tensor.layout.shard_shape)
             for member, (begin, end, at) in enumerate(pieces):
-                if not names[tensor][member]:  # of a module that was removed since
+                if not names[tensor][member]:  # its module was removed after wrapping
                     continue
                 yield Held(
                     names=tuple(names[tensor][member]),
@@ -197,8 +210,9 @@ def _writes(world: World, rank: int, size: int) -> bool:
     if len(world.groups) > 1 and not world.replica_groups:
         raise ValueError(
             f"the model is sharded over groups of {world.size} of {size} ranks without "
-            "replication_groups, so its copies may differ; pass replication_groups if they are "
-            "replicas, or save every rank's state_dict() and get_shard_metadata() by hand"
+            "replication_groups, so the copies of different groups may differ. To save it, pass "
+            "replication_groups if the groups are replicas, or save state_dict() and "
+            "get_shard_metadata() of every rank yourself."
         )
     return rank in world.groups[0]
 
@@ -212,7 +226,7 @@ def _span(world: World, chunk: int, offset: int) -> Span | None:
 
 
 def _whole(model: nn.Module, holders: set, rank: int, size: int) -> Iterator[Held]:
-    """Parameters that nothing shards; the work of writing them goes round the ranks."""
+    """Parameters that are not sharded. The ranks save them in turn."""
     names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
@@ -290,7 +304,7 @@ def _all_names(model: nn.Module) -> Iterator[str]:
     """Names of parameters, in the order of ``named_parameters()`` of the unsharded model."""
     for path, module in model.named_modules(remove_duplicate=False):
         unit = unit_of(module)
-        if unit is not None and unit.depth:  # scanned: no modules of their own
+        if unit is not None and unit.depth:  # scanned blocks have no separate modules
             for _, inside in unit.named_places():
                 for own in inside:
                     yield dotted(path, own)

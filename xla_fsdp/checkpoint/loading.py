@@ -1,4 +1,4 @@
-"""``load_checkpoint``: everything is read and checked on all ranks before anything is changed."""
+"""``load_checkpoint``: all ranks read and check everything before anything is changed."""
 
 from __future__ import annotations
 
@@ -35,30 +35,35 @@ def load_checkpoint(
     step: int | None = None,
     weights: bool = True,
 ) -> LoadedCheckpoint | None:
-    """Loads what :func:`save_checkpoint` saved; call on every rank.
+    """Loads a checkpoint that :func:`save_checkpoint` saved. Call it on every rank.
 
-    Any number of ranks, and any wrapping of the model. On as many ranks as saved it, wrapped alike,
-    training goes on bit for bit (random states included); otherwise to rounding. Every byte that is
-    used is compared with its digest, and nothing is changed before all ranks have read and checked
-    all they need. Memory on the host: what this rank holds.
+    The number of ranks and the wrapping of the model may differ from those of the save. If both are
+    the same, resumed training is bit-exact (random states included); otherwise it is equal up to
+    rounding. Every byte that is used is compared with its digest. Nothing is changed before all
+    ranks have read and checked everything they need. Host memory: a copy of this rank's shards and
+    buffers.
 
     Args:
-        path: a checkpoint's folder, or a folder of them, of which the newest is taken.
-        model, optimizer, scheduler: what to load into; ``None`` is left out.
-        strict: the names in model and checkpoint must be the same. Otherwise what only one side has
-            is left as it is. Shapes and dtypes must fit in any case.
-        missing_ok: return ``None`` if there is no checkpoint. All ranks go by what rank 0 finds;
-            of their own :func:`latest_checkpoint` one may have found what others do not see yet.
-        step: the last that was saved of this step in the folder ``path``, not the newest.
-        restore_rng: restore torch's and XLA's random states, if as many ranks saved them.
-        weights: load parameters and buffers. Otherwise ``model`` only says whose state the
-            optimizer has, and is left as it is.
+        path: the folder of a checkpoint, or a folder with several, of which the newest is loaded.
+        model, optimizer, scheduler: the objects to load into. ``None`` loads no such state.
+        strict: ``True`` requires the same names in model and checkpoint. ``False`` leaves values
+            that only one of them has unchanged. Shapes and dtypes must always match.
+        restore_rng: restore the random states of torch and XLA, if the number of ranks is the same.
+        missing_ok: return ``None`` if there is no checkpoint. Rank 0 decides for all ranks, so that
+            they agree even if a new checkpoint is not visible on all hosts yet.
+        step: load the last checkpoint of this step in the folder ``path``, not the newest.
+        weights: load parameters and buffers. ``False`` leaves ``model`` unchanged: it is used only
+            to find the parameters of the optimizer state.
+
+    Returns:
+        The path, the step and ``extra`` of the checkpoint, and the number of ranks that saved it.
 
     Raises:
-        CheckpointNotFoundError, IncompleteCheckpointError: there is none.
-        CheckpointError: it is damaged, mixed or incomplete; the message names the file.
-        ModelMismatchError: it does not fit.
-        OtherRankError: another rank failed. If one rank raises, all do.
+        CheckpointNotFoundError, IncompleteCheckpointError: there is no complete checkpoint.
+        CheckpointError: files are damaged, missing, or from different saves. The message names the
+            file.
+        ModelMismatchError: the checkpoint does not match the model or the optimizer.
+        OtherRankError: another rank failed. If one rank raises, all ranks do.
     """
     meeting = Meeting()
     with at_rest():
@@ -76,32 +81,35 @@ def load_checkpoint(
 
 
 def take_effect(meeting: Meeting, prepared: Prepared) -> Prepared:
-    """Changes what is to be loaded into, on all ranks, all but random states."""
-    # First what may refuse for reasons of its own.
+    """Loads the prepared values on all ranks, except random states."""
+    # The scheduler first: its load_state_dict is the user's code and may raise.
     meeting.together("load the scheduler", prepared.apply_scheduler)
-    # Nobody trains on before all have loaded.
+    # This is also a barrier: no rank continues training before all have loaded.
     meeting.together("load the checkpoint", prepared.apply)
     return prepared
 
 
 def open_found(found: list[Any]) -> ShardedCheckpoint:
-    """What rank 0 has found, with :func:`find`, opened on this rank.
+    """Opens on this rank the checkpoint that rank 0 found with :func:`find`.
 
     Raises:
-        MixedSaveError: it is another save by now.
+        MixedSaveError: the folder has been replaced by another save.
     """
-    # Rank 0 has seen it whole; what this rank's host lists may be older.
+    # Rank 0 has seen all files. The listing of this rank's host may be older.
     checkpoint = patiently(lambda: ShardedCheckpoint(found[0]))
     if checkpoint.manifest.save_id != found[1]:
         raise MixedSaveError(
-            f"{found[0]}: was another save when rank 0 looked; load again once nobody writes"
+            f"{found[0]}: another save replaced it while it was loaded. Load again when no process "
+            "writes to this folder."
         )
     return checkpoint
 
 
 def patiently(opened: Callable[[], ShardedCheckpoint]) -> ShardedCheckpoint:
-    """``opened()``, again for a while if files are not there that another rank has seen: file
-    systems over a network, and caches of listings, take their time."""
+    """Calls ``opened()``, and repeats it for up to 30 s while files are missing.
+
+    Another rank has seen these files. Network file systems and cached listings show them later.
+    """
     found: list[ShardedCheckpoint] = []
     missing: list[CheckpointError] = []
 
@@ -118,7 +126,7 @@ def patiently(opened: Callable[[], ShardedCheckpoint]) -> ShardedCheckpoint:
 
 
 def find(path: str | os.PathLike, missing_ok: bool, step: int | None) -> list[Any] | None:
-    """The folder that ``path`` means, its save and its step; ``None`` if there is none."""
+    """The folder, save id and step of the checkpoint at ``path``; ``None`` if there is none."""
     text = os.fsdecode(path)
     try:
         _, folder = folders.resolve(text, step)
@@ -127,8 +135,8 @@ def find(path: str | os.PathLike, missing_ok: bool, step: int | None) -> list[An
             return None
         raise
     name = folder.rpartition("/")[2]
-    whole = text.rstrip("/") or "/"
-    is_itself = step is None and whole.rpartition("/")[2] == name
-    shown = whole if is_itself else f"{whole}/{name}"
+    given = text.rstrip("/") or "/"
+    is_itself = step is None and given.rpartition("/")[2] == name
+    shown = given if is_itself else f"{given}/{name}"
     manifest = ShardedCheckpoint(shown).manifest
     return [shown, manifest.save_id, manifest.step]

@@ -1,4 +1,4 @@
-"""Which tensor, wherever it lies, fills which of a model: by name, all checked beforehand."""
+"""Matches stored tensors with the parameters and buffers of a model by name, and checks them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from .stored import Stored, same_bits
 
 
 class LoadedKeys(NamedTuple):
-    """What loading left out, as of ``nn.Module.load_state_dict``; both empty if ``strict``."""
+    """Names that were not loaded, as ``nn.Module.load_state_dict`` returns them.
+
+    Attributes:
+        missing_keys: names of the model that were not found. Empty if ``strict``.
+        unexpected_keys: names that the model does not have. Empty if ``strict``.
+    """
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -24,7 +29,7 @@ class LoadedKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """What goes where, all of it checked."""
+    """The stored value for each parameter, buffer and module. All of it is checked."""
 
     parameters: dict[Held, Stored]
     buffers: dict[HeldBuffer, Stored]
@@ -44,28 +49,30 @@ def match_model(
     """Finds a tensor for every parameter and buffer of the model.
 
     Args:
-        offered: what there is by name: tensors as :class:`Stored`, the same one for the names of a
-            tied tensor; and what is none (extra state).
-        label: where that is, for messages.
-        strict: every name of the model must be there, and no other. Of the names of a tied
-            parameter one is enough.
+        offered: the available values by name: tensors as :class:`Stored` (the same object for all
+            names of a tied tensor), and extra state.
+        label: where the values come from, for messages.
+        strict: every name of the model must be available, and no other. For a tied parameter, one
+            of its names is enough.
         cast: floating-point tensors may have another floating-point dtype than the parameter.
-        same_run: it was saved from a sharded model to go on with. Parameters must have the dtype
-            in which the model stores them, while buffers may have been saved as they were cast for
-            computing; and what is one tied parameter here must have been one there. Elsewhere
-            (files of weights cannot say what is tied) equal values are enough.
-        reported: what ``load_state_dict`` of the module said of names; by default, the names
-            themselves say it.
+        same_run: the values are from a checkpoint of a sharded model, to resume training.
+            Parameters must then have the dtype in which the model stores them, and parameters that
+            are tied in the model must have been tied when they were saved. Buffers may have the
+            dtype for computing. Without ``same_run`` (weight files do not record tied parameters)
+            equal values are enough.
+        reported: missing and unexpected names that ``load_state_dict`` of the module reported. By
+            default they are derived from the names in ``offered``.
 
     Raises:
-        ModelMismatchError: names, kinds, shapes or dtypes do not fit, or names of one tied
-            parameter have different values; it tells of all, the first few in full.
+        ModelMismatchError: names, kinds, shapes or dtypes do not match, or the names of a tied
+            parameter have different values. The message lists the first few problems and counts
+            the others.
     """
     problems: list[str] = []
     missing: list[str] = []
     used: set[str] = set()
     tensors = {name: each for name, each in offered.items() if isinstance(each, Stored)}
-    remedy = "consolidate it, and load_weights converts it" if same_run else "cast=True converts it"
+    remedy = "consolidate it and load_weights converts it" if same_run else "cast=True converts it"
 
     def find(
         held: Held | HeldBuffer,
@@ -82,7 +89,9 @@ def match_model(
                 used.add(name)
             elif strict:
                 used.add(name)
-                problems.append(f"{name!r} was a {tensors[name].kind}, the model's is a {kind}")
+                problems.append(
+                    f"{name!r} was saved as a {tensors[name].kind}, but is a {kind} of the model"
+                )
                 return None
         misfits = [
             _misfit(name, each, held.shape, dtype, cast, remedy) for each, name in found.items()
@@ -104,7 +113,7 @@ def match_model(
         if name not in offered:
             missing.append(name)
             continue
-        used.add(name)  # a state may well be a tensor
+        used.add(name)  # an extra state may be a tensor
         extra[module] = tensors[name].whole() if name in tensors else offered[name]
     unexpected = [name for name in offered if name not in used]
     if reported is not None:
@@ -125,13 +134,13 @@ def match_model(
 
 
 def raise_if_any(problems: Sequence[str], label: str) -> None:
-    """One :class:`ModelMismatchError` for all of them, the first few in full."""
+    """Raises one :class:`ModelMismatchError` that lists the first few problems."""
     if problems:
         raise ModelMismatchError(f"{label}: {some_of(problems, 5, '; ')}")
 
 
 def listed(names: Iterable[Any]) -> str:
-    """The first of some names, for messages."""
+    """The first six of ``names`` and the number of the others, for messages."""
     return some_of([repr(name) for name in names], 6)
 
 
@@ -144,24 +153,27 @@ def _misfit(
     remedy: str,
 ) -> str | None:
     if tuple(stored.shape) != tuple(shape):
-        return f"{name!r} has shape {list(stored.shape)}, the model's has {list(shape)}"
+        return f"{name!r} has shape {list(stored.shape)}, but {list(shape)} in the model"
     floats = dtype.is_floating_point and stored.dtype.is_floating_point
     if stored.dtype is dtype or (cast and floats):
         return None
     more = f"; {remedy}" if floats else ""
-    return f"{name!r} is {stored.dtype}, the model's is {dtype}{more}"
+    return f"{name!r} is {stored.dtype}, but {dtype} in the model{more}"
 
 
 def _untied(found: Mapping[Stored, str], held: Held | HeldBuffer, same_run: bool) -> Iterable[str]:
-    """Several tensors for one must have the same bits; of a file, a rank looks at its part."""
+    """Problems if the tensors for one parameter have different bits.
+
+    If they are in files, each rank compares only its part.
+    """
     if not found:
         return
     first, *rest = found
     for other in rest:
         names = f"{found[first]!r} and {found[other]!r}"
         if same_run:
-            yield f"{names} were two parameters, but are one in the model"
-        elif not first.collective:  # else rank 0 has looked
+            yield f"{names} were saved as two parameters, but are one in the model"
+        elif not first.collective:  # rank 0 has compared values that it sends
             begin, end = 0, first.numel
             if isinstance(held, Held) and not first.here:
                 begin, end = held.begin, held.end

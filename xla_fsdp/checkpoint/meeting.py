@@ -1,4 +1,4 @@
-"""How the ranks of a save or load agree: all succeed, or all raise."""
+"""Exchanges small values between the ranks of a save or load: all ranks succeed, or all raise."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """All ranks of the launch. Its methods must be called on every rank, in the same order."""
+    """All ranks of the launch. Call its methods on every rank, in the same order.
+
+    Each method is also a barrier. ``what`` says what the ranks do, for messages: "rank 1 could not
+    ``what``".
+    """
 
     def __init__(self) -> None:
         self.rank = xr.global_ordinal()
         self.size = xr.world_size()
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Every rank's ``value`` (anything that JSON can express), by rank."""
+        """Returns the ``value`` of every rank, in rank order. It must be a JSON value."""
         if self.size == 1:
             return [value]
-        # As ASCII: a path may have characters that UTF-8 cannot express.
+        # ASCII, because a path may have characters that UTF-8 cannot encode.
         own = json.dumps([self.rank, value]).encode("ascii")
-        # On TPU every length of payload is a program of its own: few lengths.
+        # Pad to a power of two: on TPU, each length of the payload compiles a separate program.
         own = own.ljust(1 << max(8, (len(own) - 1).bit_length()))
         with preserve_random_state():
             payloads = xm.rendezvous(f"xla_fsdp checkpoint: {what}", own)
@@ -36,10 +40,11 @@ class Meeting:
         return [found[rank] for rank in range(self.size)]
 
     def together(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """What ``work`` returned on every rank, by rank.
+        """Calls ``work`` on every rank and returns all results (JSON values), in rank order.
 
         Raises:
-            OtherRankError: it raised on another rank. Where it raised on this one, that exception.
+            OtherRankError: ``work`` raised on another rank. If it raised on this rank, that
+                exception is raised.
         """
         own: Exception | None = None
         result = None
@@ -56,16 +61,20 @@ class Meeting:
         return [value for value, _ in outcomes]
 
     def each(self, what: str, work: Callable[[], T]) -> T:
-        """What ``work`` returned on this rank; errors as in :meth:`together`."""
+        """Calls ``work`` on every rank and returns this rank's result, which may be any object.
+
+        Raises as :meth:`together`.
+        """
         own: list[T] = []
         self.together(what, lambda: own.append(work()))
         return own[0]
 
     def alike(self, what: str, work: Callable[[], Any], differ: str) -> None:
-        """Sees to it that ``work`` returns the same on every rank; errors as in :meth:`together`.
+        """Checks that ``work`` returns the same on every rank. Raises also as :meth:`together`.
 
         Raises:
-            MetadataMismatchError: it does not; ``differ`` with the first such rank for ``{rank}``.
+            MetadataMismatchError: a rank returned something else than rank 0. The message is
+                ``differ``, with the first such rank for ``{rank}``.
         """
         values = self.together(what, work)
         for rank, value in enumerate(values):
@@ -73,11 +82,14 @@ class Meeting:
                 raise MetadataMismatchError(differ.format(rank=rank))
 
     def first(self, what: str, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns on rank 0, which alone does it; errors as in :meth:`together`."""
+        """Calls ``work`` on rank 0 only and returns its result on every rank.
+
+        Raises as :meth:`together`.
+        """
         return self.together(what, work if self.rank == 0 else lambda: None)[0]
 
 
 def describe(error: Exception) -> str:
-    """One line for other ranks to read."""
+    """One line with the type and the message of ``error``, to send to other ranks."""
     text = " ".join(str(error).splitlines())
     return f"{type(error).__name__}: {text:.500}" if text else type(error).__name__

@@ -1,4 +1,8 @@
-"""State that an optimizer puts into words of its own, see :mod:`xla_fsdp.optim.saved`."""
+"""Saves and loads state of optimizers that convert their state, see :mod:`xla_fsdp.optim.saved`.
+
+Such an optimizer (Adafactor, 8-bit AdamW) has state that does not have the shape of the parameter.
+It implements :class:`SavesItself`, which converts the state into values that can be resharded.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from .stored import Stored
 
 @dataclass(frozen=True, eq=False)
 class MemberValues:
-    """A plain value of each parameter of the unsharded model that is in a tensor, or ``None``."""
+    """One plain value, or ``None``, for each parameter of the unsharded model in one holder."""
 
     values: tuple[Any, ...]
 
@@ -27,8 +31,8 @@ class MemberValues:
 def own_words(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, helds: list[Held]
 ) -> list[tuple[Held, Mapping[str, Any]]] | None:
-    """What is to be saved of each of ``helds``, the parameters in ``parameter``; ``None`` where
-    the optimizer leaves that to its state."""
+    """The converted state of each of ``helds``, the parameters of the unsharded model in
+    ``parameter``. ``None`` if the optimizer does not convert its state."""
     saver = saver_of(optimizer)
     if saver is None:
         return None
@@ -41,35 +45,36 @@ def own_words(
 
 
 def unsharded(held: Held) -> nn.Parameter:
-    """Stands for the parameter of the unsharded model: its shape, on the CPU, and no memory."""
+    """A placeholder for the parameter of the unsharded model: it has the shape, on the CPU, and
+    stores one element only."""
     return nn.Parameter(torch.zeros((), dtype=held.dtype).expand(held.shape), requires_grad=False)
 
 
 def into_words(
     saver: SavesItself, state: Mapping[str, Mapping[str, Any]], inventory: Inventory, label: str
 ) -> dict[str, dict[str, Any]]:
-    """What ``saver`` says of an unsharded optimizer's ``state``, by name; elements are read when
-    they are asked for.
+    """Converts the ``state`` of an unsharded optimizer, by name. Elements are read on request.
 
     Raises:
-        ModelMismatchError: a parameter's is not as this kind of optimizer has it.
+        ModelMismatchError: the state of a parameter is not that of this kind of optimizer.
     """
     known = {name: held for held in inventory.parameters for name in held.names}
     found: dict[str, dict[str, Any]] = {}
     for name, own in state.items():
         if name not in known:
-            found[name] = {}  # refused by who matches names
+            found[name] = {}  # match_optimizer raises an error for unknown names
             continue
-        whole = {k: v.whole() if isinstance(v, Stored) and v.shape else v for k, v in own.items()}
+        full = {k: v.whole() if isinstance(v, Stored) and v.shape else v for k, v in own.items()}
         try:
-            (said,) = saver.saved_state(unsharded(known[name]), whole)
+            (converted,) = saver.saved_state(unsharded(known[name]), full)
         except ValueError as error:
             raise ModelMismatchError(
-                f"{label}: the state of {name!r} is not as this optimizer has it: {error}"
+                f"{label}: the state of {name!r} is not as this optimizer has it: {error}. Load "
+                "it into the kind of optimizer that saved it."
             ) from error
         found[name] = {
             key: _stored(value, known[name].shape) if isinstance(value, Made) else value
-            for key, value in said.items()
+            for key, value in converted.items()
         }
     return found
 
@@ -82,7 +87,7 @@ def _stored(made: Made, shape: tuple[int, ...]) -> Stored:
 
 
 def number_in_holder(held: Held) -> int:
-    """Which of the parameters in its holder it is; of a stack block by block."""
+    """The index of the parameter among those of its holder. A stack is counted block by block."""
     if held.layout is None:
         return 0
     block = held.first // math.prod(held.layout.shard_shape) if held.first else 0

@@ -1,4 +1,4 @@
-"""Which saved state of an optimizer belongs to which parameter: all checked beforehand."""
+"""Matches saved optimizer state with the parameters of an optimizer, and checks it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .optimizer_forms import MemberValues, by_number, saver_of
 from .optimizers import Groups, elementwise_keys, options
 from .stored import Stored, same_bits
 
-# Options that say how to compute, not what: those of the machine that goes on.
+# Options that select an implementation. The optimizer's own values are kept, not the saved ones.
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
-# Came to optimizers late; states saved before lack them.
+# Options that torch added later: state saved by earlier versions lacks them.
 _LATE = {*_HOW, "maximize", "decoupled_weight_decay"}
 
 
 @dataclass(frozen=True, eq=False)
 class Number:
-    """State that is one value for a parameter, not one for each of its elements.
+    """State that is one value for a parameter, not one value for each of its elements.
 
     Attributes:
-        on_device: whether it was a tensor beside the parameter; ``None`` if that is not known.
+        on_device: whether it was a tensor on the parameter's device; ``None`` if not known.
     """
 
     value: Any
@@ -40,14 +40,15 @@ class OptimizerState:
     """State of an unsharded optimizer.
 
     Attributes:
-        state: by name and key: a tensor, a :class:`~.stored.Stored` one, or a plain value; if
-            ``kind`` is known, :class:`~.stored.Stored` or :class:`Number`.
-        groups: options of every parameter group, and the names of its parameters.
-        lists_all_groups: ``False`` where options are stored by parameter, so that those of a group
-            without parameters are nowhere.
-        kind: the class of the optimizer, where a sharded one was saved to go on with. Then groups
-            must be the same, and how it computed is taken over as well.
-        said: whether ``state`` is in an optimizer's own words, see ``optimizer_forms``.
+        state: values by parameter name and key. If ``kind`` is not ``None``, each is a
+            :class:`~.stored.Stored` or a :class:`Number`; otherwise it may also be a tensor or a
+            plain value.
+        groups: for each parameter group, the options and the names of its parameters.
+        lists_all_groups: ``False`` if options are stored by parameter. Then groups without
+            parameters are not recorded.
+        kind: class name of the optimizer if it was saved in a checkpoint to resume training. Then
+            the groups must be the same, and options that select an implementation are loaded too.
+        said: whether the optimizer has converted ``state``, see ``optimizer_forms``.
     """
 
     state: Mapping[str, Mapping[str, Any]]
@@ -59,22 +60,22 @@ class OptimizerState:
 
 @dataclass(frozen=True, eq=False)
 class Elements:
-    """State of a holder's shape; members without any are ``None``, and get zeros."""
+    """State with the shape of a holder. Members that are ``None`` have no state and get zeros."""
 
     shape: torch.Size
     dtype: torch.dtype
     members: Mapping[Held, Stored | None]
-    ready: torch.Tensor | None = None  # this rank's part, once it is read
+    ready: torch.Tensor | None = None  # this rank's part, after it is read
 
 
 @dataclass(frozen=True)
 class OptimizerMatch:
-    """What goes where, all of it checked.
+    """The new options and state of an optimizer. All of it is checked.
 
     Attributes:
-        groups: all options of every group, as torch's ``load_state_dict`` would leave them;
-            ``None``: as they are.
-        state: of every holder, by key.
+        groups: for each group, all options, as torch's ``load_state_dict`` would set them;
+            ``None`` leaves the options of the group unchanged.
+        state: for each holder, the state by key.
     """
 
     optimizer: torch.optim.Optimizer
@@ -91,35 +92,42 @@ def match_optimizer(
 ) -> OptimizerMatch:
     """Finds the state of every parameter of the optimizer.
 
-    A parameter that never had a gradient has no state. As an element of a vector it would have
-    had one, with zeros for it: that is what it gets where it is in one with others.
+    A parameter that never had a gradient has no state. If it shares a flattened vector with
+    parameters that have state, its elements get zeros.
 
     Args:
-        groups: of the optimizer's groups the parameters that are to get options and state.
+        groups: for each group of the optimizer, the parameters to load options and state for.
 
     Raises:
-        ModelMismatchError: class, names, groups, options, shapes or keys do not fit; or parameters
-            that are one vector here had different single values (``step``).
+        ModelMismatchError: class, names, groups, options, shapes or keys do not match; or
+            parameters that share a vector in this model had different single values (``step``).
     """
     own_kind = type(optimizer).__name__
     if saved.kind not in (None, own_kind):
-        raise ModelMismatchError(f"{label}: is of optimizer {saved.kind}, this one is {own_kind}")
+        raise ModelMismatchError(
+            f"{label}: was saved with optimizer {saved.kind}, but this optimizer is {own_kind}. "
+            "Use the same class, or load without the optimizer."
+        )
     known = {name: held for own in groups for held in own for name in held.names}
     strangers = [name for name in saved.state if name not in known]
     if strangers:
         raise ModelMismatchError(
-            f"{label}: has state of {listed(strangers)}, which the optimizer does not have"
+            f"{label}: has state of {listed(strangers)}, which the optimizer does not have. Make "
+            "the optimizer with the parameters that it was saved with."
         )
     state: dict[Held, Mapping[str, Any]]
     state = {known[name]: values for name, values in saved.state.items()}
     if len(state) != len(saved.state):
-        raise ModelMismatchError(f"{label}: has state of a tied parameter under two of its names")
+        raise ModelMismatchError(
+            f"{label}: has state of a tied parameter under two of its names. Keep the state of "
+            "one name."
+        )
     new_groups = _match_groups(optimizer, groups, known, saved, label)
     problems: list[str] = []
     saver = saver_of(optimizer)
     words = None if saver is None else saver.member_state
     if saved.kind is None:
-        assert saved.said is (words is not None)  # who read it has asked the optimizer
+        assert saved.said is (words is not None)  # the caller has converted the state
         state = {**(_said(state) if saved.said else _told_apart(state, problems))}
     found = {}
     for holder, members in inventory.by_holder().items():
@@ -137,11 +145,11 @@ def _match_groups(
     saved: OptimizerState,
     label: str,
 ) -> list[dict[str, Any] | None]:
-    """The options for each of the optimizer's groups.
+    """The new options of each of the optimizer's groups.
 
-    Groups are found by the names in them, those without parameters by their order. As in torch, a
-    key that is not an option of the optimizer itself (a scheduler's ``initial_lr``) is there
-    afterwards if it was saved, and not otherwise.
+    Groups are matched by the names of their parameters, groups without parameters by their order.
+    As in torch, a key that is not an option of the optimizer (``initial_lr`` of a scheduler) is in
+    the result only if it was saved.
     """
     problems: list[str] = []
     home: dict[Held, int] = {}
@@ -159,7 +167,7 @@ def _match_groups(
     own_empty = [number for number, g in enumerate(optimizer.param_groups) if not g["params"]]
     if len(empty) != len(own_empty) and saved.lists_all_groups:
         problems.append(
-            f"has {len(empty)} parameter groups without parameters, and the optimizer has "
+            f"has {len(empty)} parameter groups without parameters, but the optimizer has "
             f"{len(own_empty)}: make the optimizer with the groups that it was saved with"
         )
     same_empty = dict(zip(own_empty, empty, strict=False))
@@ -172,7 +180,7 @@ def _match_groups(
         sources = sorted({home[held] for held in own})
         if number in same_empty:
             sources = [same_empty[number]]
-        if not sources:  # what it optimizes was not saved, and that was allowed
+        if not sources:  # its parameters were not saved (strict=False)
             found.append(None)
             continue
         each = [saved.groups[source] for source in sources]
@@ -181,18 +189,20 @@ def _match_groups(
             if len(each) != 1 or {known[name] for name in each[0][1]} != set(own):
                 problems.append(
                     f"parameter group {number} of the optimizer ({len(own)} parameters: "
-                    f"{listed(held.name for held in own)}) is no group of the checkpoint"
+                    f"{listed(held.name for held in own)}) is not a group of the checkpoint"
                 )
         elif any(not _equal(other, new) for other, _ in each):
             problems.append(
-                f"has the parameters of group {number} of the optimizer in groups {sources}, "
-                "which have different options"
+                f"has the parameters of group {number} of the optimizer in several groups, "
+                f"{sources}, which have different options"
             )
         elif new.get("maximize") and "maximize" not in group:
-            problems.append(f"was trained with maximize, which {type(optimizer).__name__} lacks")
+            problems.append(
+                f"was trained with maximize, an option that {type(optimizer).__name__} lacks"
+            )
         elif lacking := sorted(optimizer.defaults.keys() - new.keys() - _LATE):
             problems.append(
-                f"its groups lack {listed(lacking)}: it is of another kind of optimizer than "
+                f"its groups lack {listed(lacking)}: it is of another kind of optimizer, not "
                 f"{type(optimizer).__name__}"
             )
         else:
@@ -206,7 +216,10 @@ def _match_groups(
 def _told_apart(
     state: Mapping[Held, Mapping[str, Any]], problems: list[str]
 ) -> dict[Held, dict[str, Stored | Number]]:
-    """What has an element for every one of the parameter's, and what is a :class:`Number`."""
+    """Converts each value: elementwise state to :class:`Stored`, other values to :class:`Number`.
+
+    Elementwise state has one element for each element of the parameter.
+    """
     elementwise = elementwise_keys(
         (key, value, held.shape) for held, own in state.items() for key, value in own.items()
     )
@@ -219,16 +232,16 @@ def _told_apart(
                 continue
             if is_tensor and (key in elementwise or tuple(value.shape) not in ((), held.shape)):
                 problems.append(
-                    f"{key!r} of {held.name!r} has shape {list(value.shape)}, the parameter "
-                    f"{list(held.shape)}"
+                    f"{key!r} of {held.name!r} has shape {list(value.shape)}, but the parameter "
+                    f"has {list(held.shape)}"
                 )
-            # A None here (no momentum yet) may be a tensor there.
+            # The value of this key may be None (no momentum yet), and a tensor elsewhere.
             found[held][key] = Number(value)
     return found
 
 
 def _said(state: Mapping[Held, Mapping[str, Any]]) -> dict[Held, dict[str, Stored | Number]]:
-    """What an optimizer has put into words of its own."""
+    """Wraps the values of converted state, except elementwise ones, as :class:`Number`."""
     return {
         held: {k: v if isinstance(v, Stored) else Number(v) for k, v in own.items()}
         for held, own in state.items()
@@ -242,10 +255,10 @@ def _match_holder(
     words: frozenset[str] | None,
     problems: list[str],
 ) -> dict[str, Elements | Number | MemberValues]:
-    """The state of what is one tensor in the model.
+    """The state of one holder, a tensor that the optimizer sees.
 
-    ``words``: of an optimizer with words of its own those that each parameter has for itself. Then
-    parameters may have different ones.
+    ``words``: for an optimizer that converts its state, the keys of values that differ between
+    parameters. Then parameters may also have different keys.
     """
     first, reference = next(iter(own.items()))
     if words is not None:
@@ -275,11 +288,14 @@ def _match_holder(
             ]
         elif numbers:
             held = next(iter(numbers))
-            problems.append(f"{key!r} of {held.name!r} is no tensor of shape {list(held.shape)}")
+            problems.append(
+                f"{key!r} of {held.name!r} must be a tensor of shape {list(held.shape)}, as for "
+                "the other parameters of its tensor"
+            )
         elif len(dtypes) > 1:
             problems.append(
-                f"{key!r} of {listed(held.name for held in each)} are {sorted(dtypes)}, but one "
-                "tensor in the model"
+                f"{key!r} of {listed(held.name for held in each)} has the dtypes {sorted(dtypes)}, "
+                "but the model stores these parameters as one tensor"
             )
         else:
             dtype = next(iter(dtypes.values()))
@@ -289,7 +305,7 @@ def _match_holder(
 
 
 def _equal(one: Any, two: Any) -> bool:
-    """As they would be stored: NaN is NaN, and 1 is not 1.0."""
+    """Whether two values are stored alike: NaN equals NaN, but 1 does not equal 1.0."""
     if isinstance(one, Number) and isinstance(two, Number):
         return one.on_device is two.on_device and _equal(one.value, two.value)
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Which parameters of the unsharded model a state dict of an optimizer is about."""
+"""Replaces parameter numbers in an optimizer's state dict by names of the unsharded model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from .optimizers import Groups, options
 
 
 def named(saved: Any, inventory: Inventory, groups: Groups, label: str) -> OptimizerState:
-    """A state dict of an optimizer, by name; ``groups`` are the optimizer's to load it into.
+    """Converts an optimizer's state dict to names. ``groups``: those of the optimizer to load into.
 
     Raises:
-        ModelMismatchError: it is none, or is by number and fits neither the groups nor the model.
+        ModelMismatchError: ``saved`` is not an optimizer's state dict, or it numbers parameters and
+            matches neither the groups nor the model.
     """
     if not isinstance(saved, Mapping) or not saved.keys() >= {"state", "param_groups"}:
-        raise ModelMismatchError(f"{label}: expected a dict with 'state' and 'param_groups'")
+        raise ModelMismatchError(
+            f"{label}: is {type(saved).__name__}, expected a dict with 'state' and 'param_groups'. "
+            "Pass the state_dict() of an optimizer."
+        )
     state, saved_groups = saved["state"], saved["param_groups"]
     if not (
         isinstance(state, Mapping)
@@ -28,7 +32,10 @@ def named(saved: Any, inventory: Inventory, groups: Groups, label: str) -> Optim
         and isinstance(saved_groups, (list, tuple))
         and all(isinstance(group, Mapping) and "params" in group for group in saved_groups)
     ):
-        raise ModelMismatchError(f"{label}: its 'state' and 'param_groups' are no optimizer's")
+        raise ModelMismatchError(
+            f"{label}: its 'state' and 'param_groups' are not those of an optimizer. Pass the "
+            "state_dict() of an optimizer."
+        )
     params = [list(group["params"]) for group in saved_groups]
     kinds = {type(one) for one in [*state, *(one for own in params for one in own)]}
     if kinds <= {str}:
@@ -37,11 +44,16 @@ def named(saved: Any, inventory: Inventory, groups: Groups, label: str) -> Optim
             [(options(g), own) for g, own in zip(saved_groups, params, strict=True)],
         )
     if kinds != {int}:
-        raise ModelMismatchError(f"{label}: parameters must be named or numbered throughout")
+        raise ModelMismatchError(
+            f"{label}: parameters must be either all names or all numbers, got both or others"
+        )
     names = _names_of_numbers(saved_groups, inventory, groups, label)
     unknown = [number for number in state if number not in names]
     if unknown:
-        raise ModelMismatchError(f"{label}: has state of {listed(unknown)}, which no group has")
+        raise ModelMismatchError(
+            f"{label}: has state of {listed(unknown)}, which no group has. Pass an unchanged "
+            "state_dict() of an optimizer."
+        )
     return OptimizerState(
         {names[number]: dict(own) for number, own in state.items()},
         [
@@ -56,7 +68,7 @@ def _names_of_numbers(
 ) -> dict[int, str]:
     if all("param_names" in group for group in saved_groups):  # made from named_parameters()
         return {
-            number: dotted("", name)  # of named_parameters(), which names wrappers of torch too
+            number: dotted("", name)  # removes the names of torch's wrappers
             for group in saved_groups
             for number, name in zip(group["params"], group["param_names"], strict=True)
         }
@@ -64,13 +76,13 @@ def _names_of_numbers(
     if [len(group["params"]) for group in saved_groups] == [len(own) for own in groups]:
         ordered = [sorted(own, key=place.__getitem__) for own in groups]
         for number, own in enumerate(groups):
-            # Flattened vectors and stacks have an order of their own; single parameters show
-            # in which the user put them into the group.
+            # The order inside flattened vectors and stacks is fixed. Only parameters that are
+            # sharded separately show in which order the user put them into the group.
             single = [place[held] for held in own if held.numel == _whole(held)]
             if single != sorted(single):
                 raise ModelMismatchError(
-                    f"{label}: numbers its parameters, and group {number} of the optimizer does "
-                    "not have them in the order of the model; use names instead of numbers"
+                    f"{label}: has numbered parameters, but those of group {number} of the "
+                    "optimizer are not in the order of the model. Use a state dict with names."
                 )
     elif sum(len(group["params"]) for group in saved_groups) == len(place):
         every = iter(inventory.parameters)
@@ -78,7 +90,8 @@ def _names_of_numbers(
     else:
         raise ModelMismatchError(
             f"{label}: has groups of {[len(group['params']) for group in saved_groups]} numbered "
-            f"parameters, the optimizer's have {[len(own) for own in groups]}"
+            f"parameters, but the optimizer has groups of {[len(own) for own in groups]}. Make the "
+            "optimizer with the same groups, or use a state dict with names."
         )
     return {
         number: held.name
@@ -88,5 +101,5 @@ def _names_of_numbers(
 
 
 def _whole(held: Held) -> int:
-    """Elements of all parameters that share the holder; padding and stacking not counted."""
+    """Number of elements of all parameters that share the holder, without padding or stacking."""
     return held.numel if held.layout is None else held.layout.numel

@@ -1,7 +1,7 @@
-"""What this rank holds of an optimizer's state, in terms of the unsharded model.
+"""Lists the optimizer state that this rank stores, by parameter of the unsharded model.
 
-A tensor of the shape of its parameter holds something for every element, and is cut like the
-parameter. All else (``step``) is the same for the whole parameter, and on every rank.
+State with the shape of its parameter has a value for every element, and is sharded as the
+parameter is. Other state (``step``) is one value for the parameter, and the same on every rank.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ..sharding.sharded_parameter import local
 from .inventory import Held, Inventory
 from .optimizer_forms import Made, own_words
 
-# Of each of the optimizer's groups, the parameters of the unsharded model.
+# For each group of the optimizer, the parameters of the unsharded model.
 Groups = list[list[Held]]
 
-# State that is one number for a parameter in all of torch's optimizers.
+# Keys whose state is one number for a parameter in all optimizers of torch.
 _NUMBERS = {"step", "mu", "eta", "mu_product"}
 
 
 @dataclass(frozen=True, eq=False)
 class HeldState:
-    """One tensor of an optimizer's state, and the parameters whose elements it is about."""
+    """One tensor of optimizer state, and the parameters whose elements it belongs to."""
 
     key: str
     tensor: torch.Tensor | Made
@@ -39,13 +39,13 @@ class HeldState:
 def describe_optimizer(
     optimizer: torch.optim.Optimizer, inventory: Inventory
 ) -> tuple[Optimizer, list[HeldState]]:
-    """The optimizer as the manifest describes it, and the tensors of this rank.
+    """Describes the optimizer for the manifest, and lists the state tensors of this rank.
 
     Raises:
-        TypeError: no optimizer.
-        ModelMismatchError: it optimizes something that is not in the model.
-        UnsupportedValueError: it keeps something else than tensors of the parameter's shape and
-            plain values.
+        TypeError: ``optimizer`` is not a torch optimizer.
+        ModelMismatchError: it has parameters that are not in the model.
+        UnsupportedValueError: its state is neither a tensor of the parameter's shape nor a plain
+            value.
     """
     members = members_of_groups(inventory, optimizer)
     elementwise = elementwise_keys(
@@ -75,7 +75,9 @@ def describe_optimizer(
         for key, value in local_state(optimizer, parameter).items():
             where = f"optimizer state {key!r} of {helds[0].name!r}"
             if not isinstance(key, str) or not key or "/" in key:
-                raise UnsupportedValueError(f"{where}: keys must be names without a slash")
+                raise UnsupportedValueError(
+                    f"{where}: keys of state must be non-empty strings without a slash"
+                )
             is_tensor = isinstance(value, torch.Tensor)
             if is_tensor and value.shape == local(parameter).shape and key in elementwise:
                 sharded[key] = dtype_name(value.dtype, where)
@@ -83,9 +85,9 @@ def describe_optimizer(
             elif is_tensor and value.numel() != 1:
                 shape = list(local(parameter).shape)
                 raise UnsupportedValueError(
-                    f"{where} has shape {list(value.shape)}, its parameter's shard "
-                    f"{shape}: state must be of the parameter's shape, or one "
-                    "value; optimizers whose state depends on the matrix cannot be resharded"
+                    f"{where} has shape {list(value.shape)}, but the parameter's shard has "
+                    f"{shape}. State must have the parameter's shape, or be one value. Optimizers "
+                    "whose state depends on the full matrix cannot be resharded: use another one."
                 )
             else:
                 _refuse_tensors_in(value, where)
@@ -99,7 +101,7 @@ def describe_optimizer(
 def _describe_words(
     words: Sequence[tuple[Held, Mapping[str, Any]]], state: dict[str, State]
 ) -> list[HeldState]:
-    """Adds to ``state``; returns the tensors of this rank."""
+    """Adds the converted state ``words`` to ``state``, and returns the tensors of this rank."""
     made: dict[Made, tuple[str, list[Held]]] = {}
     for held, own in words:
         sharded: dict[str, str] = {}
@@ -116,7 +118,7 @@ def _describe_words(
 
 
 def local_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
-    """The state of ``parameter``, of which tensors are this rank's plain parts."""
+    """The state of ``parameter``. Sharded tensors are replaced by this rank's plain part."""
     own = optimizer.state.get(parameter, {})
     return {key: local(v) if isinstance(v, torch.Tensor) else v for key, v in own.items()}
 
@@ -130,8 +132,8 @@ def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) ->
     """The parameters of the unsharded model in each of the optimizer's groups.
 
     Raises:
-        TypeError: ``optimizer`` is none.
-        ModelMismatchError: the optimizer has a parameter that the model has not.
+        TypeError: ``optimizer`` is not a torch optimizer.
+        ModelMismatchError: the optimizer has a parameter that is not in the model.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -143,22 +145,22 @@ def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) ->
         strangers = [holder for holder in group["params"] if holder not in by_holder]
         if strangers:
             raise ModelMismatchError(
-                f"optimizer: {len(strangers)} parameters of group {number} are not the model's, "
-                f"the first of shape {list(local(strangers[0]).shape)}; create the optimizer after "
-                "wrapping, from model.parameters()"
+                f"optimizer: {len(strangers)} parameters of group {number} are not in the model, "
+                f"the first of shape {list(local(strangers[0]).shape)}. Create "
+                "the optimizer after wrapping, from model.parameters()."
             )
         groups.append([held for holder in group["params"] for held in by_holder[holder]])
     return groups
 
 
 def elementwise_keys(seen: Iterable[tuple[str, Any, Sequence[int]]]) -> set[str]:
-    """Keys of state that has an element for every one of the parameter's.
+    """Keys of state that has one element for each element of the parameter.
 
-    Of a parameter that is a single number shapes do not tell, but others have the same keys. Where
-    there are no others, all is elementwise but what torch's optimizers count with.
+    For a 0-d parameter the shape of its state does not decide; other parameters with the same key
+    do. If there are none, all keys are elementwise except the counters of torch's optimizers.
 
     Args:
-        seen: keys, their values (tensors by their ``shape``), and the shapes of their parameters.
+        seen: keys, values (tensors or objects with a ``shape``), and shapes of the parameters.
     """
     elementwise: set[str] = set()
     single: set[str] = set()
@@ -173,14 +175,16 @@ def elementwise_keys(seen: Iterable[tuple[str, Any, Sequence[int]]]) -> set[str]
 
 
 def _refuse_tensors_in(value: Any, where: str) -> None:
-    """What they are about, a shard or all of a parameter, nobody knows."""
+    """Raises an error for a tensor inside a container: it is not known whether it belongs to a
+    shard or to the full parameter."""
     inner = value.values() if isinstance(value, Mapping) else value
     if isinstance(value, (Mapping, list, tuple, set)):
         for each in inner:
             if isinstance(each, torch.Tensor) and each.numel() != 1:
                 raise UnsupportedValueError(
-                    f"{where} holds a tensor of shape {list(each.shape)} inside a "
-                    f"{type(value).__name__}; state must be of the parameter's shape, or one value"
+                    f"{where} has a tensor of shape {list(each.shape)} inside a "
+                    f"{type(value).__name__}. State must be a tensor of the parameter's shape, or "
+                    "one value: use another optimizer."
                 )
             _refuse_tensors_in(each, where)
 

@@ -1,4 +1,4 @@
-"""Parameters put together again, one collective at a time."""
+"""Gathers full (unsharded) parameters, one collective at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one collective gathers: the parameters in one sharded tensor, or an unsharded one."""
+    """The parameters that one collective gathers: those in one sharded tensor, or one unsharded."""
 
     holder: nn.Parameter
     members: tuple[Held, ...]
@@ -35,7 +35,7 @@ class Part:
 
 
 def parts_of(inventory: Inventory) -> list[Part]:
-    """All parameters, in the order of the unsharded model as far as they do not share a tensor."""
+    """Groups all parameters by the tensor they are in, in the order of the unsharded model."""
     found: dict[tuple, list[Held]] = {}
     for held in inventory.parameters:
         found.setdefault((held.holder, held.first), []).append(held)
@@ -43,7 +43,7 @@ def parts_of(inventory: Inventory) -> list[Part]:
 
 
 def agreed_inventory(meeting: Meeting, model: nn.Module) -> Inventory:
-    """The inventory of ``model``; raises on every rank if any has another model.
+    """The inventory of ``model``. Raises on every rank if the models of two ranks differ.
 
     Raises:
         TypeError, ValueError: see :func:`take_inventory`.
@@ -53,17 +53,17 @@ def agreed_inventory(meeting: Meeting, model: nn.Module) -> Inventory:
 
     def take() -> str:
         taken.append(take_inventory(model))
-        told: list[tuple] = [
+        described: list[tuple] = [
             (h.names, h.shape, str(h.dtype), h.layout, h.first) for h in taken[0].parameters
         ]
-        told += [(b.names, b.shape, str(b.tensor.dtype), b.row) for b in taken[0].buffers]
-        return hashlib.sha256(repr([told, list(taken[0].extra_state)]).encode()).hexdigest()
+        described += [(b.names, b.shape, str(b.tensor.dtype), b.row) for b in taken[0].buffers]
+        return hashlib.sha256(repr([described, list(taken[0].extra_state)]).encode()).hexdigest()
 
     meeting.alike(
-        "look at its model",
+        "inspect its model",
         take,
-        "rank {rank} has another model than rank 0: names, shapes, dtypes and wrapping of all "
-        "parameters and buffers must be equal on every rank",
+        "rank {rank} has another model than rank 0. Names, shapes, dtypes and wrapping of all "
+        "parameters and buffers must be equal on every rank.",
     )
     return taken[0]
 
@@ -71,11 +71,10 @@ def agreed_inventory(meeting: Meeting, model: nn.Module) -> Inventory:
 def gather_members(
     part: Part, value: torch.Tensor, to: torch.device | None
 ) -> list[torch.Tensor] | None:
-    """The full tensors of ``part.members``, from ``value``, of which every rank has its shard.
+    """Gathers the full tensors of ``part.members`` on the device ``to``. Call it on every rank.
 
-    ``value`` is the holder or has its shape. Every rank must call this; those that pass ``None``
-    for ``to`` take part and keep nothing. No more than this one part is full at a time, on any
-    device.
+    ``value``: this rank's shard, which is the holder or has its shape. Ranks that pass ``None`` for
+    ``to`` take part in the collective and get ``None``. Only this part is gathered at a time.
     """
     value = local(value).detach()
     if part.layout is None:
@@ -87,14 +86,14 @@ def gather_members(
         members = part.layout.split(full)
         torch_xla.sync(wait=True)
         return [members[held.member] for held in part.members]
-    # Padding is at the end in both layouts, so members are runs of the flattened whole.
+    # Padding is at the end in both layouts, so each member is a range of the flattened tensor.
     flat = full.cpu().view(-1)
-    whole = []
+    tensors = []
     for held in part.members:
         offset = part.layout.members[held.member].offset
         piece = flat[offset : offset + held.numel].view(held.shape)
-        whole.append(piece if held.numel == flat.numel() else piece.clone())
-    return whole
+        tensors.append(piece if held.numel == flat.numel() else piece.clone())
+    return tensors
 
 
 def _gather(part: Part, value: torch.Tensor) -> torch.Tensor:
@@ -104,7 +103,9 @@ def _gather(part: Part, value: torch.Tensor) -> torch.Tensor:
     shard = value.to(world.device)
     if count == 0:
         return shard.new_zeros(layout.padded_shape)
-    if shard.numel() != count:  # one of stacked blocks; a number in the program would make it new
+    # One of several stacked blocks. Its index is an input: a constant would compile one program for
+    # each block.
+    if shard.numel() != count:
         block = torch.tensor([part.members[0].first // count]).to(world.device)
         shard = torch.index_select(shard.view(-1, count), 0, block)
     full = world.all_gather(shard.view(layout.wire_shape), part.members[0].name)

@@ -1,9 +1,9 @@
-"""torch's own ``state_dict`` and ``load_state_dict`` of the unwrapped module.
+"""Calls torch's own ``state_dict`` and ``load_state_dict`` of the unwrapped module.
 
-Whatever the module does in them runs: methods that it overrides, hooks, renamed and left out keys.
-It runs on a tree of modules without wrappers, which hold an :class:`~.unread.UnreadTensor` for each
-parameter and persistent buffer, so that nothing is gathered or read for it. Should something
-compute with values, it runs once more, on full ones.
+So overridden methods, hooks, and renamed or omitted keys have their usual effect. The calls use a
+tree of modules without wrappers, in which an :class:`~.unread.UnreadTensor` replaces each parameter
+and persistent buffer; therefore nothing is gathered or read. If the module computes with values,
+the call is repeated with full (unsharded) values.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _HOOKS = (
     "_load_state_dict_post_hooks",
 )
 
-# What has a place in a state dict.
+# A parameter or buffer, each of which has an entry in a state dict.
 Entry = Held | HeldBuffer
 
 
 @dataclass(frozen=True)
 class Offered:
-    """What ``load_state_dict`` of the unwrapped module made of a state dict.
+    """The values that ``load_state_dict`` of the unwrapped module took from a state dict.
 
     Attributes:
-        values: by the model's own names, tensors as :class:`Stored`; and states of modules.
-        missing, unexpected: the names that it reported.
+        values: tensors as :class:`Stored` and extra states of modules, by the names of the model.
+        missing, unexpected: the names that ``load_state_dict`` reported.
     """
 
     values: dict[str, Any]
@@ -58,8 +58,10 @@ class Offered:
 def state_dict_of(
     model: nn.Module, values: Mapping[Entry, torch.Tensor], path: str = ""
 ) -> Mapping[str, Any]:
-    """``state_dict()`` of the unwrapped module, or of the one at ``path`` in it, with ``values`` of
-    all parameters and persistent buffers."""
+    """``state_dict()`` of the unwrapped module, or of its submodule at ``path``.
+
+    ``values`` are those of all parameters and persistent buffers.
+    """
     with _unwrapped(model, values) as root:
         return root.get_submodule(path).state_dict()
 
@@ -67,8 +69,11 @@ def state_dict_of(
 def unread_state_dict(
     model: nn.Module, inventory: Inventory, path: str = ""
 ) -> Mapping[str, Any] | None:
-    """The same, with an :class:`UnreadTensor` for each value, whose source is a :class:`Held` or
-    :class:`HeldBuffer`; ``None`` if something computes with values."""
+    """:func:`state_dict_of` with an :class:`UnreadTensor` for each value.
+
+    The source of each is a :class:`Held` or :class:`HeldBuffer`. Returns ``None`` if the module
+    computes with values.
+    """
     uses = Uses()
     try:
         state = state_dict_of(model, _unread(inventory, uses), path)
@@ -86,20 +91,22 @@ def offered_by_load(
     doing: str,
     given: Callable[[], Mapping[str, Any] | None],
 ) -> Offered | None:
-    """What ``load_state_dict`` of the unwrapped module takes from what is ``given`` on this rank;
-    every rank must call this.
+    """The values that ``load_state_dict`` of the unwrapped module takes from ``given()``.
 
-    Parameters and persistent buffers keep their values. The module's own code runs: load hooks and
-    overrides of ``_load_from_state_dict`` may change other things, and run twice if one of them
-    needs values.
+    Call it on every rank. Parameters and persistent buffers keep their values. The module's own
+    code runs: load hooks and overrides of ``_load_from_state_dict`` may change other things. They
+    run twice if one of them needs values.
 
-    Values are tensors or :class:`Stored`. ``label`` is what they are, and ``doing``, the same on
-    every rank, what is done, for messages. Ranks on which nothing (``None``) is given get ``None``.
+    Args:
+        label: names the values in messages.
+        doing: says what is done, for messages. It must be the same on every rank.
+        given: returns the state dict of this rank, with tensors or :class:`Stored`. If it returns
+            ``None``, this function returns ``None`` too.
 
     Raises:
-        ModelMismatchError: torch's own reasons, such as a size mismatch.
-        Exception: what hooks and the module's own methods raise; :class:`OtherRankError` on the
-            other ranks.
+        ModelMismatchError: ``load_state_dict`` raised an error, such as a size mismatch.
+        Exception: any exception of hooks and the module's own methods; :class:`OtherRankError` on
+            the other ranks.
     """
     found: list[Mapping[str, Any] | None] = []
     offered: list[Offered] = []
@@ -138,25 +145,27 @@ def offered_by_load(
 
 
 def full_values(inventory: Inventory, to: torch.device | None) -> dict[Entry, torch.Tensor]:
-    """Copies of all parameters and persistent buffers; every rank must call this, those without
-    ``to`` get none."""
+    """Copies of all full (unsharded) parameters and persistent buffers, on the device ``to``.
+
+    Call it on every rank. Ranks that pass ``None`` for ``to`` get an empty dict.
+    """
     values: dict[Entry, torch.Tensor] = {}
     for part in parts_of(inventory):
-        whole = gather_members(part, part.holder, to)
-        values.update(zip(part.members, whole or (), strict=whole is not None))
+        full = gather_members(part, part.holder, to)
+        values.update(zip(part.members, full or (), strict=full is not None))
     if to is not None:
         values.update((buffer, copied_buffer(buffer, to)) for buffer in inventory.buffers)
     return values
 
 
 def copied_buffer(buffer: HeldBuffer, to: torch.device) -> torch.Tensor:
-    """Its value on the device ``to``."""
+    """A copy of the buffer's value on the device ``to``."""
     value = buffer.value()
     return value.clone() if to == CPU else value.to(to)
 
 
 def _unread(inventory: Inventory, uses: Uses) -> dict[Entry, torch.Tensor]:
-    """What stands for the values of all parameters and persistent buffers."""
+    """An :class:`UnreadTensor` for each parameter and persistent buffer."""
     return {
         entry: UnreadTensor(entry, uses, entry.shape, entry.dtype)
         for entry in entries_of(inventory)
@@ -164,7 +173,7 @@ def _unread(inventory: Inventory, uses: Uses) -> dict[Entry, torch.Tensor]:
 
 
 def entries_of(inventory: Inventory) -> tuple[Entry, ...]:
-    """All that has a place in a state dict, but for extra state of modules."""
+    """All parameters and buffers, which are the entries of a state dict except extra state."""
     return (*inventory.parameters, *inventory.buffers)
 
 
@@ -173,14 +182,14 @@ def _checked(given: Any, label: str) -> Mapping[str, Any]:
         raise TypeError(f"{label} must be a dict, got {type(given).__name__}")
     for name in given:
         if not isinstance(name, str):
-            raise ModelMismatchError(f"{label}: has the key {name!r:.80}, expected names")
+            raise ModelMismatchError(f"{label}: has the key {name!r:.80}, expected only strings")
     return given
 
 
 def _inputs(
     given: Mapping[str, Any], convert: Callable[[Stored], torch.Tensor]
 ) -> Mapping[str, Any]:
-    """``given`` with tensors, and with the versions of modules that torch keeps beside them."""
+    """``given`` with converted tensors, and with torch's ``_metadata`` (the module versions)."""
     inputs: Any = OrderedDict(
         (name, convert(value) if isinstance(value, Stored) else value)
         for name, value in given.items()
@@ -218,7 +227,7 @@ def _load(
     for entry in entries_of(inventory):
         offered = {name: held[name] for name in entry.names if name in held}
         if all(isinstance(value, UnreadTensor) for value in offered.values()):
-            # A tied one was overwritten under each of its names that was given.
+            # A tied parameter was overwritten once for each of its names in the state dict.
             offered = dict(zip(entry.names, copies.get(entry, ()), strict=False))
             if not offered:
                 untouched.update(entry.names)
@@ -226,8 +235,8 @@ def _load(
             untouched.update(entry.names)
         for name, value in offered.items():
             if isinstance(value, UnreadTensor) and value.source is entry:
-                continue  # it stays as it is
-            # Values that are one object need no comparison.
+                continue  # unchanged
+            # The same object under several names becomes one Stored, and is not compared.
             found[name] = seen.setdefault(id(value), _stored(name, value, label))
     for name, state in extra.items():
         found[name] = state.source if isinstance(state, UnreadTensor) else state
@@ -238,18 +247,24 @@ def _stored(name: str, value: torch.Tensor, label: str) -> Stored:
     if isinstance(value, UnreadTensor):
         if isinstance(value.source, Stored):
             return value.source
-        value.uses.values_needed = True  # another parameter's
+        value.uses.values_needed = True
         raise ValuesNeededError(f"{label}: {name!r} gets the values of another parameter")
     if not is_dense(value):
-        raise ModelMismatchError(f"{label}: {name!r:.120} is no dense tensor with values")
+        raise ModelMismatchError(
+            f"{label}: {name!r:.120} is not a dense tensor with values (it is sparse, quantized, "
+            "or on the meta device)"
+        )
     return Stored.of(value)
 
 
 def _reported(
     reported: Any, inventory: Inventory, untouched: set[str]
 ) -> tuple[list[str], list[str]]:
-    """Missing and unexpected keys, as ``load_state_dict`` returned them; of a tied parameter one
-    name is enough. A method that overrides it may return nothing."""
+    """Missing and unexpected keys, as ``load_state_dict`` returned them.
+
+    For a tied parameter, one name is enough. An overridden ``load_state_dict`` may return nothing;
+    then the ``untouched`` names are missing.
+    """
     absent = set(getattr(reported, "missing_keys", untouched))
     missing = []
     for entry in entries_of(inventory):
@@ -261,7 +276,7 @@ def _reported(
 
 @contextlib.contextmanager
 def _unwrapped(model: nn.Module, values: Mapping[Entry, torch.Tensor]) -> Iterator[nn.Module]:
-    """Within, ``model`` without its wrappers, whose modules hold ``values``."""
+    """A context in which ``model`` has no wrappers, and its modules have ``values``."""
     by_name: dict[str, torch.Tensor] = {}
     for entry, value in values.items():
         if isinstance(entry, Held):
@@ -289,11 +304,11 @@ def _replace(
 
 
 def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) -> nn.Module:
-    """The module in ``module`` that is no wrapper, and in it none either, until ``undo``."""
+    """Removes wrappers around ``module`` and inside it until ``undo``. Returns the inner module."""
     inner = module._modules.get(WRAPPED)
     if inner is not None:
         unit = unit_of(module)
-        if unit is not None and unit.depth:  # scanned blocks: no modules of their own
+        if unit is not None and unit.depth:  # scanned blocks have no separate modules: make them
             inner = nn.Module()
             for number in range(unit.depth):
                 inner.add_module(str(number), _copied_tree(unit.module, {}))
@@ -302,7 +317,7 @@ def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) 
     if module in seen:
         return module
     seen.add(module)
-    if is_wrapper(module):  # in place: its class does not say what the module's own does
+    if is_wrapper(module):  # restore the original class, whose methods may be overridden
         sharded: Any = type(module)
         undo.callback(setattr, module, "__class__", sharded)
         module.__class__ = sharded._fsdp_original
@@ -315,7 +330,7 @@ def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) 
 
 
 def _take_hooks(inner: nn.Module, wrapper: nn.Module, undo: ExitStack) -> None:
-    """``inner`` has the hooks that a user has registered on ``wrapper``, until ``undo``."""
+    """Adds to ``inner`` the hooks that a user has registered on ``wrapper``, until ``undo``."""
     for kind in _HOOKS:
         own = vars(inner)[kind]
         for number, hook in vars(wrapper)[kind].items():
@@ -325,7 +340,7 @@ def _take_hooks(inner: nn.Module, wrapper: nn.Module, undo: ExitStack) -> None:
 
 
 def _copied_tree(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Modules of the same classes and attributes that hold parameters and buffers of their own."""
+    """A copy of the tree of modules, with separate dicts of parameters, buffers and submodules."""
     if module not in memo:
         copy = memo[module] = module.__class__.__new__(module.__class__)
         copy.__dict__.update(module.__dict__)
@@ -348,13 +363,13 @@ def _held_by(root: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _identities(root: nn.Module) -> dict[str, tuple[int, int]]:
-    """Of each tensor in ``root`` something that changes when its value does."""
+    """For each tensor in ``root``, a value that changes when the tensor is replaced or changed."""
     return {name: (id(value), value._version) for name, value in _held_by(root).items()}
 
 
 @contextlib.contextmanager
 def _set_extra_state_into(found: dict[str, Any], root: nn.Module) -> Iterator[None]:
-    """Within, states that modules are to set are noted by name instead."""
+    """A context in which ``set_extra_state`` of all modules stores the state into ``found``."""
     names: dict[nn.Module, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         if type(module).set_extra_state is not nn.Module.set_extra_state:

@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint, all of it checked and on the host, and how it takes effect."""
+"""Reads a rank's part of a checkpoint to the host, checks it, and copies it into the model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,13 @@ from .stored import Stored
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What :func:`load_checkpoint` found: the folder ``path``, ``step`` and ``extra`` as they were
-    saved, and how many ranks saved it."""
+    """The result of :func:`load_checkpoint`.
+
+    Attributes:
+        path: the folder of the checkpoint.
+        step, extra: the values that were passed to :func:`save_checkpoint`.
+        world_size: the number of ranks that saved it.
+    """
 
     path: str
     step: int
@@ -40,7 +45,7 @@ class LoadedCheckpoint:
 
 @dataclass
 class Reader:
-    """A checkpoint as this rank reads it; out of its own file wherever it saved the same."""
+    """Reads a checkpoint for this rank. It reads only the rank's own file if the elements match."""
 
     checkpoint: ShardedCheckpoint
     meeting: Meeting
@@ -51,7 +56,7 @@ class Reader:
 
     @property
     def source(self) -> str:
-        """The file with all that is no tensor."""
+        """Path of the manifest, which has all values that are not tensors."""
         return join(self.label, NAME)
 
     @property
@@ -59,13 +64,13 @@ class Reader:
         return self.checkpoint.manifest.world_size == self.meeting.size
 
     def tensors(self) -> dict[Stored, Tensor]:
-        """All parameters and buffers, and what the manifest says of them."""
+        """All parameters and buffers, each with its description in the manifest."""
         manifest = self.checkpoint.manifest
         found = {self.stored(each): each for each in manifest.parameters.values()}
         return found | {self._buffer(each): each for each in manifest.buffers.values()}
 
     def stored(self, tensor: Tensor, state: str | None = None, dtype: str = "") -> Stored:
-        """A parameter, or its optimizer's ``state`` of the given dtype."""
+        """A parameter, or the optimizer state with the key ``state`` and the given dtype."""
         key = parameter_key(tensor.name) if state is None else state_key(state, tensor.name)
         own_dtype = DTYPES[dtype or tensor.dtype]
 
@@ -86,7 +91,8 @@ class Reader:
         return Stored(tensor.shape, own_dtype, read, kind="parameter", fill=fill)
 
     def _buffer(self, tensor: Tensor) -> Stored:
-        # What ranks keep of their own (batch statistics) they get back; new ranks get rank 0's.
+        # Buffers may differ between ranks (batch statistics). Each rank gets its own; if the number
+        # of ranks has changed, all get those of rank 0.
         rank = self.meeting.rank if self.same_world else 0
 
         def read(begin: int, end: int) -> torch.Tensor:
@@ -97,7 +103,7 @@ class Reader:
 
 @dataclass
 class Prepared:
-    """All new values, on the host."""
+    """All new values, read to the host and checked."""
 
     result: LoadedCheckpoint
     tensors: list[tuple[torch.Tensor, torch.Tensor]]
@@ -108,7 +114,7 @@ class Prepared:
     rng: tuple[torch.Tensor, DeviceRandomState] | None
 
     def apply(self) -> None:
-        """Moves them to where they belong."""
+        """Copies the values into the model and the optimizer."""
         assign(self.tensors)
         set_extra_state(self.extra_state)
         if self.optimizer is not None:
@@ -120,7 +126,7 @@ class Prepared:
             self.scheduler.load_state_dict(self.scheduler_state)
 
     def restore_rng(self) -> None:
-        """Nothing if there is none to be restored."""
+        """Restores the random states of torch and XLA, if they were read."""
         if self.rng is not None:
             torch.set_rng_state(self.rng[0])
             self.rng[1].restore()
@@ -135,14 +141,17 @@ def prepare(
     restore_rng: bool,
     weights: bool = True,
 ) -> Prepared:
-    """Matches and reads everything, changes nothing; arguments, errors: ``load_checkpoint``."""
+    """Matches and reads everything, and changes nothing.
+
+    Arguments and errors are those of ``load_checkpoint``.
+    """
     manifest, label, source = reader.checkpoint.manifest, reader.label, reader.source
     for what, value, saved in (
         ("an optimizer", optimizer, manifest.optimizer),
         ("a scheduler", scheduler, manifest.scheduler),
     ):
         if value is not None and saved is None:
-            raise ModelMismatchError(f"{label}: was saved without {what}; pass none to load it")
+            raise ModelMismatchError(f"{label}: was saved without {what}. Pass None to load it.")
     inventory = take_inventory(model)
     described = reader.tensors()
     offered: dict[str, Any] = {
@@ -156,7 +165,7 @@ def prepare(
         owners: dict[str, list[Held]] = {}
         for held, stored in match.parameters.items():
             owners.setdefault(described[stored].name, []).append(held)
-        # With strict=False perhaps not all that the model has, nor all of the checkpoint.
+        # With strict=False, model and checkpoint may each lack parameters of the other.
         groups = [
             [held for held in own if held in match.parameters]
             for own in members_of_groups(inventory, optimizer)
@@ -165,7 +174,9 @@ def prepare(
         state = read_ahead(match_optimizer(inventory, optimizer, groups, saved, label))
     scheduler_state = values.decode(manifest.scheduler, source)
     if scheduler is not None and not isinstance(scheduler_state, dict):
-        raise InvalidMetadataError(f"{source}: the scheduler's state is no dict")
+        raise InvalidMetadataError(
+            f"{source}: the scheduler's state is {type(scheduler_state).__name__}, expected a dict"
+        )
     if strict:
         _require_alike(scheduler, scheduler_state, source)
     extra = values.decode(manifest.extra, source)
@@ -183,7 +194,10 @@ def prepare(
 def _optimizer_state(
     reader: Reader, saved: Optimizer, owners: Mapping[str, Sequence[Held]]
 ) -> OptimizerState:
-    """The optimizer's state by the model's names; ``owners``: what saved parameters go into."""
+    """The optimizer state by the names of the model.
+
+    ``owners``: for each saved parameter, the parameters of the model to load it into.
+    """
     parameters, source = reader.checkpoint.manifest.parameters, reader.source
     state: dict[str, dict[str, Any]] = {}
     for name, own in saved.state.items():
@@ -199,7 +213,7 @@ def _optimizer_state(
             [held.name for name in group.parameters for held in owners.get(name, ())],
         )
         for group in saved.groups
-        # With strict=False the model may have none of the parameters that a group had.
+        # With strict=False, the model may have none of the parameters of a group.
         if not group.parameters or any(name in owners for name in group.parameters)
     ]
     return OptimizerState(state, groups, saved.kind)
@@ -207,24 +221,34 @@ def _optimizer_state(
 
 def _number(encoded: Any, source: str) -> Number:
     if not isinstance(encoded, dict) or "value" not in encoded:
-        raise ModelMismatchError(f"{source}: an optimizer value without a value")
+        raise ModelMismatchError(
+            f"{source}: an optimizer state is {encoded!r:.80}, expected an object with 'value'"
+        )
     return Number(values.decode(encoded["value"], source), encoded.get("on") == "device")
 
 
 def _require_alike(scheduler: Any, saved: Any, label: str) -> None:
-    """torch's schedulers take over whatever they are given. Another version of torch may know more
-    or fewer fields; with fields missing on either side it is another scheduler."""
+    """Raises an error if the saved state is of another kind of scheduler.
+
+    torch's schedulers do not check the state that they load. Another version of torch may add or
+    remove fields. If both the saved state and the scheduler have fields that the other lacks, they
+    are different kinds.
+    """
     if scheduler is None:
         return
     if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
-        raise TypeError(f"scheduler must have a state_dict(), got {type(scheduler).__name__}")
+        raise TypeError(
+            "scheduler must have a state_dict() and a load_state_dict(), got "
+            f"{type(scheduler).__name__}"
+        )
     own = scheduler.state_dict()
     if isinstance(own, dict) and isinstance(saved, dict):
         more, less = sorted(map(str, own.keys() - saved)), sorted(map(str, saved.keys() - own))
         if more and less:
             raise ModelMismatchError(
-                f"{label}: is of another scheduler than {type(scheduler).__name__}: it has "
-                f"{less[0]!r} and lacks {more[0]!r}"
+                f"{label}: was saved with another scheduler, not {type(scheduler).__name__}: it "
+                f"has {less[0]!r} and lacks {more[0]!r}. Use the scheduler that it was saved with, "
+                "or strict=False."
             )
 
 
@@ -233,9 +257,12 @@ def _rng(reader: Reader) -> tuple[torch.Tensor, DeviceRandomState] | None:
     if RNG_TORCH not in own.container.entries or RNG_XLA not in own.container.entries:
         return None
     entries = [own.container.entries[key] for key in (RNG_TORCH, RNG_XLA)]
-    sizes = (8,), (16,)  # older checkpoints have the seed alone
+    sizes = (8,), (16,)  # older checkpoints have only the seed
     if any(entry.dtype != "U8" for entry in entries) or entries[1].shape not in sizes:
-        raise InvalidMetadataError(f"{own.path}: the random states are of {entries}")
+        raise InvalidMetadataError(
+            f"{own.path}: the random states are {entries}, expected bytes. Load with "
+            "restore_rng=False."
+        )
     state, on_device = (
         own.read(key, 0, entry.numel)
         for key, entry in zip((RNG_TORCH, RNG_XLA), entries, strict=True)

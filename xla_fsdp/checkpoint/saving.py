@@ -1,4 +1,4 @@
-"""``save_checkpoint``: returns when the checkpoint is complete."""
+"""``save_checkpoint``: saves a checkpoint and returns when it is complete."""
 
 from __future__ import annotations
 
@@ -24,34 +24,35 @@ def save_checkpoint(
     extra: Any = None,
     keep_last: int | None = None,
 ) -> str:
-    """Saves a training run into a new folder ``step-XXXXXXXX`` in ``path``; call on every rank.
+    """Saves a checkpoint into a new folder ``step-XXXXXXXX`` in ``path``. Call it on every rank.
 
-    Each rank writes the shards it holds. The checkpoint can be loaded by any number of ranks and
-    into any wrapping of the model (:func:`load_checkpoint`), and joined into one file
-    (``python -m xla_fsdp.consolidate``). It exists once it is complete: a save that fails or is
-    killed leaves all earlier checkpoints as they are. Memory on the host: one tensor at a time.
+    Each rank writes its shards. The checkpoint can be loaded by any number of ranks and with any
+    wrapping of the model (:func:`load_checkpoint`), and converted into one file
+    (``python -m xla_fsdp.consolidate``). The folder appears only when the checkpoint is complete: a
+    save that fails or is killed leaves all earlier checkpoints unchanged. Host memory: one tensor
+    at a time.
 
     Args:
-        path: a folder that all ranks see; local, mounted, or a URL for fsspec (``gs://...``).
-        model: wrapped in any way, or not at all.
-        optimizer: a torch optimizer of ``model.parameters()`` whose state is tensors of the
+        path: a folder that all ranks share: local, mounted, or a URL of fsspec (``gs://...``).
+        model: a module, wrapped in any way or not wrapped.
+        optimizer: a torch optimizer of ``model.parameters()``. Its state must be tensors of the
             parameter's shape and plain values.
-        scheduler: anything with a ``state_dict()`` of plain values.
-        step: how far training is, at least 0; a step that is there already is replaced.
-        extra: anything of None, numbers, strings, bytes, lists, tuples, dicts and small tensors
-            (up to 1 MiB each). Rank 0's is kept.
-        keep_last: afterwards remove all but so many of the newest steps up to this one; rank 0
-            does, while the others go on.
+        scheduler: any object with a ``state_dict()`` of plain values.
+        step: number of the training step, at least 0. A checkpoint of the same step is replaced.
+        extra: a value made of None, numbers, strings, bytes, lists, tuples, dicts and small tensors
+            (up to 1 MiB each). The value of rank 0 is saved.
+        keep_last: number of steps to keep. Rank 0 removes older ones after the save, while the
+            other ranks continue. Steps after this one are not removed. ``None`` keeps all.
 
     Returns:
         The path of the checkpoint's folder.
 
     Raises:
-        TypeError, ValueError, UnsupportedValueError: an argument that cannot be saved.
-        OutputError: no space, no permission, an I/O error.
+        TypeError, ValueError, UnsupportedValueError: an argument cannot be saved.
+        OutputError: no space, no permission, or an I/O error.
         SharedStorageError: the ranks do not see each other's files.
-        ModelMismatchError: the ranks have different things to save.
-        OtherRankError: another rank failed. If one rank raises, all do.
+        ModelMismatchError: the ranks save different models, optimizers or steps.
+        OtherRankError: another rank failed. If one rank raises, all ranks do.
     """
     meeting = Meeting()
     with at_rest() as random:
@@ -63,7 +64,7 @@ def save_checkpoint(
         except Exception:
             draft.give_up(meeting)
             raise
-    if meeting.rank == 0:  # the others train on
+    if meeting.rank == 0:  # the other ranks continue training
         draft.tidy()
     return saved
 
@@ -71,12 +72,12 @@ def save_checkpoint(
 def meeting_request(
     meeting: Meeting, path: str | os.PathLike, step: int, keep_last: int | None
 ) -> Request:
-    """The request, checked on all ranks."""
+    """Validates the arguments on all ranks."""
     return meeting.each(
         "save with these arguments", lambda: Request(os.fsdecode(path), step, keep_last)
     )
 
 
 def records(written: list[dict[str, Any]]) -> list[FileRecord]:
-    """What ranks told about their files, as it came out of JSON."""
+    """The file records of all ranks, from the values that they sent as JSON."""
     return [FileRecord(**{**each, "digests": tuple(each["digests"])}) for each in written]

@@ -1,4 +1,4 @@
-"""Tensors that lie somewhere else, any run of whose elements can be read."""
+"""Represents tensors in files, in memory or on rank 0, of which any range can be read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ..collectives.world import World
 from ..consolidate.format.dtypes import DTYPES, dtype_name, tensor_bytes
 from ..consolidate.format.values import decode, encode
 
-# How much rank 0 sends at a time. Sizes are powers of two, so that few programs serve all tensors.
+# Words of 4 bytes that rank 0 sends at a time. Sizes are powers of two, so that few programs are
+# compiled for all tensors.
 _MOST_WORDS = 1 << 22
 _FEWEST_WORDS = 1 << 8
 _LOWEST = torch.iinfo(torch.int32).min
@@ -22,15 +23,16 @@ _LOWEST = torch.iinfo(torch.int32).min
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """One tensor.
+    """One tensor whose values can be read.
 
     Attributes:
-        read: gives elements ``begin .. end`` of the flattened tensor, one-dimensional, on the CPU.
-        collective: every rank must call ``read``, in the same order, even if it needs nothing.
-        here: all of it is in this rank's memory.
-        kind: what it was in the model that was saved, where that is known.
-        fill: where it spares a copy: puts the elements from a given one on into a contiguous,
-            one-dimensional CPU tensor of this dtype.
+        read: ``read(begin, end)`` returns the elements ``begin <= i < end`` of the flattened
+            tensor, one-dimensional, on the CPU.
+        collective: every rank must call ``read``, in the same order, even for an empty range.
+        here: all values are in this rank's memory.
+        kind: whether it was a parameter or a buffer of the saved model, ``None`` if not known.
+        fill: if it avoids a copy, ``fill(out, begin)`` fills ``out``, a contiguous one-dimensional
+            CPU tensor of this dtype, with the elements from ``begin``.
     """
 
     shape: tuple[int, ...]
@@ -46,11 +48,11 @@ class Stored:
         return math.prod(self.shape)
 
     def whole(self) -> torch.Tensor:
-        """All of it, on the CPU."""
+        """The full tensor, on the CPU."""
         return self.read(0, self.numel).reshape(self.shape)
 
     def read_to(self, out: torch.Tensor, begin: int) -> None:
-        """Fills ``out``, one-dimensional and on the CPU, with the elements from ``begin`` on."""
+        """Fills ``out``, a one-dimensional CPU tensor, with the elements from ``begin``."""
         if self.fill is not None and out.dtype is self.dtype:
             self.fill(out, begin)
         else:
@@ -58,7 +60,7 @@ class Stored:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Stored:
-        """A tensor in memory, or mapped from a file."""
+        """Makes a :class:`Stored` of a tensor in memory, or of one that is mapped from a file."""
 
         def read(begin: int, end: int) -> torch.Tensor:
             return tensor.detach().reshape(-1)[begin:end].cpu()
@@ -67,14 +69,14 @@ class Stored:
 
 
 def is_dense(value: Any) -> bool:
-    """Whether ``value`` is a tensor whose elements can be read one after the other."""
+    """Whether ``value`` is a dense tensor: strided, not quantized, not on the meta device."""
     if not isinstance(value, torch.Tensor) or value.is_meta:
         return False
     return value.layout is torch.strided and not value.is_quantized
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors are equal, NaN and the sign of zero included."""
+    """Whether two tensors have equal dtypes, shapes and bits (NaN equals NaN, 0.0 is not -0.0)."""
     if one.dtype is not two.dtype or one.shape != two.shape:
         return False
     a, b = (each.detach().cpu().reshape(-1).view(torch.uint8) for each in (one, two))
@@ -82,14 +84,15 @@ def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def describe(value: Any, where: str) -> Any:
-    """What other ranks must know of what rank 0 has, to have it sent; JSON.
+    """Describes a value of rank 0 as JSON, so that rank 0 can send it to other ranks.
 
     Args:
-        value: a :class:`Stored`, a dict by name with such in it, or what is sent at once.
-        where: it stands, for messages.
+        value: a :class:`Stored`, a dict with :class:`Stored` values in it, or a plain value, which
+            becomes part of the description.
+        where: names the value in messages.
 
     Raises:
-        UnsupportedValueError: a tensor of an unusual dtype, or something that cannot be sent.
+        UnsupportedValueError: a tensor has an unsupported dtype, or a value cannot be sent.
     """
     if isinstance(value, Stored):
         return {"shape": list(value.shape), "dtype": dtype_name(value.dtype, where)}
@@ -99,11 +102,13 @@ def describe(value: Any, where: str) -> Any:
 
 
 def sent_by_first_rank(world: World, described: Any, here: Any, where: str) -> Any:
-    """What rank 0 has; ``world``: all ranks.
+    """Returns the value of rank 0 on every rank. Tensors are sent when they are read.
 
     Args:
-        described: by rank 0, with :func:`describe`.
-        here: on rank 0 what it is; ``None`` elsewhere.
+        world: all ranks.
+        described: the result of :func:`describe` on rank 0.
+        here: on rank 0 the value; ``None`` on other ranks.
+        where: names the value in messages.
     """
     if "value" in described:
         return decode(described["value"], where)
@@ -130,14 +135,14 @@ def _has_stored(value: Any) -> bool:
 
 
 def _send(world: World, own: torch.Tensor | None, size: int, begin: int, end: int) -> torch.Tensor:
-    """Bytes ``begin .. end`` of the ``size`` that rank 0 has as ``own``, on every rank."""
+    """Sends ``own``, ``size`` bytes of rank 0. Every rank returns the bytes ``begin .. end``."""
     kept = torch.empty(end - begin, dtype=torch.uint8)
     for low in range(0, size, 4 * _MOST_WORDS):
         high = min(low + 4 * _MOST_WORDS, size)
         words = _FEWEST_WORDS
         while 4 * words < high - low:
             words *= 2
-        # The maximum with the lowest number is exact, whatever the bits mean.
+        # Other ranks have the lowest integer, so the maximum is exactly the word of rank 0.
         block = torch.full((words,), _LOWEST, dtype=torch.int32)
         if own is not None:
             block.view(torch.uint8)[: high - low] = torch.frombuffer(

@@ -1,4 +1,4 @@
-"""Tensors that stand for values which are not in memory, while torch's own code sorts them."""
+"""Placeholder tensors without values, with which torch's state dict code can run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 _ATEN = torch.ops.aten
-# Operations that read or replace values without calling the dispatcher.
+# Operations that read or replace values but do not call torch's dispatcher.
 _AROUND_THE_DISPATCHER = {
     torch.Tensor.data.__set__,  # type: ignore[attr-defined]
     torch.Tensor.numpy,
@@ -29,11 +29,11 @@ class ValuesNeededError(RuntimeError):
 
 @dataclass
 class Uses:
-    """What was done with the tensors of one run.
+    """Records how the placeholder tensors of one call were used.
 
     Attributes:
-        values_needed: something computed with their values; whatever else was done is void then.
-        copied: what each was overwritten with, in order.
+        values_needed: an operation needed values. Then the other results of the call are invalid.
+        copied: pairs of a placeholder and the tensor that was copied into it, in order.
     """
 
     values_needed: bool = False
@@ -41,11 +41,11 @@ class Uses:
 
 
 class UnreadTensor(torch.Tensor):
-    """Has shape and dtype of ``source``, and no values.
+    """A placeholder that has the shape and dtype of ``source``, but no values.
 
-    Views of all of it are the same source; ``copy_`` of a tensor of its shape into it is noted in
-    ``uses``. Everything else raises :class:`ValuesNeededError`, and notes that, too, should
-    somebody catch the error.
+    ``detach()`` and other views of the full tensor have the same source. ``copy_`` of a tensor of
+    its shape into it is recorded in ``uses``. Every other operation raises
+    :class:`ValuesNeededError`, and records it in ``uses`` in case the caller catches the error.
     """
 
     source: Any
@@ -60,7 +60,7 @@ class UnreadTensor(torch.Tensor):
         return own
 
     def __init__(self, *args: Any) -> None:
-        pass  # all is done in __new__
+        pass  # __new__ sets all attributes
 
     @classmethod
     def __torch_function__(
@@ -99,8 +99,9 @@ def _need_values(given: Any, func: Any) -> Any:
     for each in _unread_in(given):
         each.uses.values_needed = True
     raise ValuesNeededError(
-        f"{func} needs the values of a tensor that stands for a sharded or stored one, and has "
-        "none: it was kept from a state_dict() or load_state_dict() that is over"
+        f"{func} needs the values of a placeholder tensor, which has none. The placeholder was "
+        "kept after the state_dict() or load_state_dict() in which it was used: keep no tensors "
+        "of a state dict in hooks."
     )
 
 

@@ -1,4 +1,4 @@
-"""Plain weights from files into a sharded model, which is never whole in memory."""
+"""``load_weights``: loads weight files into a sharded model, without the full model in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .parts import agreed_inventory
 from .protocol import offered_by_load
 from .stored import Stored, is_dense
 
-# What a folder is looked through for, the best first.
+# Files that are searched for in a folder, in order of preference.
 _IN_FOLDER = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -44,9 +44,9 @@ _IN_FOLDER = (
 _MOST_INDEX_BYTES = 1 << 28
 _SAFETENSORS, _INDEX = ".safetensors", ".index.json"
 _PLAIN_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+")
-# Under which scripts save the weights beside other things.
+# Keys under which training scripts save the weights, next to other values.
 _KEYS = ("model", "state_dict", "module")
-_REMEDY = "load it yourself, if you trust it, and give the dict to load_full_state_dict"
+_REMEDY = "if you trust it, load it with torch.load and pass the dict to load_full_state_dict"
 
 
 @at_rest()
@@ -59,36 +59,42 @@ def load_weights(
     rename: Callable[[str], str | None] | None = None,
     cast: bool = True,
 ) -> LoadedKeys:
-    """Loads weights of the unwrapped module; must be called on every rank, all seeing the files.
+    """Loads weight files of the unwrapped module. Call it on every rank; all must see the files.
 
-    Every rank reads the bytes of its own part of each parameter from safetensors files; torch's
-    are mapped and read likewise (those from before torch 1.6 are read whole). In memory is one
-    shard of a parameter at a time. Extra state of modules is left alone. All names, shapes and
-    dtypes are checked first; an error while reading, later, leaves the model partly loaded.
+    Every rank reads only its part of each parameter. Torch files are memory-mapped (files from
+    before torch 1.6 are read completely). Memory: one shard of a parameter at a time. Extra state
+    of modules is not loaded. All names, shapes and dtypes are checked before anything is changed. A
+    read error after that leaves the model partly loaded.
 
     Args:
-        path: a ``.safetensors`` file, local or a URL of fsspec; a torch file with a state dict, or
-            with one under ``"model"`` or ``"state_dict"``, loaded with ``weights_only=True``; an
-            index of several (``*.index.json``); or a folder with ``model.safetensors``,
-            ``model.safetensors.index.json``, ``pytorch_model.bin`` or its index.
-        strict: names must be those of the model, though one of the names of a tied parameter is
-            enough. ``False``: what fits is loaded.
-        prefix: what names in the file begin with, to be taken off; others are left alone
-            (``"backbone."``).
-        rename: gives the model's name for one of the file (without ``prefix``), or ``None`` to
-            leave it out.
-        cast: floating-point weights may have another floating-point dtype than the parameter, and
-            are cast to it.
+        path: one of:
+
+            * a ``.safetensors`` file, local or a URL of fsspec;
+            * a local torch file with a state dict, or with one under ``"model"``, ``"state_dict"``
+              or ``"module"``, loaded with ``weights_only=True``;
+            * an index of several files (``*.index.json``);
+            * a folder with ``model.safetensors``, ``pytorch_model.bin``, the index of either,
+              ``model.pth``, or one ``.safetensors`` file.
+        strict: ``True`` requires that the names are those of the model; for a tied parameter, one
+            of its names is enough. ``False`` loads the tensors whose names match, and reports the
+            others.
+        prefix: load only names that begin with this text, and remove it (``"backbone."``).
+        rename: a function from a name in the file (without ``prefix``) to the name in the model, or
+            to ``None`` to skip the tensor.
+        cast: cast floating-point weights to the floating-point dtype of the parameter. ``False``:
+            a different dtype raises an error.
 
     Returns:
-        ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict``.
+        ``missing_keys`` and ``unexpected_keys``, as ``nn.Module.load_state_dict`` returns them.
 
     Raises:
-        CheckpointNotFoundError: there is nothing at ``path``.
-        UnreadableFileError, InvalidMetadataError, ForeignFileError, UnsafeFileError: a file is
-            damaged, contradicts itself, holds no weights, or is not safe to read.
-        ModelMismatchError: names, shapes or dtypes do not fit the model.
-        OtherRankError: one of these on another rank.
+        CheckpointNotFoundError: there is no file at ``path``.
+        UnreadableFileError: a file is damaged.
+        InvalidMetadataError: a file contradicts itself.
+        ForeignFileError: a file has no weights, or not those that the index lists.
+        UnsafeFileError: a file would have to run code, or an index names a file elsewhere.
+        ModelMismatchError: names, shapes or dtypes do not match the model.
+        OtherRankError: another rank raised one of these.
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
@@ -96,7 +102,7 @@ def load_weights(
     label = str(path)
 
     def opened() -> dict[str, Any]:
-        # Of extra state nothing is loaded, and nothing reported.
+        # Extra state is not loaded and not reported as missing.
         tensors = _renamed(_open_weights(path), prefix, rename, path)
         return dict.fromkeys(inventory.extra_state) | tensors
 
@@ -104,7 +110,7 @@ def load_weights(
     own = replace(inventory, extra_state={})
 
     def match() -> Match:
-        assert offered is not None  # every rank has the file
+        assert offered is not None  # every rank has read the file
         values = {n: v for n, v in offered.values.items() if n not in inventory.extra_state}
         reported = LoadedKeys(offered.missing, offered.unexpected)
         return match_model(own, values, label, strict, cast, reported=reported)
@@ -126,28 +132,34 @@ def _renamed(
         if new is None:
             continue
         if not isinstance(new, str):
-            raise TypeError(f"rename must return names or None, got {type(new).__name__}")
+            raise TypeError(
+                f"rename must return a str or None, got {type(new).__name__} for {own!r:.120}"
+            )
         if new in found:
-            raise ModelMismatchError(f"{path}: two tensors are {new!r} after renaming")
+            raise ModelMismatchError(
+                f"{path}: two tensors are named {new!r} after renaming. Change prefix or rename."
+            )
         found[new] = stored
     if tensors and not found:
         raise ModelMismatchError(
-            f"{path}: no name is left of {len(tensors)} with prefix={prefix!r}; the first in it is "
-            f"{next(iter(tensors))!r:.120}"
+            f"{path}: no name is left of {len(tensors)} with prefix={prefix!r}. The first name in "
+            f"it is {next(iter(tensors))!r:.120}. Change prefix or rename."
         )
     return found
 
 
 def _open_weights(path: Any) -> dict[str, Stored]:
-    """The tensors at ``path`` by name: a file, an index of several, or a folder with either.
+    """The tensors at ``path`` by name. It is a file, an index of several, or a folder with either.
 
-    ``*.safetensors`` are read in parts; other files are torch's, mapped where they can be.
+    Ranges of ``*.safetensors`` files are read on request. Other files are torch files, and
+    memory-mapped if possible.
 
     Raises:
-        CheckpointNotFoundError: there is nothing.
-        ForeignFileError, InvalidMetadataError, UnreadableFileError: not what they claim to be.
-        UnsafeFileError: a torch file needs objects outside torch's safe set, or an index names a
-            file outside its folder.
+        CheckpointNotFoundError: there is no file.
+        ForeignFileError, InvalidMetadataError, UnreadableFileError: a file is damaged or has
+            another format.
+        UnsafeFileError: a torch file needs objects that torch does not consider safe, or an index
+            names a file outside its folder.
         ValueError: a torch file on an object store.
     """
     store, place = open_store(path)
@@ -160,6 +172,7 @@ def _open_weights(path: Any) -> dict[str, Stored]:
                 raise CheckpointNotFoundError(
                     f"{place}: has none of {', '.join(_IN_FOLDER)}"
                     + (f", but {len(several)} files *{_SAFETENSORS}" if several else "")
+                    + ". Pass the path of the file."
                 )
             found = several[0]
         place = join(place, found)
@@ -178,27 +191,30 @@ def _open_index(store: Store, place: str) -> dict[str, Stored]:
     index = read_json(read(store, *_whole(store, place, _MOST_INDEX_BYTES)), place)
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-        raise InvalidMetadataError(f"{place}: has no weight_map of names to files")
+        raise InvalidMetadataError(
+            f"{place}: has no weight_map, an object that maps names to files. Pass an index of "
+            "weight files."
+        )
     folder = posixpath.dirname(place)
     for file in set(where.values()):
         if not _PLAIN_NAME.fullmatch(file) or file in (".", "..") or file.endswith(_INDEX):
             raise UnsafeFileError(
-                f"{place}: names the file {file!r:.120}; only plain names of files in its own "
+                f"{place}: lists the file {file!r:.120}, but only plain names of files in the same "
                 "folder are allowed"
             )
     files = {file: _open_file(store, join(folder, file)) for file in sorted(set(where.values()))}
     for name, file in where.items():
         if name not in files[file]:
             raise ForeignFileError(
-                f"{join(folder, file)}: lacks {name!r:.120}, which "
-                f"{posixpath.basename(place)} says it has"
+                f"{join(folder, file)}: lacks {name!r:.120}, which {posixpath.basename(place)} "
+                "lists in it. Copy all files of the same save."
             )
     for file, tensors in files.items():
         more = [name for name in tensors if where.get(name) != file]
         if more:
             raise ForeignFileError(
-                f"{join(folder, file)}: has {more[0]!r:.120}, of which "
-                f"{posixpath.basename(place)} does not know"
+                f"{join(folder, file)}: has {more[0]!r:.120}, which {posixpath.basename(place)} "
+                "does not list. Copy all files of the same save."
             )
     return {name: files[file][name] for name, file in where.items()}
 
@@ -227,8 +243,8 @@ def _open_safetensors(store: Store, place: str) -> dict[str, Stored]:
 def _open_torch(store: Store, place: str) -> dict[str, Stored]:
     if not isinstance(store, LocalStore):
         raise ValueError(
-            f"{place}: torch files can be read from local paths only, as they are mapped; copy it, "
-            "or convert it to safetensors"
+            f"{place}: torch files can be read from local paths only, because they are "
+            "memory-mapped. Copy it to a local disk, or convert it to safetensors."
         )
     if not os.path.exists(place):
         raise CheckpointNotFoundError(f"{place}: does not exist")
@@ -237,31 +253,31 @@ def _open_torch(store: Store, place: str) -> dict[str, Stored]:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             if "shard_metadata" in content:
                 raise ForeignFileError(
-                    f"{place}: is the file of one rank of a sharded model; consolidate all ranks' "
-                    "first, with python -m xla_fsdp.consolidate"
+                    f"{place}: is the file of one rank of a sharded model. Consolidate the files "
+                    "of all ranks first, with python -m xla_fsdp.consolidate."
                 )
             content = content[key]
             break
     if not isinstance(content, Mapping):
-        raise ForeignFileError(f"{place}: holds a {type(content).__name__}, expected a state dict")
+        raise ForeignFileError(f"{place}: has a {type(content).__name__}, expected a state dict")
     content = {name: value for name, value in content.items() if not _is_extra(name)}
     tensors = {name: value for name, value in content.items() if is_dense(value)}
     strange = [name for name in content if name not in tensors]
     if strange or not all(isinstance(name, str) for name in tensors):
         raise ForeignFileError(
-            f"{place}: {strange[0] if strange else 'a key'!r:.120} is no dense tensor; expected a "
-            f"state dict, or a dict with one under one of {', '.join(_KEYS)}"
+            f"{place}: {strange[0] if strange else 'a key'!r:.120} is not the name of a dense "
+            f"tensor. Expected a state dict, or a dict with one under one of {', '.join(_KEYS)}."
         )
     return {name: Stored.of(tensor) for name, tensor in tensors.items()}
 
 
 def _is_extra(name: Any) -> bool:
-    # Extra state of modules is no weight, though it may be a tensor.
+    # Extra state of modules may be a tensor, but is not a weight.
     return isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"
 
 
 def _resolved(store: Store, place: str) -> str:
-    """Where a local file is: folders of the hub's cache are made of links."""
+    """Resolves links of a local path: the cache of the Hugging Face hub consists of links."""
     return os.path.realpath(place) if isinstance(store, LocalStore) else place
 
 
@@ -269,5 +285,5 @@ def _whole(store: Store, place: str, most: int) -> tuple[str, int, int]:
     place = _resolved(store, place)
     size = store.size(place)
     if size > most:
-        raise InvalidMetadataError(f"{place}: has {size} bytes, more than any index")
+        raise InvalidMetadataError(f"{place}: has {size} bytes, an index has at most {most}")
     return place, 0, size

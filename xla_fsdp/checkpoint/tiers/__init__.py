@@ -1,6 +1,6 @@
-"""Checkpoints in the memory of the hosts, beside those in the durable store.
+"""Saves checkpoints in host memory, and some of them also in a durable store.
 
-``holding``: what one host's folder holds, and writes. ``hosts``: which hosts there are; they read
-from each other, send each other copies, and a save is read wherever its files lie.
-``checkpointer``: what users name, and which step is loaded.
+``holding`` reads and writes the folder of one host. ``hosts`` lets hosts read files from each other
+and send copies, and reads a save whose files are on several hosts. ``checkpointer`` has the public
+class, and chooses the step to load.
 """

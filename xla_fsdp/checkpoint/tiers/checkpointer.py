@@ -1,10 +1,10 @@
-"""``TieredCheckpointer``: often into the hosts' memory, now and then into the durable store.
+"""``TieredCheckpointer``: saves often into host memory, and sometimes into a durable store.
 
-A job goes on from the newest save that all hosts together have whole: every rank's file is on some
-host, whichever. Hosts that are gone, new, or left from an earlier attempt change nothing but what
-there is; of one step saved twice the later one counts. If bytes of it turn out to be damaged on
-every host that has them, it is the newest one that is older. What is damaged is only known once it
-is read, so ranks agree after reading, before anything is changed.
+A job resumes from the newest complete save. A save is complete if the file of every rank is on some
+host. Hosts may be missing, new, or have files of an earlier attempt. If a step was saved twice, the
+later save is used. If the same bytes are damaged on every host that has them, the next older save
+is used. Damage is detected only by reading, so the ranks agree on the save after reading, before
+anything is changed.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from .hosts import Hosts, Peer, SpreadStore
 
 T = TypeVar("T")
 
-# Of one host: step, save id, world size, ranks whose files are there.
+# One save on one host: step, save id, world size, and the ranks whose files the host has.
 Listed = tuple[int, str, int, Sequence[int]]
-_SHOWN = 8  # ranks in a message
+_SHOWN = 8  # maximum number of ranks in a message
 
 
 class TieredCheckpointer:
-    """Checkpoints every few steps in the memory of the hosts, and in a durable store behind them.
+    """Saves checkpoints every few steps in host memory, and less often in a durable store.
 
-    Each rank writes its file into a folder of its own host's memory, sends a copy to the next host,
-    and every so often the same goes on to ``path``, all beside training: ``save`` returns once what
-    the rank holds is copied. A process may die, or one host: every file is still on some host, and
-    :meth:`load` takes the newest step that is whole, from memory or from ``path``, on any number of
-    ranks. Every byte is compared with its digest, wherever it is from; what is damaged in one
-    host's memory is read from the copy, with a warning. ::
+    Each rank writes its file into a folder in the memory of its host, and sends a copy to the next
+    host. Every ``drain_every``-th save is also written to ``path``. All of this is overlapped with
+    training: :meth:`save` returns when the rank's values are copied to the host. If a process or
+    one host fails, every file is still on some host. :meth:`load` then loads the newest complete
+    step, from memory or from ``path``, on any number of ranks. Every byte is compared with its
+    digest. Bytes that are damaged on one host are read from the copy, with a warning. ::
 
         with xla_fsdp.TieredCheckpointer("gs://bucket/run", fast="/dev/shm/run") as tiers:
             loaded = tiers.load(model, optimizer, scheduler, missing_ok=True)
@@ -58,22 +58,24 @@ class TieredCheckpointer:
                 if step % 10 == 0:
                     tiers.save(model, optimizer, scheduler, step=step)
 
-    All methods must be called on every rank. Memory on the host: a copy of what each rank holds,
-    until it is written; and ``keep_fast + 1`` times that, twice if it is copied to another host.
+    Call all methods on every rank. Host memory, per rank: a copy of the rank's shards and buffers
+    until they are written, and ``keep_fast + 1`` files of that size; twice as many files with
+    copies of another host.
 
     Args:
-        path, keep_last: the durable store, as for :func:`save_checkpoint`.
-        fast: a folder on a RAM disk of this host (a local disk survives more, and is slower). Only
-            this job uses it. Not shared by hosts, unless each has another.
-        keep_fast: whole saves kept in memory, at least 1.
-        drain_every: of so many saves one goes on to ``path``, and is skipped if the last one is not
-            over; 0: only those with ``durable=True``.
-        mirror: send copies to the next host, if there are several.
-        host: what tells this host from others. Default: its name and the id of its boot.
-        address: the one of this host that others reach. Default: what its name resolves to.
+        path, keep_last: the durable store, see :func:`save_checkpoint`.
+        fast: a folder on a RAM disk of this host. (A local disk also survives a reboot, but is
+            slower.) No other job may use it, and hosts must not share one folder.
+        keep_fast: number of complete saves to keep in memory, at least 1.
+        drain_every: one of this many saves is also written to ``path``; it is skipped if the
+            previous one is still being written. 0: only saves with ``durable=True``.
+        mirror: send copies to the next host, if there are several hosts.
+        host: a name that distinguishes this host from others. Default: its host name and boot id.
+        address: an address of this host that other hosts can reach. Default: the address that its
+            host name resolves to.
 
     Raises:
-        ValueError, TypeError: wrong arguments.
+        ValueError, TypeError: an argument is not valid.
         OutputError, OtherRankError: ``fast`` cannot be written.
     """
 
@@ -94,7 +96,9 @@ class TieredCheckpointer:
                 raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
         store, root = open_store(fast, "fast")
         if not store.renames:
-            raise ValueError(f"fast must be a folder of this host, such as /dev/shm/run: {fast!r}")
+            raise ValueError(
+                f"fast must be a folder of this host, such as /dev/shm/run, got {fast!r}"
+            )
         self._tier = HostTier(store, root, os.fsdecode(path).rstrip("/"))
         self.path, self.keep_last = path, keep_last
         self._keep_fast, self._drain_every = keep_fast, drain_every
@@ -104,7 +108,7 @@ class TieredCheckpointer:
             self._hosts = Hosts.meet(self._meeting, self._tier, host, address)
             if self._hosts.leads:
                 self._tier.clean()
-            self._meeting.gather("begin", None)  # nobody writes before all is clean
+            self._meeting.gather("begin", None)  # a barrier: write only after the cleaning
         self._mirror = mirror and len(self._hosts.peers) > 1
         self._writing: _Writing | None = None
         self._draining: RunningSave | None = None
@@ -120,13 +124,18 @@ class TieredCheckpointer:
         extra: Any = None,
         durable: bool = False,
     ) -> None:
-        """Begins to save; returns when everything is copied, so that training may change it.
+        """Starts a save and returns when all values are copied to the host.
 
-        ``durable``: this one goes to ``path`` for certain, if need be after waiting for the last.
+        Training may change the model after that.
+
+        Args:
+            model, optimizer, scheduler, step, extra: see :func:`save_checkpoint`.
+            durable: also write this save to ``path``, after waiting for the previous one if it is
+                still being written.
 
         Raises:
-            CheckpointError: the save before this one failed (this one is not begun), or this one
-                cannot begin; see :func:`save_checkpoint`. If one rank raises, all do.
+            CheckpointError: the previous save failed, and this one was not started; or this one
+                cannot start, see :func:`save_checkpoint`. If one rank raises, all ranks do.
         """
         with at_rest() as random:
             meeting = self._meeting
@@ -156,14 +165,16 @@ class TieredCheckpointer:
         missing_ok: bool = False,
         step: int | None = None,
     ) -> LoadedCheckpoint | None:
-        """Loads the newest step that is whole in memory or in ``path``; of equal ones that in
-        memory. Arguments and errors: :func:`load_checkpoint`. Later steps that are passed over,
-        since no host has all files of them, or the same bytes are damaged on all, are warned of.
-        ``path`` of the result is a name: what is in memory lies in several places.
+        """Loads the newest complete step in memory or in ``path``.
+
+        If both have the same step, it is loaded from memory. Arguments and errors are those of
+        :func:`load_checkpoint`. A warning lists newer steps that were skipped because a file is on
+        no host, or the same bytes are damaged on all hosts. For a save in memory, ``path`` of the
+        result is only a name, because its files are on several hosts.
 
         Raises:
-            CorruptFileError: all that is in memory is damaged, and ``path`` has nothing; also with
-                ``missing_ok``.
+            CorruptFileError: all saves in memory are damaged, and ``path`` has no checkpoint. It is
+                also raised with ``missing_ok``.
         """
         meeting = self._meeting
 
@@ -183,17 +194,17 @@ class TieredCheckpointer:
         return prepared.result
 
     def wait(self) -> None:
-        """Returns once all that was begun is over, in memory and in ``path``.
+        """Waits until all running saves are complete, in memory and in ``path``.
 
         Raises:
-            CheckpointError: something could not be saved. Earlier saves are as they were.
+            CheckpointError: a save failed. Earlier saves are unchanged.
         """
         with at_rest():
             self._settle()
             self._finish_draining()
 
     def close(self) -> None:
-        """:meth:`wait`; then other hosts cannot read here any more."""
+        """Calls :meth:`wait`, then ends the service from which other hosts read files."""
         try:
             self.wait()
             with at_rest():
@@ -207,25 +218,26 @@ class TieredCheckpointer:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if kind is None:
             self.close()
-        else:  # other ranks may be anywhere: what is under way ends by itself
+        else:  # other ranks may not reach a barrier; running saves end on their own
             self._hosts.close()
 
     def _settle(self) -> None:
-        """Ends the writing of the last save, on all ranks; then older ones may go."""
+        """Waits until the previous save is written on all ranks, then removes older saves."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
         self._meeting.together("write into the fast tier", writing.finish)
         if self._hosts.leads:
-            whole = sorted(save for save in self._tier.present() if save <= writing.save)
-            self._tier.discard(whole[: -self._keep_fast])
+            complete = sorted(save for save in self._tier.present() if save <= writing.save)
+            self._tier.discard(complete[: -self._keep_fast])
 
     def _forget(self, begun: Save) -> None:
-        """Saves of later steps are of a way that training has left: they must not come back."""
+        """Removes saves of later steps: training has gone back to an earlier step, so they must
+        not be loaded again."""
         self._tier.discard([save for save in self._tier.present() if save.step > begun.step])
 
     def _drain(self, request: Request, held: Contents, durable: bool) -> Any:
-        """A draft in ``path`` for what is to go there, if it is this one's turn."""
+        """Starts to save ``held`` in ``path`` if this save is due; returns ``None`` otherwise."""
         due = durable or (self._drain_every > 0 and self._saved % self._drain_every == 0)
         if not due:
             return None
@@ -249,7 +261,7 @@ class TieredCheckpointer:
 
 
 class _Writing:
-    """A save on its way into memory, by a thread of this rank."""
+    """A save that a thread of this rank writes into host memory."""
 
     def __init__(
         self, tier: HostTier, save: Save, held: Contents, rank: int, partner: Peer | None
@@ -261,7 +273,7 @@ class _Writing:
             target=self._run,
             args=(tier, known, rank, partner),
             name=f"xla_fsdp tier, rank {rank}",
-            daemon=False,  # a process that ends without waiting still completes what it can
+            daemon=False,  # a process that ends without waiting still finishes its file
         )
         self._thread.start()
 
@@ -280,7 +292,7 @@ class _Writing:
 
 
 def _new_id() -> str:
-    """Later ones are greater: of one step the one that was saved last is wanted."""
+    """An id that is greater than all earlier ones, so that the last save of a step is found."""
     return f"{time.time_ns():016x}"
 
 
@@ -293,16 +305,18 @@ def _read_newest(
     missing_ok: bool,
     read: Callable[[ShardedCheckpoint], T],
 ) -> T | None:
-    """What ``read`` makes of the newest save that all ranks can read; call on every rank.
+    """Returns the result of ``read`` for the newest save that all ranks can read.
 
-    ``None``: there is none, and that is allowed (``missing_ok``). Saves in memory that are passed
-    over are warned of on rank 0. ``read`` changes nothing, and may be called again for another.
+    Call it on every rank. Returns ``None`` if there is no save and ``missing_ok`` is true. Rank 0
+    warns about skipped saves in memory. ``read`` must not change anything, because it is called
+    again for an older save after damage.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        CorruptFileError: all that there is in memory is damaged, and ``path`` has none, whether or
-            not that is allowed: training that began anew would remove what can perhaps be saved.
-        CheckpointError: what ``read`` raises on any rank, of the durable store damage as well.
+        CheckpointNotFoundError: there is no save.
+        CorruptFileError: all saves in memory are damaged, and ``path`` has no checkpoint. This is
+            raised also with ``missing_ok``: a new training run would remove files that can perhaps
+            be repaired.
+        CheckpointError: ``read`` raised it on a rank, also for damage in the durable store.
     """
     found = meeting.together("list the fast tier", lambda: _listed(tier, hosts))
     durable = meeting.first("find the checkpoint", lambda: find(path, True, step))
@@ -318,11 +332,11 @@ def _read_newest(
         if choice.save is None or choice.save.step < newest:
             _warn_of(meeting, choice, newest, damaged)
             return meeting.each("read the checkpoint", lambda: read(open_found(durable)))
-        whole = _spread(tier, hosts, meeting, choice)
+        store = _spread(tier, hosts, meeting, choice)
 
-        def attempt(whole: SpreadStore = whole, values: list[T] = values) -> str | None:
+        def attempt(store: SpreadStore = store, values: list[T] = values) -> str | None:
             try:
-                values.append(read(ShardedCheckpoint(whole.folder, whole)))
+                values.append(read(ShardedCheckpoint(store.folder, store)))
             except CorruptFileError as error:
                 return describe(error)
             return None
@@ -332,7 +346,7 @@ def _read_newest(
             _warn_of(meeting, choice, newest, damaged)
             return values[0]
         rank = next(rank for rank, text in enumerate(wrong) if text)
-        damaged[choice.save] = f"step {newest}: damaged wherever it is: {wrong[rank]}"
+        damaged[choice.save] = f"step {newest}: damaged on every host that has it: {wrong[rank]}"
 
 
 def _listed(tier: HostTier, hosts: Hosts) -> list:
@@ -343,7 +357,7 @@ def _listed(tier: HostTier, hosts: Hosts) -> list:
 
 
 def _spread(tier: HostTier, hosts: Hosts, meeting: Meeting, choice: Choice) -> SpreadStore:
-    """The chosen save, to be read on this rank."""
+    """A store with the chosen save, from which this rank can read."""
     assert choice.save is not None
 
     def held() -> list[str]:
@@ -353,10 +367,10 @@ def _spread(tier: HostTier, hosts: Hosts, meeting: Meeting, choice: Choice) -> S
         own = [rank for rank, holders in choice.holders.items() if holders[0] == hosts.number]
         return [card.bare().dump().decode() for card in cards if card.rank in own]
 
-    told = meeting.together("tell of the chosen save", held)
+    gathered = meeting.together("exchange the cards of the chosen save", held)
     cards = {
         card.rank: card
-        for texts in told
+        for texts in gathered
         for card in (Card.load(text.encode(), "another host") for text in texts)
     }
 
@@ -374,7 +388,7 @@ def _spread(tier: HostTier, hosts: Hosts, meeting: Meeting, choice: Choice) -> S
                 failed = error
         raise failed
 
-    # What all ranks tell each other is as long as the longest of it, for each of them.
+    # The manifest is read separately: a gather pads the values of all ranks to the longest one.
     cards[0] = meeting.each("read the manifest", with_manifest)
     return SpreadStore(tier, cards, manifest_of(cards), copies_of)
 
@@ -387,32 +401,37 @@ def _nothing(
     damaged: Mapping[Save, str],
     missing_ok: bool,
 ) -> None:
-    passed = "; ".join(choice.passed.values()) or f"nothing of this run in {tier.root}"
+    passed = "; ".join(choice.passed.values()) or f"there is no save of this run in {tier.root}"
     where = os.fsdecode(path)
     if damaged:
         raise CorruptFileError(
-            f"{where}: has none, and {passed}; look at the memory of the hosts, and to begin anew "
-            f"remove {tier.root} on all of them"
+            f"{where}: has no checkpoint, and {passed}. Check the memory of the hosts. To start "
+            f"a new run, remove {tier.root} on all hosts."
         )
     if not missing_ok:
-        raise CheckpointNotFoundError(f"{where}: has none, and {passed}")
+        raise CheckpointNotFoundError(f"{where}: has no checkpoint, and {passed}")
     _warn_of(meeting, choice, -1, damaged)
 
 
 def _warn_of(meeting: Meeting, choice: Choice, newest: int, damaged: Mapping[Save, str]) -> None:
     if meeting.rank:
         return
-    goes = f"step {newest} is the newest that is whole" if newest >= 0 else "none is whole"
-    told: dict[int, Any] = {save.step: text for save, text in damaged.items()}
-    for step, text in {**choice.passed, **told}.items():
-        if step > newest or step in told:
-            warnings.warn(f"{text}; {goes}", stacklevel=4)
+    loaded = f"step {newest} is the newest complete step" if newest >= 0 else "no step is complete"
+    by_step: dict[int, Any] = {save.step: text for save, text in damaged.items()}
+    for step, text in {**choice.passed, **by_step}.items():
+        if step > newest or step in by_step:
+            warnings.warn(f"{text}; {loaded}", stacklevel=4)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``save`` of ``world_size`` ranks, ``None`` if none is whole; ``holders``: for each rank the
-    hosts that have its file; ``passed``: by step, a clause for each later save that is not whole.
+    """The newest complete save in memory.
+
+    Attributes:
+        save: the save, ``None`` if none is complete.
+        world_size: the number of ranks that saved it.
+        holders: for each rank, the hosts that have its file.
+        passed: for each newer step that was skipped, the reason.
     """
 
     save: Save | None
@@ -422,12 +441,12 @@ class Choice:
 
 
 def listed(cards: Iterable[Card]) -> Listed | None:
-    """What a host tells of one save."""
+    """What a host reports about one save, from its cards. ``None`` without cards."""
     cards = list(cards)
     if not cards:
         return None
     first = cards[0]
-    # Files of two worlds cannot be of one save: ids are drawn anew for each.
+    # All files of one save have the same world size, because each save has a new id.
     ranks = [card.rank for card in cards if card.world_size == first.world_size]
     return first.save.step, first.save.save_id, first.world_size, ranks
 
@@ -437,9 +456,13 @@ def choose(
     step: int | None = None,
     damaged: Mapping[Save, str] = MappingProxyType({}),
 ) -> Choice:
-    """The newest save that ``hosts`` have whole among them; with ``step``, of that step.
+    """Chooses the newest save of which ``hosts`` together have all files.
 
-    ``damaged``: saves that are not to be chosen, with a clause why."""
+    Args:
+        hosts: for each host, its saves.
+        step: if given, only saves of this step.
+        damaged: saves to skip, each with the reason.
+    """
     found: dict[tuple[Save, int], dict[int, list[int]]] = {}
     for host, saves in enumerate(hosts):
         for number, save_id, world, ranks in saves:

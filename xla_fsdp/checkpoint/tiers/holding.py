@@ -1,14 +1,13 @@
-"""The fast tier of one host: a folder in memory, with files of ranks that run here, and copies of
-those that run on another host.
+"""The fast tier of one host: a folder in host memory.
 
-::
+It has the files of the ranks that run on this host, and copies of files of another host::
 
     /dev/shm/run/save-00000120-0186f3a1c2d4e5f6/rank-00003-of-00008.safetensors
                                                /rank-00003-of-00008.json
 
-The second file says what the first must be: size and digests, which save, which run. It appears
-last, by a rename; a file without it does not count. That of rank 0 has the manifest, too, but for
-the list of files, which nobody knows before all hosts are asked.
+The second file is the card of the first: it records the size and digests, the save and the run. It
+is written last, by a rename; a file without a card is ignored. The card of rank 0 also has the
+manifest without the list of files, which is known only when all hosts have reported their files.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _DRAFT = re.compile(r"\.[0-9a-f]{16}\.draft")
 
 @dataclass(frozen=True, order=True)
 class Save:
-    """One save; ids of later ones are greater, whoever made them."""
+    """One save. The id of a later save is greater, also if another process made it."""
 
     step: int
     save_id: str
@@ -53,10 +52,11 @@ class Save:
 
 @dataclass(frozen=True)
 class Card:
-    """What is known of one rank's file.
+    """Describes the file of one rank.
 
-    ``run``: digest of what tells one training run from another that used this folder. ``manifest``:
-    on rank 0's the manifest without files, else "".
+    Attributes:
+        run: digest of the durable path, which distinguishes training runs that use the same folder.
+        manifest: on the card of rank 0 the manifest without files, otherwise "".
     """
 
     save: Save
@@ -71,7 +71,7 @@ class Card:
         return file_name(self.rank, self.world_size)
 
     def bare(self) -> Card:
-        """Without the manifest, which is long: enough to name a file by."""
+        """The card without the manifest, which is long. It still identifies the file."""
         return replace(self, manifest="")
 
     def dump(self) -> bytes:
@@ -90,7 +90,7 @@ class Card:
 
     @classmethod
     def load(cls, data: bytes, label: str) -> Card:
-        """Raises InvalidMetadataError: it is no card, or was changed."""
+        """Reads a card. InvalidMetadataError: ``data`` is not a card, or was changed."""
         outer = read_json(data, label)
         if not (
             isinstance(outer, list)
@@ -98,19 +98,24 @@ class Card:
             and all(isinstance(part, str) for part in outer)
             and digest(outer[1].encode()) == outer[0]
         ):
-            raise InvalidMetadataError(f"{label}: its bytes are not those that were written")
+            raise InvalidMetadataError(
+                f"{label}: its digest does not match its content: it is damaged or not a card"
+            )
         found = Fields(read_json(outer[1].encode(), label), label)
         world, rank = found.whole("world_size", least=1), found.whole("rank")
         record = load_file(found.child("file"), rank, world)
         save = Save(found.whole("step"), found.text("save_id"))
         run, manifest = found.text("run"), found.json("manifest")
         if not isinstance(manifest, str) or not _SAVE.fullmatch(save.folder) or rank >= world:
-            raise InvalidMetadataError(f"{label}: is of no save that can be")
+            raise InvalidMetadataError(
+                f"{label}: step {save.step}, save id {save.save_id!r:.40} and rank {rank} of "
+                f"{world} are not valid"
+            )
         return cls(save, world, rank, run, record, manifest)
 
 
 class HostTier:
-    """The folder of one host. ``run``: only saves of this run are seen."""
+    """The folder of one host. ``run``: files of other runs are ignored."""
 
     def __init__(self, store: Store, root: str, run: str) -> None:
         self.store, self.root, self.run = store, root, digest(run.encode())
@@ -119,9 +124,9 @@ class HostTier:
         return join(self.root, save.folder)
 
     def write(self, save: Save, contents: Contents, rank: int) -> Card:
-        """Writes a rank's file and its card; it counts when this returns.
+        """Writes a rank's file and its card. The file is valid when this returns.
 
-        ``contents``: with the save's id in its manifest.
+        ``contents``: its manifest has the id of ``save``.
         """
         world = contents.manifest.world_size
         folder = self.folder(save)
@@ -137,14 +142,14 @@ class HostTier:
         return card
 
     def add_card(self, card: Card) -> None:
-        """Makes the file that is there by now count."""
+        """Writes the card of a file that exists, which makes the file valid."""
         folder = self.folder(card.save)
         draft = join(folder, f".{secrets.token_hex(8)}.draft")
         write(self.store, draft, card.dump())
         self.store.rename(draft, join(folder, _card_name(card.name)))
 
     def saves(self) -> Iterator[Save]:
-        """Of which there is anything, of whatever run."""
+        """All saves that have a folder, complete or not, of any run."""
         for name in self.store.list(self.root):
             match = _SAVE.fullmatch(name)
             if match:
@@ -153,15 +158,17 @@ class HostTier:
                     yield save
 
     def present(self) -> list[Save]:
-        """:meth:`saves`, none where the folder cannot be read: for what can be done later."""
+        """:meth:`saves`, or an empty list if the folder cannot be read now."""
         try:
             return list(self.saves())
         except CheckpointError:
             return []
 
     def cards(self, save: Save) -> list[Card]:
-        """Of the files of ``save`` that are here, of this run; by rank. Damaged ones are passed
-        over, and so are those whose files are not as long as they say."""
+        """The cards of this run for files of ``save`` on this host, in rank order.
+
+        Skips damaged cards, and cards whose file is missing or has another size.
+        """
         folder, found = self.folder(save), []
         for name in self.store.list(folder):
             if not _CARD.fullmatch(name):
@@ -176,7 +183,7 @@ class HostTier:
         return sorted(found, key=lambda card: card.rank)
 
     def discard(self, unwanted: Iterable[Save]) -> None:
-        """Removes saves. The cards first: a save that is half removed is not whole."""
+        """Removes saves. Cards are removed first, so a partly removed save is not complete."""
         for save in unwanted:
             folder = self.folder(save)
             with contextlib.suppress(CheckpointError):
@@ -186,7 +193,7 @@ class HostTier:
                 self.store.remove(folder)
 
     def clean(self) -> None:
-        """Removes what processes that were killed left half written; nobody may be writing."""
+        """Removes incomplete files of killed processes. No process may write at this time."""
         for save in self.present():
             folder = self.folder(save)
             with contextlib.suppress(CheckpointError):
@@ -196,15 +203,15 @@ class HostTier:
 
 
 def own_card(tier: HostTier, wanted: Card) -> Card:
-    """The card of this host for the file of ``wanted``, with its manifest.
+    """This host's card for the file of ``wanted``, including the manifest.
 
     Raises:
-        CheckpointNotFoundError: it has none.
+        CheckpointNotFoundError: this host does not have the file.
     """
     for card in tier.cards(wanted.save):
         if card.bare() == wanted:
             return card
-    raise CheckpointNotFoundError(f"{wanted.name} of {wanted.save.folder} is not here")
+    raise CheckpointNotFoundError(f"{wanted.name} of {wanted.save.folder} is not on this host")
 
 
 def _card_name(file: str) -> str:
@@ -212,7 +219,7 @@ def _card_name(file: str) -> str:
 
 
 def manifest_of(cards: Mapping[int, Card]) -> bytes:
-    """The manifest of a save, all of whose cards are there, by rank."""
+    """The manifest of a save, made from the cards of all ranks."""
     first = cards[0]
     records = [cards[rank].record for rank in range(first.world_size)]
     return with_files(first.manifest.encode(), records, f"manifest of {first.save.folder}")

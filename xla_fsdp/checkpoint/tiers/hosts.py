@@ -1,12 +1,13 @@
-"""The hosts of a job, each of which serves its fast tier to the others: they read from each other's
-folders, and put copies of files there, over TCP.
+"""The hosts of a job. Each host runs a TCP server from which other hosts read files of its fast
+tier, and to which they send copies of files.
 
-A connection begins with a number that the server draws and the client's HMAC of it under the key
-of the job, which rank 0 makes up and tells all ranks: nobody else is served. Then each request is a
-line of JSON and perhaps bytes, and so is each answer. Names are those of a tier, so that nothing
-else on the host can be reached. Bytes are not encrypted, as those of collectives are not.
+A connection starts with a random number of the server. The client answers with the HMAC of that
+number under the key of the job, which rank 0 generates and sends to all ranks; other clients are
+rejected. Then each request is a line of JSON, perhaps followed by bytes, and so is each answer. A
+request names a save and a rank, so only files of the tier can be read or written. The bytes are not
+encrypted; neither are those of collectives.
 
-:class:`SpreadStore` is one save as a checkpoint to read, its files on whichever hosts they are.
+:class:`SpreadStore` presents one save, whose files are on several hosts, as a checkpoint folder.
 """
 
 from __future__ import annotations
@@ -41,21 +42,27 @@ from ..meeting import Meeting
 from .holding import Card, HostTier, own_card
 
 _PIECE = 1 << 22
-_LINE = 1 << 26  # bytes of a line: the card of rank 0 has a manifest in it
+_LINE = 1 << 26  # maximum bytes of a line: the card of rank 0 includes the manifest
 _NONCE = 32
-# Seconds without a byte after which the other side is taken to be gone.
+# Seconds without a byte after which a connection is closed.
 TIMEOUT = 60.0
 
-_POLL = 0.1  # seconds until it is seen that the server is to end
+_POLL = 0.1  # seconds between two checks whether the server must end
 
 Address = tuple[str, int]
 
 
 @dataclass
 class Hosts:
-    """The hosts of the job, in the order of their first ranks, which lead and serve them.
+    """The hosts of the job, in the order of their first ranks.
 
-    ``stride``: from a host to the one with its copies.
+    Attributes:
+        number: index of this host.
+        leaders: the first rank of each host, which runs its server.
+        leads: whether this rank is the leader of its host.
+        peers: a client for each host.
+        server: the server of this host; ``None`` on ranks that do not lead, or with one host.
+        stride: distance in the list from a host to the one that stores its copies.
     """
 
     number: int
@@ -68,7 +75,7 @@ class Hosts:
     @classmethod
     def meet(cls, meeting: Meeting, tier: HostTier, host: str | None, address: str | None) -> Hosts:
         mine = host or _this_host()
-        names = meeting.gather("tell the hosts", mine)
+        names = meeting.gather("exchange host names", mine)
         leaders = [names.index(name) for name in dict.fromkeys(names)]
         number = list(dict.fromkeys(names)).index(mine)
         leads = leaders[number] == meeting.rank
@@ -89,7 +96,7 @@ class Hosts:
         return cls(number, leaders, leads, peers, servers[0] if servers else None, stride)
 
     def partner(self) -> Peer:
-        """The host that has copies of what is here."""
+        """The host that stores the copies of this host's files."""
         return self.peers[(self.number + self.stride) % len(self.peers)]
 
     def close(self) -> None:
@@ -101,10 +108,15 @@ class Hosts:
 
 
 def hosts_apart(leaders: Sequence[int], slices: Groups) -> int:
-    """How far the host with the copies of another is, in the order of hosts: the next one, but of
-    several slices the one at the same place of the next slice, as a slice is lost as a whole.
+    """Distance in the list of hosts from a host to the one that stores its copies.
 
-    ``leaders``: the first rank of each host. ``slices``: ordinals of the ranks of each.
+    It is 1 (the next host). If the hosts are in the order of several slices of equal size, it is
+    the number of hosts of a slice, so that the copies are on the next slice: a slice fails as a
+    unit.
+
+    Args:
+        leaders: the first rank of each host.
+        slices: for each slice, the ordinals of its ranks.
     """
     on = [number for rank in leaders for number, one in enumerate(slices) if rank in one]
     each = len(leaders) // max(len(slices), 1)
@@ -127,13 +139,13 @@ def _own_address() -> str:
         return socket.gethostbyname(name)
     except OSError as error:
         raise OSError(
-            f"{name}, the name of this host, has no address ({error}): give address=, the one that "
-            "other hosts reach"
+            f"{name}, the name of this host, has no address ({error}). Pass address=, an address "
+            "of this host that other hosts can reach."
         ) from error
 
 
 class TierServer:
-    """Serves the folder of this host until it is closed."""
+    """A server for the folder of this host. It runs until it is closed."""
 
     def __init__(self, tier: HostTier, key: bytes, host: str) -> None:
         handler = _handler(tier, key)
@@ -156,13 +168,13 @@ class _Server(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is gone is its own affair: nothing is printed."""
+        """Prints nothing if a client closes its connection."""
 
 
 def _handler(tier: HostTier, key: bytes) -> type[socketserver.StreamRequestHandler]:
     class Handler(socketserver.StreamRequestHandler):
         timeout = TIMEOUT
-        disable_nagle_algorithm = True  # an answer is a line and then bytes
+        disable_nagle_algorithm = True  # do not delay the line that precedes the bytes
 
         def handle(self) -> None:
             nonce = secrets.token_bytes(_NONCE)
@@ -182,7 +194,7 @@ def _handler(tier: HostTier, key: bytes) -> type[socketserver.StreamRequestHandl
                         _send(tier, request, self.wfile)
                 except (CheckpointError, KeyError, ValueError, TypeError) as error:
                     _say(self.wfile, {"error": f"{type(error).__name__}: {in_a_line(error, 500)}"})
-                    return  # what else was sent is not read
+                    return  # close the connection: the rest of the request was not read
 
     return Handler
 
@@ -191,10 +203,12 @@ def _send(tier: HostTier, request: dict[str, Any], out: BufferedIOBase) -> None:
     card = Card.load(request["card"].encode(), "a request")
     begin, count = int(request["begin"]), int(request["count"])
     if not 0 <= begin <= begin + count <= card.record.size:
-        raise ValueError(f"bytes {begin} to {begin + count} of {card.record.size}")
+        raise ValueError(
+            f"bytes {begin} to {begin + count} requested, but the file has {card.record.size}"
+        )
     path = join(tier.folder(card.save), card.name)
     piece = memoryview(bytearray(min(count, _PIECE)))
-    tier.store.size(path)  # else the error comes after it was said that there is none
+    tier.store.size(path)  # raises before "ok" is sent if there is no file
     _say(out, {"ok": True})
     for at in range(begin, begin + count, _PIECE):
         part = piece[: min(_PIECE, begin + count - at)]
@@ -203,10 +217,10 @@ def _send(tier: HostTier, request: dict[str, Any], out: BufferedIOBase) -> None:
 
 
 def _receive(tier: HostTier, request: dict[str, Any], source: BufferedIOBase) -> None:
-    """A file of another host and its card: as it was written there, or not at all."""
+    """Receives a file of another host and its card. Stores it only if its digests match."""
     card = Card.load(request["card"].encode(), "a request")
     if card.run != tier.run:
-        raise ValueError("the file is of another run")
+        raise ValueError("the file belongs to another run")
     folder = tier.folder(card.save)
     tier.store.make_folder(folder)
     draft = join(folder, f".{secrets.token_hex(8)}.draft")
@@ -217,25 +231,27 @@ def _receive(tier: HostTier, request: dict[str, Any], source: BufferedIOBase) ->
         while left:
             data = source.read(min(left, _PIECE))
             if not data:
-                raise OutputError(f"{draft}: the other host was gone with {left} bytes to come")
+                raise OutputError(
+                    f"{draft}: the other host closed the connection, {left} bytes are missing"
+                )
             digests.update(memoryview(data))
             output.write(data)
             left -= len(data)
         if tuple(digests.finish()) != card.record.digests:
-            raise OutputError(f"{draft}: not the bytes that were sent arrived")
+            raise OutputError(f"{draft}: the received bytes are not the bytes that were sent")
         output.close()
     except BaseException:
         output.discard()
         with contextlib.suppress(CheckpointError):
             tier.store.remove(draft)
         raise
-    tier.store.remove(join(folder, card.name))  # of a copy that was sent before
+    tier.store.remove(join(folder, card.name))  # an earlier copy of the same file
     tier.store.rename(draft, join(folder, card.name))
     tier.add_card(card)
 
 
 class Peer:
-    """Another host, as a client; threads take turns. ``name``: for messages."""
+    """A client of another host's server, for one thread at a time. ``name``: for messages."""
 
     def __init__(self, address: Address, key: bytes, name: str) -> None:
         self.address, self.name = address, name
@@ -244,10 +260,10 @@ class Peer:
         self._files: tuple[socket.socket, BufferedIOBase, BufferedIOBase] | None = None
 
     def read_into(self, card: Card, begin: int, out: memoryview) -> None:
-        """Fills ``out`` with the bytes of a file from ``begin`` on.
+        """Fills ``out`` with the bytes of a file from ``begin``.
 
         Raises:
-            UnreadableFileError: the host does not answer, or has no such file.
+            UnreadableFileError: the host does not answer, or does not have the file.
         """
         request = {
             "do": "read",
@@ -269,7 +285,7 @@ class Peer:
         self._ask(answer, f"{card.name} of {card.save.folder} cannot be read", UnreadableFileError)
 
     def manifest(self, card: Card) -> Card:
-        """``card``, which is bare, with the manifest that the host has of it."""
+        """Reads from the host the card that includes the manifest; ``card`` is bare."""
         found: list[Card] = []
 
         def answer(source: BufferedIOBase, sink: BufferedIOBase) -> None:
@@ -280,10 +296,10 @@ class Peer:
         return found[0]
 
     def put(self, tier: HostTier, card: Card) -> None:
-        """Copies a file of ``tier`` and its card there.
+        """Copies a file of ``tier`` and its card to the host.
 
         Raises:
-            OutputError: the host does not answer, or has no room.
+            OutputError: the host does not answer, or has not enough space.
         """
         path = join(tier.folder(card.save), card.name)
 
@@ -316,8 +332,8 @@ class Peer:
                 self._drop()
                 host, port = self.address
                 raise kind(
-                    f"{self.name} ({host}:{port}): {what}: {error or type(error).__name__}; if "
-                    "the host is there, see to it that hosts reach each other, or give address="
+                    f"{self.name} ({host}:{port}): {what}: {error or type(error).__name__}. If "
+                    "the host is running, check that hosts reach each other, or pass address=."
                 ) from error
 
     def _connected(self) -> tuple[BufferedIOBase, BufferedIOBase]:
@@ -348,7 +364,7 @@ def _say(out: BufferedIOBase, value: dict[str, Any]) -> None:
 
 
 def _require(source: BufferedIOBase) -> dict[str, Any]:
-    """The answer, which is not an error."""
+    """Reads an answer. Raises an error if the answer reports one."""
     line = source.readline(_LINE)
     if not line:
         raise ConnectionError("the connection ended")
@@ -359,12 +375,17 @@ def _require(source: BufferedIOBase) -> dict[str, Any]:
 
 
 class SpreadStore:
-    """A store (see :class:`~..consolidate.format.store.Store`) with one folder to read.
+    """A read-only store (see :class:`~..consolidate.format.store.Store`) with one folder.
 
-    ``cards``: of all ranks' files; ``copies_of``: who has a rank's file, in the order in which to
-    ask, ``None`` for this host. A chunk that is damaged on one is read from the next, with a
-    warning. Of the last the caller compares every byte with the digests of the manifest, as it does
-    of all.
+    A chunk that is damaged on one host is read from the next host, with a warning. The caller must
+    compare all bytes with the digests of the manifest, because those of the last host are not
+    checked here.
+
+    Args:
+        cards: for each rank, the card of its file.
+        whole: the manifest.
+        copies_of: returns the hosts that have the file of a rank, in the order in which to read
+            from them. ``None`` is this host.
     """
 
     renames = True
@@ -397,7 +418,7 @@ class SpreadStore:
                 self._read(card, peer, begin, out)
                 if self._right(card, begin, out):
                     return
-                wrong = f"bytes {begin} to {begin + len(out)} are not those that were saved"
+                wrong = f"bytes {begin} to {begin + len(out)} are damaged"
             except CheckpointError as error:
                 wrong = str(error)
             self._put_last(card, peer, wrong)
@@ -412,19 +433,19 @@ class SpreadStore:
 
     @staticmethod
     def _right(card: Card, begin: int, out: memoryview) -> bool:
-        # Readers read whole chunks, which alone have digests.
+        # Only complete chunks have digests, and readers read complete chunks.
         number, inside = divmod(begin, card.record.chunk)
         length = min(card.record.chunk, card.record.size - begin)
         return inside == 0 and len(out) == length and digest(out) == card.record.digests[number]
 
     def _put_last(self, card: Card, peer: Peer | None, wrong: str) -> None:
-        """A host that hangs or has bad memory is not asked for each chunk again."""
+        """Moves a host to the end of the list, so that further chunks are read from others."""
         copies = [other for other in self._copies[card.rank] if other is not peer]
         self._copies[card.rank] = [*copies, peer]
         warnings.warn(
             f"{card.name} of {card.save.folder} on {peer.name if peer else 'this host'}: "
-            f"{wrong:.300}; it is read from another host. Look at the memory of that one, or its "
-            "connection",
+            f"{wrong:.300}; it is read from another host. Check the memory and the network of "
+            "the host that failed.",
             stacklevel=2,
         )
 
@@ -440,7 +461,7 @@ class SpreadStore:
     def _card(self, path: str) -> Card:
         card = self._cards.get(self._name(path))
         if card is None:
-            raise CheckpointNotFoundError(f"{path}: does not exist")
+            raise CheckpointNotFoundError(f"{path}: does not exist in this save")
         return card
 
     def create(self, path: str) -> Output:
@@ -465,4 +486,4 @@ class SpreadStore:
         return False
 
     def _refuse(self, path: str) -> NoReturn:
-        raise NotImplementedError(f"{path}: a save in memory is only read this way")
+        raise NotImplementedError(f"{path}: a save in memory is read-only here")
