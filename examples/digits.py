@@ -1,6 +1,6 @@
 """Handwritten digits in plain torch: scikit-learn's bundled set, and MNIST.
 
-:func:`load` has them in memory, 28 by 28 pixels; :func:`write` writes scikit-learn's as PNG files.
+:func:`load` loads them as 28 by 28 pixels; :func:`write` writes scikit-learn's set as PNG files.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ MNIST_FILES = [
 
 
 class Images(Dataset):
-    """Images as bytes, which become normalised floats one by one."""
+    """A dataset of images, stored as bytes and returned as normalised floats."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.images = images  # uint8, (N, 28, 28)
@@ -41,7 +41,7 @@ class Images(Dataset):
 
 
 def prepare(datadir: str) -> None:
-    """Downloads MNIST into ``datadir``, in torchvision's layout, unless it is there."""
+    """Downloads MNIST into ``datadir``, in torchvision's layout, if it is not there yet."""
     from torchvision.datasets import MNIST
 
     chatter = io.StringIO()
@@ -58,7 +58,7 @@ def prepare(datadir: str) -> None:
 
 
 def load(train: bool, datadir: str | None = None, fake: bool = False) -> Images:
-    """The training images, or the held-out ones: the same in every process."""
+    """Returns the training images, or the held-out ones; they are equal in every process."""
     if fake:
         generator = torch.Generator().manual_seed(int(train))
         count = FAKE_IMAGES[train]
@@ -78,7 +78,7 @@ def load(train: bool, datadir: str | None = None, fake: bool = False) -> Images:
 
 
 def bundled_digits(part: str, edge: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """scikit-learn's: places in its list, images (N, 1, edge, edge) from 0 to 1, and labels."""
+    """scikit-learn's digits: indices, images (N, 1, edge, edge) from 0 to 1, and labels."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -91,9 +91,9 @@ def bundled_digits(part: str, edge: int) -> tuple[list[int], torch.Tensor, torch
 
 
 def write(folder: str) -> str:
-    """Writes scikit-learn's digits there unless something is there already; returns ``folder``.
+    """Writes scikit-learn's digits into ``folder`` if it is empty; returns ``folder``.
 
-    1,500 to train and 297 to test, 32 x 32 pixels.
+    There are 1,500 training and 297 test images of 32 x 32 pixels.
     """
     from torchvision.utils import save_image
 
@@ -102,7 +102,7 @@ def write(folder: str) -> str:
     parent = os.path.dirname(os.path.abspath(folder))
     try:
         os.makedirs(parent, exist_ok=True)
-        # Whoever finds the folder finds it complete.
+        # Write into a temporary folder first, so that other processes only see a complete folder.
         with tempfile.TemporaryDirectory(dir=parent) as draft:
             for part in ("train", "val"):
                 for index, image, label in zip(*bundled_digits(part, 32), strict=True):
@@ -112,11 +112,11 @@ def write(folder: str) -> str:
             try:
                 os.rename(os.path.join(draft, "digits"), folder)
             except OSError:
-                # Another start may have been there first.
+                # Another process may have written it first.
                 if not _is_filled(folder):
                     raise
     except OSError as error:
-        raise Stop(f"the digits can not be written to {folder}: {error.strerror}", 2) from error
+        raise Stop(f"the digits cannot be written to {folder}: {error.strerror}", 2) from error
     return folder
 
 
@@ -129,9 +129,9 @@ def _check(images: torch.Tensor, labels: torch.Tensor) -> None:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, (AssertionError, KeyError)):  # they have no words of their own
+    if isinstance(error, (AssertionError, KeyError)):  # these have no useful message
         return "a file is not in the format of MNIST"
-    # A download that failed says so in several lines.
+    # The message of a failed download has several lines.
     return in_a_line(error, 200)
 
 

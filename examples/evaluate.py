@@ -1,11 +1,11 @@
-"""Evaluates what an example has consolidated, in plain torch, without torch_xla.
+"""Evaluates a consolidated model of an example in plain torch, without torch_xla.
 
     python examples/evaluate.py runs/mnist/ckpt_consolidated [--datadir DIR] [--batch_size 256]
 
-The folder says which network it is and what it is evaluated on: safetensors files are in
-``weights``, and beside them ``network.json`` has what :func:`build` and :func:`test_images` or
-:func:`validation_loss` need, ``{"network": {"kind": ..., ...}, "images" or "tokens": {...}}``.
---datadir reads these from somewhere else. Prints one line of JSON.
+The folder has safetensors files in ``weights``, and ``network.json`` with the arguments of
+:func:`build`, and of :func:`test_images` or :func:`validation_loss`:
+``{"network": {"kind": ..., ...}, "images" or "tokens": {...}}``. With --datadir the images or
+tokens come from another folder. Prints one line of JSON.
 """
 
 import argparse
@@ -44,15 +44,15 @@ def main(folder: str, datadir: str | None, batch_size: int, num_workers: int) ->
 
 
 def load(folder: str) -> tuple[nn.Module, Any]:
-    """The network with its weights, and how its images or tokens are to be read."""
+    """Returns the network with its weights, and the description of its images or tokens."""
     try:
         with open(os.path.join(folder, "network.json"), encoding="utf-8") as file:
             described = json.load(file)
         network, read = described["network"], described.get("tokens")
         read = described["images"] if read is None else read
         place = os.path.join(folder, "weights")
-        if network["kind"] == "llama":  # a folder of the hub
-            os.environ["USE_TORCH_XLA"] = "0"  # else transformers imports it
+        if network["kind"] == "llama":  # in the format of the Hugging Face hub
+            os.environ["USE_TORCH_XLA"] = "0"  # otherwise transformers imports it
             from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
             return LlamaForCausalLM.from_pretrained(place, dtype=torch.float32), read
@@ -70,7 +70,7 @@ def load(folder: str) -> tuple[nn.Module, Any]:
 
 
 def build(kind: str, **arguments: Any) -> nn.Module:
-    """The network with random weights. ``kind``: ``mnist``, ``vit``, ``torchvision``, ``gpt``."""
+    """Builds the network, with random weights, of a ``kind``: mnist, vit, torchvision, gpt."""
     if kind == "mnist":
         from train_mnist import MnistNetwork
 
@@ -88,7 +88,7 @@ def build(kind: str, **arguments: Any) -> nn.Module:
 
 
 def validation_loss(model: nn.Module, described: Any, folder: str | None) -> dict[str, Any]:
-    """The mean of the tokens of ``--data`` that a ``network.json`` says under ``tokens``."""
+    """The mean loss of the tokens that ``network.json`` describes under ``tokens``."""
     import tokens
 
     try:
@@ -98,14 +98,14 @@ def validation_loss(model: nn.Module, described: Any, folder: str | None) -> dic
         prepared = {"pairs": tokens.pairs, "packed": partial(tokens.packed, end=found.end)}
         batches = prepared[described["rows"]](batches)
     except (TypeError, KeyError) as error:
-        unknown = f"network.json does not say how tokens are read: {script.in_a_line(error)}"
+        unknown = f"network.json does not describe tokens correctly: {script.in_a_line(error)}"
         raise script.Stop(unknown, code=2) from error
     total, counted = 0.0, 0
     with torch.no_grad():
         for numbers, labels, *packed in batches:
             if packed:
-                # transformers sees by positions that begin again where a document does, but looks
-                # at them only where it keeps no keys and values.
+                # Positions restart at each document. transformers uses this to separate documents,
+                # but only without a cache of keys and values.
                 logits = model(numbers, position_ids=packed[1], use_cache=False).logits
             else:
                 logits = model(numbers)
@@ -117,8 +117,8 @@ def validation_loss(model: nn.Module, described: Any, folder: str | None) -> dic
 
 
 def test_images(described: Any, datadir: str | None) -> Dataset:
-    """What a ``network.json`` says under ``images``, read from ``datadir`` if that is given."""
-    unknown = "network.json does not say how images are read"
+    """The images that ``network.json`` describes, from ``datadir`` if that is given."""
+    unknown = "network.json does not describe images correctly"
     if not isinstance(described, dict):
         raise script.Stop(f"{unknown}: it has {described!r:.60}", code=2)
     if datadir is not None:
@@ -127,7 +127,7 @@ def test_images(described: Any, datadir: str | None) -> Dataset:
             described["fake"] = False
     try:
         if described["kind"] == "folders" and described["datadir"] is None:
-            fake = "the network was trained on fake images: --datadir=DIR names real ones"
+            fake = "the network was trained on fake images; give real ones with --datadir=DIR"
             raise script.Stop(fake, code=2)
         return _read(**described)
     except (TypeError, ValueError, KeyError) as error:
@@ -150,15 +150,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.error = lambda message: script.end(f"{message} (--help lists the flags)", 2)
-    parser.add_argument("folder", nargs="*", help="with a consolidated model")
+    parser.add_argument("folder", nargs="*", help="folder with a consolidated model")
     parser.add_argument("--datadir", help="folder of images or tokens; default: as in training")
-    parser.add_argument("--batch_size", type=int, default=256, help="images at a time")
+    parser.add_argument("--batch_size", type=int, default=256, help="images in a batch")
     parser.add_argument("--num_workers", type=int, default=0, help="processes that read images")
     options = parser.parse_args(arguments)
     if len(options.folder) != 1:
-        parser.error("name one folder with a consolidated model")
+        parser.error("give one folder with a consolidated model")
     if options.datadir == "":
-        parser.error("--datadir=: is empty; name a folder")
+        parser.error("--datadir=: is empty; give a folder")
     if options.batch_size < 1 or options.num_workers < 0:
         parser.error("--batch_size must be at least 1, --num_workers at least 0")
     return options

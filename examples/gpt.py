@@ -1,4 +1,4 @@
-"""The decoders of GPT-3's family, in plain torch, in the sizes that fairseq trains."""
+"""Decoders of the GPT-3 family in plain torch, with the sizes of fairseq."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -35,21 +35,21 @@ VOCABULARY, POSITIONS = 50_272, 2_050
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, reduction: str = "mean"
 ) -> torch.Tensor:
-    """Of the logits of a last linear layer, in float32; labels of -100 do not count."""
+    """The cross entropy of a last linear layer, in float32; labels of -100 do not count."""
     logits = F.linear(hidden, weight).float().flatten(0, -2)
     return F.cross_entropy(logits, labels.flatten(), reduction=reduction)
 
 
 class GPT(nn.Module):
-    """Pre-norm blocks over learned positions, nothing dropped, embedding and head not tied.
+    """Pre-norm blocks with learned positions, without dropout; embedding and head are not tied.
 
     Args:
         vocabulary: number of different tokens.
-        positions: tokens of the longest sequence.
-        join: makes one module of the blocks, which it takes one by one: each can be sharded before
-            the next exists. Default: ``nn.Sequential``.
-        attention: what computes it, called like ``F.scaled_dot_product_attention``.
-        cross_entropy: what computes the loss, called like :func:`linear_cross_entropy`.
+        positions: length of the longest sequence.
+        join: joins the blocks into one module. It gets an iterator, so each block can be sharded
+            before the next one is created. Default: ``nn.Sequential``.
+        attention: computes attention, called like ``F.scaled_dot_product_attention``.
+        cross_entropy: computes the loss, called like :func:`linear_cross_entropy`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GPT(nn.Module):
         self.cross_entropy = cross_entropy
         self.embed = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.empty(positions, width))
-        # What the blocks add to each other grows with their number: it begins smaller (GPT-2).
+        # The sum of all blocks grows with their number, so initial outputs are smaller (GPT-2).
         narrow = 0.02 * (2 * layers) ** -0.5
         self.blocks = join(Block(width, heads, attention, narrow) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
@@ -88,7 +88,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron with one hidden layer, each behind a norm in a residual."""
+    """Attention and a perceptron with one hidden layer, each after a norm and with a residual."""
 
     def __init__(
         self, width: int, heads: int, attention: Callable[..., torch.Tensor], narrow: float
@@ -108,7 +108,7 @@ class Block(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``: (batch, length, width), and so is what is returned."""
+        """``x`` and the result: (batch, length, width)."""
         h = self.norm1(x)
         q, k, v = (self._heads(layer(h)) for layer in (self.q, self.k, self.v))
         mixed = self.attention(q, k, v, is_causal=True)
@@ -116,12 +116,12 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, length, width) to (batch, heads, length, width / heads)."""
+        """Reshapes (batch, length, width) to (batch, heads, length, width / heads)."""
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 def count_parameters(vocabulary: int, positions: int, size: Size) -> int:
-    """Of the model, which need not exist."""
+    """The number of parameters of the model, which need not exist."""
     with torch.device("meta"):
         model = GPT(vocabulary, positions, *size)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -138,19 +138,20 @@ def complete(
     seed: int = 0,
     sync: Callable[[], object] = lambda: None,
 ) -> list[int]:
-    """``prompt`` and the ``new`` tokens, or as many as fit into ``length``, that follow it.
+    """Returns ``prompt`` and up to ``new`` generated tokens, at most ``length`` in total.
 
-    Greedily, or at a ``temperature`` above 0 drawn with ``seed``. Each token is a forward of a
-    whole row of ``length``: always the same program, which a sharded model needs, and no keys and
-    values to keep. All ranks call it with the same, and find the same. ``sync``: ends a program;
-    without, collectives of all tokens before would be in each.
+    It chooses the likeliest token, or samples with ``seed`` if ``temperature`` is above 0. For each
+    token it runs a forward of ``length`` tokens, without a cache of keys and values, so that all
+    forwards are the same program. All ranks must pass the same arguments, and get the same result.
+    ``sync``: runs the pending program; without it, each program would contain all earlier tokens.
     """
     draw = torch.Generator().manual_seed(seed)
     row = torch.zeros(1, length, dtype=torch.long)
     row[0, : len(prompt)] = torch.tensor(prompt)
     end = min(length, len(prompt) + new)
     for place in range(len(prompt), end):
-        at = torch.tensor([place - 1] * 2).to(device)  # one would be another program every time
+        # Two elements: a single one would be a constant, and so another program for each token.
+        at = torch.tensor([place - 1] * 2).to(device)
         scores = model(row.to(device)).index_select(1, at)[0, 0].float()
         sync()
         scores = scores.cpu()

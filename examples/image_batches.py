@@ -1,4 +1,4 @@
-"""Flags of the scripts that train on folders of images, and the batches that come of them."""
+"""Flags of the scripts that train on folders of images, and their batches."""
 
 import os
 from typing import Any, NamedTuple
@@ -19,21 +19,21 @@ flags.DEFINE_string(
 )
 flags.DEFINE_alias("data_dir", "datadir")
 flags.DEFINE_bool("fake_data", False, "train on random images, as many as ImageNet has")
-flags.DEFINE_integer("num_classes", None, "default: as many as there are", lower_bound=1)
+flags.DEFINE_integer("num_classes", None, "default: that of the data", lower_bound=1)
 flags.DEFINE_integer("image_size", None, "pixels along an edge", lower_bound=1)
-script.DEFINE_number("min_crop", None, "least part of a training image that is shown", "(0, 1]")
+script.DEFINE_number("min_crop", None, "smallest part of a training image to crop", "(0, 1]")
 flags.DEFINE_integer(
     "num_workers",
     None,
-    "processes a rank that read images to train on, and as many those of the test; default: 4 if "
-    "there are cores for them, none for digits",
+    "processes of each rank that read training images, and the same number for test images; "
+    "default: up to 4, depending on the cores; none for digits",
     lower_bound=0,
 )
-script.require("datadir", bool, "is empty; name a folder")
+script.require("datadir", bool, "is empty; give a folder")
 
 
 class Source(NamedTuple):
-    """Where images come from. Without ``datadir`` they are fake."""
+    """The source of the images. Without ``datadir`` they are random."""
 
     datadir: str | None
     classes: list[str] | None
@@ -44,16 +44,16 @@ class Source(NamedTuple):
     def find(
         cls, datadir: str | None, fake: bool, num_classes: int | None, plan: str | None
     ) -> "Source":
-        """Of what the flags say, before the ranks start."""
+        """Returns the source that the flags select; call it before the ranks start."""
         if fake and datadir:
             raise script.Stop("--fake_data excludes --datadir", code=2)
-        if fake or (plan and not datadir):  # a plan is of the full size, and needs no image
+        if fake or (plan and not datadir):  # a plan needs no images
             return cls(None, None, num_classes or 1000, digits=False)
         folder = datadir or digits.write(DIGITS)
         try:
             classes = images.find_classes(folder)
         except script.Stop as error:
-            again = "" if datadir else f"; remove {DIGITS}, which is made again"
+            again = "" if datadir else f"; remove {DIGITS}, which is then created again"
             raise script.Stop(f"{error.message}{again}", code=2) from error
         if num_classes is not None and num_classes < len(classes):
             more = f"but {folder} has {len(classes)}"
@@ -61,14 +61,14 @@ class Source(NamedTuple):
         return cls(folder, classes, num_classes or len(classes), digits=not datadir)
 
     def describe(self, image_size: int, interpolation: str = "bilinear") -> dict[str, Any]:
-        """How ``images.test_images`` reads those of this run."""
+        """The arguments with which ``images.test_images`` reads the images of this run."""
         return {
             "kind": "folders",
             "datadir": self.datadir and os.path.abspath(self.datadir),
             "classes": self.classes,
             "image_size": image_size,
             "interpolation": interpolation,
-            # Digits fill their image.
+            # Digits fill their images, so there is no border to crop.
             "border": 1.0 if self.digits else 256 / 224,
         }
 
@@ -84,7 +84,7 @@ class Source(NamedTuple):
         max_steps: int | None,
         seed: int,
     ) -> tuple[DataLoader, DataLoader]:
-        """This rank's training and test batches."""
+        """The training and test batches of this rank."""
         import torch_xla.runtime as xr
 
         share, vary = (xr.global_ordinal(), xr.world_size()), None
@@ -95,7 +95,7 @@ class Source(NamedTuple):
         else:
             train_data = images.training_images(self.datadir)
             least = min_crop or (0.6 if self.digits else 0.08)
-            # Mirrored digits are none.
+            # Do not mirror digits.
             vary = images.RandomPart(image_size, least, not self.digits, interpolation)
             read = self.describe(image_size, interpolation) | {"datadir": self.datadir}
             test_data = images.test_images(**{k: v for k, v in read.items() if k != "kind"})
@@ -108,13 +108,13 @@ class Source(NamedTuple):
 
 
 def reading(number: int | None) -> dict[str, Any]:
-    """How a ``DataLoader`` reads: in which processes."""
+    """The arguments of a ``DataLoader`` for its worker processes."""
     import torch_xla.runtime as xr
 
     on_cpu = xr.device_type() == "CPU"
     if number is None:
         cores = len(os.sched_getaffinity(0))
-        # CPU ranks share the cores of one machine, and each has two loaders.
+        # CPU ranks share the cores of one machine, and each rank has two loaders.
         number = min(4, cores // (2 * xr.world_size()) if on_cpu else cores)
     if not number:
         return {}

@@ -1,4 +1,4 @@
-"""Images in folders named after their classes, as ImageNet-1k is kept. Plain torch.
+"""Reads images from folders named after their classes, as for ImageNet-1k, in plain torch.
 
 ``DIR/train/<class>/<image>`` for training, ``DIR/val/<class>/<image>`` for the test.
 """
@@ -17,12 +17,12 @@ from torchvision import datasets, transforms
 from torchvision.transforms import InterpolationMode, functional
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# As many as in ImageNet-1k.
+# The numbers of images of ImageNet-1k.
 FAKE_IMAGES = {"train": 1_281_167, "val": 50_000}
 
 
 class UnreadableImage(Stop):
-    """An image can not be read. A loader's worker process hands on a traceback as the message."""
+    """An image cannot be read. From a loader's worker process, the message is a traceback."""
 
     def __init__(self, message: str, code: int = 2) -> None:
         super().__init__(message.rpartition("UnreadableImage: ")[2].strip(), code)
@@ -32,7 +32,7 @@ class UnreadableImage(Stop):
 
 
 class FakeImages(Dataset):
-    """As many random images as ImageNet-1k has, ``count`` at most; a few that come again."""
+    """As many random images as ImageNet-1k has, at most ``count``; a few images are repeated."""
 
     def __init__(self, part: str, image_size: int, classes: int, count: int | None = None) -> None:
         self.count, self.classes = min(count or FAKE_IMAGES[part], FAKE_IMAGES[part]), classes
@@ -48,9 +48,9 @@ class FakeImages(Dataset):
 
 @dataclass
 class RandomPart:
-    """Shows a random part of an image, at least ``min_crop`` of its area, perhaps mirrored.
+    """Crops a random part of an image, at least ``min_crop`` of its area, perhaps mirrored.
 
-    As torchvision's RandomResizedCrop, which draws from the one generator of the process.
+    It works like torchvision's RandomResizedCrop, but with a generator that the caller passes.
     """
 
     image_size: int
@@ -65,7 +65,7 @@ class RandomPart:
         return _to_tensor(functional.hflip(part) if self.flip and draw.random() < 0.5 else part)
 
     def choose(self, width: int, height: int, draw: random.Random) -> tuple[int, int, int, int]:
-        """Top, left, height and width of a part of an image of this size."""
+        """Returns top, left, height and width of a random part of an image of this size."""
         for _ in range(10):
             area = width * height * draw.uniform(self.min_crop, 1)
             ratio = math.exp(draw.uniform(math.log(3 / 4), math.log(4 / 3)))
@@ -73,14 +73,14 @@ class RandomPart:
             if 0 < w <= width and 0 < h <= height:
                 top, left = draw.random() * (height - h + 1), draw.random() * (width - w + 1)
                 return int(top), int(left), h, w
-        # The image is a narrow one: its middle.
+        # The image is too narrow: use its middle.
         ratio = min(max(width / height, 3 / 4), 4 / 3)
         w, h = min(width, round(height * ratio)), min(height, round(width / ratio))
         return (height - h) // 2, (width - w) // 2, h, w
 
 
 def training_images(folder: str) -> datasets.ImageFolder:
-    """Training images as they are, for a :class:`RandomPart`."""
+    """Training images without a transform, for a :class:`RandomPart`."""
     return _open(folder, "train", None)
 
 
@@ -94,10 +94,10 @@ def test_images(
 ) -> datasets.ImageFolder:
     """Test images: the middle, after scaling the shorter edge to ``border`` times the size.
 
-    Refuses a folder that has other ``classes`` than these, which the network was trained on.
+    Raises Stop if the folder's classes differ from ``classes``, those of the training.
     """
     found = find_classes(datadir, ("val",))
-    # Labels are places in the sorted names: with one name more, all after it would be wrong.
+    # Labels are indices of the sorted names: one more name would change all labels after it.
     if classes is not None:
         trained = f"the {len(classes)} classes that the network was trained on"
         _require_same(list(classes), found, f"{datadir} does not have {trained}")
@@ -107,7 +107,7 @@ def test_images(
 
 
 def find_classes(folder: str, parts: tuple[str, ...] = ("train", "val")) -> list[str]:
-    """Names of the classes. Reads names of folders only."""
+    """The names of the classes. It only reads the names of folders."""
     found = []
     for part in parts:
         path = os.path.join(folder, part)
@@ -119,7 +119,7 @@ def find_classes(folder: str, parts: tuple[str, ...] = ("train", "val")) -> list
         except OSError as error:
             raise unreadable(path, error) from error
         if not found[-1]:
-            raise Stop(f"{path} is empty: no folder of a class in it", code=2)
+            raise Stop(f"{path} is empty; it must have a folder for each class", code=2)
     _require_same(found[0], found[-1], f"{folder}: train and val do not have the same classes")
     return found[0]
 
@@ -127,12 +127,12 @@ def find_classes(folder: str, parts: tuple[str, ...] = ("train", "val")) -> list
 def _require_same(some: list[str], others: list[str], otherwise: str) -> None:
     different = sorted(set(some) ^ set(others))
     if different:
-        one = f"{different[0]!r} is in one only ({len(different)} such)"
+        one = f"{len(different)} classes are in only one of them, such as {different[0]!r}"
         raise Stop(f"{otherwise}: {one}", code=2)
 
 
 def unreadable(folder: str, error: OSError) -> Stop:
-    return Stop(f"{folder} can not be read: {error.strerror}; make it readable", code=2)
+    return Stop(f"{folder} cannot be read: {error.strerror}; make it readable", code=2)
 
 
 def _to_tensor(image: Image.Image) -> torch.Tensor:
@@ -143,7 +143,7 @@ def _open(folder: str, part: str, transform: Callable | None) -> datasets.ImageF
     try:
         return datasets.ImageFolder(os.path.join(folder, part), transform, loader=_read)
     except (OSError, ValueError) as error:
-        # A class without images says so in several lines.
+        # The message about a class without images has several lines.
         raise Stop(f"{folder}: {in_a_line(error)}", code=2) from error
 
 
@@ -151,5 +151,5 @@ def _read(path: str) -> Image.Image:
     try:
         return datasets.folder.pil_loader(path)
     except Exception as error:  # PIL raises many kinds
-        wrong = f"is not a whole image: {in_a_line(error)}; replace or remove it"
+        wrong = f"is not a complete image: {in_a_line(error)}; replace or remove it"
         raise UnreadableImage(f"{path} {wrong}") from error

@@ -1,6 +1,6 @@
-"""LLaMA of the library transformers, trained on rows that several documents share.
+"""The LLaMA model of the library transformers, for rows that contain several documents.
 
-Names are those of the library: a model trained here is a folder of the hub, and the other way.
+Parameter names are those of the library, so models can be exchanged with the Hugging Face hub.
 """
 
 import json
@@ -31,7 +31,7 @@ class Size(NamedTuple):
     inner: int
 
 
-# Of config.json of Llama 3.2 1B, 3.1 8B and 3.1 70B; embeddings are not tied here.
+# From config.json of Llama 3.2 1B, 3.1 8B and 3.1 70B; embeddings are not tied here.
 SIZES = {
     "tiny": Size(2, 128, 4, 2, 384),
     "1B": Size(16, 2048, 32, 8, 8192),
@@ -44,8 +44,10 @@ VOCABULARY = 128_256
 def new(
     size: str, vocabulary: int | None, positions: int, found: tokens.Tokens | None
 ) -> LlamaConfig:
-    """Of a model for the tokens that were ``found``, by default with their vocabulary if it is
-    tiny."""
+    """The configuration of a new model for the tokens ``found``.
+
+    By default, a tiny model has the vocabulary of the tokens.
+    """
     sizes = SIZES[size]
     here = found.vocabulary if found else tokens.byte_level().get_vocab_size()
     return LlamaConfig(
@@ -66,23 +68,28 @@ def new(
 
 
 def of_folder(folder: str) -> LlamaConfig:
-    """Of the model in a folder of the hub."""
+    """The configuration of the model in a folder in the format of the hub."""
     try:
         said = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
         if said.get("model_type") != "llama":
-            raise ValueError(f"config.json is of a {said.get('model_type')!r}, not of a 'llama'")
+            raise ValueError(
+                f"its config.json has model_type {said.get('model_type')!r}, not 'llama'"
+            )
         found = LlamaConfig.from_pretrained(folder, attn_implementation="xla_fsdp")
     except (OSError, ValueError) as error:
         raise Stop(f"--folder={folder} has no model: {in_a_line(error)}", code=2) from error
-    found.dtype = torch.float32  # of the shards; it computes in --compute_dtype
+    found.dtype = torch.float32  # the dtype of shards; the model computes in --compute_dtype
     return found
 
 
 def require_fit(
     config: LlamaConfig, length: int, words: str | None, found: tokens.Tokens | None
 ) -> None:
-    """Stops if rows are too long for the model, or if tokens that were ``found`` mean nothing to it
-    or, as its own tokenizer ``words`` shows, something else; a plan needs none."""
+    """Raises Stop if the tokens ``found`` do not fit the model.
+
+    Rows may be too long, the vocabulary may be too large, or the tokens may come from another
+    tokenizer than the model's, ``words``. A plan needs no tokens.
+    """
     if length > (longest := config.max_position_embeddings):
         longer = f"--tokens_per_sample={length} is longer than the model's {longest} positions"
         raise Stop(longer, code=2)
@@ -91,21 +98,21 @@ def require_fit(
         raise Stop(f"{more}, more than the model's {config.vocab_size}", code=2)
     if found and words:
         if tokens.open_tokenizer(words).get_vocab() != found.tokenizer().get_vocab():
-            other = f"{found.folder} was made with another tokenizer than {words}"
-            raise Stop(f"{other}, and numbers would mean other words: name a new --data", code=2)
+            other = f"{found.folder} was created with another tokenizer than {words}"
+            raise Stop(f"{other}, so the token numbers differ; give a new folder as --data", code=2)
 
 
 def tokenizer_of(folder: str | None) -> str | None:
-    """The file in a folder of the hub, if there is one."""
+    """The path of the tokenizer in a folder in the format of the hub, if there is one."""
     path = os.path.join(folder or "", "tokenizer.json")
     return path if folder and os.path.exists(path) else None
 
 
 def make_folder(path: str, config: LlamaConfig, seed: int) -> None:
-    """A model that nobody has trained, and a tokenizer of bytes."""
+    """Writes an untrained model, and a tokenizer of bytes."""
     folder = Path(path)
     if folder.exists():
-        raise Stop(f"--make_folder={folder} is there already", code=2)
+        raise Stop(f"--make_folder={folder} exists already; give a new folder", code=2)
     torch.manual_seed(seed)
     words = tokens.byte_level()
     config._attn_implementation = "sdpa"
@@ -115,22 +122,24 @@ def make_folder(path: str, config: LlamaConfig, seed: int) -> None:
 
 
 def reopen_folder(folder: str) -> None:
-    """Takes away what :func:`complete_folder` gave the weights of an earlier end of the run, which
-    consolidation has not written and so would not replace."""
+    """Removes the files that :func:`complete_folder` has added at an earlier end of the run.
+
+    Consolidation did not write them, so it would not replace them.
+    """
     for name in ("config.json", "tokenizer.json"):
         Path(folder, name).unlink(missing_ok=True)
 
 
 def complete_folder(folder: str, config: LlamaConfig, found: tokens.Tokens) -> None:
-    """Weights become a folder of the hub."""
+    """Adds the files that make a folder of weights a model in the format of the hub."""
     config.architectures = [LlamaForCausalLM.__name__]
     config.save_pretrained(folder)
     shutil.copy(os.path.join(found.folder, "tokenizer.json"), folder)
 
 
 def without_values(config: LlamaConfig) -> "Llama":
-    """The model on the meta device, but for what is in no checkpoint and computed here."""
-    attention.install()  # here, as ranks may be processes of their own
+    """The model on the meta device, except for values that are computed and not saved."""
+    attention.install()  # in every rank, because ranks may be processes
     with torch.device("meta"):
         model = Llama(config)
     model.model.rotary_emb = LlamaRotaryEmbedding(config)
@@ -138,17 +147,19 @@ def without_values(config: LlamaConfig) -> "Llama":
 
 
 def count_parameters(config: LlamaConfig, keep: list[str]) -> int:
-    """Of the model. Stops if ``keep`` names what its blocks do not have."""
+    """The number of parameters. Raises Stop if ``keep`` has a name that no block has."""
     model = without_values(config)
     known = ["attention", *(name for name, _ in model.model.layers[0].named_modules() if name)]
     if odd := sorted(set(keep) - set(known)):
-        raise Stop(f"--keep={odd[0]}: blocks have {', '.join(known)}", code=2)
+        raise Stop(f"--keep={odd[0]} is unknown; blocks have {', '.join(known)}", code=2)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def beginning(model: nn.Module, inner: LlamaForCausalLM, new: bool) -> Callable[[nn.Module], None]:
-    """For ``param_init_fn``: submodules get values as the libraries give them. If the model is not
-    ``new``, all but adapters wait for a folder or a checkpoint."""
+    """Returns a ``param_init_fn`` that initializes submodules as their libraries do.
+
+    If the model is not ``new``, it initializes only adapters: other values are loaded later.
+    """
     adapters = {module: name for name, module in model.named_modules() if ".lora_" in name}
 
     def begin(module: nn.Module) -> None:
@@ -158,7 +169,7 @@ def beginning(model: nn.Module, inner: LlamaForCausalLM, new: bool) -> Callable[
         if module not in adapters:
             inner._init_weights(module)
         elif ".lora_B." in adapters[module]:
-            nn.init.zeros_(module.weight)  # so that nothing is changed at first
+            nn.init.zeros_(module.weight)  # so that adapters change nothing at first
         else:
             module.reset_parameters()
 
@@ -166,7 +177,7 @@ def beginning(model: nn.Module, inner: LlamaForCausalLM, new: bool) -> Callable[
 
 
 def with_adapters(model: nn.Module, rank: int) -> PeftModelForCausalLM:
-    """LoRA on all linear layers but the last; only that is trained."""
+    """Adds LoRA adapters to all linear layers except the last; only they are trained."""
     how = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
     return PeftModelForCausalLM(model, LoraConfig(**how, task_type="CAUSAL_LM"))
 
@@ -174,8 +185,10 @@ def with_adapters(model: nn.Module, rank: int) -> PeftModelForCausalLM:
 def generate(
     model: nn.Module, prompt: list, config: LlamaConfig, most: int, temperature: float, seed: int
 ) -> list[int]:
-    """The library's own search, with keys and values kept; on every rank the same. It ends with
-    the model's positions, beyond which nothing was trained."""
+    """Generates tokens with the library's function, with a cache of keys and values.
+
+    All ranks get the same tokens. It stops at the model's last position.
+    """
     torch.manual_seed(seed)
     most = min(most, config.max_position_embeddings - len(prompt))
     ends = config.eos_token_id  # Llama 3.1 has three
@@ -188,7 +201,7 @@ def generate(
 
 
 def known_by(config: LlamaConfig, lora_rank: int) -> dict[str, object]:
-    """What tells a model from others in a checkpoint."""
+    """The properties by which a checkpoint identifies its model."""
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
     names += ("intermediate_size", "vocab_size", "tie_word_embeddings")
     names += ("rope_theta", "rope_scaling")
@@ -197,9 +210,11 @@ def known_by(config: LlamaConfig, lora_rank: int) -> dict[str, object]:
 
 
 def load(model: nn.Module, folder: str) -> None:
-    """Each rank reads its own part of each parameter of a folder of the hub. Adapters, which are in
-    no such folder, stay as they are."""
-    # As they are called in such a folder, and here, where peft has put something around.
+    """Loads weights from a folder in the format of the hub; each rank reads only its shards.
+
+    Adapters are not in the folder, and are not changed.
+    """
+    # Maps names in the folder to names in this model, which differ after peft has wrapped it.
     own = [name for name, _ in model.named_parameters() if ".lora_" not in name]
     called = {
         name.removeprefix("base_model.model.").replace(".base_layer.", "."): name for name in own
@@ -216,9 +231,9 @@ def load(model: nn.Module, folder: str) -> None:
 
 
 class Llama(LlamaForCausalLM):
-    """The library's, and a loss whose logits never exist whole.
+    """The library's model, with a loss that never stores all logits.
 
-    ``model.layers`` is one module that runs all of them, as ``ShardingSettings.join`` makes it.
+    ``model.layers`` is one module that runs all blocks, created by ``ShardingSettings.join``.
     """
 
     def loss(
@@ -229,16 +244,16 @@ class Llama(LlamaForCausalLM):
         positions: torch.Tensor,
         reduction: str = "mean",
     ) -> torch.Tensor:
-        """The cross entropy of ``labels``, which are the tokens that follow, or -100.
+        """The cross entropy of ``labels``: the next tokens, or -100 to ignore.
 
-        All are (batch, length): ``segments`` the number of the document within its row, of which a
-        token sees no other; ``positions`` its place in that.
+        All arguments are (batch, length). ``segments``: the number of each token's document in its
+        row; a token attends only to its document. ``positions``: the place in the document.
         """
         from xla_fsdp.layers import linear_cross_entropy
 
         x = self.model.embed_tokens(input_ids)
         turns = self.model.rotary_emb(x, positions)
-        # Numbers where a mask would be are segments to attn_implementation="xla_fsdp".
+        # attn_implementation="xla_fsdp" interprets an integer mask as segments.
         mask = segments.to(torch.int32)
         x = self.model.layers(x, attention_mask=mask, position_embeddings=turns)
         x = self.model.norm(x)

@@ -1,4 +1,4 @@
-"""The networks that the examples train, in plain torch, and whether a machine can hold them."""
+"""The networks of the examples in plain torch, and checks of the memory that they need."""
 
 import difflib
 import os
@@ -25,14 +25,14 @@ BLOCKS = {
 
 
 class VisionTransformer(nn.Module):
-    """Pre-norm blocks over patches, learned positions, no class token, mean of all tokens.
+    """Pre-norm blocks on patches with learned positions; no class token, mean of all tokens.
 
     Args:
-        image_size, patch_size: pixels along an edge; the first a multiple of the second.
-        join: makes one module of the blocks, which it takes one by one: each can be sharded before
-            the next exists. Default: ``nn.Sequential``.
-        pos_dropout, att_dropout, mlp_dropout: probabilities after the positions, on the attention
-            weights, and on what both halves of a block return.
+        image_size, patch_size: pixels along an edge; the first must be a multiple of the second.
+        join: joins the blocks into one module. It gets an iterator, so each block can be sharded
+            before the next one is created. Default: ``nn.Sequential``.
+        pos_dropout, att_dropout, mlp_dropout: dropout probabilities after the positions, for the
+            attention weights, and for the outputs of both halves of a block.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class VisionTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron with one hidden layer, each behind a norm in a residual."""
+    """Attention and a perceptron with one hidden layer, each after a norm and with a residual."""
 
     def __init__(
         self, width: int, heads: int, hidden: int, att_dropout: float, mlp_dropout: float
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every token attends to every token."""
+    """Attention of every token to every token."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -111,13 +111,13 @@ class Attention(nn.Module):
 
 
 def initialize(layer: nn.Linear | nn.Conv2d) -> None:
-    """Normal weights of standard deviation 0.02, no bias."""
+    """Initializes weights with standard deviation 0.02, and the bias with zeros."""
     nn.init.normal_(layer.weight, std=0.02)
     nn.init.zeros_(layer.bias)
 
 
 def torchvision_model(model: str, num_classes: int) -> nn.Module:
-    """One of torchvision's classifiers, which returns logits only, in training too."""
+    """Builds a classifier of torchvision that only returns logits, also in training."""
     known = models.list_models(module=models)
     if model not in known:
         close = difflib.get_close_matches(model, known, n=3) or ["resnet50", "vit_b_16"]
@@ -126,17 +126,18 @@ def torchvision_model(model: str, num_classes: int) -> nn.Module:
         raise Stop(f"no model {model!r} {such}; {listed}", code=2)
     how: dict[str, Any] = {"weights": None, "num_classes": num_classes}
     if model in ("googlenet", "inception_v3"):
-        # Their auxiliary classifiers would be further results. Drawing their truncated normals
-        # takes minutes; the default is torch's own.
+        # Auxiliary classifiers would return more results. These models' truncated normal weights
+        # take minutes to sample, so use torch's default initialization.
         how |= {"aux_logits": False, "init_weights": False}
     return models.get_model(model, **how)
 
 
 def try_out(model: str, options: SimpleNamespace, batch_size: int, smaller: str) -> None:
-    """Refuses what ``torchvision_model`` can not be trained on. Computes nothing.
+    """Raises Stop if the model cannot be trained with these flags. Computes nothing.
 
-    Images too small or not of the one size that it takes; a batch too small for batch norm; no
-    model of that name; more classes than there is memory for, unless ``smaller`` flags help.
+    The images may have a wrong size, the batch may be too small for batch norm, the model may be
+    unknown, or there may be too little memory for the classes. ``smaller``: flags that make the
+    model smaller.
     """
     classes, size = options.num_classes, options.image_size
     try:
@@ -145,20 +146,20 @@ def try_out(model: str, options: SimpleNamespace, batch_size: int, smaller: str)
             network(torch.empty(batch_size, 3, size, size))
         parameters = sum(parameter.numel() for parameter in network.parameters())
     except NotImplementedError:
-        # RegNet can not be built like this; it takes any size. Its last layer alone has these.
+        # RegNet cannot be built on the meta device, but it supports any size. Count its last layer.
         parameters = classes
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         images = f"{batch_size} images of --image_size={size} with --num_classes={classes}"
         reason = in_a_line(error, 200)
-        raise Stop(f"{model} can not train on batches of {images}: {reason}", code=2) from error
-    # It is whole, in float32, before it is sharded.
+        raise Stop(f"{model} cannot train on batches of {images}: {reason}", code=2) from error
+    # Before sharding, the full model is in memory, in float32.
     _require(parameters, 4, "before they are sharded", "model or --num_classes")
     if not options.plan:
         require_for_training(parameters, smaller)
 
 
 def sizes_of(options: SimpleNamespace) -> tuple[dict[str, Any], int]:
-    """Of a :class:`VisionTransformer` as the flags say, and how many parameters it has."""
+    """The arguments of the flags for a :class:`VisionTransformer`, and its parameter count."""
     for whole, part in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
         size, of = getattr(options, whole), getattr(options, part)
         if size % of:
@@ -173,30 +174,31 @@ def sizes_of(options: SimpleNamespace) -> tuple[dict[str, Any], int]:
             return network, sum(one.numel() for one in VisionTransformer(**network).parameters())
     except (OverflowError, RuntimeError) as error:
         sizes = ", ".join(f"--{name}={value}" for name, value in network.items())
-        raise Stop(f"{sizes}: larger than any tensor; choose less", code=2) from error
+        raise Stop(f"{sizes}: too large for a tensor; choose smaller values", code=2) from error
 
 
 def require_for_training(parameters: int, smaller: str) -> None:
-    """The system would end CPU ranks without a word; all of them share this machine's memory.
+    """Raises Stop if CPU ranks, which share this machine's memory, have too little of it.
 
-    ``smaller``: flags that make the model smaller.
+    Otherwise the system would kill the process silently. ``smaller``: flags that make the model
+    smaller.
     """
     import xla_fsdp
 
-    xla_fsdp.compilation_counts()  # imports torch_xla, and chooses the device before
+    xla_fsdp.compilation_counts()  # chooses the device before it imports torch_xla
     import torch_xla.runtime as xr
 
     if xr.device_type() == "CPU":
-        instead = f"{smaller}, a TPU, or --plan=SLICE to see what that needs"
-        # Of float32: the weight, its gradient, and two states of Adam.
+        instead = f"{smaller}, or use a TPU; --plan=SLICE shows how much memory a TPU needs"
+        # In float32: the weight, its gradient, and two states of Adam.
         _require(parameters, 16, "with gradients and optimizer on CPU ranks", instead)
 
 
 def _require(parameters: int, size: int, when: str, instead: str) -> None:
     needed, there = parameters * size, _memory_of_the_machine()
     if needed > there:
-        take = f"{parameters:,} parameters take {needed / 2**30:,.0f} GiB {when}"
-        has = f"the machine has {there / 2**30:,.0f} GiB"
+        take = f"{parameters:,} parameters need {needed / 2**30:,.0f} GiB {when}"
+        has = f"but the machine has {there / 2**30:,.0f} GiB"
         raise Stop(f"{take}, {has}: choose a smaller {instead}", code=2)
 
 
@@ -205,5 +207,5 @@ def _memory_of_the_machine() -> int:
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
             return min(found, int(file.read()))
-    except (OSError, ValueError):  # no container, or one without a limit
+    except (OSError, ValueError):  # not in a container, or the container has no limit
         return found

@@ -1,8 +1,8 @@
-"""Pairs of sentences that say the same or do not, in the files of MRPC, the Microsoft Research
-Paraphrase Corpus; in plain Python.
+"""Pairs of sentences with equal or different meaning, in plain Python.
 
-:func:`read` reads them, as the corpus or GLUE has them; :func:`write` writes some that a small
-model learns in minutes: news of companies, said again in other words, or denied.
+The files have the format of MRPC, the Microsoft Research Paraphrase Corpus. :func:`read` reads the
+files of the corpus or of GLUE. :func:`write` writes generated pairs, which a small model learns in
+minutes: news of companies, paraphrased or denied.
 """
 
 import csv
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 COLUMNS = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
-# What the two parts are called by GLUE and in the corpus.
+# The file names of the two parts in GLUE and in the corpus.
 FILES = {
     "train": ["train.tsv", "msr_paraphrase_train.txt"],
     "dev": ["dev.tsv", "msr_paraphrase_test.txt"],
 }
 
 COMPANIES = "Acme Borealis Cobalt Dynamo Everest Fathom Granite Helix".split()
-# Each line is one piece of news in several words.
+# Each line has several paraphrases of one piece of news.
 NEWS = [
     ["has raised its forecast", "expects higher earnings", "sees profit growing"],
     ["has cut hundreds of jobs", "laid off many workers", "dismissed part of its staff"],
@@ -34,7 +34,7 @@ FORMS = ["{who} {says} {when} that it {what} .", "{when} {who} {says} that it {w
 
 
 class Pair(NamedTuple):
-    """Two sentences, and whether they say the same."""
+    """Two sentences, and whether they have the same meaning."""
 
     first: str
     second: str
@@ -42,10 +42,10 @@ class Pair(NamedTuple):
 
 
 def read(folder: str, part: str) -> list[Pair]:
-    """The pairs of a part, ``"train"`` or ``"dev"``.
+    """Reads the pairs of a part, ``"train"`` or ``"dev"``.
 
     Raises:
-        ValueError: there is no such file, or a line of it is not of this format.
+        ValueError: the file does not exist, or a line has a wrong format.
     """
     paths = [Path(folder, name) for name in FILES[part]]
     path = next((path for path in paths if path.is_file()), None)
@@ -59,7 +59,8 @@ def read(folder: str, part: str) -> list[Pair]:
             raise ValueError(f"{path} must begin with the columns {', '.join(COLUMNS)}")
         for number, row in enumerate(rows, 2):
             if len(row) != len(COLUMNS) or row[0] not in ("0", "1"):
-                raise ValueError(f"{path}, line {number}: not 0 or 1, two numbers, two sentences")
+                form = "0 or 1, two numbers and two sentences"
+                raise ValueError(f"{path}, line {number} must have {form}")
             pairs.append(Pair(row[3], row[4], row[0] == "1"))
     if not pairs:
         raise ValueError(f"{path} has no pairs")
@@ -67,7 +68,7 @@ def read(folder: str, part: str) -> list[Pair]:
 
 
 def write(folder: str, train: int, dev: int) -> None:
-    """Writes as many pairs, the same ones every time."""
+    """Writes ``train`` generated pairs for training and ``dev`` for tests, the same every time."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     source = random.Random(0)
     for part, number in (("train", train), ("dev", dev)):
@@ -80,7 +81,7 @@ def write(folder: str, train: int, dev: int) -> None:
 
 
 def made_up(source: random.Random) -> Pair:
-    """Two sentences about one piece of news; as in the corpus, two of three pairs say the same."""
+    """Generates a pair about one piece of news. As in the corpus, two of three mean the same."""
     who, news, same = source.choice(COMPANIES), source.choice(NEWS), source.random() < 2 / 3
     ways = [SAYS, SAYS if same else DENIES]
     source.shuffle(ways)

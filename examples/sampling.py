@@ -1,4 +1,4 @@
-"""Which images a rank gets, and in which order."""
+"""Selects the images of each rank, and their order."""
 
 import itertools
 import random
@@ -9,14 +9,16 @@ from absl import flags
 from common.script import Stop
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-flags.DEFINE_integer("max_steps", None, "most steps an epoch, for a quick look", lower_bound=1)
+flags.DEFINE_integer(
+    "max_steps", None, "maximum number of steps in an epoch, for a short test", lower_bound=1
+)
 
 
 class InEpochs(Dataset):
-    """``self[epoch, index]`` is an image as ``vary`` shows it in that epoch.
+    """A dataset in which ``self[epoch, index]`` is an image with the random transform ``vary``.
 
-    What is drawn for it depends on the seed, the epoch and the image alone, not on who reads it or
-    what was drawn before: a run that is resumed sees what it would have seen.
+    The random numbers depend only on the seed, the epoch and the image, so a resumed run gets the
+    same images as one that was not interrupted.
     """
 
     def __init__(self, data: Dataset, seed: int, vary: Callable | None) -> None:
@@ -31,27 +33,28 @@ class InEpochs(Dataset):
 
 
 class InEpochsSampler(DistributedSampler):
-    """A rank's share of ``dataset``, a sequence of indices, as ``(epoch, index)``.
+    """Samples a rank's share of ``dataset``, a sequence of indices, as ``(epoch, index)``.
 
     Attributes:
-        begun: an epoch, and how many images of it the rank has had before: they are left out.
+        begun: an unfinished epoch and its number of images that the rank has finished, which are
+            left out.
     """
 
     begun = (0, 0)
 
     @property
     def had(self) -> int:
-        """How many images of this epoch the rank has had before."""
+        """The number of images of this epoch that the rank has finished in an earlier run."""
         return self.begun[1] if self.begun[0] == self.epoch else 0
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        # Worker processes live on from epoch to epoch, and hear of set_epoch in no other way.
+        # Worker processes keep running, so they get the epoch only as part of the index.
         whole = ((self.epoch, self.dataset[place]) for place in super().__iter__())
         return itertools.islice(whole, self.had, None)
 
 
 class FilledUp(Dataset):
-    """``data``, again and again. It counts once: later the label is -1, which is never right."""
+    """``data``, repeated. Repeated images have the label -1, so they never count as correct."""
 
     def __init__(self, data: Dataset) -> None:
         self.data = data
@@ -76,14 +79,15 @@ def training_batches(
     vary: Callable | None = None,
     **workers: object,
 ) -> DataLoader:
-    """Shuffled batches of one rank. ``vary(image, draw)`` makes of an image what is shown of it."""
+    """Shuffled batches of one rank. ``vary(image, draw)``: a random transform of an image."""
     chosen = range(len(data))
     if max_steps:
-        # Always the same. Not the first ones: in folders these are all of the first classes.
+        # A fixed random selection, because the first images all belong to the first classes.
         mixed = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
         chosen = mixed[: max_steps * batch_size * world_size].tolist()
     sampler = InEpochsSampler(chosen, world_size, rank, seed=seed, drop_last=drop_last)
-    # A loader draws a seed for its workers: ranks' random states, which are saved, stay.
+    # A loader samples a seed for its workers. A separate generator leaves the ranks' random states,
+    # which are saved, unchanged.
     workers |= {"drop_last": drop_last, "generator": torch.Generator()}
     loader = DataLoader(InEpochs(data, seed, vary), batch_size, sampler=sampler, **workers)
     if not len(loader):
@@ -95,8 +99,11 @@ def training_batches(
 def test_batches(
     data: Dataset, rank: int, world_size: int, batch_size: int, **workers: object
 ) -> DataLoader:
-    """Batches of one rank, at most ``batch_size`` images each: all whole, on each rank as many."""
-    # A larger batch than needed would be filled up with images, and read.
+    """Test batches of one rank, of at most ``batch_size`` images.
+
+    All batches have the same size, and all ranks have the same number of batches.
+    """
+    # A batch that is larger than necessary would be filled with repeated images.
     batch_size = min(batch_size, -(-len(data) // world_size))
     steps = -(-len(data) // (world_size * batch_size))
     share = range(rank, world_size * batch_size * steps, world_size)

@@ -1,4 +1,4 @@
-"""Pairs of sentences as tokens: a tokenizer made of them, and the tensors that a model takes."""
+"""Trains a tokenizer on pairs of sentences, and encodes the pairs as tensors for a model."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 def word_pieces(known: Iterable[pairs.Pair]) -> PreTrainedTokenizerBase:
-    """A tokenizer like BERT's, of the pieces that the sentences of ``known`` are made of."""
+    """A tokenizer like BERT's, with the word pieces of the sentences in ``known``."""
     special = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
     pieces = Tokenizer(models.WordPiece(unk_token=special["unk"]))
     pieces.normalizer = normalizers.BertNormalizer()
@@ -28,7 +28,7 @@ def word_pieces(known: Iterable[pairs.Pair]) -> PreTrainedTokenizerBase:
 def encoded(
     known: Iterable[pairs.Pair], tokenizer: PreTrainedTokenizerBase, length: int
 ) -> list[dict[str, torch.Tensor]]:
-    """A dictionary of tensors, of ``length`` tokens, for each pair."""
+    """Encodes each pair as a dictionary of tensors with ``length`` tokens."""
     first, second, same = zip(*known, strict=True)
     tokens = tokenizer(
         list(first),

@@ -1,9 +1,9 @@
-"""Text as files of token numbers, mapped into memory, and the batches that are cut from them.
+"""Text as files of token numbers, mapped into memory, and batches of them.
 
-A folder has ``train.bin`` and ``valid.bin``: token numbers of 16 bits, of 32 for a vocabulary
-beyond 65,536, little-endian, one document after the other, each with an end mark. ``tokens.json``
-says how many there are, and ``tokenizer.json`` is what the library ``tokenizers`` made them with.
-Other programs may write such folders: nothing but the four files is needed.
+A folder has ``train.bin`` and ``valid.bin``: token numbers of 16 bits (32 for a vocabulary of more
+than 65,536), little-endian, one document after the other, each with an end token. ``tokens.json``
+has the numbers of tokens, and ``tokenizer.json`` is the tokenizer of the library ``tokenizers``.
+Other programs can write such folders, which need only these four files.
 """
 
 import functools
@@ -22,26 +22,26 @@ from absl import flags
 from common.script import DEFINE_number, Stop, in_a_line, require
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-flags.DEFINE_string("data", None, "folder with tokens; made of --text if it is not there")
-flags.DEFINE_string("text", None, "folder of .txt files; default: what comes with Python")
-flags.DEFINE_string("tokenizer", None, "tokenizer.json to make --data with; default: bytes")
-flags.DEFINE_string("end_token", "<|endoftext|>", "of --tokenizer, between documents")
-flags.DEFINE_integer("tokens_per_sample", None, "tokens of a sequence", lower_bound=1)
-flags.DEFINE_integer("valid_samples", None, "sequences to validate with; default: all", 1)
-flags.DEFINE_string("prompt", "The ", "what the sample at the end goes on from; empty: no sample")
-flags.DEFINE_integer("sample_tokens", 60, "tokens of the sample", lower_bound=1)
-DEFINE_number("temperature", 0.0, "of the sample; 0: the likeliest token", "[0, inf)")
+flags.DEFINE_string("data", None, "folder with tokens; created from --text if missing")
+flags.DEFINE_string("text", None, "folder of .txt files; default: Python's own texts")
+flags.DEFINE_string("tokenizer", None, "tokenizer.json to create --data; default: bytes")
+flags.DEFINE_string("end_token", "<|endoftext|>", "token of --tokenizer between documents")
+flags.DEFINE_integer("tokens_per_sample", None, "number of tokens of a sequence", lower_bound=1)
+flags.DEFINE_integer("valid_samples", None, "validation sequences; default: all", 1)
+flags.DEFINE_string("prompt", "The ", "beginning of the sample at the end; empty: none")
+flags.DEFINE_integer("sample_tokens", 60, "number of tokens of the sample", lower_bound=1)
+DEFINE_number("temperature", 0.0, "temperature of the sample; 0: the likeliest token", "[0, inf)")
 for _name in ("data", "text", "tokenizer"):
-    require(_name, bool, "is empty; name a file or folder")
+    require(_name, bool, "is empty; give a file or folder")
 
 END, BYTES = "<|endoftext|>", "runs/tokens"
 IGNORED = -100  # as a label
-# Of the training tokens, for the frequencies.
+# The number of training tokens that are counted for the frequencies.
 COUNTED = 10**7
 
 
 class Tokens(NamedTuple):
-    """What is in a folder, mapped into memory."""
+    """The tokens of a folder, mapped into memory."""
 
     folder: str
     train: np.ndarray
@@ -54,7 +54,7 @@ class Tokens(NamedTuple):
 
 
 def byte_level() -> Tokenizer:
-    """A token for each byte, and the end mark: needs no file, and knows all text."""
+    """A tokenizer with a token for each byte, and an end token; it supports any text."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[])
     made = Tokenizer(model)
@@ -73,8 +73,11 @@ def prepare(
     end_token: str,
     default: str | None = None,
 ) -> Tokens:
-    """Those of ``folder``, which is made of ``text`` if it is not there, with ``tokenizer`` or the
-    one in the file ``default``. Before the ranks start."""
+    """Returns the tokens of ``folder``; call it before the ranks start.
+
+    A missing folder is created from ``text``, with ``tokenizer`` or the tokenizer in the file
+    ``default``.
+    """
     if not os.path.exists(os.path.join(folder, "tokens.json")):
         texts = texts_in(text) if text else shipped_texts()
         if file := tokenizer or default:
@@ -83,16 +86,16 @@ def prepare(
             write(folder, texts, byte_level(), END)
     elif text or tokenizer:
         given = "--text" if text else "--tokenizer"
-        raise Stop(f"{folder} has tokens already: leave out {given}, or name another --data", 2)
+        raise Stop(f"{folder} has tokens already; leave out {given}, or give another --data", 2)
     found = open_rows(folder, length)[0].found
     if (words := found.tokenizer().get_vocab_size()) > found.vocabulary:
-        larger = f"{folder}/tokenizer.json knows {words} tokens, and tokens.json says"
-        raise Stop(f"{larger} {found.vocabulary}: it is not the one that made them", code=2)
+        larger = f"{folder}/tokenizer.json has {words} tokens, but tokens.json has"
+        raise Stop(f"{larger} {found.vocabulary}: it is not their tokenizer", code=2)
     return found
 
 
 def shipped_texts() -> Iterator[str]:
-    """Text that is on every machine: the reference of the language and the standard library."""
+    """Texts that are on every machine: Python's language reference and standard library."""
     from pydoc_data.topics import topics
 
     yield from (topics[name] for name in sorted(topics))
@@ -103,7 +106,7 @@ def shipped_texts() -> Iterator[str]:
 def texts_in(folder: str) -> Iterator[str]:
     paths = sorted(Path(folder).rglob("*.txt"))
     if not paths:
-        raise Stop(f"--text={folder}: no .txt file is in it", code=2)
+        raise Stop(f"--text={folder} has no .txt files", code=2)
     for path in paths:
         try:
             yield path.read_text(encoding="utf-8")
@@ -112,10 +115,10 @@ def texts_in(folder: str) -> Iterator[str]:
 
 
 def write(folder: str, documents: Iterable[str], tokenizer: Tokenizer, mark: str) -> None:
-    """Makes ``folder``; of 20 documents the last is to validate with. All of it, or nothing."""
+    """Creates ``folder``; every 20th document is for validation. An error leaves no folder."""
     vocabulary, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(mark)
     if end is None:
-        raise Stop(f"the tokenizer has no {mark!r} to put between documents: --end_token", code=2)
+        raise Stop(f"the tokenizer has no {mark!r} to put between documents; set --end_token", 2)
     parts: dict[str, list[np.ndarray]] = {"valid": [], "train": []}
     dtype = np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
     for number, document in enumerate(text for text in documents if text.strip()):
@@ -123,8 +126,8 @@ def write(folder: str, documents: Iterable[str], tokenizer: Tokenizer, mark: str
         part = "valid" if number % 20 == 19 else "train"
         parts[part].append(np.array([*numbers, end], dtype))
     if not parts["train"]:
-        raise Stop(f"there is no text to make {folder} of: all of it is empty", code=2)
-    if not parts["valid"]:  # few documents: the end of the last one
+        raise Stop(f"all texts for {folder} are empty; give others with --text", code=2)
+    if not parts["valid"]:  # few documents: use the end of the last one
         last = parts["train"].pop()
         cut = len(last) - max(1, len(last) // 10)
         parts["train"].append(last[:cut])
@@ -143,17 +146,17 @@ def write(folder: str, documents: Iterable[str], tokenizer: Tokenizer, mark: str
             os.chmod(made, 0o755)
             os.rename(made, folder)
         except OSError:
-            # Another start, or another host, was quicker.
+            # Another process, perhaps on another host, has created it meanwhile.
             if not os.path.exists(os.path.join(folder, "tokens.json")):
                 raise
         finally:
             shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
-        raise Stop(f"--data={folder} can not be written: {in_a_line(error)}", code=2) from error
+        raise Stop(f"--data={folder} cannot be written: {in_a_line(error)}", code=2) from error
 
 
 def open_folder(folder: str) -> Tokens:
-    """Raises Stop if the files are not as long as ``tokens.json`` says."""
+    """Opens the files; raises Stop if their lengths differ from ``tokens.json``."""
     path = os.path.join(folder, "tokens.json")
     try:
         said = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -161,7 +164,7 @@ def open_folder(folder: str) -> Tokens:
         vocabulary, end = int(said["vocabulary"]), int(said["end"])
         counts = [int(said["tokens"][name]) for name in ("train", "valid")]
         if not 0 <= end < vocabulary:
-            raise ValueError(f"the end mark {end} is not in a vocabulary of {vocabulary}")
+            raise ValueError(f"the end token {end} is not in the vocabulary of {vocabulary}")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise Stop(f"{path} does not describe tokens: {in_a_line(error)}", code=2) from error
     mapped = []
@@ -169,8 +172,8 @@ def open_folder(folder: str) -> Tokens:
         file = os.path.join(folder, name)
         size = os.path.getsize(file) if os.path.exists(file) else 0
         if size != count * dtype.itemsize or not count:
-            wanted = f"{count:,} tokens of {dtype.itemsize} bytes, which tokens.json says"
-            raise Stop(f"{file} has {size:,} bytes, not {wanted}: make or copy it anew", code=2)
+            wanted = f"{count:,} tokens of {dtype.itemsize} bytes as in tokens.json"
+            raise Stop(f"{file} has {size:,} bytes, not {wanted}; create or copy it again", code=2)
         mapped.append(np.memmap(file, dtype, mode="r"))
     return Tokens(folder, *mapped, vocabulary, end)
 
@@ -178,13 +181,15 @@ def open_folder(folder: str) -> Tokens:
 def open_tokenizer(path: str) -> Tokenizer:
     try:
         return Tokenizer.from_file(path)
-    except Exception as error:  # the library raises nothing narrower
-        raise Stop(f"{path} is no tokenizer: {in_a_line(error)}", code=2) from error
+    except Exception as error:  # the library has no specific exception
+        raise Stop(f"{path} is not a tokenizer: {in_a_line(error)}", code=2) from error
 
 
 class Rows:
-    """The ``part``, "train" or "valid", in rows of ``length`` and the token that follows, which is
-    the next row's first."""
+    """The ``part``, "train" or "valid", in rows of ``length`` + 1 tokens.
+
+    The last token of a row is also the first token of the next one.
+    """
 
     def __init__(self, found: Tokens, part: str, length: int) -> None:
         self.found, self.part, self.length = found, part, length
@@ -199,7 +204,7 @@ class Rows:
     def __getitem__(self, number: int) -> torch.Tensor:
         first = number * self.length
         row = self.tokens[first : first + self.length + 1].astype(np.int64)
-        # On an XLA device a number too large would be taken for another, without a word.
+        # On an XLA device a token number that is too large would silently be replaced by another.
         if row.max() >= self.found.vocabulary:
             file = f"{self.found.folder}/{self.part}.bin"
             wrong = f"{file} has token {row.max()} after place {first:,}"
@@ -208,22 +213,22 @@ class Rows:
 
 
 def describe(held_out: Rows, count: int | None, form: str) -> dict[str, object]:
-    """What is validated with, for evaluate.py; ``form``: "pairs" or "packed"."""
+    """Describes the validation tokens for evaluate.py; ``form``: "pairs" or "packed"."""
     how = {"length": held_out.length, "count": count, "rows": form}
     return {"kind": "tokens", "folder": os.path.abspath(held_out.found.folder), **how}
 
 
 def encode_prompt(found: Tokens, prompt: str, length: int) -> list[int]:
-    """``--prompt`` as tokens, none if it is empty."""
+    """Encodes ``--prompt`` as tokens; an empty prompt has none."""
     numbers = found.tokenizer().encode(prompt, add_special_tokens=False).ids
     if len(numbers) >= length:
         many = f"--prompt has {len(numbers)} tokens"
-        raise Stop(f"{many}, and --tokens_per_sample={length}", code=2)
+        raise Stop(f"{many}; it must be shorter than --tokens_per_sample={length}", code=2)
     return numbers
 
 
 def open_rows(folder: str | None, length: int) -> tuple[Rows, Rows]:
-    """Those to train on, and those to validate with. Without a folder, for a plan, one each."""
+    """The training and the validation rows. Without a folder, for a plan, one row each."""
     row = np.zeros(length + 1, "<u2")
     found = open_folder(folder) if folder else Tokens("", row, row, vocabulary=1, end=0)
     return Rows(found, "train", length), Rows(found, "valid", length)
@@ -234,7 +239,7 @@ def training_batches(
 ) -> Iterator[torch.Tensor]:
     """``batches`` of one rank, (``size``, length + 1) each, after ``done`` rows of all ranks.
 
-    Rows come in another order each epoch, which depends on ``seed`` and the epoch alone.
+    The order of rows is different in each epoch; it depends only on ``seed`` and the epoch.
     """
 
     @functools.lru_cache(maxsize=2)
@@ -251,7 +256,7 @@ def training_batches(
 def validation_batches(
     rows: Rows, count: int | None, size: int, rank: int, ranks: int
 ) -> Iterator[torch.Tensor]:
-    """The first ``count`` rows, on each rank as many batches; -1 is in rows that fill up."""
+    """Batches of the first ``count`` rows, as many on each rank; filled with rows of -1."""
     count = min(len(rows), count or len(rows))
     filling = torch.full((rows.length + 1,), -1)
     for first in range(0, count, size * ranks):
@@ -260,16 +265,16 @@ def validation_batches(
 
 
 def pairs(batches: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Of rows with a token more than their length: tokens and, as labels, those that follow."""
+    """Splits rows of length + 1 into tokens and labels, which are the next tokens."""
     for rows in batches:
         labels = rows[:, 1:]
         yield rows[:, :-1].clamp(min=0), labels.masked_fill(labels < 0, IGNORED)
 
 
 def packed(batches: Iterable[torch.Tensor], end: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same, and to which document of the row each token belongs, and where it is in that.
+    """Like :func:`pairs`, with the document in the row and the position in it of each token.
 
-    The first token of a document is no label: nothing before it tells of it.
+    The first token of a document is not a label, because no token before it predicts it.
     """
     for tokens, labels in pairs(batches):
         after_end = torch.nn.functional.pad(tokens[:, :-1] == end, (1, 0))
@@ -280,7 +285,7 @@ def packed(batches: Iterable[torch.Tensor], end: int) -> Iterator[tuple[torch.Te
 
 
 def loss_of_frequencies(found: Tokens) -> float:
-    """Of a model that only knows how often each token is, in nats a token to validate with."""
+    """The validation loss, in nats, of a model that only knows the frequency of each token."""
     counts = np.bincount(found.train[:COUNTED], minlength=found.vocabulary) + 1.0
     seen = np.bincount(found.valid, minlength=found.vocabulary)
     return float(-(seen * np.log(counts / counts.sum())).sum() / seen.sum())

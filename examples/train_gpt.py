@@ -1,12 +1,12 @@
-"""Trains a decoder of GPT-3's family from scratch on text, fully sharded.
+"""Trains a decoder of the GPT-3 family from scratch on text, fully sharded.
 
     python examples/train_gpt.py                          # a tiny one on 4 ranks of any CPU
-    python examples/train_gpt.py --arch=13B --plan=v4-32  # what 13 billion need, without a TPU
+    python examples/train_gpt.py --arch=13B --plan=v4-32  # a plan for 13 billion, without a TPU
     PJRT_DEVICE=TPU python examples/train_gpt.py --arch=13B --data=/shared/tokens \\
         --ckpt_dir=/shared/gpt --resume                   # on every host of a pod: examples/pod/
 
-Flags are named as in fairseq, whose run with 13 billion parameters gives the defaults of all sizes
-but the tiny one, which learns the bytes of Python's texts in minutes. --batch_size: of a rank.
+Flags and defaults are those of fairseq's run with 13 billion parameters, but the tiny model has
+defaults to learn the bytes of Python's texts in minutes. --batch_size is that of one rank.
 """
 
 from collections.abc import Iterable
@@ -28,18 +28,19 @@ from updates import Updates, betas
 
 import xla_fsdp
 
-flags.DEFINE_enum("arch", "tiny", list(gpt.FAMILY), "which of the family")
+flags.DEFINE_enum("arch", "tiny", list(gpt.FAMILY), "size of the model")
 flags.DEFINE_integer("vocab_size", None, f"default: {gpt.VOCABULARY}; tiny: that of --data", 1)
-flags.DEFINE_integer("positions", None, f"of the longest sequence; default: {gpt.POSITIONS}", 1)
-flags.DEFINE_enum("compute_dtype", None, ["float32", "bfloat16"], "default: bfloat16 but tiny")
-flags.DEFINE_bool("fp16", False, "compute in float16, with a loss that is scaled")
-DEFINE_number("fp16_init_scale", 128.0, "scale at first", "(0, inf)")
-flags.DEFINE_bool("cpu_offload", False, "shards, optimizer and its work on the host")
-flags.DEFINE_bool("stream", False, "offload, and blocks are there only while they compute")
+flags.DEFINE_integer("positions", None, f"longest sequence; default: {gpt.POSITIONS}", 1)
+DTYPES = ["float32", "bfloat16"]
+flags.DEFINE_enum("compute_dtype", None, DTYPES, "default: bfloat16, tiny: float32")
+flags.DEFINE_bool("fp16", False, "compute in float16, with loss scaling")
+DEFINE_number("fp16_init_scale", 128.0, "initial loss scale", "(0, inf)")
+flags.DEFINE_bool("cpu_offload", False, "keep shards and optimizer on the host's CPU")
+flags.DEFINE_bool("stream", False, "offload, and load blocks only to compute them")
 flags.DEFINE_bool("no_reshard_after_forward", False, "keep full parameters for the backward")
 flags.DEFINE_bool("checkpoint_activations", None, "recompute blocks; default: if scanned")
-flags.DEFINE_bool("offload_activations", False, "inputs of blocks wait on the host")
-flags.DEFINE_bool("scan_blocks", None, "blocks as one loop, compiled once; default: if possible")
+flags.DEFINE_bool("offload_activations", False, "store inputs of blocks on the host")
+flags.DEFINE_bool("scan_blocks", None, "run blocks as one compiled loop; default: if possible")
 flags.DEFINE_string("ckpt_dir", "runs/gpt/ckpt", "folder of the checkpoints, shared by all hosts")
 
 
@@ -55,7 +56,7 @@ def main(options: SimpleNamespace) -> None:
         more = f"more than --vocab_size={options.vocab_size}"
         raise Stop(f"{found.folder} has a vocabulary of {here}, {more}", code=2)
     prompt = tokens.encode_prompt(found, options.prompt, length) if found else []
-    # Logits do not exist whole where they are large; the loop over their parts knows no float16.
+    # Large logits are computed in parts. The loop over the parts does not support float16.
     options.fused = options.vocab_size > 8192 and not options.fp16
     size = gpt.FAMILY[options.arch]
     network = {"vocabulary": options.vocab_size, "positions": options.positions, **size._asdict()}
@@ -66,7 +67,7 @@ def main(options: SimpleNamespace) -> None:
 
 
 def set_defaults(options: SimpleNamespace) -> None:
-    """Those of fairseq's run with 13 billion parameters, or of one that a CPU trains in minutes."""
+    """Sets defaults: of fairseq's run with 13 billion parameters, or for minutes on a CPU."""
     no_loop = ["no_reshard_after_forward", "nocheckpoint_activations", "stream"]
     exclude(options, "fp16", "compute_dtype")
     exclude(options, "scan_blocks", *no_loop)
@@ -87,7 +88,7 @@ def set_defaults(options: SimpleNamespace) -> None:
 
 
 def build(options: SimpleNamespace, network: dict) -> nn.Module:
-    """The model, sharded block by block while it is built."""
+    """Builds the model, and shards each block before the next one is created."""
     from xla_fsdp.layers import linear_cross_entropy, scaled_dot_product_attention
 
     where = xla_fsdp.CPUOffload(stream=options.stream) if options.cpu_offload else None
@@ -101,7 +102,7 @@ def build(options: SimpleNamespace, network: dict) -> nn.Module:
     wrap = partial(xla_fsdp.XlaFullyShardedDataParallel, reshard_after_forward=reshard, **how)
 
     def join(blocks: Iterable[nn.Module]) -> nn.Module:
-        if options.scan_blocks:  # which recomputes them
+        if options.scan_blocks:  # the loop recomputes blocks in the backward
             return xla_fsdp.scan_blocks(blocks, offload=offload, **how)
         if options.checkpoint_activations or offload:
             blocks = (xla_fsdp.checkpoint_module(block, offload=offload) for block in blocks)
@@ -111,8 +112,8 @@ def build(options: SimpleNamespace, network: dict) -> nn.Module:
 
 
 def train(index: int, options: SimpleNamespace, network: dict, count: int, prompt: list) -> None:
-    """What each rank runs."""
-    import torch_xla  # not at the top of the file: launch has to set up the runtime before
+    """Trains the model; each rank runs this function."""
+    import torch_xla  # not at the top of the file: launch must set up the runtime first
     import torch_xla.runtime as xr
 
     rank, ranks, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
@@ -122,7 +123,7 @@ def train(index: int, options: SimpleNamespace, network: dict, count: int, promp
     with tuning.applied(options):
         model = build(options, network)
     how = {"betas": betas(options.adam_betas), "weight_decay": options.weight_decay}
-    how |= {"lr": options.lr, "fused": options.cpu_offload or None}  # torch's for the CPU
+    how |= {"lr": options.lr, "fused": options.cpu_offload or None}  # torch's fused CPU kernel
     optimizer = torch.optim.AdamW(model.parameters(), **how)
     how = {"warmup": options.warmup_updates, "total": options.total_num_update}
     how |= {"power": options.power, "end": options.end_learning_rate / options.lr}
@@ -144,9 +145,9 @@ def train(index: int, options: SimpleNamespace, network: dict, count: int, promp
     meters = Updates(options, optimizer, scaler, tokens=options.update_freq * together * length)
     watch, total = xla_fsdp.Preemption(options.preemption_grace), 0.0
     with meters, watch as preempted, on_device(batches, options.prefetch) as loader:
-        for number, (numbers, labels) in enumerate(loader, 1):  # a step runs with the next batch
+        for number, (numbers, labels) in enumerate(loader, 1):  # the next batch runs the step
             loss = model(numbers, labels) / options.update_freq
-            scaler.scale(loss).backward()  # gradients are averaged over the ranks when it returns
+            scaler.scale(loss).backward()  # also averages the gradients over the ranks
             total = total + loss.detach()
             if number % options.update_freq:
                 continue
@@ -166,15 +167,15 @@ def train(index: int, options: SimpleNamespace, network: dict, count: int, promp
                 extra = {"network": network, "sequences": sequences, "scaler": scaler.state_dict()}
                 how = {"step": update, "extra": extra, "keep_last": options.keep_ckpts}
                 saved = xla_fsdp.save_checkpoint(options.ckpt_dir, *state, **how)
-            if taken_away:  # --resume goes on from here
+            if taken_away:  # --resume continues from here
                 preempted.exit()
-    if not rest:  # the run before was ended after its last update
+    if not rest:  # an earlier run ended after the last update
         meters.validated(update, *validate(model, options, held_out, share))
     if prompt:
         with evaluation.evaluating(model):
             how = (options.sample_tokens, length, torch_xla.device(), options.temperature)
             told = gpt.complete(model, prompt, *how, options.seed, torch_xla.sync)
-    if rank == 0:  # all ranks' parts become one model, in which plain torch must find the same loss
+    if rank == 0:  # joins the shards into one model, whose loss in plain torch must be the same
         if prompt:
             print(f"sample: {rows.found.tokenizer().decode(told)!r}")
         read = tokens.describe(held_out, options.valid_samples, "pairs")
@@ -184,7 +185,7 @@ def train(index: int, options: SimpleNamespace, network: dict, count: int, promp
 
 
 def validate(model: nn.Module, options: SimpleNamespace, rows: tokens.Rows, share: tuple) -> tuple:
-    """The mean loss of a held-out token over all ranks, and how many tokens there are."""
+    """Returns the mean validation loss over all ranks, and the number of tokens."""
     batches = tokens.pairs(tokens.validation_batches(rows, options.valid_samples, *share))
     total, counted = 0, 0
     with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:

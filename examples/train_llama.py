@@ -1,16 +1,16 @@
-"""Trains a LLaMA on text, from scratch or from a folder of the hub, whole or by LoRA, sharded.
+"""Trains a LLaMA model on text, fully sharded: from scratch or pretrained, all weights or LoRA.
 
     python examples/train_llama.py                        # a tiny one on 4 ranks of any CPU
     python examples/train_llama.py --folder=runs/llama/ckpt_consolidated/weights --lora_rank=8 \\
-        --data=runs/mine --text=mine --ckpt_dir=runs/lora/ckpt    # adapters to it, for other text
-    python examples/train_llama.py --size=8B --plan=v5p-128       # without a TPU; and tuned:
+        --data=runs/mine --text=mine --ckpt_dir=runs/lora/ckpt    # adapters for it, on other text
+    python examples/train_llama.py --size=8B --plan=v5p-128       # a plan without a TPU, and tuned:
     python examples/train_llama.py --size=8B --tune=v5p-128 --settings=8B.json
     PJRT_DEVICE=TPU python examples/train_llama.py --folder=/shared/llama --data=/shared/tokens \\
         --ckpt_dir=/shared/run --resume                   # on every host of a pod: examples/pod/
 
-A row of --tokens_per_sample tokens holds documents, none of which sees another. Logits never exist
-whole, and blocks are one loop of the program unless adapters are in them. What is consolidated at
-the end is a folder of the hub. --batch_size is that of a rank.
+A row of --tokens_per_sample tokens contains several documents; a token attends only to its own. The
+loss never stores all logits. Blocks run as one loop, unless they have adapters. The consolidated
+model has the format of the Hugging Face hub. --batch_size is that of one rank.
 """
 
 from functools import partial
@@ -33,16 +33,17 @@ from updates import Updates, betas
 import xla_fsdp
 from xla_fsdp.integrations.peft import save_merged
 
-flags.DEFINE_enum("size", "tiny", list(llama.SIZES), "of a new model")
-flags.DEFINE_string("folder", None, "go on from this model: config.json and safetensors files")
-flags.DEFINE_string("make_folder", None, "write an untrained model of --size there, and end")
-flags.DEFINE_integer("lora_rank", 0, "train adapters of that rank, not the model", lower_bound=0)
+flags.DEFINE_enum("size", "tiny", list(llama.SIZES), "size of a new model")
+flags.DEFINE_string("folder", None, "pretrained model: config.json and safetensors files")
+flags.DEFINE_string("make_folder", None, "only write an untrained model of --size to this folder")
+flags.DEFINE_integer("lora_rank", 0, "train only adapters of this rank; 0: all", lower_bound=0)
 flags.DEFINE_integer("vocab_size", None, f"default: {llama.VOCABULARY}; tiny: that of --data", 1)
 flags.DEFINE_integer("positions", None, "of a new model; default: tokens_per_sample", 1)
-flags.DEFINE_enum("compute_dtype", None, ["float32", "bfloat16"], "default: bfloat16 but tiny")
-flags.DEFINE_bool("offload_activations", False, "inputs of blocks wait on the host")
-flags.DEFINE_list("keep", [], "scanned: not computed again; attention, self_attn.q_proj, ...")
-flags.DEFINE_bool("scan_blocks", None, "blocks as one loop, compiled once; default: if no LoRA")
+DTYPES = ["float32", "bfloat16"]
+flags.DEFINE_enum("compute_dtype", None, DTYPES, "default: bfloat16, tiny: float32")
+flags.DEFINE_bool("offload_activations", False, "store inputs of blocks on the host")
+flags.DEFINE_list("keep", [], "not recomputed in the backward: attention, self_attn.q_proj, ...")
+flags.DEFINE_bool("scan_blocks", None, "run blocks as one compiled loop; default: without LoRA")
 flags.DEFINE_string("ckpt_dir", "runs/llama/ckpt", "folder of the checkpoints, shared by all hosts")
 
 
@@ -66,7 +67,7 @@ def main(options: SimpleNamespace) -> None:
 
 
 def set_defaults(options: SimpleNamespace) -> None:
-    """Those of a large model, or of one that a CPU trains in minutes."""
+    """Sets defaults: of a large model, or for minutes of training on a CPU."""
     if options.size == "tiny":
         fill_in(options, tokens_per_sample=128, compute_dtype="float32", valid_samples=128, lr=3e-3)
     fill_in(options, tokens_per_sample=2048 if options.size == "1B" else 8192, lr=3e-4)
@@ -75,7 +76,7 @@ def set_defaults(options: SimpleNamespace) -> None:
     if options.lora_rank and (options.scan_blocks or not options.folder):
         raise Stop("--lora_rank needs --folder, and excludes --scan_blocks", code=2)
     if options.keep and not options.scan_blocks:
-        raise Stop("--keep is for scanned blocks: leave it out, or scan them", code=2)
+        raise Stop("--keep needs scanned blocks; leave it out, or set --scan_blocks", code=2)
     if options.folder and (options.vocab_size or options.positions or options.make_folder):
         raise Stop("--folder excludes --vocab_size, --positions and --make_folder", code=2)
     loop = {"scan": options.scan_blocks, "keep": tuple(options.keep)}
@@ -84,13 +85,12 @@ def set_defaults(options: SimpleNamespace) -> None:
 
 
 def build(options: SimpleNamespace, config: Any, sharding: Any, new: bool) -> nn.Module:
-    """The sharded model, which never exists whole; ``new``: with values."""
+    """Builds the model, sharded as flags or --settings say; ``new``: whether to initialize it."""
     model = inner = llama.without_values(config)
     if options.lora_rank:
         model = llama.with_adapters(inner, options.lora_rank)
-    begin = llama.beginning(model, inner, new)  # each submodule gets values when its turn comes
+    begin = llama.beginning(model, inner, new)  # initializes each submodule when it is sharded
     how = {"compute_dtype": getattr(torch, options.compute_dtype), "param_init_fn": begin}
-    # One loop of the program, or block by block: as the flags or a file of --tune say.
     inner.model.layers = sharding.join(inner.model.layers, ignore=["layer_idx"], **how)
     if not config.tie_word_embeddings:
         embedding = inner.model.embed_tokens
@@ -101,8 +101,8 @@ def build(options: SimpleNamespace, config: Any, sharding: Any, new: bool) -> nn
 
 
 def train(index: int, options: SimpleNamespace, config: Any, count: int, prompt: list) -> None:
-    """What each rank runs."""
-    import torch_xla.runtime as xr  # not at the top of the file, as launch sets up the runtime
+    """Trains the model; each rank runs this function."""
+    import torch_xla.runtime as xr  # not at the top of the file: launch sets up the runtime
 
     rank, ranks, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
     if not options.plan:
@@ -129,13 +129,13 @@ def train(index: int, options: SimpleNamespace, config: Any, count: int, prompt:
     batches = tokens.packed(tokens.training_batches(rows, *share, **how), rows.found.end)
     meters = Updates(options, optimizer, tokens=options.update_freq * together * length)
     if options.folder and not loaded and not options.plan:
-        llama.load(model, options.folder)  # what is to become better
+        llama.load(model, options.folder)  # the loss before the training
         meters.validated(0, *validate(model, options, held_out, share))
     watch, total = xla_fsdp.Preemption(options.preemption_grace), 0.0
     with meters, watch as preempted, on_device(batches, options.prefetch) as loader:
-        for number, packed in enumerate(loader, 1):  # a step runs with the next batch
+        for number, packed in enumerate(loader, 1):  # the next batch runs the step
             loss = model.loss(*packed) / options.update_freq
-            loss.backward()  # gradients are averaged over the ranks when it returns
+            loss.backward()  # also averages the gradients over the ranks
             total = total + loss.detach()
             if number % options.update_freq:
                 continue
@@ -153,14 +153,14 @@ def train(index: int, options: SimpleNamespace, config: Any, count: int, prompt:
                 how = {"step": update, "extra": {"network": network, "sequences": sequences}}
                 how |= {"keep_last": options.keep_ckpts}
                 saved = xla_fsdp.save_checkpoint(options.ckpt_dir, *state, **how)
-            if taken_away:  # --resume goes on from here
+            if taken_away:  # --resume continues from here
                 preempted.exit()
-    if not rest:  # the run before was ended after its last update
+    if not rest:  # an earlier run ended after the last update
         meters.validated(update, *validate(model, options, held_out, share))
     if prompt:
         single, loop = model, {"scan": False, "scan_prefetch": False, "keep": ()}
         singly = options.sharding.changed(blocks_per_unit=1, **loop)
-        if options.sharding != singly:  # a loop keeps no keys and values: the same, block by block
+        if options.sharding != singly:  # a loop has no cache of keys and values: use single blocks
             single = build(options, config, singly, new=False)
             xla_fsdp.load_checkpoint(options.ckpt_dir, single, restore_rng=False, step=update)
         with evaluation.evaluating(single):
@@ -170,7 +170,7 @@ def train(index: int, options: SimpleNamespace, config: Any, count: int, prompt:
     if folder and options.lora_rank:
         model.save_pretrained(f"{folder}/adapter")
         save_merged(model, f"{folder}/weights")
-    if rank == 0:  # all ranks' parts become one model, in which plain torch must find the same loss
+    if rank == 0:  # joins the shards into one model, whose loss in plain torch must be the same
         if prompt:
             print(f"sample: {rows.found.tokenizer().decode(told)!r}")
         if folder:
@@ -185,7 +185,7 @@ def train(index: int, options: SimpleNamespace, config: Any, count: int, prompt:
 
 
 def validate(model: nn.Module, options: SimpleNamespace, rows: tokens.Rows, share: tuple) -> tuple:
-    """The mean loss of a held-out token over all ranks, and how many tokens there are."""
+    """Returns the mean validation loss over all ranks, and the number of tokens."""
     batches = tokens.validation_batches(rows, options.valid_samples, *share)
     batches, total, counted = tokens.packed(batches, rows.found.end), 0, 0
     with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:

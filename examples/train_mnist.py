@@ -4,17 +4,17 @@
     python examples/train_mnist.py --num_devices=2        # 2 ranks
     PJRT_DEVICE=TPU python examples/train_mnist.py \\
         --datadir=/tmp/mnist                          # MNIST on a v3-8: all 8 cores
-    python examples/train_mnist.py --plan=v3-8            # what that would need, without a TPU
+    python examples/train_mnist.py --plan=v3-8            # a plan for the same, without a TPU
 
-Each rank trains on its part of every batch and keeps a part of every parameter. After every epoch
-all ranks save a checkpoint, from which --resume goes on, on as many ranks as you like. At the end
-the command line tool joins the last one into one model, and plain torch, without torch_xla, loads
-that into the unwrapped network and evaluates it again: the accuracies must agree.
+Each rank trains on its part of every batch and has a shard of every parameter. After every epoch
+all ranks save a checkpoint, from which --resume continues on any number of ranks. At the end the
+command line tool joins the last checkpoint into one model. Plain torch, without torch_xla, loads
+this model into the unwrapped network and evaluates it: the accuracies must agree.
 
-The data are scikit-learn's bundled digits; with --datadir it is MNIST, which is downloaded there if
-need be. By default layers are wrapped one by one (nested) and checkpointed, and a smaller last
-batch is dropped (its batch statistics are poor): --nouse_nested_fsdp, --nodrop_last and
---nouse_gradient_checkpointing turn that off. --help lists all flags.
+The data are scikit-learn's bundled digits, or with --datadir MNIST, which is downloaded if it is
+missing. By default layers are wrapped one by one (nested) and checkpointed, and a smaller last
+batch is dropped (its batch statistics are poor). --nouse_nested_fsdp, --nodrop_last and
+--nouse_gradient_checkpointing turn this off. --help lists all flags.
 """
 
 import copy
@@ -37,19 +37,19 @@ from torch.utils.data import DataLoader
 
 import xla_fsdp
 
-flags.DEFINE_integer("batch_size", 16, "images a rank and step", lower_bound=1)
+flags.DEFINE_integer("batch_size", 16, "images of a rank in a step", lower_bound=1)
 flags.DEFINE_integer(
     "num_epochs", None, "default: 12 for the bundled digits, 2 for MNIST", lower_bound=1
 )
 script.DEFINE_number(
-    "lr", None, "learning rate a rank; default: 0.02 for the digits, 0.01 for MNIST", "(0, inf)"
+    "lr", None, "learning rate; default: 0.02 for the digits, 0.01 for MNIST", "(0, inf)"
 )
 script.DEFINE_number("momentum", 0.5, "momentum of SGD", "[0, 1)")
 flags.DEFINE_bool("drop_last", True, "leave out the last batch of an epoch if it is smaller")
 flags.DEFINE_string("ckpt_prefix", "runs/mnist/ckpt", "folder of the checkpoints, shared by all")
 flags.DEFINE_bool("fake_data", False, "train on random images")
-flags.DEFINE_string("datadir", None, "MNIST in torchvision's layout, downloaded if need be")
-script.require("datadir", bool, "is empty; name a folder")
+flags.DEFINE_string("datadir", None, "MNIST in torchvision's layout, downloaded if missing")
+script.require("datadir", bool, "is empty; give a folder")
 flags.FLAGS.set_default("use_gradient_checkpointing", True)
 flags.FLAGS.set_default("auto_wrap_min_num_params", 1000)
 
@@ -89,12 +89,12 @@ def main(options: SimpleNamespace) -> None:
 
 
 def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
-    """What each rank runs. ``network`` has the same initial values everywhere."""
-    # Not at the top of the file: launch has to set up the runtime before.
+    """Trains ``network``, whose initial values are the same on all ranks; each rank runs this."""
+    # Not at the top of the file: launch must set up the runtime first.
     import torch_xla
     import torch_xla.runtime as xr
 
-    # Every rank reads its own part of the data.
+    # Every rank reads another part of the data.
     share = (xr.global_ordinal(), xr.world_size(), options.batch_size)
     train_data = digits.load(True, options.datadir, options.fake_data)
     test_data = digits.load(False, options.datadir, options.fake_data)
@@ -102,19 +102,19 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
     batches = training_batches(train_data, *share, seed=options.seed, **how)
     held_out = test_batches(test_data, *share)
 
-    model = copy.deepcopy(network)  # ranks may be threads that were handed the same one
+    model = copy.deepcopy(network)  # ranks may be threads, which share the argument
     model.to(torch_xla.device())
     layers = {nn.Conv2d, nn.Linear}
     policy = wrapping.policy(options, model, layers)
     fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **wrapping.arguments(options))
 
     def wrap(layer: nn.Module, **forwarded: Any) -> nn.Module:
-        """A unit: its parameters are gathered, used, and freed before those of the next are."""
+        """Wraps a unit: its parameters are gathered, used, and freed before the next unit's."""
         if options.use_gradient_checkpointing:
             layer = xla_fsdp.checkpoint_module(layer)
         return fsdp(layer, **forwarded)
 
-    if options.sharding:  # as a file of --settings says
+    if options.sharding:  # from the file of --settings
         with tuning.applied(options):
             model = options.sharding.wrap(model, layers, **wrapping.arguments(options))
     else:
@@ -123,7 +123,7 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
                 setattr(model, name, wrap(getattr(model, name)))
         model = fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrap)
 
-    # Of this rank's part of every parameter. The learning rate stays what it is.
+    # The optimizer gets this rank's shards; it needs no other learning rate.
     optimizer = torch.optim.SGD(
         model.parameters(), lr=options.lr * xr.world_size(), momentum=options.momentum
     )
@@ -133,17 +133,17 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
     meters = Meters(options, batches, held_out)
     with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
-            batches.sampler.set_epoch(epoch - 1)  # shuffles anew
+            batches.sampler.set_epoch(epoch - 1)  # another order in each epoch
             meters.start_epoch(epoch)
-            # A step is traced here, and runs when the loader is asked for the next batch.
+            # The loop traces a step, which runs when the loader returns the next batch.
             with on_device(batches, options.prefetch) as loader:
                 for images, labels in loader:
                     optimizer.zero_grad()
                     loss = F.nll_loss(model(images).float(), labels)
-                    loss.backward()  # gradients are averaged over the ranks when it returns:
-                    optimizer.step()  # nothing is left to reduce
+                    loss.backward()  # also averages the gradients over the ranks,
+                    optimizer.step()  # so there is nothing left to reduce
                     meters.step(loss, optimizer)
-                    if preempted():  # its machine is taken away: --resume goes on from here
+                    if preempted():  # the machine is preempted: --resume continues from here
                         where = (options.ckpt_prefix, state, described)
                         checkpoints.save_and_exit(preempted, options, *where, meters)
             meters.end_epoch()
@@ -157,10 +157,10 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
                 extra={"network": described},
                 keep_last=options.keep_ckpts,
             )
-    if done == options.num_epochs:  # the run before was ended after its last epoch
+    if done == options.num_epochs:  # an earlier run ended after the last epoch
         meters.nothing_left(saved, count_correct(model, held_out, options))
 
-    # All ranks' parts in one model, which plain torch must find as good.
+    # Joins the shards into one model, whose accuracy in plain torch must be the same.
     datadir = options.datadir and os.path.abspath(options.datadir)
     read = {"kind": "mnist", "datadir": datadir, "fake": options.fake_data}
     if meters.rank == 0:
@@ -169,7 +169,7 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
 
 
 def count_correct(model: nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
-    """How many held-out images the model gets right, over all ranks."""
+    """The number of held-out images that are classified correctly, over all ranks."""
     with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
         hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
         return evaluation.over_all_ranks(hits)

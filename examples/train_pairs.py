@@ -1,13 +1,13 @@
-"""Fine-tunes BERT on pairs of sentences, which say the same or do not, with Accelerate.
+"""Fine-tunes BERT to detect pairs of sentences with the same meaning, with Accelerate.
 
     python -m xla_fsdp.integrations.launch --config_file examples/accelerate/fsdp.yaml \\
         examples/train_pairs.py                        # 4 CPU ranks; on a TPU VM all of its chips
     python examples/train_pairs.py                     # one process, nothing sharded
 
-As it is, a small BERT without any training learns pairs that are made up, in the files of MRPC, the
-corpus of GLUE. --data_dir=MRPC --model=bert-base-cased trains on that. How it is sharded, the dtype
-and the number of ranks stand in the config file. --batch_size is that of all ranks together, and
-with the seed the order of the data is the same on any number of them.
+By default, a small untrained BERT learns generated pairs in the format of MRPC, a corpus of GLUE.
+--data_dir=MRPC --model=bert-base-cased trains on the corpus. The config file has the sharding, the
+dtype and the number of ranks. --batch_size is that of all ranks together. The order of the data
+depends only on the seed, not on the number of ranks.
 """
 
 import argparse
@@ -36,18 +36,18 @@ import xla_fsdp
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data_dir", help="train.tsv and dev.tsv of MRPC; default: made up")
-    parser.add_argument("--model", help="what from_pretrained takes; default: a small one")
-    parser.add_argument("--output_dir", default="runs/pairs", help="shared by all hosts")
-    parser.add_argument("--batch_size", type=int, default=32, help="pairs a step, of all ranks")
+    parser.add_argument("--data_dir", help="MRPC's train.tsv and dev.tsv; default: generated")
+    parser.add_argument("--model", help="model for from_pretrained; default: a small one")
+    parser.add_argument("--output_dir", default="runs/pairs", help="folder that all hosts share")
+    parser.add_argument("--batch_size", type=int, default=32, help="pairs in a step, of all ranks")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
-    parser.add_argument("--max_length", type=int, help="tokens; default: 40, real data 128")
+    parser.add_argument("--max_length", type=int, help="tokens; default: 40, with --data_dir 128")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, help="default: 1e-3, with --model 2e-5")
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--pairs", type=int, default=2000, help="to make up; a fifth for tests")
+    parser.add_argument("--pairs", type=int, default=2000, help="to generate; a fifth for tests")
     parser.add_argument("--checkpointing_steps", type=int, help="steps between checkpoints")
-    parser.add_argument("--resume_from_checkpoint", help="step_N, or latest, if there is one")
+    parser.add_argument("--resume_from_checkpoint", help="step_N, or latest (if there is one)")
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args()
     if args.max_length is None:
@@ -58,9 +58,9 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """What the launcher calls on every rank."""
+    """Trains the model; the launcher calls this on every rank."""
     args = arguments()
-    # The batches of all ranks together are those of one process: so are the steps of the schedule.
+    # All ranks together have the batches of one process, and so the same steps of the schedule.
     loading = DataLoaderConfiguration(
         split_batches=True, use_seedable_sampler=True, data_seed=args.seed
     )
@@ -80,7 +80,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(words)
     train_data = encoded(pairs.read(folder, "train"), tokenizer, args.max_length)
     dev_data = encoded(pairs.read(folder, "dev"), tokenizer, args.max_length)
-    # Shapes are the same in every step: a smaller last batch would be another program.
+    # A smaller last batch would need another program, so drop it.
     train_loader = DataLoader(train_data, args.batch_size, shuffle=True, drop_last=True)
     dev_loader = DataLoader(dev_data, args.batch_size)
     model = build(args, tokenizer)
@@ -112,9 +112,9 @@ def main() -> None:
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-                losses.append(loss.detach())  # fetched after the epoch: no step waits for it
+                losses.append(loss.detach())  # read after the epoch, so that no step waits for it
                 done += 1
-                # Its machine is taken away: --resume_from_checkpoint=latest goes on from here.
+                # The machine is preempted: --resume_from_checkpoint=latest continues from here.
                 leave = accelerator.sync_gradients and preempted()
                 if leave or args.checkpointing_steps and done % args.checkpointing_steps == 0:
                     accelerator.save_state(str(output / f"step_{done}"))
@@ -127,7 +127,7 @@ def main() -> None:
                 shown = "epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.3f}, F1 {f1:.3f}"
                 print(shown.format(**found), flush=True)
 
-    # Asked for on every rank, whole on the first one's host; on the device if nothing is sharded.
+    # Every rank calls it. The first one gets the full state, on the host if it was sharded.
     state = {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()}
     how = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
     accelerator.unwrap_model(model).save_pretrained(output / "model", state_dict=state, **how)
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def checkpoint_of(args: argparse.Namespace) -> str | None:
-    """What ``--resume_from_checkpoint`` names; None where ``latest_checkpoint`` finds none yet."""
+    """The folder of ``--resume_from_checkpoint``; None if ``latest`` finds no checkpoint."""
     if args.resume_from_checkpoint != "latest":
         return args.resume_from_checkpoint
     saved = filter(is_complete, Path(args.output_dir).glob("step_*"))
@@ -147,8 +147,8 @@ def checkpoint_of(args: argparse.Namespace) -> str | None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether its save came to the end: to the manifest or, of a model that is not sharded, to the
-    random states, the end of whose file lists what is in it."""
+    """Whether the save is complete. Its last file is the manifest or, if nothing is sharded, the
+    zip file of the random states, which ends with a list of its contents."""
     if (folder / "xla_fsdp").is_dir():
         return xla_fsdp.latest_checkpoint(folder / "xla_fsdp") is not None
     whole = zipfile.is_zipfile(folder / "random_states_0.pkl")
@@ -160,7 +160,7 @@ def steps_of(folder: str) -> int:
 
 
 def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """``--model``, or two layers of width 64."""
+    """Builds ``--model``, or a model with two layers of width 64."""
     if args.model:
         return AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -171,7 +171,7 @@ def build(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> nn.Mo
 
 
 def groups(model: nn.Module, decay: float = 0.01) -> list[dict]:
-    """Biases and norms do not decay."""
+    """Parameter groups, without weight decay for biases and norms."""
     spared = ("bias", "LayerNorm.weight")
     named = list(model.named_parameters())
     return [
@@ -181,13 +181,13 @@ def groups(model: nn.Module, decay: float = 0.01) -> list[dict]:
 
 
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> dict[str, float]:
-    """Accuracy and F1 of "they say the same", as GLUE has them for MRPC."""
+    """Accuracy and F1 of "same meaning", the metrics of GLUE for MRPC."""
     model.eval()
     seen = []
     for batch in loader:
         with torch.no_grad():
             chosen = model(**batch).logits.argmax(dim=-1)
-        # What Accelerate has repeated for the last batch to be full is left out again.
+        # Removes examples that Accelerate has repeated to fill the last batch.
         both = accelerator.gather_for_metrics((chosen, batch["labels"]))
         seen.append(torch.stack(both).cpu())
     chosen, labels = torch.cat(seen, dim=1).bool()

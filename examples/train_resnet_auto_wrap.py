@@ -1,7 +1,7 @@
-"""The smallest example: a policy wraps a ResNet, block by block, each gathered, used and freed.
+"""The smallest example: a policy wraps each block of a ResNet.
 
 python examples/train_resnet_auto_wrap.py             # digits on 4 ranks of any machine's CPU
-python examples/train_resnet_auto_wrap.py --plan=v3-8 # what the same needs on a TPU
+python examples/train_resnet_auto_wrap.py --plan=v3-8 # a plan for the same on a TPU
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from torchvision.models.resnet import BasicBlock
 
 import xla_fsdp
 
-flags.DEFINE_integer("batch_size", 16, "images a rank and step", lower_bound=1)
+flags.DEFINE_integer("batch_size", 16, "images of a rank in a step", lower_bound=1)
 flags.DEFINE_integer("num_epochs", 5, "passes over the images", lower_bound=1)
 script.DEFINE_number("lr", 0.02, "learning rate", "(0, inf)")
 flags.DEFINE_string("ckpt_dir", "runs/resnet/ckpt", "folder of the checkpoints, shared by all")
@@ -32,7 +32,7 @@ def main(options: SimpleNamespace) -> None:
     launching.launch_or_plan(train, (options, data), "ResNet-18")
 
 
-def train(index: int, options: SimpleNamespace, data: Source) -> None:  # what each rank runs
+def train(index: int, options: SimpleNamespace, data: Source) -> None:  # each rank runs this
     how = {"num_workers": options.num_workers, "max_steps": options.max_steps, "seed": options.seed}
     how |= {"image_size": options.image_size, "min_crop": options.min_crop}
     batches, held_out = data.batches(options.batch_size, options.batch_size, **how)
@@ -47,23 +47,23 @@ def train(index: int, options: SimpleNamespace, data: Source) -> None:  # what e
     meters = Meters(options, batches, held_out)
     with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
-            batches.sampler.set_epoch(epoch - 1)  # shuffles anew
+            batches.sampler.set_epoch(epoch - 1)  # another order in each epoch
             meters.start_epoch(epoch)
             with on_device(batches, options.prefetch) as loader:
-                for images, labels in loader:  # a step runs with the next batch
+                for images, labels in loader:  # the next batch runs the step
                     optimizer.zero_grad()
                     loss = torch.nn.functional.cross_entropy(model(images), labels)
-                    loss.backward()  # gradients are averaged over the ranks when it returns
+                    loss.backward()  # also averages the gradients over the ranks
                     optimizer.step()
                     meters.step(loss, optimizer)
-                    if preempted():  # its machine is taken away: --resume goes on from here
+                    if preempted():  # the machine is preempted: --resume continues from here
                         checkpoints.save_and_exit(preempted, options, *where, meters)
             meters.end_epoch()
             evaluation.average_batch_statistics(model)
             meters.report(count_correct(model, held_out, options))
             how = {"extra": {"network": network}, "keep_last": options.keep_ckpts}
             saved = xla_fsdp.save_checkpoint(options.ckpt_dir, model, optimizer, step=epoch, **how)
-    if done == options.num_epochs:  # the run before was ended after its last epoch
+    if done == options.num_epochs:  # an earlier run ended after the last epoch
         meters.nothing_left(saved, count_correct(model, held_out, options))
     if meters.rank == 0:
         folder = closing.consolidate(options, saved, network, data.describe(options.image_size))

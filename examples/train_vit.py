@@ -1,18 +1,18 @@
 """Trains a vision transformer from scratch, up to tens of billions of parameters, fully sharded.
 
     python examples/train_vit.py                          # digits on 4 ranks of any machine's CPU
-    python examples/train_vit.py --plan=v3-128            # what 10 billion need, without a TPU
+    python examples/train_vit.py --plan=v3-128            # a plan for 10 billion, without a TPU
     python examples/train_vit.py --plan=v4-512 --embed_dim=10240 --num_heads=64 --num_blocks=48
-                                                          # and 60 billion
-    python examples/train_vit.py --tune=v3-128 --settings=v3.json   # how it is sharded best there
+                                                          # a plan for 60 billion
+    python examples/train_vit.py --tune=v3-128 --settings=v3.json   # searches the fastest sharding
     PJRT_DEVICE=TPU python examples/train_vit.py --datadir=/datasets/imagenet-1k \\
         --ckpt_dir=/shared/vit --resume                   # on every host of a pod: examples/pod/
 
-The defaults with --datadir, --fake_data or --plan are those of the 10-billion-parameter run on a
-v3-128: 32 blocks of width 5120, 1024 images a step. Without, a small one learns digits in minutes.
---batch_size is that of all ranks together. Flags are named as in the public example for XLA. No
-host ever holds the model: a block is built, cut into shards and dropped before the next one. Blocks
-are one loop of the program, compiled in less time and memory; with --noscan_blocks they are not.
+With --datadir, --fake_data or --plan the defaults are those of the 10-billion-parameter run on a
+v3-128: 32 blocks of width 5120, 1024 images in a step. Otherwise a small model learns digits in
+minutes. --batch_size is that of all ranks. Flags are named as in the public example for XLA. No
+host has the full model: a block is sharded before the next one is created. Blocks run as one loop
+of the program, which compiles in less time and memory; --noscan_blocks turns this off.
 """
 
 from collections.abc import Iterable
@@ -38,16 +38,16 @@ flags.DEFINE_integer("patch_size", None, "pixels along an edge; default: 14", lo
 flags.DEFINE_integer("embed_dim", None, "width; default: 5120", lower_bound=1)
 flags.DEFINE_integer("num_heads", None, "attention heads; default: 32", lower_bound=1)
 flags.DEFINE_integer("num_blocks", None, "transformer blocks; default: 32", lower_bound=1)
-DEFINE_number("mlp_ratio", 4.0, "hidden width of the perceptrons over embed_dim", "(0, inf)")
+DEFINE_number("mlp_ratio", 4.0, "hidden width of the perceptrons / embed_dim", "(0, inf)")
 DEFINE_number("pos_dropout", 0.0, "dropout after the positions", "[0, 1)")
 DEFINE_number("att_dropout", 0.0, "dropout of attention weights", "[0, 1)")
 DEFINE_number("mlp_dropout", 0.0, "dropout in perceptrons and after each half block", "[0, 1)")
-flags.DEFINE_integer("batch_size", None, "images a step of all ranks; default: 1024", 1)
+flags.DEFINE_integer("batch_size", None, "images of all ranks in a step; default: 1024", 1)
 flags.DEFINE_integer("num_epochs", None, "default: 300", lower_bound=1)
 DEFINE_number("lr", None, "learning rate after the warm-up; default: 1e-3", "(0, inf)")
-DEFINE_number("weight_decay", 0.1, "of AdamW", "[0, inf)")
-DEFINE_number("clip_grad_norm", 1.0, "largest norm of the gradient; 0: any", "[0, inf]")
-flags.DEFINE_integer("warmup_steps", None, "steps up to the full rate; default: 10000", 0)
+DEFINE_number("weight_decay", 0.1, "weight decay of AdamW", "[0, inf)")
+DEFINE_number("clip_grad_norm", 1.0, "maximum gradient norm; 0: no clipping", "[0, inf]")
+flags.DEFINE_integer("warmup_steps", None, "steps of the warm-up; default: 10000", 0)
 flags.DEFINE_string("ckpt_dir", "runs/vit/ckpt", "folder of the checkpoints, shared by all hosts")
 flags.DEFINE_integer("ckpt_epoch_interval", None, "epochs between checkpoints; default: 10", 1)
 flags.DEFINE_integer("test_epoch_interval", None, "epochs between evaluations; default: 10", 1)
@@ -56,11 +56,11 @@ flags.DEFINE_enum("compute_dtype", None, ["float32", "bfloat16"], "default: bflo
 flags.DEFINE_bool("no_grad_ckpt", False, "keep all activations for the backward")
 flags.DEFINE_bool("no_reshard_after_forward", False, "keep full parameters for the backward")
 flags.DEFINE_bool("flatten_parameters", False, "store each block's parameters as one vector")
-flags.DEFINE_bool("scan_blocks", None, "blocks as one loop, compiled once; default: if possible")
-flags.DEFINE_bool("run_without_fsdp", False, "every rank holds the whole model, to compare")
-flags.DEFINE_bool("shard_on_cpu", True, "cut blocks into shards on the host, not on the device")
+flags.DEFINE_bool("scan_blocks", None, "run blocks as one compiled loop; default: if possible")
+flags.DEFINE_bool("run_without_fsdp", False, "replicate the model on every rank, to compare")
+flags.DEFINE_bool("shard_on_cpu", True, "shard blocks on the host, not on the device")
 
-# What settings decide as well.
+# Flags that exclude settings, which also choose these options.
 SHARDING = "no_reshard_after_forward flatten_parameters no_grad_ckpt run_without_fsdp".split()
 SHARDING += ["shard_on_cpu", "scan_blocks"]
 
@@ -77,7 +77,7 @@ def main(options: SimpleNamespace) -> None:
 
 
 def set_defaults(options: SimpleNamespace, data: Source) -> None:
-    """Those of the run with 10 billion parameters, or of one that a CPU trains in minutes."""
+    """Sets defaults: of the run with 10 billion parameters, or for minutes on a CPU."""
     if data.digits:
         fill_in(options, image_size=16, patch_size=4, embed_dim=128, num_heads=4, num_blocks=2)
         fill_in(options, batch_size=32, num_epochs=12, lr=2e-3, warmup_steps=50)
@@ -86,16 +86,16 @@ def set_defaults(options: SimpleNamespace, data: Source) -> None:
     fill_in(options, batch_size=1024, num_epochs=300, lr=1e-3, warmup_steps=10_000)
     fill_in(options, compute_dtype="bfloat16", ckpt_epoch_interval=10, test_epoch_interval=10)
     fill_in(options, num_classes=data.num_classes)
-    # Blocks become one loop unless a flag says what a loop can not have.
+    # Blocks run as one loop, unless there is a flag that a loop does not support.
     no_loop = ["noshard_on_cpu", *SHARDING[:4]]
     exclude(options, "scan_blocks", *no_loop)
     fill_in(options, scan_blocks=not given(options, *no_loop))
     if options.run_without_fsdp and (of_units := given(options, *no_loop[:3])):
-        raise Stop(f"--run_without_fsdp wraps nothing: it excludes {of_units[0]}", code=2)
+        raise Stop(f"--run_without_fsdp wraps nothing, so it excludes {of_units[0]}", code=2)
 
 
 def build(options: SimpleNamespace, network: dict, device: torch.device) -> nn.Module:
-    """The model, sharded block by block while it is built."""
+    """Builds the model, and shards each block before the next one is created."""
     compute_dtype = getattr(torch, options.compute_dtype)
 
     def wrap(module: nn.Module) -> nn.Module:
@@ -125,19 +125,19 @@ def build(options: SimpleNamespace, network: dict, device: torch.device) -> nn.M
 
 
 def train(index: int, options: SimpleNamespace, data: Source, network: dict, count: int) -> None:
-    import torch_xla  # not at the top of the file: launch has to set up the runtime before
+    import torch_xla  # not at the top of the file: launch must set up the runtime first
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
     if not options.plan:
         copies = xr.world_size() if options.run_without_fsdp else 1
         require_for_training(count * copies, "--embed_dim or --num_blocks")
-    # Of all ranks, as the published run counts; settings count those of one.
+    # --batch_size is for all ranks, as in the published run, but settings have that of one rank.
     ranks = 1 if options.sharding and options.sharding.batch else xr.world_size()
     batch_size, left = divmod(options.batch_size, ranks)
     if left:
-        whole = f"--batch_size={options.batch_size} can not be divided"
-        raise Stop(f"{whole} over {ranks} ranks", code=2)
+        total = f"--batch_size={options.batch_size} must be a multiple of the number of ranks"
+        raise Stop(f"{total}, {ranks}", code=2)
     how = {"num_workers": options.num_workers, "max_steps": options.max_steps, "seed": options.seed}
     how |= {"image_size": options.image_size, "min_crop": options.min_crop}
     batches, held_out = data.batches(batch_size, batch_size, "bicubic", **how)
@@ -148,7 +148,7 @@ def train(index: int, options: SimpleNamespace, data: Source, network: dict, cou
     optimizer = torch.optim.AdamW(model.parameters(), **how)
     how = {"warmup": options.warmup_steps, "total": len(batches) * options.num_epochs}
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(half_cosine, **how))
-    # A wrapped model has its own way: the gradient is in parts.
+    # A wrapped model has a method for its sharded gradients.
     clip = getattr(model, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters()))
     evaluation.vary_by_rank(options.seed)
     network, state = {"kind": "vit", **network}, (model, optimizer, scheduler)
@@ -157,12 +157,12 @@ def train(index: int, options: SimpleNamespace, data: Source, network: dict, cou
     meters = Meters(options, batches, held_out)
     with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
         for epoch in range(done + 1, options.num_epochs + 1):
-            batches.sampler.set_epoch(epoch - 1)  # shuffles anew
+            batches.sampler.set_epoch(epoch - 1)  # another order in each epoch
             meters.start_epoch(epoch)
             with on_device(batches, options.prefetch) as loader:
-                for images, labels in loader:  # a step runs with the next batch
+                for images, labels in loader:  # the next batch runs the step
                     loss = F.cross_entropy(model(images).float(), labels)
-                    loss.backward()  # gradients are averaged over the ranks when it returns
+                    loss.backward()  # also averages the gradients over the ranks
                     if options.run_without_fsdp:
                         xm.reduce_gradients(optimizer)
                     if options.clip_grad_norm:
@@ -171,7 +171,7 @@ def train(index: int, options: SimpleNamespace, data: Source, network: dict, cou
                     meters.step(loss, optimizer)
                     scheduler.step()
                     optimizer.zero_grad()
-                    if preempted():  # its machine is taken away: --resume goes on from here
+                    if preempted():  # the machine is preempted: --resume continues from here
                         checkpoints.save_and_exit(preempted, options, *where, meters)
             meters.end_epoch()
             last, correct = epoch == options.num_epochs, None
@@ -181,16 +181,16 @@ def train(index: int, options: SimpleNamespace, data: Source, network: dict, cou
             if last or epoch % options.ckpt_epoch_interval == 0:
                 how = {"extra": {"network": network}, "keep_last": options.keep_ckpts}
                 saved = xla_fsdp.save_checkpoint(options.ckpt_dir, *state, step=epoch, **how)
-    if done == options.num_epochs:  # the run before was ended after its last epoch
+    if done == options.num_epochs:  # an earlier run ended after the last epoch
         meters.nothing_left(saved, count_correct(model, held_out, options))
-    if meters.rank == 0:  # all ranks' parts become one model, which plain torch must find as good
+    if meters.rank == 0:  # joins the shards; the accuracy in plain torch must be the same
         read = data.describe(options.image_size, "bicubic")
         folder = closing.consolidate(options, saved, network, read)
         closing.summarize("Vision transformer, fully sharded", options, meters, saved, folder)
 
 
 def count_correct(model: nn.Module, batches: DataLoader, options: SimpleNamespace) -> int:
-    """How many held-out images the model gets right, over all ranks."""
+    """The number of held-out images that are classified correctly, over all ranks."""
     with evaluation.evaluating(model), on_device(batches, options.prefetch) as loader:
         hits = sum((model(images).argmax(dim=1) == labels).sum() for images, labels in loader)
         return evaluation.over_all_ranks(hits)

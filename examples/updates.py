@@ -1,4 +1,4 @@
-"""Training by updates, as of language models: flags as in fairseq, and what rank 0 shows."""
+"""Flags and output of training by updates, for language models; flags are named as in fairseq."""
 
 import json
 import math
@@ -8,33 +8,35 @@ from typing import Any
 
 import torch
 from absl import flags
-from common import checkpoints  # noqa: F401  # whose flag gets another name
+from common import checkpoints  # noqa: F401  # one of its flags is renamed below
 from common.meters import Shown, memory_in_use, perplexity
 from common.script import DEFINE_number, Stop, require
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-flags.DEFINE_integer("batch_size", 8, "sequences a rank and micro-batch", lower_bound=1)
-flags.DEFINE_integer("update_freq", 1, "micro-batches of an update", lower_bound=1)
-flags.DEFINE_integer("max_update", None, "updates in all", lower_bound=1)
-DEFINE_number("lr", None, "rate after the warm-up", "(0, inf)")
-flags.DEFINE_integer("warmup_updates", None, "updates up to that rate", lower_bound=0)
-flags.DEFINE_integer("total_num_update", None, "when the rate is lowest; default: max_update", 1)
-DEFINE_number("end_learning_rate", 0.0, "the rate then", "[0, inf)")
-DEFINE_number("power", 1.0, "of the decay: 1 is linear", "(0, inf)")
-flags.DEFINE_string("adam_betas", "(0.9, 0.98)", "of AdamW")
-DEFINE_number("weight_decay", 0.0, "of AdamW", "[0, inf)")
-DEFINE_number("clip_norm", 1.0, "largest norm of the gradient; 0: any", "[0, inf]")
+flags.DEFINE_integer("batch_size", 8, "sequences of a rank in a micro-batch", lower_bound=1)
+flags.DEFINE_integer("update_freq", 1, "micro-batches in an update", lower_bound=1)
+flags.DEFINE_integer("max_update", None, "total number of updates", lower_bound=1)
+DEFINE_number("lr", None, "learning rate after the warm-up", "(0, inf)")
+flags.DEFINE_integer("warmup_updates", None, "updates of the warm-up", lower_bound=0)
+flags.DEFINE_integer(
+    "total_num_update", None, "updates until the decay ends; default: max_update", 1
+)
+DEFINE_number("end_learning_rate", 0.0, "learning rate after the decay", "[0, inf)")
+DEFINE_number("power", 1.0, "power of the decay; 1: linear", "(0, inf)")
+flags.DEFINE_string("adam_betas", "(0.9, 0.98)", "betas of AdamW")
+DEFINE_number("weight_decay", 0.0, "weight decay of AdamW", "[0, inf)")
+DEFINE_number("clip_norm", 1.0, "maximum gradient norm; 0: no clipping", "[0, inf]")
 flags.DEFINE_integer("validate_interval_updates", 100, "updates between validations", 1)
 flags.DEFINE_integer("save_interval_updates", 100, "updates between checkpoints", lower_bound=1)
 flags.DEFINE_alias("resume_update", "resume_epoch")
 flags.DEFINE_alias("log_interval", "log_steps")
 flags.DEFINE_enum("log_format", None, ["bar", "json"], "default: a bar on a terminal, else json")
-SMALLEST_SCALE = 1e-4  # fairseq's min_loss_scale: gradients are not finite whatever it is
+SMALLEST_SCALE = 1e-4  # fairseq's min_loss_scale: a lower scale does not make gradients finite
 
 
 def betas(text: str) -> tuple[float, ...]:
-    """Those of ``--adam_betas``."""
+    """Parses ``--adam_betas``."""
     return tuple(float(beta) for beta in text.strip("() ").split(","))
 
 
@@ -49,9 +51,9 @@ require("adam_betas", _are_betas, "must be two numbers from 0 to below 1: '(0.9,
 
 
 class Updates(Shown):
-    """Loss, speed, norms of updates 1 to ``options.max_update``, of all ranks together.
+    """Loss, speed and norms of updates 1 to ``options.max_update``, for all ranks together.
 
-    ``tokens``: of an update. ``loss``, in nats a token, is that of the last update shown.
+    ``tokens``: the tokens of an update. ``loss``: that of the last update shown, in nats per token.
     """
 
     UNIT, SPEED, RESULT = "updates", "tokens/s, last updates", "validation loss"
@@ -76,17 +78,17 @@ class Updates(Shown):
         self._done: int | None = None
 
     def update(self, number: int, loss: torch.Tensor, norm: torch.Tensor, show: bool) -> None:
-        """Was traced: the mean loss of this rank, the norm of all gradients."""
+        """Records a traced update: the loss of this rank and the norm of all gradients."""
         import torch_xla.core.xla_model as xm
 
         mean = xm.all_reduce(xm.REDUCE_SUM, loss.detach().float(), scale=1 / self.world_size)
-        # Kept in every update, shown or not: with one result more it would be another program.
+        # Computed in every update, shown or not, because another result needs another program.
         self._now = torch.stack([mean.reshape(()), norm.detach().float().reshape(())])
         self._done = number - 1 if self._done is None else self._done
         if show:
             rate, scaler = self._optimizer.param_groups[0]["lr"], self._scaler
             scale = scaler.get_scale() if scaler and scaler.is_enabled() else None
-            # Called once the step has run: to look at the loss here would cut the step in two.
+            # Called after the step has run: reading the loss here would cut the step in two.
             xm.add_step_closure(self._show, (number, self._now, rate, scale))
         if self._profile is not None:
             self._profile.step()
@@ -112,7 +114,7 @@ class Updates(Shown):
         self._write(curves | {"train/memory": used}, number)
 
     def validated(self, number: int, loss: float, tokens: int) -> None:
-        """``loss`` in the mean of so many tokens, after so many updates."""
+        """Records the mean validation ``loss`` of ``tokens`` tokens, after ``number`` updates."""
         self.valid_loss, self.samples = loss, tokens
         loss, ppl = round(loss, 4), perplexity(loss)
         if self._json:
@@ -121,15 +123,17 @@ class Updates(Shown):
             line = f"update {number}: validation loss {loss:.4f}, perplexity {ppl}"
             self._console.print(line, highlight=False, soft_wrap=True)
         self._write({"valid/loss": loss, "valid/ppl": ppl}, number)
-        self._then = time.perf_counter()  # the next updates were not slower for it
+        self._then = time.perf_counter()  # does not count the validation in the speed
 
     @property
     def result(self) -> str:
         return f"{self.valid_loss:.4f} (perplexity {perplexity(self.valid_loss)})"
 
     def compare(self, again: dict[str, Any], dtype: str) -> tuple[str, bool, str]:
-        """What plain torch finds, whether that is the same but for rounding to the ``dtype`` that
-        the sharded model computed in, and in what the two differ."""
+        """Returns the result of plain torch, whether it agrees, and a text with both results.
+
+        Results agree if they differ only by rounding to ``dtype``, that of the sharded model.
+        """
         mine, loss = self.valid_loss, again["loss"]
         rounding = {"float32": 2e-4, "float16": 1e-2, "bfloat16": 2e-2}[dtype]
         two = f"the sharded model's loss is {mine}, the consolidated one's {loss}"

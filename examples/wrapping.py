@@ -1,4 +1,4 @@
-"""Flags that say how a network is sharded, and what they mean to the wrapper."""
+"""Flags for the sharding of a network, and the arguments of the wrapper for them."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -15,20 +15,20 @@ import xla_fsdp
 POLICIES, DTYPES = ["none", "size_based", "type_based"], ["float32", "float16", "bfloat16"]
 flags.DEFINE_bool("use_nested_fsdp", None, "wrap layer by layer; default: without a policy")
 flags.DEFINE_enum("auto_wrap_policy", "none", POLICIES, "which layers get wrapped")
-flags.DEFINE_integer("auto_wrap_min_num_params", 1_000_000, "least layer of size_based", 1)
+flags.DEFINE_integer("auto_wrap_min_num_params", 1_000_000, "minimum size for size_based", 1)
 flags.DEFINE_bool("use_gradient_checkpointing", False, "recompute wrapped layers in the backward")
 flags.DEFINE_bool("flatten_parameters", False, "store each layer's parameters as one vector")
 flags.DEFINE_bool("shard_param_on_dim_0", False, "shard along dimension 0, keeping the shape")
 flags.DEFINE_bool("fp32_reduce_scatter", False, "reduce gradients in float32")
-flags.DEFINE_enum("compute_dtype", "float32", DTYPES, "the narrow ones are slow on CPU")
+flags.DEFINE_enum("compute_dtype", "float32", DTYPES, "narrow ones are slow on CPU")
 
 
-# What settings decide as well: see common/tuning.py.
+# Flags that exclude settings, which also choose these options: see common/tuning.py.
 SHARDING = "use_nested_fsdp auto_wrap_policy use_gradient_checkpointing".split()
 
 
 def settle(options: SimpleNamespace) -> None:
-    """Layers are wrapped one by one unless a policy does it."""
+    """Sets the default of --use_nested_fsdp: true, unless a policy wraps layers."""
     if options.use_nested_fsdp is None:
         options.use_nested_fsdp = options.auto_wrap_policy == "none"
     if options.use_nested_fsdp and options.auto_wrap_policy != "none":
@@ -36,7 +36,7 @@ def settle(options: SimpleNamespace) -> None:
 
 
 def arguments(options: SimpleNamespace) -> dict[str, Any]:
-    """Those of ``XlaFullyShardedDataParallel``."""
+    """The arguments of ``XlaFullyShardedDataParallel``."""
     names = ("fp32_reduce_scatter", "flatten_parameters", "shard_param_on_dim_0")
     given = {name: getattr(options, name) for name in names}
     return {"compute_dtype": getattr(torch, options.compute_dtype), **given}
@@ -45,13 +45,13 @@ def arguments(options: SimpleNamespace) -> dict[str, Any]:
 def policy(
     options: SimpleNamespace, network: nn.Module, blocks: Collection[type[nn.Module]]
 ) -> Callable | None:
-    """Its ``auto_wrap_policy``; ``blocks`` are what type_based wraps."""
+    """The ``auto_wrap_policy`` of the wrapper; ``blocks``: the classes that type_based wraps."""
     if options.auto_wrap_policy == "none":
         return None
     if options.auto_wrap_policy == "size_based":
         least = options.auto_wrap_min_num_params
         return partial(xla_fsdp.size_based_auto_wrap_policy, min_num_params=least)
     if not any(isinstance(module, tuple(blocks)) for module in network.modules()):
-        knows = "knows none of the blocks of this model; use size_based"
+        knows = "supports no block of this model; use size_based"
         raise Stop(f"--auto_wrap_policy=type_based {knows}", code=2)
     return partial(xla_fsdp.transformer_auto_wrap_policy, transformer_layer_cls=blocks)

@@ -225,10 +225,10 @@ def test_a_new_record_is_traced(elsewhere):
 # What is not about a generation of chips, or is an example in a message.
 EXCEPTIONS = {
     "preflight/api.py": ["version=v2"],  # of the TPU API
-    "preflight/node.py": ["as v1 and v2 of the TPU API", "such as v4-32"],
+    "preflight/node.py": ["a node as in v1 or v2 of the TPU API", "such as v4-32"],
     "preflight/__main__.py": ["such as v3-32"],
     "verifying/cli.py": ["such as v5litepod-8"],
-    "ranks/launch.py": ["on v2 and v3, where a process has two ranks"],
+    "ranks/launch.py": ["On v2 and v3, where a process has two ranks"],
 }
 
 

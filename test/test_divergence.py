@@ -97,8 +97,8 @@ def test_a_nan_of_one_ranks_forward(run_ranks):
     assert (message, *rest) == other  # every rank knows
     assert rest == [2, [1], "blocks.0"]
     assert message == (
-        "step 2: the output of blocks.0 is not finite on rank 1; 1 more had it later, from a "
-        "reduction or of their own"
+        "step 2: the output of blocks.0 is not finite on rank 1; on further ranks (1) a later "
+        "value is not finite"
     )
 
 
@@ -116,7 +116,7 @@ def test_a_nan_of_one_ranks_backward(run_ranks, checkpointed):
     assert rest == [1, [1], "blocks.0"]
     assert message == (
         "step 1: the gradient of the output of blocks.0.linear, from blocks.0 itself, is not "
-        "finite on rank 1; 1 more had it later, from a reduction or of their own"
+        "finite on rank 1; on further ranks (1) a later value is not finite"
     )
 
 
@@ -124,8 +124,8 @@ def test_a_rank_that_differs(run_ranks):
     found = run_ranks(train, 2, "none", -1, 0, tell=3)
     for message, *rest in found:
         assert rest == [3, [1], None]
-        assert message.startswith("step 3: grad_norm must be the same on all ranks, and is ")
-        assert "but on rank 1: " in message
+        assert message.startswith("step 3: grad_norm must be the same on all ranks, but it is ")
+        assert "except on rank 1: " in message
 
 
 def test_steps_between_are_not_looked_at_and_nothing_changes(run_ranks):

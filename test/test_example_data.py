@@ -137,5 +137,5 @@ def test_two_first_starts_may_write_the_digits(common, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "rename", fails)
     other = Path(tmp_path, "other")
-    with pytest.raises(common.script.Stop, match="can not be written to .*other: Permission"):
+    with pytest.raises(common.script.Stop, match="cannot be written to .*other: Permission"):
         common.digits.write(str(other))

@@ -158,15 +158,15 @@ class TestTokens:
             tokens.Rows(read, "train", 100_000)
         said = json.loads(Path(written, "tokens.json").read_text())
         Path(written, "tokens.json").write_text(json.dumps({**said, "end": 257}))
-        with pytest.raises(stop, match="the end mark 257 is not in a vocabulary of 257"):
+        with pytest.raises(stop, match="the end token 257 is not in the vocabulary of 257"):
             tokens.open_folder(written)
         Path(written, "tokens.json").write_text("{}")
         with pytest.raises(stop, match="tokens.json does not describe tokens: 'dtype'"):
             tokens.open_folder(written)
         for texts in ([], ["", " \n"]):
-            with pytest.raises(stop, match="there is no text to make"):
+            with pytest.raises(stop, match="all texts for .* are empty"):
                 tokens.write(str(tmp_path / "new"), texts, tokens.byte_level(), tokens.END)
-        with pytest.raises(stop, match="has no '</s>' to put between documents: --end_token"):
+        with pytest.raises(stop, match="has no '</s>' to put between documents; set --end_token"):
             tokens.write(str(tmp_path / "new"), ["a"], tokens.byte_level(), "</s>")
         assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".tokens-*"))
 
@@ -239,12 +239,12 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
         (["--tokens_per_sample=131"], "--tokens_per_sample=131 is longer than the model's"),
         ([here, "--vocab_size=100"], "has a vocabulary of 257, more than --vocab_size=100"),
         ([here, "--tokens_per_sample=600", "--positions=700"], "valid.bin has 500 tokens, too few"),
-        ([here, "--text=empty"], "data has tokens already: leave out --text"),
+        ([here, "--text=empty"], "data has tokens already; leave out --text"),
         (["--data=cut"], "cut/valid.bin has 2 bytes, not"),
-        (["--data=odd"], "odd/tokenizer.json knows 258 tokens, and tokens.json says 257"),
-        (["--data=new", "--text=empty"], "no .txt file is in it"),
-        (["--data=new", "--text=blank"], "there is no text to make new of"),
-        (["--data=new", "--tokenizer=blank/a.txt"], "blank/a.txt is no tokenizer"),
+        (["--data=odd"], "odd/tokenizer.json has 258 tokens, but tokens.json has 257"),
+        (["--data=new", "--text=empty"], "--text=empty has no .txt files"),
+        (["--data=new", "--text=blank"], "all texts for new are empty"),
+        (["--data=new", "--tokenizer=blank/a.txt"], "blank/a.txt is not a tokenizer"),
         ([here, "--tokens_per_sample=16", f"--prompt={'a' * 16}"], "--prompt has 16 tokens"),
         (["--adam_betas=(0.9, 1)"], "must be two numbers from 0 to below 1"),
         (["--fp16", "--compute_dtype=float32"], "--fp16 excludes --compute_dtype"),

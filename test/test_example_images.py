@@ -82,7 +82,10 @@ class TestImageNet:
             run("train_imagenet.py", *again, "--num_epochs=3", "--model=squeezenet1_1"), "layer"
         )
         before = (*again, *flags, "--num_epochs=1")
-        refusal(run("train_imagenet.py", *before), "is at 2 already: nothing to train up to 1")
+        refusal(
+            run("train_imagenet.py", *before),
+            "is at 2 already, so there is nothing to train up to 1",
+        )
         refusal(run("train_imagenet.py", *SMALL), "--resume, or another --ckpt_dir")
 
     def test_reads_images_in_processes_and_resumes_bit_for_bit(self, run, common, tmp_path):
@@ -120,7 +123,7 @@ class TestImageNet:
             (["--model="], "no model ''"),
             (["--model=a detector"], "such as resnet50, vit_b_16; torchvision.models.list_models"),
             (["--seed=9223372036854775807"], "--seed=9223372036854775807"),
-            (["--resume", "--resume_epoch=1"], "choose one: --resume takes the latest"),
+            (["--resume", "--resume_epoch=1"], "give only one: --resume takes the latest"),
             (["--resume_epoch=7"], "no complete checkpoint of --resume_epoch=7"),
             (["--plan_report=x.json"], "--plan_report needs --plan"),
             (["--datadir="], "--datadir=: is empty"),
@@ -134,7 +137,7 @@ class TestImageNet:
             (["--num_classes=1000000000000"], "GiB: choose a smaller model or --num_classes"),
             (["--num_classes=1000000000000", "--model=regnet_y_400mf"], "model or --num_classes"),
             (["--num_classes=1000000000000", "--plan=v3-8"], "model or --num_classes"),
-            ([f"--num_classes={too_many}"], "smaller --model or --num_classes, a TPU, or --plan"),
+            ([f"--num_classes={too_many}"], "smaller --model or --num_classes, or use a TPU"),
             (["--num_classes=1" + 20 * "0"], "--num_classes=100000000000000000000: "),
             (["--ckpt_dir=a\0b"], "--ckpt_dir=a\0b: embedded null byte"),
             (["--datadir=a\0b"], "no folder a\0b/train"),
@@ -222,7 +225,7 @@ class TestVisionTransformer:
         damaged.write_bytes(damaged.read_bytes()[:100])
         flags = [flag for flag in SMALL_VIT if flag not in ("--fake_data", "--max_steps=2")]
         flags += ["--datadir=images", f"--num_workers={workers}", "--batch_size=100"]
-        refusal(run("train_vit.py", *flags), damaged.name, "is not a whole image")
+        refusal(run("train_vit.py", *flags), damaged.name, "is not a complete image")
 
     def test_is_planned(self, run, tmp_path):
         flags = ("--embed_dim=64", "--num_heads=2", "--num_blocks=2", "--batch_size=16")
@@ -245,11 +248,11 @@ class TestVisionTransformer:
             (["--fake_data", "--datadir=x"], "--fake_data excludes"),
             (["--mlp_ratio=inf"], "--mlp_ratio=inf"),
             (["--mlp_ratio=0.001"], "leaves no hidden width"),
-            (["--mlp_ratio=1e308"], "--mlp_ratio=1e+308, --num_classes=10: larger than any tensor"),
+            (["--mlp_ratio=1e308"], "--mlp_ratio=1e+308, --num_classes=10: too large for a tensor"),
             (["--run_without_fsdp", "--flatten_parameters"], "excludes --flatten_parameters"),
             (["--scan_blocks", "--noshard_on_cpu"], "--scan_blocks excludes --noshard_on_cpu"),
             (["--embed_dim=1048576"], "GiB: choose a smaller --embed_dim or --num_blocks"),
-            (["--batch_size=30"], "--batch_size=30 can not be divided over 4 ranks"),
+            (["--batch_size=30"], "--batch_size=30 must be a multiple of the number of ranks, 4"),
         )
 
 
@@ -265,15 +268,15 @@ def test_the_smallest_example_refuses_in_one_line(refused, too_many, tmp_path):
         "train_resnet_auto_wrap",
         (["--lr=nan"], "--lr=nan: must be finite"),
         (["--fake_data", "--num_classes=1000000000000"], "choose a smaller model or --num_classes"),
-        (["--fake_data", f"--num_classes={too_many}"], "choose a smaller --num_classes, a TPU"),
+        (["--fake_data", f"--num_classes={too_many}"], "choose a smaller --num_classes, or use"),
         ([], "no folder runs/digits/train; "),
-        ([], "; remove runs/digits, which is made again"),
+        ([], "; remove runs/digits, which is then created again"),
     )
 
 
 class TestEvaluation:
     def test_needs_a_model(self, run):
-        refusal(run("evaluate.py"), "name one folder")
+        refusal(run("evaluate.py"), "give one folder")
         refusal(run("evaluate.py", "nothing"), "nothing has no consolidated model")
 
     def test_needs_to_know_the_images(self, common, tmp_path):
@@ -281,8 +284,8 @@ class TestEvaluation:
         nowhere = str(tmp_path / "nowhere")
         for images, datadir, words in (
             (None, None, "it has None"),
-            ({}, None, "does not say how images are read: 'kind'"),
-            (folders, None, "--datadir=DIR names real ones"),
+            ({}, None, "does not describe images correctly: 'kind'"),
+            (folders, None, "give real ones with --datadir=DIR"),
             (folders, nowhere, "are expected in [^ ]*/nowhere/val/<class>/'"),
             (folders | {"kind": "films"}, nowhere, "unknown kind of images 'films'"),
             ({"kind": "mnist", "datadir": None, "fake": True}, nowhere, f"no MNIST in .*{nowhere}"),
@@ -308,14 +311,16 @@ class TestFolders:
         with pytest.raises(stop, match="train is empty"):
             folders.find_classes(str(tmp_path))
         (tmp_path / "train/dog").mkdir()
-        with pytest.raises(stop, match="same classes: 'cat' is in one only"):
+        with pytest.raises(
+            stop, match="same classes: 2 classes are in only one of them, such as 'cat'"
+        ):
             folders.find_classes(str(tmp_path))
         (tmp_path / "train/cat").mkdir()
         (tmp_path / "val/dog").mkdir()
         assert folders.find_classes(str(tmp_path)) == ["cat", "dog"]
         with pytest.raises(stop, match="Found no valid file for the classes"):
             folders.training_images(str(tmp_path))
-        with pytest.raises(stop, match="have the 2 classes .* trained on: 'cat' is in one only"):
+        with pytest.raises(stop, match="have the 2 classes .* trained on: 2 .*, such as 'cat'"):
             folders.test_images(str(tmp_path), ["cow", "dog"], image_size=16)
 
     def test_a_folder_that_can_not_be_read_is_named(self, common, tmp_path, monkeypatch):
@@ -327,7 +332,7 @@ class TestFolders:
 
         for name in ("scandir", "listdir"):
             monkeypatch.setattr(common.images.os, name, refuse)
-        words = "can not be read: Permission denied; make it readable"
+        words = "cannot be read: Permission denied; make it readable"
         with pytest.raises(common.script.Stop, match=f"train {words}") as stop:
             common.images.find_classes(str(tmp_path))
         assert stop.value.code == 2

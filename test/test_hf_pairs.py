@@ -156,7 +156,10 @@ def test_what_is_no_mrpc_is_refused(scripts, tmp_path):
     (tmp_path / "dev.tsv").unlink()
     path.write_text(text, encoding="utf-8")
     assert pairs.read(str(tmp_path), "dev") == [('He said " no .', "No , he said .", True)]
-    for wrong, message in ((text + "2\t1\t1\ta\tb\n", "line 3: not 0 or 1"), ("a\tb\n", "columns")):
+    for wrong, message in (
+        (text + "2\t1\t1\ta\tb\n", "line 3 must have 0 or 1"),
+        ("a\tb\n", "columns"),
+    ):
         path.write_text(wrong, encoding="utf-8")
         with pytest.raises(ValueError, match=message):
             pairs.read(str(tmp_path), "dev")

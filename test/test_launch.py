@@ -466,7 +466,7 @@ except RuntimeError as error:
             env={name: str(value) for name, value in env.items()} | {"PJRT_DEVICE": "CPU"},
         )
         assert result.stdout.startswith(
-            "torchrun started 2 processes and XLA sees a world size of 1; on a CPU, XLA has no "
+            "torchrun started 2 processes, but XLA has a world size of 1; on a CPU, XLA has no "
         ), result.stderr
 
 

@@ -94,7 +94,7 @@ def test_a_command_killed_by_a_signal_has_a_code(watch):
 def test_a_command_that_does_not_exist(ray_host):
     polled = ray_host.Host(["/no/such"], {}).poll()
     assert polled.code == 127
-    assert polled.lines == ["can not start /no/such: No such file or directory: /no/such"]
+    assert polled.lines == ["cannot start /no/such: No such file or directory: /no/such"]
 
 
 def test_chips_that_ray_hides_are_seen(ray_host, monkeypatch):

@@ -80,12 +80,12 @@ def test_shellcheck_has_nothing_to_say():
         (
             "torchrun.sh",
             ["--slice=2xv4-8", "--slice_id=2", "--rdzv_endpoint=h", "--", "x"],
-            "--slice_id must be a number below that of slices in --slice=2x..., got '2'",
+            "--slice_id must be less than the number of slices in --slice=2x..., got '2'",
         ),
         (
             "torchrun.sh",
             ["--slice=v4-8", "--slice_id=0", "--rdzv_endpoint=h", "--", "x"],
-            "--slice_id must be a number below",
+            "--slice_id must be less than",
         ),
         ("worker.sh", ["start"], "usage:"),
         ("worker.sh", ["start", "../x", "true"], "RUN must be a plain name"),
@@ -298,7 +298,7 @@ echo $$ > pid; exec sleep 600"""
     assert "not every worker answers; stopping all workers" in done.stderr
     assert "slice vit-1 is PREEMPTED" in done.stderr
     assert ended((tmp_path / "vit-0/w0/xla_fsdp/pid").read_text())
-    rest = "going on with 1 of 2 slices: vit-0" in done.stderr
+    rest = "continuing with 1 of 2 slices: vit-0" in done.stderr
     made = [call for call in calls(tmp_path) if call[3] == "create"]
     assert (rest, len(made)) == ((True, 0) if least == "1" else (False, 1))
 

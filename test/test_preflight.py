@@ -142,7 +142,7 @@ def test_errors_of_the_server_that_stay(preflight, api):
     api.answers = [error(503, "try later")]
     status, text = lines(preflight("--retries=1"), 1)["TPU API"]
     assert status == "FAILED"
-    assert text.startswith("the API answered 503: try later (asked 2 times) | expected: the node")
+    assert text.startswith("the API answered 503: try later (tried 2 times) | expected: the node")
     assert api.asked_for_node() == 2
 
 
@@ -151,7 +151,7 @@ def test_nothing_listens(preflight, api):
         silent.bind(("127.0.0.1", 0))  # and never listens; nobody else can on this port
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/discovery"
         status, text = lines(preflight("--retries=1", "--discovery_url", url), 1)["TPU API"]
-    assert status == "FAILED" and "cannot be reached" in text and "(asked 2 times)" in text
+    assert status == "FAILED" and "cannot be reached" in text and "(tried 2 times)" in text
 
 
 def test_a_server_that_accepts_and_says_nothing(preflight):

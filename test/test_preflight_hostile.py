@@ -140,7 +140,7 @@ def test_no_secrets_in_what_is_said(preflight, api):  # noqa: F811
     assert "secret" not in refusal(preflight())
     address = api.url.replace("http://", "http://me:password@")
     said = refusal(preflight("--discovery_url", f"{address}discovery?key=private"))
-    assert "a user is named" in said and "password" not in said and "private" not in said
+    assert "it contains a user name" in said and "password" not in said and "private" not in said
     api.description = 404, b""
     said = refusal(preflight("--discovery_url", f"{api.url}discovery?key=private"))
     assert "answered 404" in said and "private" not in said

@@ -101,20 +101,20 @@ def test_commands_run_beside_each_other_but_not_too_many(monkeypatch):
     "flags, said",
     [
         (("--ckpt_dir=/x",), "leave out --skip_workers"),
-        (("--tpu=a/b",), "'a/b': not a name"),
-        (("--tpu=grpc://10.0.0.1",), "not a name"),
+        (("--tpu=a/b",), "'a/b' is not a valid name"),
+        (("--tpu=grpc://10.0.0.1",), "is not a valid name"),
         (("--timeout=nan",), "--timeout"),
         (("--retries=-1",), "--retries"),
         (("--world_size=many",), "--world_size"),
         (("--discovery_url=http://[::1",), "--discovery_url 'http://[::1': Invalid IPv6 URL; give"),
-        (("--discovery_url=ftp://x/y",), "--discovery_url 'ftp://x/y': neither http:// nor"),
-        (("--discovery_url=nourl",), "--discovery_url 'nourl': neither http:// nor https://"),
+        (("--discovery_url=ftp://x/y",), "--discovery_url 'ftp://x/y': it starts with neither"),
+        (("--discovery_url=nourl",), "'nourl': it starts with neither http:// nor https://"),
         (("--discovery_url=http://",), "no host"),
         (("--discovery_url=http://a..b/",), "label empty or too long"),
         (("--discovery_url=http://x:abc/",), "--discovery_url 'http://x:abc/': Port"),
         (("--discovery_url=http://x:0/",), "port 0"),
         (("--discovery_url=http://x y/",), "spaces"),
-        (("--discovery_url=http://me@x/",), "a user is named"),
+        (("--discovery_url=http://me@x/",), "it contains a user name"),
         (("--api_endpoint=http://[::1",), "--api_endpoint 'http://[::1': Invalid IPv6 URL"),
         (("--api_endpoint=http://127.0.0.1:99999/",), "Port out of range 0-65535"),
     ],
@@ -130,7 +130,7 @@ def test_wrong_flags(flags, said, capsys):
 def test_a_wrong_url_in_the_environment_is_named(monkeypatch, capsys):
     monkeypatch.setenv("TPU_API_DISCOVERY_URL", "nourl")
     assert main(["--tpu=pod", *WHERE, "--skip_workers"]) == 2
-    assert "$TPU_API_DISCOVERY_URL 'nourl': neither http:// nor" in capsys.readouterr().err
+    assert "$TPU_API_DISCOVERY_URL 'nourl': it starts with neither" in capsys.readouterr().err
 
 
 def test_neither_torch_nor_the_client_is_imported_to_say_no():

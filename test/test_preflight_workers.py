@@ -79,7 +79,7 @@ def test_four_healthy_workers(preflight, workers):
         ("libtpu", "0.0.21 everywhere"),
         ("xla_fsdp", "0.1.0 everywhere, as here"),
         ("chips", "4 on every worker"),
-        ("chips free", "no process holds one, as far as this user can see"),
+        ("chips free", "no process uses one, as far as this user can see"),
         ("environment", "none set, everywhere"),
         ("clocks", "within 5 s and the time of an answer"),
         ("checkpoints written", "~/mount/runs/vit: by 4 of 4 workers"),
@@ -205,12 +205,12 @@ def test_a_node_that_is_not_ready_has_no_workers_to_ask(preflight, api):
 @pytest.mark.parametrize(
     "flag, said",
     [
-        ("--worker_command=ssh {address}", "lacks {command}"),
-        ("--worker_command=sh {host} {command}", "there are {tpu}"),
+        ("--worker_command=ssh {address}", "must contain {command}"),
+        ("--worker_command=sh {host} {command}", "allowed are {tpu}"),
         ("--worker_command=sh 'x {command}", "No closing quotation"),
         ("--worker_command=/no/ssh {command}", "there is no command /no/ssh"),
         ("--worker_command=sh -c {command}", "the same for all 4 workers"),
-        ("--ckpt_dir=runs", "give an absolute path"),
+        ("--ckpt_dir=runs", "must be an absolute path"),
     ],
 )
 def test_wrong_ways_to_the_workers(preflight, flag, said):
@@ -241,7 +241,7 @@ def test_workers_that_do_not_answer(impatient):
     assert status == "FAILED"
     assert "worker 0: the command ended with 1: ssh: connect to host" in text
     assert "worker 1: no answer in 30 s" in text
-    assert "worker 2: it answered something else: Welcome!" in text
+    assert "worker 2: the answer is not from the probe: Welcome!" in text
     # What the fourth says is still looked at.
     assert checks["torch"][0] == "ok"
     assert checks["checkpoints written"] == ("ok", "~/mount: by 1 of 4 workers")

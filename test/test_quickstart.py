@@ -47,7 +47,7 @@ def test_quickstart(execute):
     assert "4 ranks, each with 36,608 of 137,802 elements\n" in trained
     first, last = map(float, re.search(r"loss (.+) -> (.+)", trained).groups())
     assert 2 < first < 3 and last < 0.5
-    accuracy = re.search(r"accuracy (.+)% on images not seen", trained)[1]
+    accuracy = re.search(r"accuracy (.+)% on held-out images", trained)[1]
     assert 80 < float(accuracy) < 100
     assert planned.startswith("FITS: ") and "v5litepod-8, 8 devices (v5e)" in planned
     assert re.search(r"sent / bound +1.00 ×", planned)

@@ -4,7 +4,7 @@ In ``conftest.py``::
 
     pytest_plugins = ["xla_fsdp.testing"]
 
-and in a test::
+In a test::
 
     def test_sum(run_ranks):
         def step(rank, start):
@@ -13,9 +13,9 @@ and in a test::
 
         assert run_ranks(step, 3, 10) == [33.0] * 3
 
-Ranks run in a worker process, one for each number of ranks, which is kept for the next test: one
-session can test 1, 2, 3 and 8 ranks, and an abort inside XLA ends a worker, not the test run.
-Without pytest: :func:`run_in_ranks`.
+Ranks run in a worker process. There is one for each number of ranks, which runs several tests: one
+session can test 1, 2, 3 and 8 ranks. An abort inside XLA ends a worker, but not the test run.
+Without pytest, use :func:`run_in_ranks`.
 """
 
 from __future__ import annotations
@@ -46,41 +46,40 @@ def run_in_ranks(
 ) -> list[Any]:
     """Runs ``fn(rank, *args, **kwargs)`` as ``num_ranks`` CPU ranks in a worker process.
 
-    ``fn`` may be a closure or a lambda; it, its arguments and its results travel as pickles. A
-    function of an importable module is found there by name. Tensors come back as CPU tensors. Every
-    call starts from the same random states. What ranks print goes to this process's standard error.
+    ``fn`` may be a closure or a lambda; it is pickled, as are its arguments and results. A function
+    of an importable module is imported by name. Returned tensors are CPU tensors. Every call starts
+    with the same random states. The output of ranks goes to this process's standard error.
 
     Args:
         fn: called as ``fn(rank, *args, **kwargs)`` on every rank.
-        num_ranks: how many ranks, 1 to 8.
-        timeout: seconds the call may take; a new worker gets 60 more to start. Then the worker is
-            killed.
+        num_ranks: the number of ranks, 1 to 8.
+        timeout: seconds after which the worker is killed; a new worker has 60 more to start.
 
     Returns:
-        What ``fn`` returned, by rank.
+        The results of ``fn``, by rank.
 
     Raises:
         RankError: a rank raised; ``__cause__`` is its exception, if that can be pickled.
-        CollectiveMismatchError: ranks cannot meet; see :func:`xla_fsdp.launch`.
-        RankTimeoutError: ``timeout`` is over; the message has the stacks of the worker's threads.
+        CollectiveMismatchError: ranks wait for different collectives; see :func:`xla_fsdp.launch`.
+        RankTimeoutError: ``timeout`` has passed; the message has the stacks of all threads.
         WorkerDiedError: the worker process ended, for example by an abort inside XLA.
-        TypeError, ValueError: wrong ``num_ranks``, or something that cannot be pickled.
+        TypeError, ValueError: ``num_ranks`` is wrong, or a value cannot be pickled.
     """
     return _workers.run(fn, num_ranks, args, kwargs, timeout)
 
 
 def keep_programs(folder: str | os.PathLike[str]) -> None:
-    """Has the worker processes that start from now on keep compiled programs in ``folder``.
+    """Makes worker processes that start from now on store compiled programs in ``folder``.
 
-    Each of them calls :func:`xla_fsdp.enable_compilation_cache` where that is possible, so that a
-    program that one has compiled the others load.
+    Each of them calls :func:`xla_fsdp.enable_compilation_cache` if possible, so workers load the
+    programs that other workers have compiled.
     """
     _workers.programs = os.fspath(folder)
 
 
 try:
     import pytest
-except ImportError:  # the plain function needs no pytest
+except ImportError:  # run_in_ranks does not need pytest
     pass
 else:
 

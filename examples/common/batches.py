@@ -1,26 +1,28 @@
-"""How batches come to the device of a rank."""
+"""Loads batches to the device of a rank."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
 
 from absl import flags
 
-# Ranks and epochs are added to it, and torch takes what fits into 64 bits.
-flags.DEFINE_integer("seed", 1, "seed of weights and shuffling", 0, 2**32 - 1)
-flags.DEFINE_integer("prefetch", 8, "batches a rank that wait on the device", lower_bound=1)
+# Ranks and epochs are added to the seed, and torch allows seeds of 64 bits.
+flags.DEFINE_integer("seed", 1, "random seed of weights and shuffling", 0, 2**32 - 1)
+flags.DEFINE_integer("prefetch", 8, "batches to load to the device in advance", lower_bound=1)
 
 
 @contextlib.contextmanager
 def on_device(batches: Iterable, prefetch: int) -> Iterator[Iterator]:
-    """Batches on the device, with ``torch_xla.sync()`` after each; raises what reading raised.
-    ``prefetch`` of them wait there."""
+    """Yields batches on the device, with ``torch_xla.sync()`` after each; loads ``prefetch`` ahead.
+
+    It raises errors of the reading thread.
+    """
     import torch_xla
     import torch_xla.distributed.parallel_loader as pl
 
     device, errors = torch_xla.device(), []
 
     def read() -> Iterator:
-        # In a thread of torch_xla, for which an error is the end of the epoch.
+        # This runs in a thread of torch_xla, which would treat an error as the end of the epoch.
         try:
             yield from batches
         except Exception as error:
@@ -35,5 +37,5 @@ def on_device(batches: Iterable, prefetch: int) -> Iterator[Iterator]:
     try:
         yield run()
     finally:
-        # Its threads must not be left at work when a failed run ends the process.
+        # Stop its threads, which would otherwise still run when a failed run ends the process.
         loader.close()

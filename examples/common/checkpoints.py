@@ -1,4 +1,4 @@
-"""The checkpoints of a run: where they go, and which one it goes on from."""
+"""Saves the checkpoints of a run, and resumes from them."""
 
 import os
 import re
@@ -16,22 +16,23 @@ from . import evaluation, schedules
 from .meters import Meters
 from .script import DEFINE_number, Stop, in_a_line
 
-flags.DEFINE_bool("resume", False, "go on from the latest checkpoint, if there is one")
-flags.DEFINE_integer("resume_epoch", 0, "go on from this epoch's checkpoint, not the latest", 0)
-DEFINE_number("preemption_grace", 25.0, "seconds from SIGTERM to exit code 75", "(0, inf)")
-flags.DEFINE_integer("keep_ckpts", 2, "checkpoints kept, the latest ones", lower_bound=1)
+flags.DEFINE_bool("resume", False, "resume from the latest checkpoint, if there is one")
+flags.DEFINE_integer("resume_epoch", 0, "resume from the checkpoint of this epoch", 0)
+DEFINE_number("preemption_grace", 25.0, "seconds from SIGTERM to the end, with code 75", "(0, inf)")
+flags.DEFINE_integer("keep_ckpts", 2, "number of latest checkpoints to keep", lower_bound=1)
 
 
 def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
-    """Makes the folder of the checkpoints, before hours of training; a plan needs none."""
+    """Creates the folder of the checkpoints before the training; a plan needs none."""
     folder, step = getattr(options, flag), options.resume_epoch or None
     if options.resume and step:
-        raise Stop("choose one: --resume takes the latest, --resume_epoch an epoch's", code=2)
+        one = "give only one: --resume takes the latest checkpoint, --resume_epoch that of an epoch"
+        raise Stop(one, code=2)
     if options.plan:
         return
     if not folder:
-        raise Stop(f"--{flag} is empty; name a folder", code=2)
-    if "://" not in folder:  # else it is for fsspec to open
+        raise Stop(f"--{flag} is empty; give a folder", code=2)
+    if "://" not in folder:  # fsspec opens URLs
         try:
             os.makedirs(folder, exist_ok=True)
         except (OSError, ValueError) as error:
@@ -39,15 +40,16 @@ def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
         if not os.access(folder, os.W_OK):
             raise Stop(f"--{flag}={folder}: {folder} is not writable", code=2)
     try:
-        # Asked for an older one, a damaged newest one is in nobody's way.
+        # With --resume_epoch a damaged newer checkpoint does not matter.
         found = xla_fsdp.latest_checkpoint(folder, step)
     except (CheckpointError, OSError, ImportError, ValueError) as error:
         older = "" if step or not isinstance(error, CheckpointError) else _another(folder)
         raise Stop(f"--{flag}={folder}: {in_a_line(error, None)}{older}", 2) from error
     if step and not found:
-        raise Stop(f"no complete checkpoint of --resume_epoch={step} in {folder}", code=2)
+        raise Stop(f"{folder} has no complete checkpoint of --resume_epoch={step}", code=2)
     if found and not (options.resume or step):
-        raise Stop(f"{found} is there from an earlier run: --resume, or another --{flag}", code=2)
+        there = f"{found} exists from an earlier run"
+        raise Stop(f"{there}; give --resume, or another --{flag}", code=2)
 
 
 def resume(
@@ -57,9 +59,9 @@ def resume(
     network: dict[str, Any],
     batches: DataLoader,
 ) -> tuple[int, str]:
-    """As :func:`load`; returns how many epochs are done, and the checkpoint.
+    """Calls :func:`load`; returns the number of finished epochs, and the checkpoint.
 
-    Of an epoch that :func:`save_and_exit` has saved, ``batches`` has only the rest.
+    If :func:`save_and_exit` saved within an epoch, ``batches`` has only the rest of this epoch.
     """
 
     def steps_done(found: "xla_fsdp.LoadedCheckpoint") -> int:
@@ -84,11 +86,11 @@ def load(
     last: int,
     steps_done: Callable[["xla_fsdp.LoadedCheckpoint"], int] = lambda found: found.step,
 ) -> "xla_fsdp.LoadedCheckpoint | None":
-    """Loads what the flags ask for into ``state``: model, optimizer and scheduler.
+    """Loads the checkpoint that the flags select into ``state``: model, optimizer and scheduler.
 
-    ``network`` must be what was saved as ``extra={"network": ...}``: some differ in no shape, as in
-    their heads. From here on, rate and schedule are as the flags say now, after as many
-    steps as ``steps_done`` says. It must not be beyond the ``last``.
+    ``network`` must equal the saved ``extra={"network": ...}``, because networks can differ without
+    different shapes, for example in their number of heads. Learning rate and schedule are those of
+    the current flags, after ``steps_done`` steps. The checkpoint must not be beyond ``last``.
     """
     step = options.resume_epoch
     if options.plan or not (options.resume or step):
@@ -97,7 +99,7 @@ def load(
     try:
         found = xla_fsdp.load_checkpoint(folder, *state, missing_ok=not step, step=step or None)
     except CheckpointError as error:
-        # What another rank met begins with that rank and the class of its error.
+        # An error of another rank begins with that rank and the class of the error.
         told = re.sub(r"^rank \d+ could not [^:]*: \w+: ", "", str(error))
         raise Stop(told, code=2) from error
     if found is None:
@@ -106,11 +108,11 @@ def load(
     for name in sorted(saved.keys() | network.keys()) if isinstance(saved, dict) else ():
         if saved.get(name) != network.get(name):
             other = f"another network: its {name} is {saved.get(name)}, not {network.get(name)}"
-            same = "give it the same, or begin in another folder"
+            same = "use the same value, or another folder"
             raise Stop(f"{found.path} is of {other}; {same}", code=2)
     if found.step > last:
         done = f"{found.path} is at {found.step} already"
-        raise Stop(f"{done}: nothing to train up to {last}", code=2)
+        raise Stop(f"{done}, so there is nothing to train up to {last}", code=2)
     schedules.go_on(*state[1:], given, steps_done(found))
     return found
 
@@ -123,13 +125,13 @@ def save_and_exit(
     network: dict[str, Any],
     meters: Meters,
 ) -> NoReturn:
-    """Saves a run that has to end within an epoch, and ends the rank, with exit code 75.
+    """Saves a run that must end within an epoch, and ends the rank with exit code 75.
 
-    The checkpoint takes the place of that of the epoch before, and says how far the epoch is.
+    The checkpoint replaces that of the epoch before, and has the number of steps of this epoch.
     """
     import torch_xla
 
-    torch_xla.sync()  # the step as it always is: with more in it, it would be compiled anew
+    torch_xla.sync()  # runs the step alone: together with the save it would be compiled again
     evaluation.average_batch_statistics(state[0])
     extra = {"network": network, "images": meters.images_done}
     how = {"step": meters.epoch - 1, "extra": extra, "keep_last": options.keep_ckpts}
@@ -138,8 +140,10 @@ def save_and_exit(
 
 
 def _steps_begun(extra: Any, batches: DataLoader) -> int:
-    """Steps that were made of the epoch after the one that was saved. On other ranks or with other
-    batches some images of the last one may come again."""
+    """The number of finished steps of the epoch that was saved unfinished.
+
+    With another number of ranks or another batch size, some images may be repeated.
+    """
     images = extra.get("images", 0) if isinstance(extra, dict) else 0
     if not images:
         return 0
@@ -148,13 +152,13 @@ def _steps_begun(extra: Any, batches: DataLoader) -> int:
 
 
 def _another(folder: str) -> str:
-    """What to do about a damaged newest checkpoint: take the newest one that looks whole."""
+    """A remedy for a damaged newest checkpoint: the newest one that seems complete."""
     from xla_fsdp.consolidate.format import folders, store
 
     for place in reversed(folders.places(*store.open_store(folder))):
         try:
             if xla_fsdp.latest_checkpoint(folder, step=place.step):
-                return f"; --resume_epoch={place.step} goes on from the newest that is whole"
+                return f"; --resume_epoch={place.step} resumes from the newest complete one"
         except CheckpointError:
             pass
     return ""

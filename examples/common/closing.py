@@ -1,4 +1,4 @@
-"""The end of a run: one model of all ranks' parts, what plain torch says of it, and a table."""
+"""The end of a run: consolidates the model, evaluates it in plain torch, and prints a table."""
 
 import json
 import os
@@ -16,9 +16,11 @@ import xla_fsdp
 
 from .script import Stop
 
-flags.DEFINE_bool("no_ckpt_consolidation", False, "leave it at the files of the ranks")
+flags.DEFINE_bool(
+    "no_ckpt_consolidation", False, "do not join the files of the ranks into one model"
+)
 
-# Images times parameters that one core evaluates in a minute or so.
+# Images times parameters that one core evaluates in about a minute.
 EVALUATED = 10**11
 
 
@@ -27,8 +29,8 @@ def consolidate(
 ) -> str | None:
     """Joins a checkpoint into one model with the command line tool; returns the model's folder.
 
-    ``network`` and ``data`` say there what evaluate.py needs. ``None`` if the checkpoint is not on
-    this machine, or the flags say so.
+    It writes ``network`` and ``data`` there, for evaluate.py. It returns ``None`` if the checkpoint
+    is not on this machine, or with --no_ckpt_consolidation.
     """
     folder = folder_of(options, saved)
     if folder is None:
@@ -41,20 +43,20 @@ def consolidate(
 
 
 def folder_of(options: SimpleNamespace, saved: str) -> str | None:
-    """Where the whole model of a checkpoint goes, if anywhere."""
+    """The folder for the consolidated model of a checkpoint, or ``None``."""
     nowhere = "://" in saved or options.no_ckpt_consolidation
     return None if nowhere else f"{os.path.dirname(saved)}_consolidated"
 
 
 def describe(folder: str, network: dict[str, Any], data: dict[str, Any]) -> None:
-    """Makes the folder, and ``network.json`` in it."""
+    """Creates the folder, and ``network.json`` in it."""
     os.makedirs(folder, exist_ok=True)
     described = {"network": network, "tokens" if data["kind"] == "tokens" else "images": data}
     Path(folder, "network.json").write_text(json.dumps(described, indent=1))
 
 
 def evaluate_in_plain_torch(folder: str) -> dict[str, Any]:
-    """Runs evaluate.py, a process without torch_xla, on a consolidated model."""
+    """Runs evaluate.py on a consolidated model, in a process without torch_xla."""
     script = Path(__file__).resolve().parent.parent / "evaluate.py"
     return json.loads(_run([sys.executable, str(script), folder], "evaluation in plain torch"))
 
@@ -67,10 +69,10 @@ def summarize(
     folder: str | None,
     others: dict[str, str] | None = None,
 ) -> None:
-    """Has plain torch evaluate the model that was consolidated in ``folder``, and prints a table.
+    """Evaluates the consolidated model in ``folder`` in plain torch, and prints a table.
 
-    ``meters`` are ``Meters`` or ``Updates``, and know whether plain torch finds the same as they
-    have of the sharded model; it must. ``others``: further rows.
+    ``meters`` are ``Meters`` or ``Updates``, which compare this result with that of the sharded
+    model; the results must agree. ``others``: further rows.
     """
     parameters = count_parameters(saved)
     rows = {meters.UNIT: str(meters.length), "parameters": f"{parameters:,}"}
@@ -90,7 +92,7 @@ def summarize(
         size = sum(file.stat().st_size for file in Path(folder, "weights").iterdir())
         rows["consolidated"] = f"{folder} ({size / 1024:,.0f} KiB)"
         read = json.loads(Path(folder, "network.json").read_text()).get("images", {})
-        fake = read.get("kind") == "folders" and read["datadir"] is None  # in no folder
+        fake = read.get("kind") == "folders" and read["datadir"] is None  # images without a folder
         if fake or parameters * meters.samples > EVALUATED:
             command = f"python examples/evaluate.py {folder}"
             rows["in plain torch"] = f"{command} --datadir=DIR" if fake else command
@@ -100,7 +102,7 @@ def summarize(
             rows |= {f"{meters.RESULT}, plain torch": found, "agree": "yes" if same else "no"}
     _print(title, rows)
     if not same:
-        raise Stop(f"{two}: the checkpoint is not the model that was trained")
+        raise Stop(f"{two}, so the checkpoint differs from the trained model")
 
 
 def _print(title: str, rows: dict[str, str]) -> None:
@@ -114,14 +116,14 @@ def _print(title: str, rows: dict[str, str]) -> None:
 
 
 def count_parameters(saved: str) -> int:
-    """Of the whole model in a checkpoint."""
+    """The number of parameters of the full model in a checkpoint."""
     from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 
     return sum(one.numel for one in ShardedCheckpoint(saved).manifest.parameters.values())
 
 
 def _programs(cache: str) -> str:
-    """Where this process's programs came from."""
+    """The numbers of programs that were compiled, and loaded from the cache."""
     compiled, cached = xla_fsdp.compilation_counts()
     home = os.path.expanduser("~") + os.sep
     cache = os.path.join("~", cache[len(home) :]) if cache.startswith(home) else cache
@@ -129,7 +131,7 @@ def _programs(cache: str) -> str:
 
 
 def _sizes(saved: str) -> str:
-    """Of the ranks' files, one by one unless they are many."""
+    """The sizes of the ranks' files; if there are many, only the range."""
     sizes = [file.stat().st_size / 1024 for file in sorted(Path(saved).glob("rank-*"))]
     if len(sizes) > 8:
         return f"{min(sizes):,.0f} to {max(sizes):,.0f} KiB, {len(sizes)} files"

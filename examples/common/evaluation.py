@@ -1,4 +1,4 @@
-"""A model is evaluated in the middle of its training, by all ranks."""
+"""Evaluates a model during its training, on all ranks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def vary_by_rank(seed: int) -> None:
-    """Dropout is to differ. To be called when every rank has made the same weights."""
+    """Gives each rank another random state, for dropout. Call it after the weights are created."""
     import torch_xla
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
@@ -18,7 +18,7 @@ def vary_by_rank(seed: int) -> None:
 
 
 def average_batch_statistics(model: nn.Module) -> None:
-    """Makes every rank evaluate, and save, the same model: batch norm saw other images on each."""
+    """Averages batch norm statistics over ranks, so that all evaluate and save the same model."""
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
@@ -29,7 +29,7 @@ def average_batch_statistics(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without gradients and dropout. Training goes on as if nothing had been evaluated."""
+    """A context without gradients and dropout, which does not affect the training after it."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 
@@ -43,7 +43,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def over_all_ranks(count: torch.Tensor) -> int:
-    """The sum of what every rank has counted."""
+    """The sum of the counts of all ranks."""
     import torch_xla.core.xla_model as xm
 
     return xm.mesh_reduce("count", count.item(), sum)

@@ -1,4 +1,4 @@
-"""Ranks are started, or with ``--plan`` planned; compiled programs may be kept."""
+"""Starts ranks, or with ``--plan`` plans their training step; can store compiled programs."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -12,20 +12,22 @@ from xla_fsdp.compiler_options import RefusedOptionError
 
 from .script import Stop, in_a_line, require
 
-PLAN = "plan this very run for a TPU slice, e.g. v3-8, v4-128 or v5e:2x4, instead of running it; "
-PLAN += "needs no TPU. Exit code 0 if it fits, 3 if it does not"
-CACHE = "keep compiled programs in this folder, so that the next start need not compile"
-flags.DEFINE_integer("num_devices", None, "ranks; default: 4 on CPU, all on TPU", 1, 8)
+PLAN = "plan this run for a TPU slice, e.g. v3-8, v4-128 or v5e:2x4, instead of running it; "
+PLAN += "needs no TPU. Exit code 0 if it fits into memory, 3 if it does not"
+CACHE = "store compiled programs in this folder, so that the next start need not compile"
+flags.DEFINE_integer("num_devices", None, "number of ranks; default: 4 on CPU, all on TPU", 1, 8)
 flags.DEFINE_string("plan", None, PLAN)
-flags.DEFINE_multi_string("plan_report", [], "write the plan there: .json, .png, .html; repeatable")
-CALIBRATION = "for a plan: figures of such chips that preflight --measure wrote into this file"
+flags.DEFINE_multi_string(
+    "plan_report", [], "write the plan to a .json, .png or .html file; repeatable"
+)
+CALIBRATION = "for a plan: a file with the chip's figures, written by preflight --measure"
 flags.DEFINE_string("calibration", None, CALIBRATION)
 flags.DEFINE_string("compilation_cache", "none", CACHE)
 require("plan", bool, "must name a slice, such as v3-8")
 require(
     "calibration",
     lambda _: any(name in flags.FLAGS and flags.FLAGS[name].value for name in ("plan", "tune")),
-    "is for a plan: give --plan=SLICE as well",
+    "is for a plan: also give --plan=SLICE",
 )
 require(
     "plan_report",
@@ -49,15 +51,15 @@ def launch_or_plan(train: Callable, args: tuple, title: str) -> None:
     if options.plan:
         return _plan(train, args, title)
     device = os.environ.get("PJRT_DEVICE")
-    # None: launch takes a TPU if there is one, else the CPU. CUDA and NEURON come with plugins.
+    # None: launch uses a TPU if there is one, else the CPU. CUDA and NEURON need plugins.
     if device is not None and device.split("_")[0] not in ("CPU", "TPU", "CUDA", "NEURON"):
-        ranks = "ranks run on TPU and CPU; set it to one of these, or unset it"
-        raise Stop(f"PJRT_DEVICE={device}: {ranks}", code=2)
+        ranks = "is not supported; set it to TPU or CPU, or unset it"
+        raise Stop(f"PJRT_DEVICE={device} {ranks}", code=2)
     _keep_programs(options)
     try:
         xla_fsdp.launch(train, args, options.num_devices)
     except ValueError as error:
-        # Under torchrun this process is the rank, and the error may be its own.
+        # Under torchrun this process is a rank, and the error may come from its training.
         if "TORCHELASTIC_RUN_ID" in os.environ:
             raise
         raise Stop(str(error), code=2) from error
@@ -65,7 +67,7 @@ def launch_or_plan(train: Callable, args: tuple, title: str) -> None:
 
 @contextmanager
 def refusals(flag: str, options: SimpleNamespace) -> Iterator[None]:
-    """What is refused of a plan ends the script, and one line says why."""
+    """A context in which errors of a plan end the script with one line."""
     try:
         yield
     except (xla_fsdp.CalibrationError, FileNotFoundError) as error:
@@ -83,7 +85,7 @@ def _plan(train: Callable, args: tuple, title: str) -> None:
         parent = os.path.dirname(path) or "."
         there = os.path.isdir(parent) and os.access(parent, os.W_OK)
         if not there or os.path.isdir(path) or "\0" in path:
-            wrong = f"{parent} is no folder to write a file of that name in"
+            wrong = "this file cannot be written; give a file name in a writable folder"
             raise Stop(f"--plan_report={path}: {wrong}", code=2)
 
     def step() -> None:
@@ -105,12 +107,12 @@ def _plan(train: Callable, args: tuple, title: str) -> None:
 
 
 def _keep_programs(options: SimpleNamespace) -> None:
-    """``options.compilation_cache`` becomes the folder, or stays "none"."""
+    """Sets ``options.compilation_cache`` to the folder of the cache, or leaves "none"."""
     folder = options.compilation_cache
     if folder == "none":
         return
     if options.profile_steps:
-        both = "--profile_steps: what is kept there may have been compiled without names"
+        both = "--profile_steps: programs in the cache may have been compiled without names"
         raise Stop(f"--compilation_cache={folder} excludes {both}", code=2)
     try:
         options.compilation_cache = str(xla_fsdp.enable_compilation_cache(folder))

@@ -1,4 +1,4 @@
-"""What rank 0 shows: a bar, a line when an epoch ends, TensorBoard curves."""
+"""The output of rank 0: a progress bar, a line for each epoch, TensorBoard curves."""
 
 import math
 import resource
@@ -17,8 +17,10 @@ import xla_fsdp
 
 from .script import Stop, in_a_line, require
 
-flags.DEFINE_string("logdir", None, "write TensorBoard curves there")
-flags.DEFINE_string("profile_steps", None, "a:b: record steps a up to b, for TensorBoard")
+flags.DEFINE_string("logdir", None, "write TensorBoard curves to this folder")
+flags.DEFINE_string(
+    "profile_steps", None, "a:b: record a trace of steps a to b - 1, for TensorBoard"
+)
 flags.DEFINE_integer("log_steps", 5, "steps between updates of the progress bar", lower_bound=1)
 
 
@@ -31,8 +33,11 @@ require("profile_steps", _are_steps, "must be a:b with a < b, such as 10:13")
 
 
 class Shown:
-    """Where a run that is no plan is shown: the bar, on a terminal only, ``--logdir`` and, within a
-    ``with``, ``--profile_steps``."""
+    """The output of a run that is not a plan.
+
+    The bar is shown on a terminal only, curves go to ``--logdir``, and inside of a ``with``
+    statement ``--profile_steps`` are recorded.
+    """
 
     def __init__(self, options: SimpleNamespace) -> None:
         import torch_xla.runtime as xr
@@ -53,7 +58,7 @@ class Shown:
             try:
                 self._writer = SummaryWriter(options.logdir)
             except (OSError, ValueError, ImportError) as error:
-                wrong = f"{in_a_line(error)}; name another folder"
+                wrong = f"{in_a_line(error)}; give another folder"
                 raise Stop(f"--logdir={options.logdir}: {wrong}", code=2) from error
 
     def _start_bar(self, text: str, total: int, status: str, done: int = 0) -> None:
@@ -93,10 +98,10 @@ class Shown:
 
 
 class Meters(Shown):
-    """Loss, accuracy, speed and memory of training by epochs, of all ranks together.
+    """Loss, accuracy, speed and memory of training by epochs, for all ranks together.
 
-    A log file gets one line an epoch. ``loss`` is the mean of the latest epoch, and ``correct`` of
-    the ``images`` held out were right after it.
+    A log file gets one line for each epoch. ``loss`` is the mean of the latest epoch, after which
+    ``correct`` of the ``images`` held out were classified correctly.
     """
 
     UNIT, SPEED, RESULT = "epochs", "samples/s, last epoch", "accuracy"
@@ -107,7 +112,8 @@ class Meters(Shown):
         self.steps = len(batches)
         self.images = self.samples = len(held_out.dataset)
         self._batches = batches
-        share = min(len(batches.sampler), self.steps * batches.batch_size)  # a rank and epoch
+        # The images of one rank in an epoch.
+        share = min(len(batches.sampler), self.steps * batches.batch_size)
         self.samples_per_step = share * self.world_size / self.steps
         self.correct: int | None = None
 
@@ -115,28 +121,28 @@ class Meters(Shown):
         import torch_xla
 
         self.epoch, self._start = number, time.perf_counter()
-        # Steps of this epoch that an earlier run has made.
+        # Steps of this epoch that an earlier run has finished.
         self._before = self._step = self._batches.sampler.had // self._batches.batch_size
         self._total = torch.zeros((), device=torch_xla.device())
         status = "compiling" if self.loss is None else ""
         self._start_bar(f"epoch {number}", self.steps, status, self._step)
 
     def step(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
-        """A step was traced, at the rate that the optimizer still has."""
+        """Records a traced step; call it before the scheduler changes the optimizer's rate."""
         import torch_xla.core.xla_model as xm
 
         self._step += 1
         self._total += loss.detach()
         if self._step % self.log_steps == 0:
             rate = optimizer.param_groups[0]["lr"]
-            # Called once the step has run: loss.item() here would cut the step in two.
+            # Called after the step has run, because loss.item() here would cut the step in two.
             xm.add_step_closure(self._show, (self._step, loss.detach(), rate))
         if self._profile is not None:
             self._profile.step()
 
     @property
     def images_done(self) -> int:
-        """Of this epoch, by all ranks, up to the step that was traced last."""
+        """The number of images of this epoch, of all ranks, up to the last traced step."""
         return self._step * self._batches.batch_size * self.world_size
 
     def _show(self, step: int, loss: torch.Tensor, rate: float) -> None:
@@ -149,7 +155,7 @@ class Meters(Shown):
         self._write(curves, (self.epoch - 1) * self.steps + step)
 
     def end_epoch(self) -> None:
-        """Every training step of the epoch is done. Stops if the loss is not finite any more."""
+        """Ends the training of the epoch. Raises Stop if the loss is not finite."""
         import torch_xla.core.xla_model as xm
 
         total = xm.mesh_reduce("loss", self._total.item(), sum)
@@ -163,7 +169,7 @@ class Meters(Shown):
             raise Stop(f"the loss is {self.loss} in epoch {self.epoch}: choose a lower --lr")
 
     def report(self, correct: int | None) -> None:
-        """The epoch is over, and so many images are right, if it was evaluated."""
+        """Prints the line of the epoch. ``correct``: the number of correct images, if evaluated."""
         self.correct, curves, evaluated = correct, {"train/epoch_loss": self.loss}, ""
         if correct is not None:
             curves["test/accuracy"] = correct / self.images
@@ -180,10 +186,10 @@ class Meters(Shown):
         return f"{self.correct / self.images:.2%} ({self.correct} of {self.images})"
 
     def compare(self, again: dict[str, Any], dtype: str) -> tuple[str, bool, str]:
-        """What plain torch finds, whether that is the same, and in what the two differ.
+        """Returns the result of plain torch, whether it agrees, and a text with both results.
 
-        XLA and torch sum in other orders: an image on the border may fall on either side. That is
-        one in 2000, or one in 50 where the sharded model computed in a narrow ``dtype``.
+        XLA and torch sum in different orders, so they may disagree on an image with two almost
+        equal logits: on one in 2000, or on one in 50 if the sharded model has a narrow ``dtype``.
         """
         mine, right, images = self.correct, again["correct"], self.images
         same = abs(right - mine) <= max(1, images // (2000 if dtype == "float32" else 50))
@@ -191,20 +197,20 @@ class Meters(Shown):
         return f"{again['accuracy']:.2%} ({right} of {images})", same, two
 
     def nothing_left(self, saved: str, correct: int) -> None:
-        """The run before ended after its last epoch, which is only evaluated."""
+        """Reports that an earlier run finished the last epoch, which is only evaluated."""
         self.correct = correct
         if self.rank == 0:
             print(f"{saved} is the last epoch's: nothing is left to train", flush=True)
 
 
 def memory_in_use() -> tuple[int, str]:
-    """Bytes in use on this rank's device now, and as text; on CPU ranks, of their process."""
+    """The bytes in use on this rank's device, and text; on CPU ranks, those of the process."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 
     try:
         found = xm.get_memory_info(str(torch_xla.device()))
-    except RuntimeError:  # XLA's CPU client does not count
+    except RuntimeError:  # XLA's CPU client does not support it
         with open("/proc/self/statm", encoding="ascii") as file:
             used = int(file.read().split()[1]) * resource.getpagesize()
         return used, f"host {used / 2**30:.1f} GiB"
@@ -213,5 +219,5 @@ def memory_in_use() -> tuple[int, str]:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), and infinity where that is too large for a number."""
+    """exp(loss), or infinity if that is too large for a float."""
     return round(math.exp(loss), 2) if loss < 700 else math.inf

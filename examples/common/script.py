@@ -1,4 +1,4 @@
-"""What every example script does around its training: flags in, errors and exit codes out."""
+"""Common code of the example scripts: parses flags, prints errors, sets exit codes."""
 
 import os
 import sys
@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 from absl import app, flags
 
-# What scripts import and has flags, beside themselves.
+# The modules with flags that scripts import.
 SHARED = ("common", "image_batches", "sampling", "tokens", "updates", "wrapping")
-flags.disclaim_key_flags()  # what DEFINE_number defines is its caller's
+flags.disclaim_key_flags()  # flags of DEFINE_number belong to its caller
 
 
 class Stop(Exception):
@@ -23,7 +23,8 @@ class Stop(Exception):
 def run(main: Callable[[SimpleNamespace], None]) -> None:
     """Parses the command line and calls ``main(options)``, with an attribute for each flag.
 
-    A plain object can be handed to ranks, which on TPU are processes where no flag was parsed.
+    ``options`` is a plain object, which can be passed to ranks: on TPU these are processes that
+    have not parsed the flags.
     """
     app.define_help_flags()
     list_flags(sys.argv[0])
@@ -31,7 +32,7 @@ def run(main: Callable[[SimpleNamespace], None]) -> None:
         if rest := flags.FLAGS(sys.argv)[1:]:
             raise flags.Error(f"unexpected argument {rest[0]!r}")
     except SystemExit:
-        sys.exit(0)  # --help, after which absl ends with 1
+        sys.exit(0)  # after --help, for which absl would exit with 1
     except flags.Error as error:
         end(f"{in_a_line(error, None)} (--help lists the flags)", 2)
     try:
@@ -39,7 +40,7 @@ def run(main: Callable[[SimpleNamespace], None]) -> None:
     except KeyboardInterrupt:
         end("interrupted", 130)
     except Exception as error:
-        # What a rank raised arrives as the cause of a RankError, from CPU ranks.
+        # An exception of a CPU rank is the cause of a RankError.
         stop = error if isinstance(error, Stop) else error.__cause__
         if not isinstance(stop, Stop):
             raise
@@ -53,20 +54,20 @@ def end(message: str, code: int) -> None:
 
 
 def in_a_line(error: BaseException, most: int | None = 300) -> str:
-    """What went wrong, in one line; of the system's errors only its words, without the path."""
+    """The message of an error in one line; for an OSError without the path."""
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(words.split())[:most]
 
 
 def fill_in(options: SimpleNamespace, **defaults: object) -> None:
-    """Gives the flags that were not given values that depend on others."""
+    """Sets flags that were not given to defaults that depend on other flags."""
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
 
 
 def given(options: SimpleNamespace, *flags: str) -> list[str]:
-    """Those of ``flags`` that are set, with two dashes; a "noflag" is one that is set to false."""
+    """The ``flags`` that are set, with two dashes; "noNAME" means that NAME is set to false."""
 
     def is_set(name: str) -> bool:
         if hasattr(options, name):
@@ -77,18 +78,18 @@ def given(options: SimpleNamespace, *flags: str) -> list[str]:
 
 
 def exclude(options: SimpleNamespace, flag: str, *others: str) -> None:
-    """Refuses ``flag`` together with one of the ``others``, all named as in :func:`given`."""
+    """Raises Stop if ``flag`` and one of ``others`` are set, all named as in :func:`given`."""
     if given(options, flag) and (found := given(options, *others)):
         raise Stop(f"--{flag} excludes {found[0]}", code=2)
 
 
 def require(flag: str, condition: Callable, message: str) -> None:
-    """Refuses values of ``flag`` for which ``condition(value)`` is false."""
+    """Rejects values of ``flag`` for which ``condition(value)`` is false."""
     flags.register_validator(flag, lambda value: value is None or condition(value), message)
 
 
 def DEFINE_number(name: str, default: float | None, help: str, interval: str) -> None:
-    """A flag for a number in ``interval``, such as "[0, 1)" or, for finite ones, "(0, inf)"."""
+    """Defines a flag for a number in ``interval``, such as "[0, 1)", or "(0, inf)" if finite."""
     low, high = map(float, interval[1:-1].split(","))
     first, last = interval[0] == "[", interval[-1] == "]"
     above = f"{'at least' if first else 'greater than'} {low:.9g}"
@@ -106,7 +107,7 @@ def DEFINE_number(name: str, default: float | None, help: str, interval: str) ->
 
 
 def list_flags(program: str) -> None:
-    """Lets --help of ``program`` list the flags of the helpers too, but not absl's own."""
+    """Makes --help of ``program`` also list the flags of the helpers, but not those of absl."""
     for module, defined in flags.FLAGS.flags_by_module_dict().items():
         for flag in defined if module.partition(".")[0] in SHARED else ():
             flags.FLAGS.register_key_flag_for_module(program, flag)

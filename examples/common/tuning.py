@@ -1,4 +1,4 @@
-"""``--tune SLICE`` searches how this run is sharded best; ``--settings FILE`` has the answer."""
+"""``--tune SLICE`` searches the fastest sharding of a run, and ``--settings FILE`` stores it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,23 +13,24 @@ from .launching import launch_or_plan, refusals
 from .script import Stop, exclude, in_a_line, require
 
 OF_BLOCKS = "scan_blocks checkpoint_activations offload_activations stream no_reshard_after_forward"
-TUNE = "search how this very run is sharded fastest on a TPU slice, e.g. v3-8, instead of running "
-TUNE += "it; needs no TPU. Exit code 0 if something fits, 3 if nothing does"
+TUNE = "search the fastest sharding of this run on a TPU slice, e.g. v3-8, instead of running it; "
+TUNE += "needs no TPU. Exit code 0 if a sharding fits into memory, 3 if none does"
 flags.DEFINE_string("tune", None, TUNE)
-flags.DEFINE_integer("tune_budget", 8, "the most compilations of --tune", lower_bound=1)
-flags.DEFINE_list("tune_batch", [], "samples a device for --tune to choose from, e.g. 8,16,32")
-flags.DEFINE_string("settings", None, "shard as this file says; --tune writes it there")
+flags.DEFINE_integer("tune_budget", 8, "maximum number of compilations of --tune", lower_bound=1)
+flags.DEFINE_list("tune_batch", [], "batch sizes of a device for --tune, e.g. 8,16,32")
+flags.DEFINE_string("settings", None, "file with the sharding settings; --tune writes it")
 require("tune", bool, "must name a slice, such as v3-8")
-require("settings", bool, "is empty; name a file")
-NUMBERS = "must be numbers from 1 on, with commas in between"
+require("settings", bool, "is empty; give a file")
+NUMBERS = "must be numbers from 1 on, separated by commas"
 require("tune_batch", lambda given: all(n.strip().isdecimal() and int(n) for n in given), NUMBERS)
 
 
 def settle(options: SimpleNamespace, *others: str) -> bool:
-    """Whether settings say how to shard. Makes ``options.sharding`` of them, None if not, and
-    ``options.batch_size`` their samples a rank, if they say how many.
+    """Reads the settings into ``options.sharding``; returns whether there are any.
 
-    ``others``: flags that say the same otherwise, which exclude them.
+    Sets ``options.batch_size`` if the settings have a batch size.
+
+    ``others``: flags that also choose the sharding, and so exclude settings.
     """
     options.sharding = None
     exclude(options, "tune", "plan")
@@ -40,7 +41,7 @@ def settle(options: SimpleNamespace, *others: str) -> bool:
     if given and others:
         raise Stop(f"{given} excludes --{others[0]}", code=2)
     if options.tune:
-        options.plan = options.tune  # nothing is trained, saved or downloaded
+        options.plan = options.tune  # as with --plan, nothing is trained, saved or downloaded
     elif options.settings:
         with applied(options):
             options.sharding = xla_fsdp.ShardingSettings.load(options.settings)
@@ -51,7 +52,7 @@ def settle(options: SimpleNamespace, *others: str) -> bool:
 
 @contextmanager
 def applied(options: SimpleNamespace) -> Iterator[None]:
-    """While ``--settings`` are read, written or shard a model, with which they may not go."""
+    """A context in which errors of ``--settings`` end the script with one line."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -61,9 +62,9 @@ def applied(options: SimpleNamespace) -> Iterator[None]:
 
 
 def launch_plan_or_tune(train: Callable, args: tuple, title: str) -> None:
-    """``launch_or_plan``; with ``--tune``, searches the settings for ``train(rank, *args)``.
+    """Calls ``launch_or_plan``; with ``--tune``, searches the settings for ``train(rank, *args)``.
 
-    ``options.sharding`` says how to shard. If nothing fits, the script ends with code 3.
+    ``train`` shards as in ``options.sharding``. If no settings fit, the script ends with code 3.
     """
     options: SimpleNamespace = args[0]
     if not options.tune:
@@ -72,7 +73,7 @@ def launch_plan_or_tune(train: Callable, args: tuple, title: str) -> None:
     def step(settings: xla_fsdp.ShardingSettings) -> None:
         import torch_xla.runtime as xr
 
-        # What does not go with the model is for tune to hear.
+        # tune handles errors of settings that the model does not support.
         chosen = SimpleNamespace(**{**vars(options), "sharding": settings, "settings": None})
         chosen.batch_size = settings.batch or options.batch_size
         train(xr.global_ordinal(), chosen, *args[1:])

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Waits before a command that is started again, so that what fails at once does not do so at full
-# speed: 10, 20, 40 ... at most 300 seconds before the first, second, third ... restart.
+# Waits before a command is started again, so that a command that always fails is not restarted
+# continuously: 10, 20, 40 ... at most 300 seconds before the first, second, third ... restart.
 #
-#   back_off.sh COMMAND...         how often it was started again is in $RESTART_ATTEMPT, or in
-#                                  $TORCHELASTIC_RESTART_COUNT, which torchrun sets; neither: 0
-#   back_off.sh --seconds ATTEMPT  prints how long that is, and waits for nothing
+#   back_off.sh COMMAND...         waits, then runs COMMAND; $RESTART_ATTEMPT is the number of
+#                                  restarts, or $TORCHELASTIC_RESTART_COUNT of torchrun; default 0
+#   back_off.sh --seconds ATTEMPT  only prints the seconds
 #
 # BACK_OFF is the first wait, default 10. Exit code: COMMAND's; 2 for wrong usage.
 set -euo pipefail

@@ -14,15 +14,15 @@ from ray_host import LOST, Host, Polled
 if TYPE_CHECKING:
     from ray_train import Plan
 
-# Sent to the actors with its source: their hosts need not have this folder.
+# Send the source of this module to the actors: their hosts need not have this folder.
 ray.cloudpickle.register_pickle_by_value(ray_host)
 
-# Seconds that a host may be silent before it counts as lost.
+# Seconds without an answer after which a host counts as lost.
 SILENCE = 60.0
 
 
 class RayHosts:
-    """One actor on each host of a slice, which runs the plan's command; ends them when left."""
+    """One actor on each host of a slice, which runs the plan's command; the context ends them."""
 
     def __init__(self, plan: Plan) -> None:
         name = _slice_name(plan.head_resource) if plan.slice else ""
@@ -35,19 +35,19 @@ class RayHosts:
         options = ray.remote(Host).options(
             num_cpus=1,
             resources={"TPU": plan.chips} if plan.chips else None,
-            max_concurrency=2,  # stop while a poll waits
+            max_concurrency=2,  # so that stop works while a poll waits
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
         )
         return options.remote(plan.command, plan.environment | {"POD_HOST": str(index)}, plan.cwd)
 
     def poll(self, indices: Sequence[int]) -> dict[int, Polled]:
-        """Of every host; of one that has died or does not answer, ``LOST``."""
+        """Polls every host; the code of a host that does not answer is ``LOST``."""
         asked = {index: self._actors[index].poll.remote() for index in indices}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=SILENCE)
         return {index: _answer(reference) for index, reference in asked.items()}
 
     def stop(self, indices: Sequence[int]) -> None:
-        """Ends the command there, as far as the hosts are still there."""
+        """Ends the command on these hosts, if they still answer."""
         stopping = [self._actors[index].stop.remote() for index in indices]
         if stopping:
             ray.wait(stopping, num_returns=len(stopping), timeout=SILENCE)
@@ -76,6 +76,6 @@ def _this_slice() -> str:
 
 
 def _slice_name(head_resource: str) -> str:
-    """What Ray calls the slice whose first host is free now; waits until there is one."""
+    """Waits for a slice whose first host is free, and returns its name in Ray."""
     print(f"ray_train.py: waiting for a slice with {head_resource}", flush=True)
     return ray.get(_this_slice.options(resources={head_resource: 1}).remote())

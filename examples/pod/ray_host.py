@@ -1,4 +1,4 @@
-"""What ray_train.py's actor does on one host: runs a command, hands out its output. No Ray here."""
+"""Runs a command on one host and returns its output: the actor of ray_train.py, without Ray."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-# In place of an exit code: nothing is known of the host any more.
+# Replaces the exit code if the host does not answer any more.
 LOST = -1000
 
-# Ray sets these for actors that take fewer chips than their host has; this one takes all.
+# Ray sets these for actors that use only some chips of their host, but this actor uses all.
 RAYS_OWN = ("TPU_VISIBLE_CHIPS",)
 
 
 class Polled(NamedTuple):
-    """``lines``: output since the last poll. ``code``: None while the command runs."""
+    """``lines``: output since the last poll. ``code``: exit code, None while the command runs."""
 
     lines: list[str]
     code: int | None
 
 
 class Host:
-    """One command on one host."""
+    """Runs one command on one host."""
 
     def __init__(
         self,
         command: Sequence[str],
         environment: Mapping[str, str],
         cwd: str | None = None,
-        grace: float = 30.0,  # ranks save first
+        grace: float = 30.0,  # seconds for the ranks to save
     ) -> None:
-        """Starts ``command`` with ``environment`` on top of the actor's own."""
+        """Starts ``command`` with the actor's environment and ``environment``."""
         self._grace = grace
         self._process: subprocess.Popen | None = None
         self._lines: SimpleQueue[str | None] = SimpleQueue()
         merged = {name: value for name, value in os.environ.items() if name not in RAYS_OWN}
         merged |= {"PYTHONUNBUFFERED": "1", **environment}
         try:
-            # A session of its own, so that the processes of its ranks end with it.
+            # A new session, so that the processes of its ranks can be ended with it.
             self._process = subprocess.Popen(
                 list(command),
                 cwd=cwd,
@@ -55,9 +55,9 @@ class Host:
                 start_new_session=True,
             )
         except OSError as error:
-            self._lines.put(f"can not start {command[0]}: {error.strerror}: {error.filename}")
+            self._lines.put(f"cannot start {command[0]}: {error.strerror}: {error.filename}")
             return
-        # Ends the command if this actor is killed: then its end of the pipe closes.
+        # This process ends the command if the actor is killed, which closes the actor's pipe.
         self._guard = subprocess.Popen(
             ["sh", "-c", 'cat; kill -9 "-$0"', str(self._process.pid)],
             stdin=subprocess.PIPE,
@@ -68,14 +68,14 @@ class Host:
         self._reader.start()
 
     def poll(self, seconds: float = 1.0) -> Polled:
-        """Waits up to ``seconds`` for output, or for the end of the command."""
+        """Waits up to ``seconds`` for output or for the end of the command."""
         lines = self._read_lines(seconds)
         if self._process is None:
             return Polled(lines, 127)
         code = self._process.poll()
         if code is None:
             return Polled(lines, None)
-        # Its ranks, if it was killed: they hold the output open, and wait in a collective.
+        # If the command was killed, its ranks still keep the output open and wait in a collective.
         self._signal(signal.SIGKILL)
         self._reader.join()
         self._dismiss_guard()
@@ -109,7 +109,7 @@ class Host:
         self._guard.communicate()
 
     def _signal(self, number: int) -> bool:
-        """Whether there still was a process to get it."""
+        """Sends a signal; returns whether there was still a process."""
         try:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:

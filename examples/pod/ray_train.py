@@ -2,19 +2,19 @@
 
     python examples/pod/ray_train.py --slice=v4-32 -- \\
         .venv/bin/python examples/train_vit.py --fake_data --ckpt_dir=gs://bucket/vit --resume
-    python examples/pod/ray_train.py --slice=v4-32 --dry_run -- ...     # what it would ask Ray for
+    python examples/pod/ray_train.py --slice=v4-32 --dry_run -- ...     # prints the request to Ray
     python examples/pod/ray_train.py --cpu_hosts=2 -- ...               # hosts without TPUs
 
-One actor a host takes all chips of its host and runs COMMAND there in ``--cwd``, a copy of the
-checkout; ranks are started by COMMAND itself. The chips come from one slice: Ray gives every TPU
-host the resources "TPU" (its chips) and the name of its slice, and the first host of a slice
+One actor on each host reserves all chips of the host and runs COMMAND in ``--cwd``, a copy of the
+checkout; COMMAND starts the ranks. All chips come from one slice: in Ray every TPU host has the
+resource "TPU" (its chips) and one with the name of its slice, and the first host of a slice has
 "TPU-<slice>-head" (ray._private.accelerators.tpu, and "TPU" under "Accelerator Support" in Ray's
-documentation). Output comes back with the number of its host before each line.
+documentation). Each line of output begins with the number of its host.
 
-A host that fails, is lost, or ends with 75 because its machine is taken away, ends all others; then
-``--max_restarts`` starts all of them again, on whatever slice there is, 10, 20, 40 ... at most 300
-seconds later, and COMMAND must go on from its checkpoint. Exit code: 0, or COMMAND's on the first
-host that failed, 1 for a lost host, 2 for wrong usage, which is never started again.
+If a host fails, is lost, or ends with code 75 because its machine is preempted, all others are
+ended. With ``--max_restarts`` all are started again, on any slice that is free, after 10, 20, 40
+... at most 300 seconds, and COMMAND must resume from its checkpoint. Exit code: 0, or COMMAND's on
+the first host that failed, 1 for a lost host, 2 for wrong usage, which is never started again.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from xla_fsdp.tpu.topology import resolve
 
 @dataclass(frozen=True)
 class Plan:
-    """What to ask Ray for, and what to run there.
+    """The resources to request from Ray, and the command to run.
 
-    ``slice``: an accelerator type, or "" for hosts without TPUs. ``hosts``: actors, one a host.
-    ``chips``: of each host. ``command``, ``environment``, ``cwd``: run on every host.
+    ``slice``: an accelerator type, or "" for hosts without TPUs. ``hosts``: the number of hosts,
+    each with an actor. ``chips``: the chips of each host. ``command``, ``environment``, ``cwd``:
+    the command for every host.
     """
 
     slice: str
@@ -52,21 +53,21 @@ class Plan:
 
     @property
     def head_resource(self) -> str:
-        """What only the first host of such a slice has."""
+        """The resource that only the first host of such a slice has."""
         return f"TPU-{self.slice}-head"
 
     def bundles(self, slice_name: str = "") -> list[dict[str, float]]:
-        """A placement group: resources of each host, of the slice that has this name in Ray."""
+        """The placement group: the resources of each host, on the slice of this name in Ray."""
         if not self.slice:
             return [{"CPU": 1}] * self.hosts
         return [{"CPU": 1, "TPU": self.chips, slice_name: 1}] * self.hosts
 
 
 class Hosts(Protocol):
-    """The actors, or what stands for them in a test."""
+    """The actors, or fakes in a test."""
 
     def poll(self, indices: Sequence[int]) -> dict[int, Polled]:
-        """New output of these hosts, and the exit code of those that have ended."""
+        """Returns new output of these hosts, and the exit code of those that have ended."""
 
     def stop(self, indices: Sequence[int]) -> None:
         """Ends the command on these hosts."""
@@ -75,7 +76,7 @@ class Hosts(Protocol):
 def watch(hosts: Hosts, count: int, show: Callable[[str], None] = print) -> int:
     """Shows the output of ``count`` hosts until all have ended; returns the exit code of the run.
 
-    The first failure ends the others at once: without it they would wait in a collective.
+    The first failure ends the other hosts, which would otherwise wait in a collective.
     """
     running = list(range(count))
     try:
@@ -96,13 +97,13 @@ def watch(hosts: Hosts, count: int, show: Callable[[str], None] = print) -> int:
 
 
 def unreachable(address: str) -> str:
-    """Why nothing can be said to ``address``, such as ``10.0.0.2:6379``; "" if that can be tried.
+    """Why ``address``, such as ``10.0.0.2:6379``, cannot be reached; "" if a connection may work.
 
-    Ray asks there for two minutes, in many lines, and then aborts the process.
+    Ray itself would try for two minutes, print many lines, and then abort the process.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon:
-        return ""  # auto: Ray knows where
+        return ""  # auto: Ray finds the cluster
     if not port.isdecimal():
         return "it must be HOST:PORT, or auto"
     try:
@@ -113,8 +114,11 @@ def unreachable(address: str) -> str:
 
 
 def run(plan: Plan, address: str, max_restarts: int, back_off: float = 10.0) -> int:
-    """Runs ``plan`` on the Ray cluster at ``address``; ``back_off`` seconds before a restart, and
-    twice as long before each further one, up to 300."""
+    """Runs ``plan`` on the Ray cluster at ``address``; returns the exit code.
+
+    It waits ``back_off`` seconds before a restart, and twice as long before each further one, up to
+    300 seconds.
+    """
     try:
         import ray
     except ImportError:
@@ -144,7 +148,7 @@ def run(plan: Plan, address: str, max_restarts: int, back_off: float = 10.0) -> 
 
 
 def parse(arguments: list[str]) -> tuple[Plan, argparse.Namespace]:
-    """The command line. Exits with code 2 and one line if it is wrong."""
+    """Parses the command line. Exits with code 2 and one line if it is wrong."""
     own, command = arguments, []
     if "--" in arguments:
         at = arguments.index("--")
@@ -152,12 +156,16 @@ def parse(arguments: list[str]) -> tuple[Plan, argparse.Namespace]:
     parser = _Parser(prog="ray_train.py", usage="ray_train.py [OPTIONS] -- COMMAND...")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--slice", help="such as v4-32: one actor on each of its hosts")
-    where.add_argument("--cpu_hosts", type=int, help="actors on so many hosts without TPUs")
-    parser.add_argument("--address", default="auto", help="of the Ray cluster; default: auto")
+    where.add_argument("--cpu_hosts", type=int, help="number of hosts without TPUs")
+    parser.add_argument(
+        "--address", default="auto", help="address of the Ray cluster; default: auto"
+    )
     parser.add_argument("--cwd", help="folder to run in, the same on every host")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--max_restarts", type=int, default=0, help="after failures; default: 0")
-    parser.add_argument("--back_off", type=float, default=10.0, help="seconds before the first")
+    parser.add_argument(
+        "--max_restarts", type=int, default=0, help="restarts after failures; default: 0"
+    )
+    parser.add_argument("--back_off", type=float, default=10.0, help="seconds before a restart")
     parser.add_argument("--dry_run", action="store_true", help="print the plan, run nothing")
     options = parser.parse_args(own)
     if not command:
@@ -181,7 +189,7 @@ def parse(arguments: list[str]) -> tuple[Plan, argparse.Namespace]:
             parser.error(f"--slice: {error}")
         if slice.count > 1:
             parser.error(
-                f"--slice: one slice a run here, got {slice.name!r}; tpu_vm.sh takes several"
+                f"--slice must be a single slice, got {slice.name!r}; tpu_vm.sh supports several"
             )
         name, hosts, chips = slice.name, slice.hosts, prod(slice.chips_per_host)
         if ":" in name:
@@ -191,7 +199,7 @@ def parse(arguments: list[str]) -> tuple[Plan, argparse.Namespace]:
 
 
 def describe(plan: Plan) -> str:
-    """The plan, for --dry_run."""
+    """Returns the text of the plan, for --dry_run."""
     lines = [f"actors: {plan.hosts}, one a host (placement group, STRICT_SPREAD)"]
     if plan.slice:
         lines.append(f"slice: the one whose first host has {{'{plan.head_resource}': 1}}")
@@ -216,7 +224,7 @@ def main(arguments: list[str]) -> int:
     if options.dry_run:
         print(describe(plan))
         return 0
-    # Ended from outside, it ends the hosts, too.
+    # If this process is ended, it also ends the hosts.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return run(plan, options.address, options.max_restarts, options.back_off)

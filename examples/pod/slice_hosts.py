@@ -1,4 +1,4 @@
-"""Prints hosts of a TPU slice, chips of a host, ranks of a chip, slices: "32 4 1 1" for v4-256."""
+"""Prints the numbers of hosts, chips of a host, ranks of a chip and slices: v4-256: "32 4 1 1"."""
 
 import sys
 from math import prod
@@ -7,8 +7,10 @@ from xla_fsdp.tpu.topology import UnknownTopologyError, resolve
 
 
 def slice_hosts(name: str) -> tuple[int, int, int, int]:
-    """Hosts of all slices, chips of a host (fewer on a slice smaller than one), ranks of a chip,
-    and how many slices."""
+    """The numbers of hosts of all slices, chips of a host, ranks of a chip, and slices.
+
+    A slice smaller than a host has fewer chips of that host.
+    """
     slice = resolve(name)
     return slice.hosts, prod(slice.chips_per_host), slice.chip.devices, slice.count
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs an example under torchrun. Start it on every host of a slice, with the same arguments.
-# torchrun.sh --help says how; README.md beside this file says when.
+# torchrun.sh --help describes the options, and README.md in this folder when to use it.
 set -euo pipefail
 
 usage() {
@@ -9,19 +9,19 @@ torchrun.sh --slice=SLICE --rdzv_endpoint=HOST[:PORT] [OPTIONS] -- SCRIPT [FLAGS
 
   --slice=SLICE             such as v4-32: sets the numbers of hosts and processes; 2xv5litepod-16:
                             two slices that train together, with the hosts of both
-  --slice_id=N              of several slices, which one this host is on, from 0, where neither GKE nor
-                            a queued resource says so; --rdzv_endpoint is then slice 0's first host
-  --rdzv_endpoint=HOST:PORT where the hosts meet: the address of any one host, the same on all.
-                            Default: the first of TPU_WORKER_HOSTNAMES, which GKE sets, and of several
+  --slice_id=N              with several slices, the slice of this host, from 0, if neither GKE nor a
+                            queued resource sets it; --rdzv_endpoint is then slice 0's first host
+  --rdzv_endpoint=HOST:PORT the rendezvous of the hosts: the address of one host, the same on all.
+                            Default: the first of TPU_WORKER_HOSTNAMES, which GKE sets, or with several
                             slices the host of MEGASCALE_COORDINATOR_ADDRESS; port 29400
-  --rdzv_id=ID              of the run; default xla_fsdp
+  --rdzv_id=ID              id of the run; default xla_fsdp
   --max_restarts=N          start all hosts again if one fails, or ends with 75 because its machine
-                            is taken away; default 0. SCRIPT must resume. 10, 20, 40 ... at most
-                            300 s are waited before (back_off.sh)
-  --nnodes=N, --nproc=N     hosts, and processes on each, instead of --slice
-  --plain                   one process a host, which starts the ranks itself, as without torchrun:
-                            what v2 and v3 need (two ranks a chip), and --slice=v3-128 chooses
-  --dry_run                 print the command, run nothing
+                            is preempted; default 0. SCRIPT must resume. The pause before is 10, 20,
+                            40 ... at most 300 s (back_off.sh)
+  --nnodes=N, --nproc=N     numbers of hosts, and of processes on each, instead of --slice
+  --plain                   one process on each host, which starts the ranks, as without torchrun.
+                            v2 and v3 need it (two ranks a chip), so --slice=v3-128 sets it
+  --dry_run                 only print the command
 
 Exit code: 0 if all is well, 2 for wrong usage, else torchrun's.
 HELP
@@ -72,7 +72,7 @@ fi
 [[ $rdzv_endpoint == *:* ]] || rdzv_endpoint+=:29400
 if [[ -n $slice_id ]]; then
   if ! [[ $slice_id =~ ^(0|[1-9][0-9]{0,3})$ ]] || ((slices == 1 || slice_id >= slices)); then
-    fail "--slice_id must be a number below that of slices in --slice=2x..., got '$slice_id'"
+    fail "--slice_id must be less than the number of slices in --slice=2x..., got '$slice_id'"
   fi
   export MEGASCALE_NUM_SLICES=$slices MEGASCALE_SLICE_ID=$slice_id
   export MEGASCALE_COORDINATOR_ADDRESS=${rdzv_endpoint%:*}:8080
@@ -84,7 +84,7 @@ line=("$python" -m torch.distributed.run --nnodes="$nnodes" --nproc-per-node="$n
   --max-restarts="$max_restarts")
 line+=(--no-python bash "$root/examples/pod/back_off.sh")
 if [[ -n $plain ]]; then
-  # By this variable torch knows that torchrun started it; without, SCRIPT starts ranks itself.
+  # Without this variable of torchrun, SCRIPT starts the ranks itself.
   line+=(env -u TORCHELASTIC_RUN_ID)
 fi
 line+=("$python" "${command[@]}")

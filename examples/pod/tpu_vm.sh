@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs an example on all workers of a TPU VM slice with nothing but gcloud.
-# tpu_vm.sh --help says how; README.md beside this file says when.
-# Flags of gcloud: as `gcloud compute tpus ... --help` of Google Cloud SDK 528 lists them. One
-# command on all workers, as in PyTorch/XLA's "PJRT Runtime", section "Pods".
+# Runs an example on all workers of a TPU VM slice; it needs only gcloud.
+# tpu_vm.sh --help describes the options, and README.md in this folder when to use it.
+# Flags of gcloud are from `gcloud compute tpus ... --help` of Google Cloud SDK 528. All workers run
+# the same command, as in PyTorch/XLA's "PJRT Runtime", section "Pods".
 set -euo pipefail
 
 usage() {
@@ -10,12 +10,12 @@ usage() {
 tpu_vm.sh [OPTIONS] ACTION [ACTION...] [-- COMMAND...]
 
 Actions, in the order of a run:
-  create   make the slice; with --queued as a queued resource, and wait until it is ACTIVE
+  create   create the slice; with --queued as a queued resource, and wait until it is ACTIVE
   setup    copy this checkout to every worker (~/xla_fsdp), install it there; --nfs mounts a share
-  check    run xla_fsdp.preflight here: is the slice healthy, are all workers set up alike
+  check    run xla_fsdp.preflight here: checks the health of the slice and the setup of all workers
   start    start COMMAND in ~/xla_fsdp on every worker, detached
-  wait     until all workers are done; as soon as one fails or is gone, stop all
-  status   one line a worker
+  wait     wait until all workers are done; if one fails or is lost, stop all
+  status   print one line for each worker
   logs     follow worker 0 (--worker=N: another one)
   stop     end the run on every worker
   delete   delete the slice
@@ -26,18 +26,18 @@ Options:
   --runtime=VERSION default: by the type         --spot             create as Spot VMs
   --queued          create as a queued resource  --run=RUN          default: train
   --nfs=SERVER:/DIR mount on /mnt/xla_fsdp       --worker=N         for logs, of the first slice; default 0
-  --poll=SECONDS    between looks; default 30    --dry_run          print the commands, run nothing
+  --poll=SECONDS    between polls; default 30    --dry_run          only print the commands
   --slices=N        N slices of --type that train together, NAME-0, NAME-1 ..., as one queued resource
-  --only=0,2        all actions but create and delete: on these of them, which are slices 0 and 1 then
-  --min_slices=N    wait, with --max_restarts: goes on with what is left of them, if that is N or more
+  --only=0,2        all actions except create, delete: use only these slices, as slices 0 and 1
+  --min_slices=N    wait, with --max_restarts: continues with the slices that are left, if N or more
   --max_restarts=N  wait starts COMMAND again after a failure, on all workers, at most N times, and
                     10, 20, 40 ... at most 300 s later (back_off.sh); default 0. A slice that is
-                    gone is made again first, if --type says which
+                    lost is created again first, if --type is given
 
-COMMAND runs the same on all workers, for example
+The same COMMAND runs on all workers, for example
   .venv/bin/python examples/train_vit.py --data_dir=/mnt/xla_fsdp/imagenet --ckpt_dir=/mnt/xla_fsdp/vit --resume
-Exit code: for wait COMMAND's, on the first worker that failed (75: its machine is taken away, and
-all is saved), or 75 if the slice is gone or was preempted; 2 for wrong usage.
+Exit code: for wait COMMAND's on the first worker that failed (75: its machine is preempted, and a
+checkpoint is saved), or 75 if the slice is lost or was preempted; 2 for wrong usage.
 HELP
 }
 
@@ -235,7 +235,7 @@ ready() { # whether all slices are still there; says which are not, and leaves t
 replace() { # replace CODE: goes on with the slices that are left, or makes all again
   if [[ -n $min_slices ]] && ((${#left[@]} >= min_slices)); then
     nodes=("${left[@]}")
-    echo "tpu_vm.sh: going on with ${#nodes[@]} of $slices slices: ${nodes[*]}" >&2
+    echo "tpu_vm.sh: continuing with ${#nodes[@]} of $slices slices: ${nodes[*]}" >&2
     return
   fi
   [[ -n $type && -z $only ]] || return "$1" # nobody said what to make

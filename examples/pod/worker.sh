@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One host's part of a run on a TPU slice. tpu_vm.sh calls it on every worker; by hand:
+# Runs a command on one host of a TPU slice. tpu_vm.sh calls it on every worker. Manual use:
 #
 #   worker.sh start RUN COMMAND...   starts COMMAND, detached from the terminal, output to a file
 #   worker.sh status RUN             prints one line: "HOST running", "HOST exited CODE", "HOST absent"
@@ -23,7 +23,7 @@ shift 2
 folder=${HOME:?}/xla_fsdp_runs/$run
 host=$(hostname)
 
-alive() { # whether the process group that start made still has a member
+alive() { # whether the process group of the run still has a process
   [[ -s $folder/pid ]] && kill -0 -- "-$(<"$folder/pid")" 2>/dev/null
 }
 
@@ -32,12 +32,12 @@ start() {
   ! alive || fail "run '$run' is running on $host: stop it first, or choose another name"
   rm -rf "$folder"
   mkdir -p "$folder"
-  # A session of its own: it outlives the ssh connection, and can be ended as a whole.
+  # A new session, so that it outlives the ssh connection, and all its processes can be ended.
   # shellcheck disable=SC2016 # expanded by the inner shell
   PJRT_DEVICE="${PJRT_DEVICE:-TPU}" PYTHONUNBUFFERED=1 setsid bash -c '
     folder=$1; shift
     echo $$ > "$folder/pid"
-    trap : TERM # a process of the command dies of it; this one still notes how
+    trap : TERM # ends the processes of the command, but this one still writes the exit code
     code=0; "$@" || code=$?
     echo "$code" > "$folder/code.new"
     mv "$folder/code.new" "$folder/code"
@@ -55,7 +55,7 @@ status() {
   elif alive; then
     echo "$host running"
   elif [[ -s $folder/pid ]]; then
-    echo "$host exited 137" # killed, so that nothing could write the code
+    echo "$host exited 137" # killed, so that there is no exit code
   else
     echo "$host absent"
   fi
@@ -66,7 +66,7 @@ stop() {
     local group
     group=$(<"$folder/pid")
     kill -TERM -- "-$group" 2>/dev/null || true
-    for _ in {1..300}; do # 30 s: ranks save first
+    for _ in {1..300}; do # 30 s for the ranks to save
       alive || break
       sleep 0.1
     done
@@ -86,8 +86,8 @@ case $action in
     ;;
   follow)
     [[ -f $folder/log ]] || fail "no run '$run' on $host"
-    # Not the run's own process: in a container whose first process waits for nobody it stays listed
-    # after its end, and tail would wait for it for ever.
+    # tail must not wait for the run's process: in a container whose first process reaps no children
+    # it stays listed after its end, and tail would never end.
     while kill -0 $$ && alive && [[ ! -s $folder/code ]]; do sleep 0.5; done &>/dev/null &
     tail -n +1 -F --pid=$! "$folder/log"
     ;;

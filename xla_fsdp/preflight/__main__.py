@@ -1,8 +1,8 @@
 """Command line: ``python -m xla_fsdp.preflight``.
 
-A line for each check goes to stdout, progress and errors to stderr. Exit codes: 0 no check failed
-(warnings may be there); 1 one failed; 2 wrong usage, missing credentials or an unknown node; 130
-interrupted.
+It prints one line for each check to stdout, and progress and errors to stderr. Exit codes: 0 no
+check failed (there may be warnings); 1 a check failed; 2 wrong usage, missing credentials or an
+unknown node; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MOST = 1_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run with `argv` (default: of the process) and return the exit code."""
+    """Runs the command with ``argv`` (default: that of the process) and returns the exit code."""
     given = sys.argv[1:] if argv is None else list(argv)
     if "--measure" in given:
-        # With torch and torch_xla, which nothing else here needs.
+        # This imports torch and torch_xla, which the other checks do not need.
         from ..verifying.cli import main as measure
 
         return measure([flag for flag in given if flag != "--measure"])
@@ -63,11 +63,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        epilog="With --measure: runs and measures on the devices of this machine what is promised,"
-        " asks no API and no worker, and has flags of its own: --measure --help.",
+        epilog="With --measure it tests training on the devices of this machine and measures their"
+        " speed, and queries neither the API nor workers. For its flags: --measure --help.",
         prog="python -m xla_fsdp.preflight",
-        description="Is a TPU pod fit to train on? Asks the TPU API about the node, then every"
-        " worker about itself, and prints a line for each check.",
+        description="Checks whether a TPU pod is ready for training. It queries the TPU API about"
+        " the node, then every worker, and prints one line for each check.",
         allow_abbrev=False,
     )
     node = parser.add_argument_group("the node")
@@ -82,21 +82,21 @@ def _parser() -> argparse.ArgumentParser:
         type=_number(float, 0),
         default=0.0,
         metavar="SECONDS",
-        help="wait so long until the node is READY and HEALTHY",
+        help="wait up to this time until the node is READY and HEALTHY",
     )
-    expected = parser.add_argument_group("what is expected")
+    expected = parser.add_argument_group("expected values")
     expected.add_argument("--accelerator_type", metavar="TYPE", help="such as v3-32")
     expected.add_argument(
         "--runtime_version", metavar="VERSION", help="such as tpu-ubuntu2204-base"
     )
     expected.add_argument(
-        "--world_size", type=_number(int, 1), metavar="N", help="ranks that training will have"
+        "--world_size", type=_number(int, 1), metavar="N", help="number of ranks of the training"
     )
     expected.add_argument(
         "--ckpt_dir",
         metavar="PATH",
-        help="must be writable by all workers and shared by them: an absolute path or a URL such"
-        " as gs://bucket/run",
+        help="checkpoint folder that all workers share and can write to: an absolute path, or a URL"
+        " such as gs://bucket/run",
     )
     _add_worker_flags(parser.add_argument_group("the workers"))
     _add_api_flags(parser.add_argument_group("the TPU API"))
@@ -104,43 +104,43 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--skip_workers", action="store_true", help="ask only the TPU API")
+    group.add_argument("--skip_workers", action="store_true", help="query only the TPU API")
     group.add_argument(
         "--worker_command",
         default=GCLOUD,
         metavar="COMMAND",
-        help="reaches a worker; {tpu}, {zone}, {project}, {worker} (a number), {address},"
-        " {external_address} and {command} are filled in. Default: %(default)s",
+        help="command that runs {command} on a worker; {tpu}, {zone}, {project}, {worker} (a"
+        " number), {address}, {external_address} and {command} are replaced. Default: %(default)s",
     )
     group.add_argument(
-        "--python", default="python3", help="the interpreter there (default: %(default)s)"
+        "--python", default="python3", help="interpreter on the workers (default: %(default)s)"
     )
     group.add_argument(
         "--timeout",
         type=_number(float, 0.1),
         default=60.0,
         metavar="SECONDS",
-        help="for each answer of a worker (default: 60)",
+        help="time limit for each answer of a worker (default: 60)",
     )
     group.add_argument(
         "--parallel",
         type=_number(int, 1),
         default=32,
         metavar="N",
-        help="workers asked at a time (default: %(default)s)",
+        help="number of workers queried at the same time (default: %(default)s)",
     )
     group.add_argument(
         "--cache_dir",
         default="~/.cache",
         metavar="PATH",
-        help="where compiled programs will be kept there; looked at for space (default:"
+        help="folder for compiled programs on the workers; its free space is checked (default:"
         " %(default)s)",
     )
     group.add_argument(
         "--chip_files",
         default="/dev/accel[0-9]*,/dev/vfio/[0-9]*",
         metavar="PATTERNS",
-        help="where chips show there, a file each (default: %(default)s)",
+        help="pattern of the files of the chips on a worker (default: %(default)s)",
     )
 
 
@@ -150,28 +150,31 @@ def _add_api_flags(group: argparse._ArgumentGroup) -> None:
         type=_number(int, 0),
         default=4,
         metavar="N",
-        help="after errors of the server and the network (default: %(default)s)",
+        help="retries after errors of the server or the network (default: %(default)s)",
     )
     group.add_argument(
         "--api_timeout",
         type=_number(float, 0.1),
         default=20.0,
         metavar="SECONDS",
-        help="for one request (default: 20)",
+        help="time limit for one request (default: 20)",
     )
     group.add_argument(
         "--discovery_url",
         metavar="URL",
-        help="of the document that describes the API (default: $TPU_API_DISCOVERY_URL, else"
+        help="URL of the document that describes the API (default: $TPU_API_DISCOVERY_URL, else"
         f" {DISCOVERY_URL})",
     )
     group.add_argument(
-        "--api_endpoint", default="", metavar="URL", help="asked instead of what it names"
+        "--api_endpoint",
+        default="",
+        metavar="URL",
+        help="address of the API (default: the one in the document of --discovery_url)",
     )
 
 
 def _number(convert: Callable[[str], float], least: float) -> Callable[[str], float]:
-    """Reads a number of at least ``least``."""
+    """Returns a function that parses a number of at least ``least``."""
 
     def read(text: str) -> float:
         try:
@@ -186,10 +189,10 @@ def _number(convert: Callable[[str], float], least: float) -> Callable[[str], fl
 
 
 def _run(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Check]:
-    """Yields each check as soon as it is made; ``options`` are the flags.
+    """Yields each check as soon as it is done; ``options`` are the flags.
 
     Raises:
-        UsageError: something must be changed before anything can be checked.
+        UsageError: the user must change a flag, the credentials or the name first.
         MissingExtraError: the ``pod`` extra is not installed.
     """
     template = _template(options)
@@ -216,7 +219,7 @@ def _run(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Ch
 
 
 def _discovery_url(options: argparse.Namespace) -> str:
-    # cloud_tpu_client's own variable.
+    # cloud_tpu_client reads the same variable.
     variable = "TPU_API_DISCOVERY_URL"
     if options.discovery_url:
         return _require_url("--discovery_url", options.discovery_url)
@@ -224,14 +227,16 @@ def _discovery_url(options: argparse.Namespace) -> str:
 
 
 def _template(options: argparse.Namespace) -> Template | None:
-    """How to reach the workers, if they are to be reached; wrong flags are found first."""
+    """The template of the worker command, or ``None`` with --skip_workers; checks the flags."""
     if options.skip_workers:
         if options.ckpt_dir is not None:
-            raise UsageError("--ckpt_dir is looked at by the workers: leave out --skip_workers")
+            raise UsageError("the workers check --ckpt_dir, so leave out --skip_workers")
         return None
     path = options.ckpt_dir
     if path is not None and not (path.startswith(("/", "~")) or "://" in path):
-        raise UsageError(f"--ckpt_dir {path!r}: give an absolute path, or a URL such as gs://...")
+        raise UsageError(
+            f"--ckpt_dir must be an absolute path, or a URL such as gs://..., got {path!r}"
+        )
     return Template(options.worker_command)
 
 
@@ -239,7 +244,7 @@ def _check_workers(
     node: Node, where: Where, template: Template, options: argparse.Namespace
 ) -> Iterator[Check]:
     if node.state != "READY" or not node.endpoints:
-        yield skipped("workers", "not asked, as the node is not READY or has none")
+        yield skipped("workers", "not queried, because the node is not READY or has no workers")
         return
     workers = Workers(
         where,
@@ -266,17 +271,17 @@ def _check_workers(
 
 
 def _require_url(name: str, url: str) -> str:
-    """``url``, which ``name``, a flag or variable, has.
+    """Returns ``url``, the value of the flag or variable ``name``, if it is valid.
 
     Raises:
-        UsageError: no request could be made to it, now or later.
+        UsageError: it is not a valid HTTP URL.
     """
     try:
         parts = urlsplit(url)
-        # What a lookup of the host and a connection do first.
+        # Looking up the host would do this, and raise for a wrong name.
         (parts.hostname or "").encode("idna")
         reason = _wrong(url, parts.scheme, parts.netloc, parts.hostname, parts.port)
-    except ValueError as error:  # a UnicodeError too
+    except ValueError as error:  # also UnicodeError
         reason = str(error)
     if reason:
         raise UsageError(
@@ -287,13 +292,13 @@ def _require_url(name: str, url: str) -> str:
 
 def _wrong(url: str, scheme: str, netloc: str, host: str | None, port: int | None) -> str:
     if scheme not in ("http", "https"):
-        return "neither http:// nor https://"
+        return "it starts with neither http:// nor https://"
     if not host or "@" in netloc:
-        return "a user is named" if host else "no host"
+        return "it contains a user name" if host else "it has no host"
     if port == 0:
-        return "nothing listens on port 0"
+        return "port 0 is not valid"
     if any(char.isspace() or not char.isprintable() for char in url):
-        return "it has spaces or characters that can not be printed"
+        return "it contains spaces or characters that cannot be printed"
     return ""
 
 

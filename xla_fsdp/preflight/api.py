@@ -1,7 +1,7 @@
-"""Asks the TPU API about a node, through cloud_tpu_client, with time limits and retries.
+"""Queries the TPU API about a node, through cloud_tpu_client, with time limits and retries.
 
-``cloud_tpu_client.Client`` has neither, and says only "could not lookup" whatever went wrong. So
-the service object it works with is made here, and what it raises is looked into.
+``cloud_tpu_client.Client`` has neither, and reports every error as "could not lookup". So this
+module creates the service object that the client uses, and inspects the errors that it raises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .errors import ApiError, UsageError
 from .node import Node, passes
 from .where import Where
 
-# v1, which the client asks by default, knows no runtime version of TPU VMs.
+# v1, the client's default, does not have the runtime version of TPU VMs.
 DISCOVERY_URL = "https://tpu.googleapis.com/$discovery/rest?version=v2"
 
 Found = TypeVar("Found")
@@ -30,17 +30,17 @@ Found = TypeVar("Found")
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 16.0  # seconds between two tries
 _LISTED = 10  # nodes
-_REQUESTS = 3  # for one answer, at most: the description, a token, the node
+_REQUESTS = 3  # the most for one answer: the discovery document, a token, the node
 
 
 class TpuApi:
-    """The API as the user's own credentials see it.
+    """The TPU API, queried with the user's credentials.
 
     Args:
-        discovery_url: of the document that describes the API; needs no credentials.
-        endpoint: asked instead of the address in that document, if given.
-        timeout: seconds for one request.
-        retries: after errors of the server and of the network.
+        discovery_url: URL of the discovery document, which needs no credentials.
+        endpoint: the address of the API; if empty, the address in that document.
+        timeout: time limit of one request in seconds.
+        retries: number of retries after errors of the server or the network.
 
     Raises:
         MissingExtraError: the ``pod`` extra is not installed.
@@ -60,11 +60,11 @@ class TpuApi:
         self._service: Any = None
 
     def node(self) -> Node:
-        """The node as it is now.
+        """Returns the current state of the node.
 
         Raises:
-            UsageError: the API refuses: no such node, no permission, bad credentials.
-            ApiError: it does not answer, or not with a node.
+            UsageError: there is no such node, no permission, or the credentials are wrong.
+            ApiError: the API does not answer, or its answer is not a node.
         """
         try:
             return Node.read(self._patiently(self._get))
@@ -77,19 +77,19 @@ class TpuApi:
         where = self._where
         client = Client(where.tpu, where.zone, where.project, service=self._connected())
         try:
-            # One request for all: each public getter makes its own, so that state and health might
-            # be of different moments, and none of them knows v2's runtimeVersion.
+            # One request for all properties. Each public getter makes a separate request, so state
+            # and health could be from different times, and no getter returns v2's runtimeVersion.
             return client._fetch_cloud_tpu_metadata()
         except ValueError as error:
             raise error.__context__ or error from None
 
     def _neighbours(self) -> str:
-        """The names of the zone's nodes, as far as the API gives them."""
+        """Text with the names of the zone's nodes, if the API lists them."""
         try:
             nodes = self._connected().projects().locations().nodes()
             answer = self._patiently(nodes.list(parent=self._where.location).execute)
             names = [str(node["name"]).rpartition("/")[2] for node in answer.get("nodes", [])]
-        except Exception:  # this only adds to an error that is reported anyway
+        except Exception:  # this only adds information to an error that is reported anyway
             return "the nodes there cannot be listed"
         if not names:
             return "there are no nodes in that zone"
@@ -121,35 +121,35 @@ class TpuApi:
                 ),
                 client_options=options,
             )
-            # Its methods are made of the document: this shows whether it is of the TPU API.
+            # The document defines these methods: this fails if it does not describe the TPU API.
             service.projects().locations().nodes().get(name=f"{self._where.location}/nodes/x")
             return service
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise trouble.no_description(self._discovery_url, error) from error
 
     def _patiently(self, call: Callable[[], Any]) -> Any:
-        """``call()``, again after errors that may pass."""
+        """Calls ``call()``, and again after errors that may be temporary."""
         for attempt in range(self._retries + 1):
             try:
                 return _within(_REQUESTS * self._timeout, call)
             except Exception as error:
                 what = trouble.explain(self._without_token(error), self._where)
                 if isinstance(error, TimeoutError):
-                    self._service = None  # something may still be reading from its connection
+                    self._service = None  # a thread may still be reading from its connection
                 if what is error:
                     raise
                 if not isinstance(what, ApiError) or not what.passing:
                     raise what from error
                 if attempt == self._retries:
-                    what.found += f" (asked {attempt + 1} times)"
+                    what.found += f" (tried {attempt + 1} times)"
                     raise what from error
                 pause = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE)
-                # Not all that wait for one overloaded server at the same moments.
+                # Random pauses, so that clients do not retry at the same moments.
                 time.sleep(pause * random.uniform(0.75, 1.25))
         raise AssertionError("unreachable")
 
     def _without_token(self, error: Exception) -> Exception:
-        """A server may say anything in its errors, also what it was sent."""
+        """Removes the token from an error, because a server may repeat it in its answer."""
         token = getattr(self._credentials, "token", None)
         content = getattr(error, "content", None)
         if token and isinstance(content, bytes):
@@ -158,12 +158,14 @@ class TpuApi:
 
 
 def _credentials() -> Any:
-    """The application default credentials, as google-auth finds them: it knows more kinds of them
-    than the oauth2client that cloud_tpu_client would ask."""
+    """The application default credentials of google-auth.
+
+    google-auth supports more kinds of credentials than the oauth2client of cloud_tpu_client.
+    """
     import google.auth
     import google.auth.exceptions
 
-    # They would tell of every place without credentials, and advise on quotas.
+    # They would log every place without credentials, and advice on quotas.
     for name in ("google.auth", "googleapiclient"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
@@ -171,12 +173,12 @@ def _credentials() -> Any:
             warnings.simplefilter("ignore")
             return google.auth.default(scopes=[_SCOPE])[0]
     except (google.auth.exceptions.GoogleAuthError, OSError, ValueError) as error:
-        reason = first_line(error).partition(". ")[0].rstrip(".")  # then comes advice
+        reason = first_line(error).partition(". ")[0].rstrip(".")  # without the advice after it
         raise UsageError(f"no credentials: {reason}. {trouble.LOGIN}") from error
 
 
 def wait_until_usable(api: TpuApi, seconds: float, say: Callable[[str], None]) -> Node:
-    """The node, READY and HEALTHY, or as it is after ``seconds`` or when waiting is in vain."""
+    """Waits until the node is READY and HEALTHY, or cannot become so, for at most ``seconds``."""
     end = time.monotonic() + seconds
     pause = 1.0
     while True:
@@ -190,9 +192,9 @@ def wait_until_usable(api: TpuApi, seconds: float, say: Callable[[str], None]) -
 
 
 def _within(seconds: float, call: Callable[[], Found]) -> Found:
-    """``call()``, or TimeoutError: a server may send a byte at a time for ever.
+    """Calls ``call()``; raises TimeoutError after ``seconds``, also if some bytes arrive.
 
-    What is not over by then goes on, in a thread that ends with the process.
+    After a timeout the call continues in a thread that ends with the process.
     """
     ended: list[Callable[[], Found]] = []
 
@@ -207,7 +209,7 @@ def _within(seconds: float, call: Callable[[], Found]) -> Found:
     thread.start()
     thread.join(seconds)
     if not ended:
-        raise TimeoutError(f"timed out: no whole answer in {seconds:g} s")
+        raise TimeoutError(f"timed out: no complete answer in {seconds:g} s")
     return ended[0]()
 
 

@@ -1,5 +1,7 @@
-"""HTTP for the TPU API: bounded in bytes, without redirects, and with the user's token
-only for whom it is meant. Imports what the ``pod`` extra brings."""
+"""HTTP for the TPU API: limited in bytes, without redirects, and with a safe use of the token.
+
+It needs the packages of the ``pod`` extra.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import httplib2
 from .errors import UsageError
 from .trouble import shown
 
-# The description of the API has some 100 KB, a node a few.
+# The discovery document has some 100 KB, a node a few KB.
 MOST_BYTES = 16 << 20
 _GOOGLE = ".googleapis.com"
 
@@ -23,10 +25,10 @@ class _Answer(http.client.HTTPResponse):
         if amt is not None:
             return super().read(amt)
         if self.length is not None and self.length <= MOST_BYTES:
-            return super().read()  # all of it, or an error
+            return super().read()  # returns the complete answer or raises
         data = super().read(MOST_BYTES + 1) if self.length is None else b""
         if self.length is not None or len(data) > MOST_BYTES:
-            raise http.client.HTTPException(f"an answer of more than {MOST_BYTES >> 20} MiB")
+            raise http.client.HTTPException(f"the answer has more than {MOST_BYTES >> 20} MiB")
         return data
 
 
@@ -39,11 +41,11 @@ class _Secure(httplib2.HTTPSConnectionWithTimeout):
 
 
 class Http(httplib2.Http):
-    """``timeout``: seconds in which something of an answer must arrive."""
+    """An HTTP client. ``timeout``: the most seconds between two parts of an answer."""
 
     def __init__(self, timeout: float) -> None:
         super().__init__(timeout=timeout)
-        self.follow_redirects = False  # the API does not, and who does may lead anywhere
+        self.follow_redirects = False  # the API never redirects, so a redirect may be an attack
 
     def request(self, uri: str, *args: Any, **kwargs: Any) -> Any:
         kind = _Secure if uri.lower().startswith("https:") else _Plain
@@ -51,10 +53,10 @@ class Http(httplib2.Http):
 
 
 class AuthorizedHttp(google_auth_httplib2.AuthorizedHttp):
-    """Sends the token to Google's APIs by https, and to the origin of ``given``.
+    """Sends the token only to Google's APIs with https, and to the origin of ``given``.
 
-    A description of the API says where it is, of each method if it likes; whoever can change one
-    would get the token.
+    The discovery document has the address of the API and can have one for each method. Anyone who
+    can change the document could otherwise receive the token.
     """
 
     def __init__(self, credentials: Any, http: Http, given: str, described_at: str) -> None:
@@ -66,9 +68,9 @@ class AuthorizedHttp(google_auth_httplib2.AuthorizedHttp):
         google = place.scheme == "https" and (place.hostname or "").endswith(_GOOGLE)
         if not google and _origin(uri) != _origin(self._given):
             raise UsageError(
-                f"the description of the API at {shown(self._described_at)} leads to "
-                f"{_origin(uri)}, which would get your credentials' token; nothing was sent there. "
-                f"If that is meant, give --api_endpoint {_origin(uri)}"
+                f"the discovery document at {shown(self._described_at)} has the API at "
+                f"{_origin(uri)}, which is not Google's; your token was not sent there. "
+                f"If you trust this address, give --api_endpoint {_origin(uri)}"
             )
         return super().request(uri, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What one check found, in one line."""
+"""The result of one check, as one line of text."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 from ..wording import printable, runs
 
-_GROUPS = 6  # different findings that a line shows
+_GROUPS = 6  # the most different findings in one line
 
 
 class Status(enum.Enum):
     OK = "ok"
-    WARNING = "warning"  # training may start, and may not be what was meant
-    FAILED = "FAILED"  # training would not start, or would break
-    SKIPPED = "skipped"  # could not be looked at, because of a failure before
+    WARNING = "warning"  # training may start, but its setup may be wrong
+    FAILED = "FAILED"  # training would not start, or would fail
+    SKIPPED = "skipped"  # not checked, because of an earlier failure
 
 
 @dataclass(frozen=True)
 class Check:
-    """``found``, ``expected``, ``remedy`` are clauses; the last two are "" where all is well."""
+    """``found``, ``expected``, ``remedy`` are clauses; the last two are "" if the check is ok."""
 
     status: Status
     name: str
@@ -54,7 +54,7 @@ def skipped(name: str, found: str) -> Check:
 
 
 def by_worker(findings: Mapping[int, str]) -> str:
-    """Findings by worker, equal ones together: "workers 0-2: 2.9.0; worker 3: 2.8.0"."""
+    """Lists findings by worker, equal ones together: "workers 0-2: 2.9.0; worker 3: 2.8.0"."""
     groups: dict[str, list[int]] = {}
     for worker, finding in sorted(findings.items()):
         groups.setdefault(finding, []).append(worker)

@@ -1,16 +1,16 @@
-"""What ends a preflight early."""
+"""The errors that end a preflight early."""
 
 
 class UsageError(Exception):
-    """Nothing can be checked before the user changes something: flags, credentials, the name."""
+    """The user must change the flags, the credentials or the name before any check can run."""
 
 
 class ApiError(Exception):
-    """The TPU API did not answer as it should; a failed check.
+    """The TPU API did not answer, or with an unexpected answer; reported as a failed check.
 
     Attributes:
         found, expected, remedy: as in :class:`~.checks.Check`.
-        passing: whether asking again may help.
+        passing: whether the error may be temporary.
     """
 
     def __init__(self, found: str, expected: str, remedy: str, passing: bool = False) -> None:

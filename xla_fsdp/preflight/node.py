@@ -1,4 +1,4 @@
-"""A node: what the TPU API says about it, and checks of its state, health, slice and workers."""
+"""A node as the TPU API describes it, and the checks of its state, health, slice and workers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from .checks import Check, failed, ok, skipped, warning
 from .errors import ApiError
 from .where import Where
 
-_SYMPTOMS = 3  # the last few tell what is wrong now
+_SYMPTOMS = 3  # show the last few, which describe the current problem
 _COMING = "wait for it: --wait 900"
-_GONE = "'{delete}', then create it again; what was on its disks is lost"
-# State: whether waiting helps, remedy. The states are those of v2 of the API; v1 has no others.
+_GONE = "'{delete}', then create it again; the data on its disks is lost"
+# For each state: whether waiting helps, and the remedy. These are the states of v2 of the API,
+# which include those of v1.
 _STATES: Mapping[str, tuple[bool, str]] = MappingProxyType(
     {
-        "READY": (True, ""),  # and unhealthy, or nobody would wait
+        "READY": (True, ""),  # but unhealthy, otherwise there is no need to wait
         "CREATING": (True, _COMING),
         "STARTING": (True, _COMING),
         "RESTARTING": (True, _COMING),
         "REIMAGING": (True, _COMING),
-        "REPAIRING": (True, f"{_COMING}; if it lasts, {_GONE}"),
+        "REPAIRING": (True, f"{_COMING}; if it stays so, {_GONE}"),
         "UNHIDING": (True, _COMING),
         "STOPPED": (False, "'{start}'"),
         "STOPPING": (False, "wait until it is STOPPED, then '{start}'"),
@@ -34,20 +35,20 @@ _STATES: Mapping[str, tuple[bool, str]] = MappingProxyType(
         "HIDDEN": (False, "it was taken out of use by Google Cloud: ask its support"),
     }
 )
-_OTHER = (False, "look at it with '{describe}'")
-# Health: remedy. Any other is not healthy either.
+_OTHER = (False, "inspect it with '{describe}'")
+# The remedy for each health value. Any other value except HEALTHY is unhealthy too.
 _HEALTH_REMEDIES = {
     "UNHEALTHY_MAINTENANCE": "its host is under maintenance: wait (--wait 900), or '{delete}' and "
     "create it again",
     "TIMEOUT": "it does not answer the health monitor: wait (--wait 300), then '{stop}' and "
     "'{start}'",
 }
-_OTHER_HEALTH = "look at the symptoms, then '{stop}' and '{start}', or create it again"
+_OTHER_HEALTH = "read the symptoms, then '{stop}' and '{start}', or create it again"
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A worker. ``external``: its address for machines outside of its network, or ""."""
+    """The addresses of a worker. ``external``: for machines outside of its network, or ""."""
 
     address: str
     external: str
@@ -55,8 +56,10 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Node:
-    """``runtime`` is the software version, which v2 of the API calls runtimeVersion and v1
-    tensorflowVersion. Texts are "" where the API says nothing."""
+    """The properties of a node; texts are "" if the API does not state them.
+
+    ``runtime`` is the software version: runtimeVersion in v2 of the API, tensorflowVersion in v1.
+    """
 
     state: str
     health: str
@@ -74,17 +77,17 @@ class Node:
 
     @classmethod
     def read(cls, answer: Any) -> Node:
-        """The node of an answer of the API.
+        """Returns the node in an answer of the API.
 
         Raises:
-            ApiError: the answer is none.
+            ApiError: the answer is not a node.
         """
         if not isinstance(answer, Mapping) or not _text(answer, "state"):
             keys = ", ".join(sorted(answer)[:8]) if isinstance(answer, Mapping) else repr(answer)
             raise ApiError(
-                f"the API answered without a state: {keys or 'nothing'}",
-                "a node, as v1 and v2 of the TPU API describe it",
-                "look at --discovery_url, and at a proxy in between",
+                f"the API's answer has no state, only: {keys or 'nothing'}",
+                "a node as in v1 or v2 of the TPU API",
+                "check --discovery_url, and proxies on the way to the API",
             )
         scheduling = answer.get("schedulingConfig")
         spot = isinstance(scheduling, Mapping) and any(
@@ -104,7 +107,7 @@ class Node:
 
 
 def _endpoints(answer: Mapping) -> tuple[Endpoint, ...]:
-    # Nodes of v1 may have a single worker that is stated on the node itself.
+    # In v1, a node with a single worker may have the worker's address in the node itself.
     stated = _items(answer, "networkEndpoints") or [answer]
     found = []
     for endpoint in stated:
@@ -129,7 +132,7 @@ def _maintenance(stated: Any) -> str:
     if not isinstance(stated, Mapping) or not stated:
         return ""
     kind, start = _text(stated, "type") or "planned", _text(stated, "windowStartTime")
-    return f"{kind} from {start or 'a time not stated'}"
+    return f"{kind} from {start or 'an unknown time'}"
 
 
 def _items(answer: Mapping, key: str) -> list[Mapping]:
@@ -143,7 +146,7 @@ def _text(answer: Mapping, key: str) -> str:
 
 
 def passes(state: str) -> bool:
-    """Whether a node in this state may become READY and HEALTHY if one waits."""
+    """Whether waiting may make a node in this state READY and HEALTHY."""
     return _STATES.get(state, _OTHER)[0]
 
 
@@ -154,7 +157,7 @@ def _remedy(state: str, where: Where) -> str:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the user says that the node should be; ``None`` where nothing was said."""
+    """The properties of the node that the user expects; ``None`` if any value is allowed."""
 
     accelerator: str | None
     runtime: str | None
@@ -162,7 +165,7 @@ class Expected:
 
 
 def slice_of(accelerator: str) -> Slice | None:
-    """The slice that an accelerator type names; ``None`` if this package knows no such."""
+    """The slice of an accelerator type; ``None`` if this package does not know the type."""
     try:
         return resolve(accelerator)
     except UnknownTopologyError:
@@ -178,10 +181,10 @@ def check_node(node: Node, where: Where, expected: Expected) -> Iterator[Check]:
             "symptoms",
             "; ".join(node.symptoms),
             "none",
-            "they may be of an earlier run; if they are new, look at that worker",
+            "they may be from an earlier run; if they are new, inspect that worker",
         )
     if node.maintenance:
-        remedy = "save checkpoints often, or start when it is over"
+        remedy = "save checkpoints often, or start after the maintenance"
         yield warning("maintenance", node.maintenance, "none", remedy)
     wanted = expected.accelerator
     if wanted is not None and _same_slice(wanted, node.accelerator):
@@ -204,7 +207,7 @@ def _health(node: Node, where: Where) -> Check:
     if node.health == "HEALTHY":
         return ok("health", "HEALTHY")
     if node.state != "READY":
-        return skipped("health", f"{node.health or 'not stated'}, as the node is not READY")
+        return skipped("health", f"{node.health or 'not stated'}, because the node is not READY")
     if not node.health:
         return warning("health", "not stated", "HEALTHY", "wait for the first report: --wait 300")
     found = f"{node.health}: {node.health_description}".removesuffix(": ")
@@ -230,7 +233,7 @@ def _workers(node: Node, where: Where) -> Check:
     count, wanted = len(node.endpoints), slice_of(node.accelerator)
     again = f"'{where.gcloud('describe')}'; if it stays so, create the node again"
     if not count and node.state != "READY":
-        return skipped("worker count", "no workers, as the node is not READY")
+        return skipped("worker count", "no workers, because the node is not READY")
     if not count:
         return failed("worker count", "no network endpoints", "one for each worker", again)
     if wanted is None:
@@ -239,7 +242,7 @@ def _workers(node: Node, where: Where) -> Check:
             f"{count}, of an accelerator type that this version of xla_fsdp does not know: "
             f"{node.accelerator or 'not stated'}",
             "a known type, such as v4-32",
-            "count the workers yourself",
+            "count the workers manually",
         )
     if count != wanted.hosts:
         return failed(
@@ -268,11 +271,11 @@ def _world_size(node: Node, world_size: int) -> Check:
             "world size",
             f"{count} workers",
             f"a number that divides {world_size}",
-            "run with as many ranks on each worker as it has devices",
+            "run one rank for each device of a worker",
         )
     return warning(
         "world size",
-        f"{count} workers of unknown devices",
+        f"{count} workers with an unknown number of devices",
         f"{world_size // count} devices on each, for {world_size} ranks",
-        "see that it is so",
+        "check the number of devices of a worker",
     )

@@ -1,7 +1,8 @@
-"""What runs on each worker: sent as text, so that nothing needs to be there but a Python.
+"""The program that runs on each worker. It is sent as text, so a worker needs only a Python.
 
-Standard library only, any Python from 3.6; fsspec only for a path with "://". One line of JSON
-comes back, with the request's token, so that it is found among whatever else a login prints.
+It uses only the standard library, with any Python from 3.6 on, and fsspec for a path with "://".
+The answer is one line of JSON with the token of the request. The token distinguishes this line from
+other output of a login.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import sys
 import time
 
 PACKAGES = ("torch", "torch_xla", "libtpu", "xla_fsdp", "jax", "jaxlib")
-# What changes compiled programs, or where they run.
+# Variables that change compiled programs or the devices that run them.
 VARIABLES = (
     "PJRT_DEVICE",
     "XLA_FLAGS",
@@ -25,17 +26,17 @@ VARIABLES = (
     "XLA_NO_SPECIAL_SCALARS",
 )
 LOCK = "/tmp/libtpu_lockfile"
-PATIENCE_SECONDS = 5.0  # a network file system may show another machine's file late
+PATIENCE_SECONDS = 5.0  # a network file system may show files of other machines with a delay
 
 
 def main(text: str) -> None:
     request = json.loads(text)
-    # If the connection is cut this ends all the same, unless a dead mount holds it.
+    # This process ends even if the connection breaks, unless a dead mount blocks it.
     signal.alarm(int(request["seconds"]) + 1)
     actions = {"look": look, "write": write, "read": read, "clean": clean, "prune": prune}
     try:
         answer = actions[request["action"]](request)
-    except Exception as error:  # the other end tells the user
+    except Exception as error:  # the caller reports it to the user
         answer = {"error": described(error)}
     answer["token"] = request["token"]
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
@@ -48,7 +49,7 @@ def described(error: Exception) -> str:
 
 
 def look(request: dict) -> dict:
-    """What is on this machine."""
+    """Collects the properties of this machine."""
     chips = sorted(
         path for pattern in request["chip_files"] for path in glob.glob(os.path.expanduser(pattern))
     )
@@ -69,37 +70,37 @@ def look(request: dict) -> dict:
 
 
 def version(name: str) -> "str | None":
-    """Of an installed package; None if there is none."""
+    """The version of an installed package; None if it is not installed."""
     try:
         import importlib.metadata
 
         return importlib.metadata.version(name)
-    except Exception:  # also a Python older than that module
+    except Exception:  # also if this Python is older than the module
         return None
 
 
 def libtpu_wanted() -> "str | None":
-    """The libtpu that this torch_xla was made for, by its own metadata."""
+    """The version of libtpu that this torch_xla requires, from its metadata."""
     try:
         import importlib.metadata
 
         for line in importlib.metadata.requires("torch_xla") or ():
             if line.startswith("libtpu=="):
                 return line[len("libtpu==") :].split(";")[0].strip()
-    except Exception:  # not there, or too old to say
+    except Exception:  # not installed, or too old to have this metadata
         pass
     return None
 
 
 def users_of(chips: list) -> list:
-    """Processes that hold a chip, as far as this user may see."""
+    """The processes that use a chip, as far as this user can see them."""
     wanted = {os.path.realpath(path) for path in chips}
     found = set()
     for link in glob.glob("/proc/[0-9]*/fd/*") if wanted else ():
         try:
             if os.readlink(link) in wanted:
                 found.add(link.split("/")[2])
-        except OSError:  # gone again, or another user's
+        except OSError:  # it has ended, or belongs to another user
             pass
     return sorted(f"{pid} ({command_of(pid)})" for pid in found)[:8]
 
@@ -113,7 +114,7 @@ def command_of(pid: str) -> str:
 
 
 def memory() -> "list | None":
-    """Bytes of memory: total and available; None where there is no Linux."""
+    """The bytes of memory: total and available; None if this is not Linux."""
     sizes = {}
     try:
         with open("/proc/meminfo") as file:
@@ -126,7 +127,7 @@ def memory() -> "list | None":
 
 
 def free_bytes(path: str) -> int:
-    """Of the file system that ``path`` is in, or would be in once it is made."""
+    """The free bytes of the file system of ``path``, which need not exist."""
     path = os.path.abspath(os.path.expanduser(path))
     while not os.path.exists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
@@ -140,7 +141,7 @@ class LocalFolder:
         self.path = os.path.abspath(os.path.expanduser(path))
 
     def make(self) -> list:
-        """The folders above it that had to be made for it, innermost first."""
+        """Creates the folder; returns the parents that it created, innermost first."""
         made, path = [], os.path.dirname(self.path)
         while not os.path.isdir(path) and os.path.dirname(path) != path:
             made.append(path)
@@ -169,7 +170,7 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """A folder of whatever fsspec opens."""
+    """A folder of any file system that fsspec supports."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -198,7 +199,7 @@ class RemoteFolder:
 
 
 def folder_of(request: dict) -> "LocalFolder | RemoteFolder":
-    """The probe's own folder inside of the one that is looked at."""
+    """The folder of the probe inside of the folder that is checked."""
     path = request["path"].rstrip("/") + "/.preflight-" + request["token"]
     return RemoteFolder(path) if "://" in path else LocalFolder(path)
 
@@ -208,19 +209,19 @@ def content_of(request: dict, worker: int) -> bytes:
 
 
 def write(request: dict) -> dict:
-    """Leaves this worker's file."""
+    """Writes this worker's file."""
     folder = folder_of(request)
     answer: dict = {"made": folder.make()}
     try:
         folder.put(str(request["worker"]), content_of(request, request["worker"]))
         answer["free"] = folder.free()
-    except Exception as error:  # what was made is still told, to be removed
+    except Exception as error:  # the answer still lists the new folders, so that they are removed
         answer["error"] = described(error)
     return answer
 
 
 def read(request: dict) -> dict:
-    """Whose files are not seen here, and whose hold something else."""
+    """Lists the workers whose files are missing here, and those whose files differ."""
     folder = folder_of(request)
     end = time.time() + min(PATIENCE_SECONDS, request["seconds"] / 2)
     missing, different = list(request["workers"]), []
@@ -239,7 +240,7 @@ def read(request: dict) -> dict:
 
 
 def clean(request: dict) -> dict:
-    """Removes this worker's file, and the folder if it was the last."""
+    """Removes this worker's file, and the folder if it is empty."""
     folder = folder_of(request)
     try:
         folder.drop(str(request["worker"]))
@@ -247,14 +248,14 @@ def clean(request: dict) -> dict:
         pass
     try:
         folder.unmake()
-    except Exception:  # others' files are in it, it is gone, or the store has no folders
+    except Exception:  # other files are in it, it is deleted, or the store has no folders
         pass
     return {}
 
 
 def prune(request: dict) -> dict:
-    """Removes the folders that ``make`` made, if nothing is in them."""
+    """Removes the folders that ``make`` created, if they are empty."""
     for path in request["made"]:
-        with contextlib.suppress(FileNotFoundError):  # by another worker that made part of it
+        with contextlib.suppress(FileNotFoundError):  # another worker may have removed it
             os.rmdir(path)
     return {}

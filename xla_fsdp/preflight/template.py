@@ -1,4 +1,4 @@
-"""The command that reaches a worker, as the user writes it."""
+"""The user's template of the command that runs a program on a worker."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _TELLING_APART = ("{worker}", "{address}", "{external_address}")
 
 
 class Template:
-    """``text`` is split as a shell would, then filled in: ``{command}`` stays a single argument,
-    a line for the shell at the far end, whatever is in it.
+    """A template, split like a shell command before its fields are replaced.
+
+    So ``{command}`` is always a single argument: a line for the shell on the worker.
 
     Raises:
-        UsageError: it has no ``{command}`` or names unknown fields, or there is no such program.
+        UsageError: it has no ``{command}`` or has unknown fields, or the program is not installed.
     """
 
     def __init__(self, text: str) -> None:
@@ -33,7 +34,7 @@ class Template:
             raise UsageError(f"--worker_command {text!r}: {error}") from None
         self._text = text
         if not any("{command}" in word for word in self._words):
-            raise UsageError(f"--worker_command {text!r} lacks {{command}}")
+            raise UsageError(f"--worker_command {text!r} must contain {{command}}")
         trial = self._fill(dict.fromkeys(_FIELDS, "x"))
         if shutil.which(trial[0]) is None:
             raise UsageError(
@@ -55,11 +56,11 @@ class Template:
         )
 
     def require_telling_apart(self, workers: int) -> None:
-        """Raises UsageError if the command would reach the same one of several workers always."""
+        """Raises UsageError if the command would reach the same worker for all of them."""
         if workers > 1 and not any(field in self._text for field in _TELLING_APART):
             raise UsageError(
-                f"--worker_command {self._text!r} is the same for all {workers} workers: it lacks "
-                f"{' or '.join(_TELLING_APART)}"
+                f"--worker_command {self._text!r} is the same for all {workers} workers: it must "
+                f"contain {' or '.join(_TELLING_APART)}"
             )
 
     def _fill(self, values: Mapping[str, str]) -> list[str]:
@@ -68,5 +69,6 @@ class Template:
         except (KeyError, ValueError, IndexError, AttributeError):
             fields = ", ".join(f"{{{name}}}" for name in _FIELDS)
             raise UsageError(
-                f"--worker_command {self._text!r}: there are {fields}; write {{{{ for a brace"
+                f"--worker_command {self._text!r} has an unknown field or a single brace: allowed "
+                f"are {fields}; write {{{{ for a brace"
             ) from None

@@ -1,4 +1,4 @@
-"""What an error of the TPU API, its transport or the credentials means to the user."""
+"""Translates errors of the TPU API, the network or the credentials into messages for the user."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ LOGIN = (
     "path of a service account's key"
 )
 _PASSING_STATUS = frozenset({408, 429})
-_NETWORK = "look at the network, a proxy, and --discovery_url; then try again"
+_NETWORK = "check the network, the proxy and --discovery_url, then try again"
 
 
 class UnknownNodeError(UsageError):
-    """The API knows no such node."""
+    """The API has no node with this name."""
 
 
 def explain(error: Exception, where: Where) -> Exception:
-    """UsageError or ApiError for what asking raised; ``error`` itself if it is one, or a bug."""
+    """The UsageError or ApiError for an error of a request; ``error`` itself if it is neither."""
     import google.auth.exceptions
     import httplib2
     from googleapiclient.errors import Error, HttpError
@@ -43,15 +43,15 @@ def explain(error: Exception, where: Where) -> Exception:
 
 
 def refused_description(url: str, status: int) -> Exception:
-    """For a discovery document that the server at ``url`` does not hand out."""
+    """The error if the server at ``url`` does not return the discovery document."""
     found = f"the server of the discovery document {shown(url)} answered {status}"
     if _is_passing(status):
         return ApiError(found, "200", "try again later", passing=True)
-    return UsageError(f"{found}: look at --discovery_url")
+    return UsageError(f"{found}: check --discovery_url")
 
 
 def no_description(url: str, error: Exception) -> UsageError:
-    """For something at ``url`` that is no discovery document."""
+    """The error if the answer from ``url`` is not a discovery document."""
     return UsageError(
         f"--discovery_url {shown(url)}: not a discovery document ({type(error).__name__}: "
         f"{first_line(error)})"
@@ -67,18 +67,18 @@ def _refused(status: int, reason: str, where: Where) -> Exception:
     if status == 403:
         return UsageError(
             f"{said}. Use an account that may read the TPUs of project {where.project} "
-            "(role roles/tpu.viewer): 'gcloud auth application-default login'; and if the API is "
-            f"off there: 'gcloud services enable tpu.googleapis.com --project {where.project}'"
+            "(role roles/tpu.viewer): 'gcloud auth application-default login'. If the API is not "
+            f"enabled: 'gcloud services enable tpu.googleapis.com --project {where.project}'"
         )
     if status == 404:
         return UnknownNodeError(
             f"no node {where.tpu} in zone {where.zone} of project {where.project} ({reason})"
         )
-    return UsageError(f"{said}. Look at --tpu, --zone and --project")
+    return UsageError(f"{said}. Check --tpu, --zone and --project")
 
 
 def shown(url: str) -> str:
-    """A URL without what may be secret: user, password and query."""
+    """A URL without the parts that may be secret: user, password and query."""
     return re.sub("(?<=//)[^/?#]*@", "", url).partition("?")[0].partition("#")[0]
 
 

@@ -1,4 +1,4 @@
-"""Which node is meant: its name, zone and project."""
+"""The name, zone and project of a node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..supervision.metadata_server import ask
 from .errors import UsageError
 
-# An address, not a name: looking up a name can take half a minute where nothing answers.
+# An address and not a name: without a name server, looking up a name can take half a minute.
 _METADATA_ADDRESS = "169.254.169.254"
 _METADATA_SECONDS = 2
 _ZONE_VARIABLES = ("CLOUDSDK_COMPUTE_ZONE",)
@@ -25,11 +25,11 @@ class Where:
 
     @property
     def location(self) -> str:
-        """What the API calls the parent of the zone's nodes."""
+        """The parent of the zone's nodes in the API."""
         return f"projects/{self.project}/locations/{self.zone}"
 
     def gcloud(self, verb: str) -> str:
-        """A command for this node that the user can run."""
+        """A gcloud command for this node that the user can run."""
         return (
             f"gcloud compute tpus tpu-vm {verb} {self.tpu} --zone {self.zone} "
             f"--project {self.project}"
@@ -37,19 +37,21 @@ class Where:
 
 
 def find_where(tpu: str, zone: str | None, project: str | None) -> Where:
-    """Completes what the flags say from gcloud's variables and, on Google Cloud, the machine's own.
+    """Returns the node, zone and project from the flags, with defaults for missing ones.
+
+    The defaults come from gcloud's variables and, on Google Cloud, from this machine's metadata.
 
     Raises:
-        UsageError: no zone or project is to be found, or a name cannot be one.
+        UsageError: there is no zone or project, or a name is not valid.
     """
     project = project or _variable(_PROJECT_VARIABLES) or _metadata("project/project-id")
-    # Without a project the metadata server did not answer, and would not the second time.
+    # If there is no project, the metadata server did not answer, so do not query it again.
     zone = zone or _variable(_ZONE_VARIABLES) or (project and _zone_of_this_machine())
     missing = [flag for flag, value in (("--zone", zone), ("--project", project)) if not value]
     if missing:
         raise UsageError(
-            f"give {' and '.join(missing)}: this machine is not on Google Cloud, and "
-            f"{', '.join(_ZONE_VARIABLES + _PROJECT_VARIABLES)} do not say either"
+            f"give {' and '.join(missing)}: this machine is not on Google Cloud, and the variables "
+            f"{', '.join(_ZONE_VARIABLES + _PROJECT_VARIABLES)} are not set"
         )
     for flag, value, form in (
         ("--tpu", tpu, r"[A-Za-z0-9._-]+"),
@@ -57,7 +59,7 @@ def find_where(tpu: str, zone: str | None, project: str | None) -> Where:
         ("--project", project, r"[A-Za-z0-9.:_-]+"),
     ):
         if not re.fullmatch(form, value):
-            raise UsageError(f"{flag} {value!r}: not a name")
+            raise UsageError(f"{flag} {value!r} is not a valid name")
     return Where(tpu, zone, project)
 
 
@@ -70,7 +72,7 @@ def _zone_of_this_machine() -> str:
 
 
 def _metadata(path: str) -> str:
-    """What Google Cloud tells its machines about themselves; "" on any other."""
+    """A value of this machine's Google Cloud metadata; "" on other machines."""
     host = os.environ.get("GCE_METADATA_HOST") or _METADATA_ADDRESS
     try:
         return ask(host, path, _METADATA_SECONDS) or ""

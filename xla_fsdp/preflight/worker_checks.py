@@ -1,8 +1,8 @@
-"""Checks of the workers: their chips, memory, clock, disk and environment, whether all have the
-software that this package needs, and whether all write to one and the same checkpoint folder.
+"""Checks of the workers: chips, memory, clock, disk, environment, software, checkpoint folder.
 
-For the last, each worker leaves a file, each looks for the files of all the others, each removes
-its own. Three rounds: a file must not go before everybody has looked for it.
+To check that all workers share the checkpoint folder, each worker writes a file, then each checks
+that it can see all files, then each removes its own. These are three rounds, because a worker must
+not remove its file before all others have checked it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from .workers import Answer, Workers
 GIB = 2**30
 _CACHE_GIB = 2  # compiled programs of a few models
 _CLOCK_SECONDS = 5.0
-# Of a worker's memory, before training: less means that something else runs there.
+# The part of a worker's memory that should be free. Less means that another program runs there.
 _AVAILABLE_PART = 0.5
-# As setup.py pins them: torch_xla loads with no other torch, this package with no other torch_xla.
+# The versions that setup.py pins: torch_xla works with this torch only, and this package with this
+# torch_xla only.
 PINS: Mapping[str, str] = MappingProxyType({"torch": "2.9.0", "torch_xla": "2.9.0"})
 OLDEST_PYTHON = (3, 10)  # python_requires
 _NOT_INSTALLED = "not installed"
-_INSTALL_REMEDY = "install the same on every worker; --python names the interpreter that is meant"
+_INSTALL_REMEDY = "install the same on every worker; --python selects the interpreter"
 _LOW_GIB = 10  # a few checkpoints of a small model
 
 
@@ -39,13 +40,13 @@ def check_answers(answers: Mapping[int, Answer]) -> Check:
         "workers",
         by_worker(problems),
         f"{len(answers)} answers",
-        "run --worker_command by hand with a simple command, such as hostname; --timeout gives "
-        "more time, --python names another interpreter",
+        "run --worker_command manually with a simple command, such as hostname; --timeout gives "
+        "more time, --python selects another interpreter",
     )
 
 
 def check_looks(answers: Mapping[int, Answer], wanted: Slice | None) -> Iterator[Check]:
-    """The checks of those that did; ``wanted``: the slice that they should be."""
+    """The checks of the workers that answered; ``wanted``: the slice of the node."""
     looks = {number: answer.data for number, answer in answers.items()}
     yield _chips(looks, wanted)
     yield _free_chips(looks)
@@ -59,8 +60,8 @@ def _chips(looks: Mapping[int, Mapping[str, Any]], wanted: Slice | None) -> Chec
     found = {number: look["chips"] for number, look in looks.items()}
     each = wanted.chips // wanted.hosts if wanted is not None else max(found.values())
     remedy = (
-        "in a container: start it with --privileged; else stop and start the node, or create it "
-        "again; --chip_files says where they show"
+        "in a container: start it with --privileged; otherwise stop and start the node, or create "
+        "it again; --chip_files is the pattern of the chips' files"
     )
     if each and all(count == each for count in found.values()):
         return ok("chips", f"{each} on every worker")
@@ -88,9 +89,9 @@ def _free_chips(looks: Mapping[int, Mapping[str, Any]]) -> Check:
             "chips free",
             by_worker(locked),
             "none",
-            "if that user runs nothing: sudo rm /tmp/libtpu_lockfile",
+            "if that user runs no program: sudo rm /tmp/libtpu_lockfile",
         )
-    return ok("chips free", "no process holds one, as far as this user can see")
+    return ok("chips free", "no process uses one, as far as this user can see")
 
 
 def _environment(looks: Mapping[int, Mapping[str, Any]]) -> Check:
@@ -103,7 +104,7 @@ def _environment(looks: Mapping[int, Mapping[str, Any]]) -> Check:
         return warning(
             "environment",
             by_worker(found),
-            "the same everywhere, or workers compile different programs and wait for each other",
+            "the same everywhere: otherwise workers compile different programs and hang",
             "set them in the command that starts training",
         )
     device = {number: look["variables"]["PJRT_DEVICE"] for number, look in looks.items()}
@@ -115,14 +116,15 @@ def _environment(looks: Mapping[int, Mapping[str, Any]]) -> Check:
 def _memory(looks: Mapping[int, Mapping[str, Any]]) -> Check:
     sizes = {number: look["memory"] for number, look in looks.items() if look["memory"]}
     if len(sizes) < len(looks):
-        return warning("memory", "not stated by some workers", "/proc/meminfo", "is it Linux?")
+        remedy = "check that the workers run Linux"
+        return warning("memory", "not stated by some workers", "/proc/meminfo", remedy)
     shown = {
         number: f"{available / GIB:.0f} of {total / GIB:.0f} GiB available"
         for number, (total, available) in sizes.items()
     }
     if any(available < total * _AVAILABLE_PART for total, available in sizes.values()):
         low = {n: shown[n] for n, (total, free) in sizes.items() if free < total * _AVAILABLE_PART}
-        return warning("memory", by_worker(low), "most of it", "see what else runs there")
+        return warning("memory", by_worker(low), "most of it", "end other programs there")
     least = min(sizes, key=lambda number: sizes[number][1])
     return ok("memory", f"{shown[least]} on the worker with the least")
 
@@ -131,13 +133,13 @@ def _disk(looks: Mapping[int, Mapping[str, Any]]) -> Check:
     free = {number: look["cache_free"] for number, look in looks.items()}
     low = {n: f"{size / GIB:.1f} GiB free" for n, size in free.items() if size < _CACHE_GIB * GIB}
     if low:
-        remedy = "make room, or name another place with --cache_dir"
+        remedy = "free some space, or give another folder with --cache_dir"
         return warning("compilation cache", by_worker(low), f"{_CACHE_GIB} GiB or more", remedy)
     return ok("compilation cache", f"{min(free.values()) / GIB:.0f} GiB free or more")
 
 
 def _clocks(answers: Mapping[int, Answer]) -> Check:
-    """A worker read its clock between being asked and answering; by how much that cannot be."""
+    """Checks the clocks: a worker read its clock between the request and the answer."""
     off = {}
     for number, answer in answers.items():
         time = answer.data["time"]
@@ -146,13 +148,13 @@ def _clocks(answers: Mapping[int, Answer]) -> Check:
             way = "ahead of" if ahead > 0 else "behind"
             off[number] = f"{max(ahead, behind):.0f} s or more {way} this machine"
     if off:
-        remedy = "set the clock there (or here): credentials and logs depend on it"
+        remedy = "set the clock there (or here), because credentials and logs depend on it"
         return warning("clocks", by_worker(off), f"within {_CLOCK_SECONDS:g} s", remedy)
     return ok("clocks", f"within {_CLOCK_SECONDS:g} s and the time of an answer")
 
 
 def check_versions(looks: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
-    """A check for Python and each package; ``looks``: what each worker said."""
+    """A check for Python and each package; ``looks``: the answer of each worker."""
     yield _python({number: str(look["python"]) for number, look in looks.items()})
     for name in ("torch", "torch_xla", "libtpu", "xla_fsdp", "jax", "jaxlib"):
         found = {number: look["packages"][name] or _NOT_INSTALLED for number, look in looks.items()}
@@ -172,7 +174,7 @@ def check_versions(looks: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def _python(found: Mapping[int, str]) -> Check:
-    # Pickles and wheels depend on the first two numbers only.
+    # Pickles and wheels depend only on the first two numbers of the version.
     minor = {number: ".".join(text.split(".")[:2]) for number, text in found.items()}
     oldest = ".".join(map(str, OLDEST_PYTHON))
     if len(set(minor.values())) > 1:
@@ -190,7 +192,7 @@ def _expected(name: str) -> str:
 def _pinned(name: str, found: str) -> Check:
     if found.partition("+")[0] == PINS[name]:  # 2.9.0+cpu is a 2.9.0
         return ok(name, f"{found} everywhere")
-    remedy = f"pip install '{name}=={PINS[name]}'; --python names the interpreter that is meant"
+    remedy = f"pip install '{name}=={PINS[name]}'; --python selects the interpreter"
     return failed(name, f"{found} everywhere", _expected(name), remedy)
 
 
@@ -204,7 +206,7 @@ def _libtpu(found: str, wanted: set[str]) -> Check:
     return warning(
         "libtpu",
         f"{found} everywhere",
-        f"{needs}, which torch_xla names",
+        f"{needs}, which torch_xla requires",
         f"pip install 'libtpu=={needs}'; jax[tpu] may have replaced it",
     )
 
@@ -217,7 +219,7 @@ def _own(found: str) -> Check:
             "xla_fsdp",
             "not installed anywhere",
             f"{__version__}, as here",
-            "install it, or see that a copy is on PYTHONPATH when training starts",
+            "install it, or put a copy on PYTHONPATH when you start the training",
         )
     return warning(
         "xla_fsdp", f"{found} everywhere", f"{__version__}, as here", "install the same version"
@@ -225,7 +227,7 @@ def _own(found: str) -> Check:
 
 
 def check_shared_path(workers: Workers, numbers: Iterable[int], path: str) -> Iterator[Check]:
-    """The checks of ``path`` as the workers ``numbers`` see it."""
+    """The checks of ``path`` on the workers ``numbers``."""
     numbers = list(numbers)
     wrote: dict[int, Answer] = {}
     try:
@@ -239,24 +241,24 @@ def check_shared_path(workers: Workers, numbers: Iterable[int], path: str) -> It
             yield _shared(read, path, len(workers.numbers))
         else:
             yield skipped(
-                "checkpoints shared", f"{path}: takes two workers that write, not {len(writers)}"
+                "checkpoints shared", f"{path}: needs two workers that write, not {len(writers)}"
             )
-    finally:  # also after Ctrl-C, and if whoever takes the checks stops
+    finally:  # also after Ctrl-C, and if the caller stops the generator
         left = _clean(workers, numbers, wrote, path)
     if left:
         yield warning(
             "probe files",
             by_worker(left),
             "removed",
-            f"remove {path.rstrip('/')}/.preflight-{workers.token} by hand",
+            f"remove {path.rstrip('/')}/.preflight-{workers.token} manually",
         )
 
 
 def _clean(
     workers: Workers, numbers: Iterable[int], wrote: Mapping[int, Answer], path: str
 ) -> dict[int, str]:
-    """Removes what was left; where that did not work, and why."""
-    # Who did not come back from writing would not come back from removing either.
+    """Removes the files; returns the workers on which that failed, with the reasons."""
+    # Workers that did not answer the request to write would not answer the next one either.
     hung = {number for number, answer in wrote.items() if not answer.data}
     cleaned = workers.ask("clean", [n for n in numbers if n not in hung], path=path)
     made = {
@@ -264,10 +266,10 @@ def _clean(
         for number, answer in wrote.items()
         if answer.data.get("made")
     }
-    workers.ask_each(made)  # what others have put in there by now stays
+    workers.ask_each(made)  # folders in which there are other files by now stay
     left = dict.fromkeys(hung, "it may have left a file")
     for number, answer in cleaned.items():
-        # Where nothing could be written, the reason has been told.
+        # If a worker could not write, the reason is already in another check.
         if answer.problem and not (number in wrote and wrote[number].problem):
             left[number] = answer.problem
     return left
@@ -281,8 +283,8 @@ def _writable(wrote: Mapping[int, Answer], path: str, total: int) -> Check:
         "checkpoints written",
         f"{path}: {by_worker(problems)}",
         f"a file written by each of {total} workers",
-        "mount it there and let this user write; a bucket needs fsspec and its package (gcsfs) "
-        "there, and a service account that may write",
+        "mount it on these workers and let this user write to it; a bucket needs fsspec and gcsfs "
+        "on the workers, and a service account that may write to it",
     )
 
 
@@ -290,10 +292,10 @@ def _space(wrote: Mapping[int, Answer], writers: Iterable[int], path: str) -> Ch
     free = {number: wrote[number].data["free"] for number in writers}
     sizes = [size for size in free.values() if size is not None]
     if not sizes:
-        return ok("checkpoint space", "a bucket states no limit")
+        return ok("checkpoint space", "a bucket has no limit")
     least = min(sizes) / GIB
     if least < _LOW_GIB:
-        remedy = "make room: keep_last= of save_checkpoint removes older checkpoints"
+        remedy = "free some space: keep_last= of save_checkpoint removes older checkpoints"
         found = f"{path}: {least:.1f} GiB free"
         return warning("checkpoint space", found, f"{_LOW_GIB} GiB or more", remedy)
     return ok("checkpoint space", f"{least:.0f} GiB free")
@@ -307,7 +309,7 @@ def _shared(read: Mapping[int, Answer], path: str, total: int) -> Check:
         elif answer.data["missing"]:
             problems[number] = f"no file of {runs('worker', answer.data['missing'])}"
         elif answer.data["different"]:
-            problems[number] = f"another content of {runs('worker', answer.data['different'])}"
+            problems[number] = f"other content of {runs('worker', answer.data['different'])}"
     if problems:
         return failed(
             "checkpoints shared",

@@ -1,4 +1,4 @@
-"""Asks all workers of a node the same thing, at the same time, each with a time limit."""
+"""Sends a request to all workers of a node at the same time, each with a time limit."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ from .node import Endpoint
 from .template import Template
 from .where import Where
 
-_KEPT = 1 << 20  # bytes of what a command says; the rest is read and dropped
+_KEPT = 1 << 20  # bytes of a command's output that are kept; the rest is read and dropped
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """``code`` is ``None`` if the command was stopped at its time limit. Times are those of this
-    machine's clock, in seconds since 1970."""
+    """The result of a command.
+
+    ``code`` is ``None`` if the command was stopped at its time limit. Times are in seconds since
+    1970, by this machine's clock.
+    """
 
     out: str
     err: str
@@ -45,10 +48,10 @@ class _Outcome:
 def _run_all(
     commands: Mapping[int, Sequence[str]], seconds: float, at_once: int
 ) -> dict[int, _Outcome]:
-    """Runs all commands, ``at_once`` at a time, each for at most ``seconds``; never waits longer.
+    """Runs all commands, ``at_once`` at a time, each for at most ``seconds``.
 
     Raises:
-        OSError: one cannot be started.
+        OSError: a command cannot be started.
     """
     waiting = list(commands.items())
     running: dict[int, _Running] = {}
@@ -68,11 +71,12 @@ def _run_all(
 
 
 class _Running:
-    """A command and what it has said so far."""
+    """A running command and its output so far."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._started, self._began = time.time(), time.monotonic()
-        # A session of its own: ssh under gcloud is stopped with it, and Ctrl-C is ours alone.
+        # A new session, so that killing it also stops ssh under gcloud, and so that Ctrl-C only
+        # reaches this process.
         self._process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
@@ -82,7 +86,7 @@ class _Running:
         )
         self._out, self._err = bytearray(), bytearray()
         streams = ((self._process.stdout, self._out), (self._process.stderr, self._err))
-        # Daemons: a grandchild that outlives the command may hold its output open for ever.
+        # Daemons, because a grandchild that outlives the command may keep its output open.
         self._readers = [threading.Thread(target=_keep, args=pair, daemon=True) for pair in streams]
         for reader in self._readers:
             reader.start()
@@ -116,10 +120,10 @@ def _keep(stream: BufferedReader, said: bytearray) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker said to one request.
+    """A worker's answer to one request.
 
-    ``data``: its answer; empty if ``problem`` says why there is none.
-    ``started``, ``ended``: when it was asked and had answered, by this machine's clock.
+    ``data``: its answer; empty if there is none, and then ``problem`` has the reason.
+    ``started``, ``ended``: the times of the request and of the answer, by this machine's clock.
     """
 
     data: Mapping[str, Any]
@@ -132,9 +136,9 @@ class Workers:
     """The workers of a node, by number.
 
     Args:
-        python: the interpreter there, as the shell there reads it.
-        seconds: for one answer.
-        at_once: workers asked at a time.
+        python: the interpreter on the workers, quoted for their shell.
+        seconds: time limit of one answer.
+        at_once: number of workers that are queried at the same time.
     """
 
     def __init__(
@@ -153,7 +157,7 @@ class Workers:
         self._python = python
         self._seconds = seconds
         self._at_once = at_once
-        # Unguessable, so that no file or line of another run is taken for one of this.
+        # Random, so that files and lines of other runs are not confused with those of this one.
         self.token = secrets.token_hex(8)
         template.require_telling_apart(len(self._endpoints))
 
@@ -165,13 +169,13 @@ class Workers:
         """Sends one request to each of the workers ``numbers``, and waits for all answers.
 
         Raises:
-            UsageError: the command that reaches them cannot be started.
+            UsageError: the worker command cannot be started.
         """
         requests = {number: {"action": action, "worker": number, **details} for number in numbers}
         return self.ask_each(requests)
 
     def ask_each(self, requests: Mapping[int, Mapping[str, Any]]) -> dict[int, Answer]:
-        """As ``ask``, with a request for each."""
+        """Like ``ask``, with a separate request for each worker."""
         common = {"token": self.token, "seconds": self._seconds}
         commands = {}
         for number, request in requests.items():
@@ -195,14 +199,14 @@ class Workers:
             return ""
         if outcome.code is None:
             return f"no answer in {self._seconds:g} s"
-        said = _reason(outcome.err) or _reason(outcome.out) or "and said nothing"
+        said = _reason(outcome.err) or _reason(outcome.out) or "it printed nothing"
         if outcome.code:
             return f"the command ended with {outcome.code}: {said}"
-        return f"it answered something else: {said}"
+        return f"the answer is not from the probe: {said}"
 
 
 def _program(request: Mapping[str, Any]) -> str:
-    """The probe and what it is asked, as one line that no shell finds anything to change in."""
+    """The probe and its request, as one line that a shell leaves unchanged."""
     text = Path(__file__).with_name("probe.py").read_text(encoding="utf-8")
     text += f"\nmain({json.dumps(request)!r})\n"
     packed = base64.b64encode(zlib.compress(text.encode("utf-8"), 9)).decode("ascii")
@@ -210,14 +214,14 @@ def _program(request: Mapping[str, Any]) -> str:
 
 
 def _reason(text: str) -> str:
-    """Where a command says why it ended: gcloud after ERROR, ssh and Python on the last line."""
+    """The line with the reason of a failure: gcloud's ERROR, or the last of ssh and Python."""
     lines = text.strip().splitlines()
     errors = [number for number, line in enumerate(lines) if line.startswith("ERROR")]
     return in_a_line(" ".join(lines[errors[-1] if errors else -1 :]))
 
 
 def _own_line(text: str, token: str) -> Mapping[str, Any]:
-    """The line of ``text`` that the probe printed; empty if it printed none."""
+    """The answer of the probe in the output ``text``; empty if there is none."""
     for line in text.splitlines():
         if line.startswith("{") and token in line:
             try:

@@ -1,1 +1,1 @@
-"""How ranks start: on a TPU as processes, on a CPU as threads of one."""
+"""How ranks start: as processes on a TPU, as threads of one process on a CPU."""

@@ -1,4 +1,4 @@
-"""Autograd's thread for a device, which outlives launches and plans and knows nothing of them."""
+"""Runs a function on autograd's thread for a device. That thread outlives launches and plans."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def run_there(device: torch.device, task: Callable[[], object]) -> None:
-    """Has the thread that runs backwards on ``device``, an XLA device, call ``task``.
+    """Calls ``task`` on the thread that runs backward passes on ``device``, an XLA device.
 
-    Returns when it has.
+    Returns when ``task`` has returned.
     """
 
     class Call(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""What ranks tell each other beside their programs: a store of keys and values for all of them.
+"""A key-value store that all ranks share, for messages outside of their XLA programs.
 
-Where ranks are threads it is in memory. Where they are processes one process serves it over TCP:
-the one that launched the ranks of the first host, or torchrun's agent. It works while a device or a
-collective hangs, and nothing of it is in any program.
+If ranks are threads, the store is in memory. If they are processes, one process serves it over TCP:
+the one that launched the ranks of the first host, or torchrun's agent. The store works while a
+device or a collective hangs, because no XLA program contains any part of it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from .slices import place
 
 # "HOST:PORT" of the store, for the processes that a launcher starts.
 _ADDRESS = "XLA_FSDP_STORE"
-# Where launchers of several hosts serve it. torch_xla's own rendezvous takes 12355, libtpu 8471 on.
+# The port of the store if there are several hosts. torch_xla's rendezvous uses port 12355, libtpu
+# the ports from 8471 on.
 _PORT_VARIABLE, _PORT = "XLA_FSDP_STORE_PORT", 12377
 _SECONDS_TO_CONNECT = 60.0
 
 
 @dataclass(frozen=True)
 class Channel:
-    """A store that ranks share, and the caller's place among them.
+    """A store that all ranks share, and the caller's rank.
 
     Attributes:
-        rank: the caller's, ``0 <= rank < size``.
-        size: how many ranks there are.
-        store: of this use alone; another one has other keys.
-        distant: whether asking it goes over a network, and so should be done now and then only.
+        rank: the caller's rank, ``0 <= rank < size``.
+        size: the number of ranks.
+        store: a store with separate keys for each use of it.
+        distant: whether a query goes over a network, so that queries should be rare.
     """
 
     rank: int
@@ -50,13 +51,15 @@ class Channel:
 
 
 def open_channel(use: str, place: tuple[int, int] | None = None) -> Channel:
-    """A channel between all ranks of the launch; the n-th for ``use`` on one rank is the n-th on
-    each other. Waits for nobody. ``place``: rank and size, where that is not the rank's thread.
+    """Opens a channel between all ranks of the launch, without waiting for other ranks.
+
+    The n-th channel for ``use`` on one rank is connected to the n-th on every other rank.
+    ``place``: the caller's rank and the number of ranks, if the caller is not the rank's thread.
 
     Raises:
         RuntimeError: the ranks have no store, or it does not answer.
     """
-    if is_pretending():  # as a rank of a slice that is not there: nobody else is, either
+    if is_pretending():  # a simulated rank: there are no other ranks
         return Channel(0, 1, dist.HashStore(), False)
     context = current_rank()
     if context is not None:
@@ -70,9 +73,9 @@ def open_channel(use: str, place: tuple[int, int] | None = None) -> Channel:
 
 @contextlib.contextmanager
 def served() -> Iterator[None]:
-    """Within, processes that this one starts have a store. Called by the launcher of every host.
+    """A context in which processes that this one starts have a store.
 
-    Without a free port there is none, and a warning.
+    The launcher of every host calls it. If the port is not free, it warns and there is no store.
     """
     hosts, number = _hosts()
     host, port = hosts[0], int(os.environ.get(_PORT_VARIABLE, _PORT)) if len(hosts) > 1 else 0
@@ -82,10 +85,10 @@ def served() -> Iterator[None]:
             server = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
         except (RuntimeError, OSError) as error:
             warnings.warn(
-                f"ranks can tell each other nothing beside their programs, and so not agree on a "
-                f"step to save when their machine is taken away, nor find out which one hangs: no "
-                f"store at port {port} "
-                f"({first_line(error)}); set {_PORT_VARIABLE} to a free one on every host",
+                f"the store that ranks share could not start at port {port} "
+                f"({first_line(error)}). Without it, ranks cannot save together on preemption, nor "
+                f"report which rank hangs. Set {_PORT_VARIABLE} to a free port, the same on every "
+                "host",
                 stacklevel=2,
             )
             yield
@@ -99,14 +102,14 @@ def served() -> Iterator[None]:
 
 
 def _hosts() -> tuple[list[str], int]:
-    """Addresses of the hosts, the one with the store first, and which of them this one is."""
+    """The addresses of the hosts, first the one with the store, and the index of this host."""
     if os.environ.get("PJRT_DEVICE", "").split("_")[0] != "TPU":
         return ["localhost"], 0
     try:
         hosts, number = xlac.addresses_of_hosts(), xlac.number_of_host()
-    except Exception:  # whatever requests or yaml raise where there is no metadata: a host alone
+    except Exception:  # requests or yaml raise where there is no metadata: this is a single host
         return ["localhost"], 0
-    # Several slices: the first host of the first one, which all have to know already.
+    # On several slices: the first host of the first slice, whose address every host has.
     found = place()
     if found is not None:
         return [found.coordinator, *hosts], 0 if found.number == number == 0 else 1
@@ -114,7 +117,7 @@ def _hosts() -> tuple[list[str], int]:
 
 
 class _Process:
-    """The store of a process whose ranks are not threads of a CPU launch: one connection."""
+    """The connection to the store in a process whose ranks are not threads of a CPU launch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -134,7 +137,7 @@ class _Process:
             return self._store, self._distant
 
 
-# Of the process by nature, as its XLA runtime is.
+# One for each process, like the XLA runtime.
 _process = _Process()
 
 
@@ -148,8 +151,8 @@ def _connect(size: int) -> dist.Store:
         if size == 1:
             return dist.HashStore()
         raise RuntimeError(
-            f"these {size} ranks have no store to tell each other anything beside their programs: "
-            "start them by xla_fsdp.launch, or by torchrun"
+            f"these {size} ranks have no store that they share, because nothing in their "
+            "environment has its address. Start the ranks with xla_fsdp.launch or torchrun"
         )
     host, _, port = address.rpartition(":")
     try:
@@ -157,7 +160,7 @@ def _connect(size: int) -> dist.Store:
     except (RuntimeError, OSError, ValueError) as error:
         raise RuntimeError(
             f"the store of the ranks at {address} does not answer "
-            f"({first_line(error, 200)}): let hosts reach each other at that port, or set "
-            f"{_PORT_VARIABLE} to one where they can, the same on every host"
+            f"({first_line(error, 200)}). Open that port between the hosts, or set "
+            f"{_PORT_VARIABLE} to an open port, the same on every host"
         ) from error
     return dist.PrefixStore(f"xla_fsdp/{attempt}", store)

@@ -1,4 +1,4 @@
-"""What a launch raises: all of it on CPU ranks, RankError anywhere."""
+"""The exceptions of a launch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 class RankError(RuntimeError):
     """A rank raised. ``__cause__`` is its exception.
 
-    As text it has the rank's traceback, unless ``__cause__`` has: Python prints that one itself.
+    ``str(error)`` contains the rank's traceback, unless Python prints that of ``__cause__``.
 
     Attributes:
-        rank: the number of the first rank that raised, or ``None`` if no single rank is to blame.
+        rank: the number of the first rank that raised, or ``None`` if no single rank is the cause.
         traceback: that rank's traceback as text, or ``""``.
     """
 
@@ -31,21 +31,21 @@ class RankError(RuntimeError):
 
 
 class CollectiveMismatchError(RankError):
-    """Ranks wait for each other at different places; the message says where each one is."""
+    """Ranks wait for each other at different places; the message lists the place of each rank."""
 
 
 class RankTimeoutError(RankError):
-    """A rank kept others waiting for longer than ``timeout``; the message says where it is."""
+    """A rank kept others waiting for longer than ``timeout``; the message shows its place."""
 
 
 class Preempted(SystemExit):
-    """The machine is being taken away, and what was trained is saved: start the same command again.
+    """The machine is being preempted and a checkpoint is saved: start the same command again.
 
-    Raised on every rank, and by ``launch``, so that the process ends with this exit code unless
-    somebody catches it.
+    Every rank raises it, and so does ``launch``. Unless it is caught, the process ends with exit
+    code 75.
 
     Attributes:
-        reason: what was heard, for example ``"SIGTERM"``.
+        reason: the notice of preemption, for example ``"SIGTERM"``.
     """
 
     #: ``EX_TEMPFAIL`` of sysexits.h: "the user is invited to retry".
@@ -60,18 +60,21 @@ class Preempted(SystemExit):
 
 
 class RankStopped(BaseException):
-    """Unwinds a rank because another failed. Not an ``Exception``: user code must not eat it."""
+    """Ends a rank because another one failed.
+
+    It is not an ``Exception``, so that ``except Exception`` in user code does not catch it.
+    """
 
 
 def portable(
     error: BaseException | None, dumps: Callable[[BaseException], bytes] = pickle.dumps
 ) -> bytes | None:
-    """``error`` pickled, or ``None`` if it does not survive that, whatever its class does there."""
+    """Pickles ``error``; ``None`` if pickling or unpickling it fails in any way."""
     if error is None:
         return None
     try:
         data = dumps(error)
         pickle.loads(data)
-    except BaseException:  # this is said of an error already: no other may take its place
+    except BaseException:  # a failure here must not replace the error that is being reported
         return None
     return data

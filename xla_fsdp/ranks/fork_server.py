@@ -1,12 +1,12 @@
-"""Starts workers by forking a process in which torch_xla is imported already.
+"""Starts workers by forking a process that has imported torch_xla already.
 
-The import takes seconds, a fork milliseconds. Python's own fork server would run the caller's main
-module again; this one knows nothing of it. It starts neither a thread nor an XLA runtime, so that
-what it forks may.
+The import takes seconds, a fork milliseconds. Python's fork server would run the caller's main
+module again; this one does not. It starts neither a thread nor an XLA runtime, so that its forks
+can start them.
 
-Requests and replies are pickled, one a packet: ``("start", size, programs, environment)`` with the
-two descriptors that the worker gets, answered by its process id, and ``("wait", pid, seconds)``,
-answered by how it ended, or None if it has not.
+Requests and replies are pickled, one in each packet. ``("start", size, programs, environment)``
+comes with the two file descriptors of the worker; the reply is its process id. The reply to
+``("wait", pid, seconds)`` is the worker's exit status, or None if it is still running.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import sys
 import time
 from typing import Any, NoReturn
 
-_LARGEST = 1 << 20  # of a request, which holds the environment
+_LARGEST = 1 << 20  # bytes of a request, which contains the environment
 
 
 class ForkServer:
-    """The process. It ends when this object is closed or gone, and its workers with it."""
+    """The process of the server. It and its workers end when this object is closed or deleted."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -34,7 +34,7 @@ class ForkServer:
             "PJRT_DEVICE": "CPU",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "PYTHONUNBUFFERED": "1",
-            "OPENBLAS_NUM_THREADS": "1",  # numpy's would start its threads when it is imported
+            "OPENBLAS_NUM_THREADS": "1",  # otherwise importing numpy starts threads
         }
         with theirs:
             self._process = subprocess.Popen(
@@ -48,15 +48,17 @@ class ForkServer:
         return self._process.poll() is None
 
     def start(self, size: int, programs: str | None, connection: int, output: int) -> ForkedProcess:
-        """A worker of ``size`` ranks, which talks over the socket of descriptor ``connection`` and
-        prints into ``output``. It gets this process's environment of now, and keeps compiled
-        programs in the folder ``programs``."""
+        """Starts a worker of ``size`` ranks with the current environment of this process.
+
+        It communicates over the socket with the file descriptor ``connection``, prints into
+        ``output``, and stores compiled programs in the folder ``programs``.
+        """
         environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(size)}
         request = ("start", size, programs, environment)
         return ForkedProcess(self, self._ask(request, connection, output))
 
     def wait(self, pid: int, seconds: float) -> int | None:
-        """How the worker ended, as ``Popen.returncode``; None if it has not within that time."""
+        """The worker's exit status, as ``Popen.returncode``; None if it runs after ``seconds``."""
         return self._ask(("wait", pid, seconds))
 
     def close(self) -> None:
@@ -68,17 +70,17 @@ class ForkServer:
             socket.send_fds(self._socket, [pickle.dumps(request)], descriptors)
             answer = self._socket.recv(_LARGEST)
         except OSError as error:
-            raise RuntimeError(f"the process that starts workers is gone: {error}") from error
+            raise RuntimeError(f"the process that starts workers has ended: {error}") from error
         if not answer:
             raise RuntimeError(
-                f"the process that starts workers ended with status {self._process.wait()}; what "
-                "it printed is in this process's standard error"
+                f"the process that starts workers ended with status {self._process.wait()}; "
+                "see its output in the standard error of this process"
             )
         return pickle.loads(answer)
 
 
 class ForkedProcess:
-    """What of ``subprocess.Popen`` a worker needs."""
+    """A worker's process, with the methods of ``subprocess.Popen`` that are used for workers."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self._server = server
@@ -95,7 +97,7 @@ class ForkedProcess:
         return status
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:  # its number is its own until the server has waited for it
+        if self.poll() is None:  # the process id stays valid until the server has waited for it
             os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -109,7 +111,7 @@ class ForkedProcess:
 
 def main() -> NoReturn:
     """Entry point of ``python -m xla_fsdp.ranks.fork_server SOCKET_FD``."""
-    gc.disable()  # what is imported stays: no collection need look through it, now or in workers
+    gc.disable()  # imported modules stay: garbage collection need not scan them, also in workers
     from . import worker
     from .cpu.operators import look_up_operators
 
@@ -120,7 +122,7 @@ def main() -> NoReturn:
     server = socket.socket(fileno=int(sys.argv[1]))
     while True:
         packet, descriptors, _, _ = socket.recv_fds(server, _LARGEST, 2)
-        if not packet:  # whoever started this is gone
+        if not packet:  # the process that started this server has ended
             os._exit(0)
         kind, *request = pickle.loads(packet)
         if kind == "wait":

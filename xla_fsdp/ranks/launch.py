@@ -1,4 +1,4 @@
-"""Starting ranks: ``launch(fn)`` runs ``fn`` once a rank, on a TPU or on the CPU."""
+"""Starts ranks: ``launch(fn)`` runs ``fn`` once for each rank, on a TPU or on the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .watchdog.watch import watched
 
 __all__ = ["CollectiveMismatchError", "Preempted", "RankError", "RankTimeoutError", "launch"]
 
-# The one XLA runtime of this process, which is process-wide by nature.
+# The XLA runtime of this process. There is one for each process.
 _runtime = CpuRuntime()
 
 
@@ -42,69 +42,70 @@ def launch(
     timeout: float = 600.0,
     slices: int | None = None,
 ) -> list[Any] | None:
-    """Runs ``fn(rank, *args)`` on every rank and waits for all of them.
+    """Runs ``fn(rank, *args)`` on every rank and waits for all ranks.
 
-    On TPU this hands over to ``torch_xla.launch``. On CPU the ranks are threads of this process,
-    each with its own XLA device and true collectives between them, and ``fn`` is written as for
-    TPU: ``torch_xla.sync()``, ``.item()``, ``xm.rendezvous``, ``xm.mesh_reduce``, step closures.
-    Which of the two: ``PJRT_DEVICE`` if set, else TPU if there is one, else CPU. Under ``torchrun``
-    this process is one rank, which joins the others and calls ``fn`` itself.
+    On TPU this calls ``torch_xla.launch``. On CPU the ranks are threads of this process. Each has
+    an XLA device, and real collectives connect them. ``fn`` is written as for TPU, with
+    ``torch_xla.sync()``, ``.item()``, ``xm.rendezvous``, ``xm.mesh_reduce`` and step closures.
+    ``PJRT_DEVICE`` selects TPU or CPU; if it is not set, a TPU is used if there is one. Under
+    ``torchrun`` this process is one rank, which joins the others and calls ``fn``.
 
-    On CPU every rank has a random state of its own, which starts as the caller's: a rank that calls
-    ``torch.manual_seed(k)`` draws what a process of its own would draw. Python's ``random`` and
-    numpy's generators stay shared between ranks, as are all globals; give each rank its own
-    ``random.Random`` and ``numpy.random.Generator``. A data loader with workers needs
+    On CPU every rank has a separate torch random state, which starts as a copy of the caller's: a
+    rank that calls ``torch.manual_seed(k)`` samples the same numbers as a separate process would.
+    Python's ``random``, numpy's generators and all globals are shared between ranks; give each rank
+    its own ``random.Random`` and ``numpy.random.Generator``. A data loader with workers needs
     ``multiprocessing_context="forkserver"`` or ``"spawn"``: a process with threads must not fork.
 
     Args:
-        fn: called as ``fn(rank, *args)``. On TPU it must be picklable, and not from a notebook.
+        fn: called as ``fn(rank, *args)``. On TPU it must be picklable and defined in a file, not in
+            a notebook.
         args: further arguments for ``fn``. CPU ranks share these objects.
-        num_devices: how many ranks, 1 to 8, on CPU; ``None`` means ``CPU_NUM_DEVICES`` if set, else
-            4. On TPU ``None`` or the number of devices there are.
-        timeout: seconds that ranks wait for one that is still running. On CPU they wait at a
-            collective or rendezvous, and those that can never meet are found at once, whatever the
-            timeout. On TPU, when no rank has gone on for that long, the stacks of all are printed
-            and ranks are left alone, unless ``XLA_FSDP_WATCHDOG`` says otherwise: ``off``, seconds,
-            or seconds and ``end`` (``900,end``). Compilations are given four times as long
-            (docs/how-to/debug-and-profile.md).
-        slices: on CPU, how many TPU slices the ranks stand for, which divides their number: the
-            first ranks are the first slice. ``None`` means ``XLA_FSDP_SLICES`` if set, else 1.
-            On TPU there must be as many (docs/how-to/several-slices.md).
+        num_devices: on CPU the number of ranks, 1 to 8; ``None`` means ``CPU_NUM_DEVICES`` if set,
+            else 4. On TPU ``None`` or the number of devices of all slices together.
+        timeout: seconds that ranks wait for a rank that is still running. On CPU this applies to
+            collectives and rendezvous; ranks that can never continue raise immediately. On TPU,
+            when no rank makes progress for this time, the stacks of all ranks are printed and the
+            ranks continue to wait. ``XLA_FSDP_WATCHDOG`` changes that: ``off``, seconds, or seconds
+            and ``end`` (``900,end``), which ends the ranks. During compilations the time is four
+            times as long (docs/how-to/debug-and-profile.md).
+        slices: on CPU, the number of TPU slices that the ranks simulate, a divisor of the number of
+            ranks: the first ranks are the first slice. ``None`` means ``XLA_FSDP_SLICES`` if set,
+            else 1. On TPU it must be the actual number of slices (docs/how-to/several-slices.md).
 
     Returns:
-        On CPU what ``fn`` returned, by rank, with XLA tensors in (nested) lists, tuples and dicts
+        On CPU the results of ``fn``, by rank, with XLA tensors in (nested) lists, tuples and dicts
         moved to the CPU. On TPU ``None``, like ``torch_xla.launch``.
 
     Raises:
-        RankError: a rank raised; ``rank``, ``traceback`` and ``__cause__`` tell which and why. All
-            ranks are stopped within 5 seconds, on TPU those of this host, by ending their
-            processes. A rank that can not be stopped on CPU (it sits in C++ or in a long sleep) is
-            left behind; until it ends the process can launch no more.
-        CollectiveMismatchError: ranks can not meet: one skips a collective, a sync or a rendezvous
-            that others run, or runs another. The message says where each rank is.
+        RankError: a rank raised; ``rank``, ``traceback`` and ``__cause__`` show which rank and why.
+            All ranks of this host are stopped within 5 seconds, on TPU by ending their processes.
+            A CPU rank that cannot be stopped (because it is in C++ code or in a long sleep) is left
+            running; until it ends, this process cannot launch again.
+        CollectiveMismatchError: the ranks wait for different collectives, syncs or rendezvous, so
+            they can never continue. The message lists the place of each rank.
         RankTimeoutError: a rank kept others waiting for longer than ``timeout``. On TPU only with
             ``end`` in ``XLA_FSDP_WATCHDOG``, on every host.
         Preempted: ``fn`` ended with it on every rank, see :class:`xla_fsdp.Preemption`.
-        RuntimeError: called inside a rank; or this process's runtime was started before with
-            another number of devices, or without the settings that CPU ranks need; or ``torchrun``
-            started another number of processes than XLA has ranks; or ``fn`` is defined in a
-            notebook and there is a TPU.
-        ValueError, TypeError: wrong ``num_devices``, ``timeout``, ``slices`` or
-            ``XLA_FSDP_WATCHDOG``; on TPU: libtpu refuses LIBTPU_INIT_ARGS, or what the environment
-            says of several slices (``MEGASCALE_...``) does not fit together.
+        RuntimeError: launch was called inside a rank; or this process's runtime was started before
+            with another number of devices, or without the settings that CPU ranks need; or
+            ``torchrun`` started a number of processes that differs from XLA's number of ranks; or
+            there is a TPU and ``fn`` is defined in a notebook.
+        ValueError, TypeError: ``num_devices``, ``timeout``, ``slices`` or ``XLA_FSDP_WATCHDOG`` is
+            wrong; or, on TPU, libtpu rejects LIBTPU_INIT_ARGS, or the variables of several slices
+            (``MEGASCALE_...``) contradict each other.
     """
     inside = current_rank()
     if inside is not None:
         raise RuntimeError(
-            f"launch was called inside rank {inside.rank} of a launch; ranks can not start "
+            f"launch was called inside rank {inside.rank} of a launch, and ranks cannot start "
             "ranks. Call it from the main program, under `if __name__ == '__main__':`"
         )
     if not callable(fn):
         raise TypeError(f"fn must be callable, called as fn(rank, *args); got {fn!r}")
     if xr.is_spmd():
         raise RuntimeError(
-            "launch runs one program a rank and SPMD mode one program for all devices; "
-            "do not call torch_xla.runtime.use_spmd() (or unset XLA_USE_SPMD)"
+            "launch runs one program for each rank, but SPMD mode runs one program for all "
+            "devices. Do not call torch_xla.runtime.use_spmd(), and unset XLA_USE_SPMD"
         )
     under_torchrun = dist.is_torchelastic_launched()
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
@@ -116,7 +117,7 @@ def launch(
         if not under_torchrun:
             spawned.require_importable(fn)
         prepare_host(found)
-        # Read by libtpu when it starts, in this process or those that are started now.
+        # libtpu reads them when it starts, in this process or in the processes of the ranks.
         compiler_options.add_to_environment()
         if under_torchrun:
             _join_torchrun()
@@ -130,7 +131,8 @@ def launch(
     parts = number_of_slices(slices, size)
     if not _runtime.launching.acquire(blocking=False):
         raise RuntimeError(
-            "another thread of this process is in launch; one launch can run at a time"
+            "another thread of this process is in launch, and only one launch can run at a time. "
+            "Wait until it has returned"
         )
     try:
         return run_ranks(_runtime, fn, args, size, timeout, parts)
@@ -139,7 +141,7 @@ def launch(
 
 
 def _on_cpu() -> bool:
-    # torch_xla sets PJRT_DEVICE on import; an unset one was removed since.
+    # torch_xla sets PJRT_DEVICE on import, but it may have been removed since.
     device = os.environ.get("PJRT_DEVICE")
     if device is None:
         device = "TPU" if xlac.chips_of_host() > 0 else "CPU"
@@ -148,11 +150,11 @@ def _on_cpu() -> bool:
 
 
 def _join_torchrun() -> None:
-    """Makes this process, started by torchrun, the one rank that it is among all of them.
+    """Joins this process, which torchrun started, to the other ranks as one rank.
 
-    ``torch_xla.launch`` would call ``fn`` with ``LOCAL_RANK``, which every host has again, and
-    leave the chips of the host to whoever takes them first: "xla://" is what gives this process
-    its own chip, and tells libtpu of the processes of the other hosts.
+    ``torch_xla.launch`` would call ``fn`` with ``LOCAL_RANK``, which repeats on every host, and the
+    processes of a host would compete for its chips. "xla://" assigns a chip to this process, and
+    passes the addresses of the other hosts' processes to libtpu.
     """
     if not dist.is_initialized():
         prepare_process(int(os.environ["LOCAL_RANK"]))
@@ -160,13 +162,13 @@ def _join_torchrun() -> None:
     started, found = int(os.environ["WORLD_SIZE"]), xr.world_size()
     if started != found:
         remedy = {
-            "CPU": "on a CPU, XLA has no collectives between processes, and ranks are threads: "
+            "CPU": "on a CPU, XLA has no collectives between processes, so ranks are threads: "
             "start the script with plain python",
-            "TPU": "on a TPU, pass torchrun --nproc-per-node=<chips of a host>, and on v2 and v3, "
+            "TPU": "on a TPU, pass torchrun --nproc-per-node=<chips of a host>. On v2 and v3, "
             "where a process has two ranks, start the script with plain python on every host",
         }.get(os.environ["PJRT_DEVICE"].split("_")[0], "pass another torchrun --nproc-per-node")
         raise RuntimeError(
-            f"torchrun started {started} processes and XLA sees a world size of {found}; {remedy}"
+            f"torchrun started {started} processes, but XLA has a world size of {found}; {remedy}"
         )
 
 
@@ -176,7 +178,7 @@ def _check_device_count(num_devices: int | None, slices: int) -> None:
     if dist.is_torchelastic_launched():
         found, remedy = int(os.environ["WORLD_SIZE"]), "pass torchrun --nproc-per-node"
     elif os.environ["PJRT_DEVICE"] == "TPU":
-        # Asks the machine, not the runtime, which must start in the ranks' own processes.
+        # Query the machine, not the runtime: the runtime must start in the ranks' processes.
         found = xlac.devices_of_slice() * slices
         remedy = "choose another slice"
     else:

@@ -1,8 +1,8 @@
-"""The rank a thread runs as, inside a CPU launch.
+"""The rank of a thread, inside a CPU launch.
 
-On TPU a rank is a process and torch_xla itself knows who it is. On CPU ranks are threads of one
-process, and everything that differs between them hangs off one :class:`RankContext`. That includes
-the order of its collectives, :class:`CollectiveOrder`.
+On TPU a rank is a process, and torch_xla knows the rank of the process. On CPU ranks are threads of
+one process, and one :class:`RankContext` has all that differs between them. That includes the order
+of its collectives, :class:`CollectiveOrder`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class CollectiveOrder:
     """Chains the collectives that one rank traces, by data dependencies of its program.
 
     XLA on a CPU runs the collectives of a program one at a time, in an order that it chooses for
-    each program. Ranks whose programs differ, because an optimizer holds its parameters in another
-    order or a batch has another length, would wait for each other in different collectives. So each
-    collective depends on the one before it, in the order in which the rank traced them, and a
-    program ends with a value that depends on the last one. Two ranks that traced the same
+    each program. Programs of ranks can differ, for example because optimizers have their parameters
+    in another order or a batch has another length. Then ranks would wait for each other in
+    different collectives. So each collective depends on the one that the rank traced before it, and
+    a program ends with a value that depends on the last one. Two ranks that traced the same
     collectives can then run any two programs together.
 
-    The dependency is a boolean that is false whenever the program runs, which the compiler cannot
-    know. An operand becomes ``where(boolean, 0, operand)``, so a NaN in one result does not reach
-    the next.
+    The dependency is a boolean that is always false when the program runs, but unknown to the
+    compiler. An operand becomes ``where(boolean, 0, operand)``, so a NaN in one result does not
+    reach the next.
 
     Args:
         device: the rank's XLA device.
-        first: gives the boolean that a program's first collective depends on.
+        first: returns the boolean on which a program's first collective depends.
     """
 
     def __init__(self, device: torch.device, first: Callable[[], torch.Tensor]) -> None:
@@ -47,8 +47,8 @@ class CollectiveOrder:
         self._computations: dict[tuple, object] = {}
 
     def after_the_last(self, operand: torch.Tensor) -> torch.Tensor:
-        """``operand`` of the next collective, dependent on all collectives before it."""
-        # torch_xla's own chain adds a number to operands, which is NaN after a result with NaN.
+        """Makes ``operand`` of the next collective depend on all collectives before it."""
+        # torch_xla's chain adds a number to the operands, which is NaN after a result with a NaN.
         xlac.set_collective_token(self._device, None)
         if self._last is None:
             self._last = self._first()
@@ -57,19 +57,19 @@ class CollectiveOrder:
         return self._call("after_the_last", _guarded, [operand, self._last])
 
     def add(self, result: torch.Tensor) -> None:
-        """``result`` is what the collective gave: the next one depends on it."""
+        """Makes the next collective depend on ``result`` of this one."""
         xlac.set_collective_token(self._device, None)
         if self._last is not None and result.numel():
             self._last = self._call("collective_order", _dependent, [result, self._last])
 
     def end(self) -> torch.Tensor | None:
-        """The boolean that depends on all collectives so far; the next begin a new chain."""
+        """Returns the boolean that depends on all collectives so far, and begins a new chain."""
         last, self._last = self._last, None
         return last
 
     @contextlib.contextmanager
     def apart(self, first: Callable[[], torch.Tensor] | None = None) -> Iterator[None]:
-        """Collectives traced within are a chain of their own, which begins with ``first``."""
+        """A context whose collectives are a separate chain, which begins with ``first``."""
         before = self._last, self._first
         self._last, self._first = None, first or self._first
         try:
@@ -106,18 +106,18 @@ def _dependent(result: xb.Op, last: xb.Op) -> xb.Op:
 
 
 class Collective(NamedTuple):
-    """A collective that a rank has traced and not yet run."""
+    """A collective that a rank has traced but not run yet."""
 
     channel: int
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     label: str
-    where: str  # file:line of the caller; ranks may reach one collective from different lines
+    where: str  # file:line of the caller, which may differ between ranks
 
     @property
     def key(self) -> tuple:
-        """What must be equal on every rank."""
+        """The attributes that must be equal on every rank."""
         return self[:5]
 
     def __str__(self) -> str:
@@ -131,10 +131,10 @@ class Collective(NamedTuple):
 
 
 class Board:
-    """Where the ranks of one launch leave something for each other, without waiting.
+    """Exchanges values between the ranks of one launch, without waiting.
 
     Attributes:
-        store: for what is asked for again and again (ranks/channel.py).
+        store: a key-value store, for values that ranks query repeatedly (ranks/channel.py).
     """
 
     def __init__(self, size: int) -> None:
@@ -144,8 +144,11 @@ class Board:
         self.store = dist.HashStore()
 
     def post(self, key: tuple[str, int], rank: int, value: Any) -> list[Any] | None:
-        """Leaves ``value`` of ``rank``; what all ranks left, by rank, to the last, and ``None``
-        to the others."""
+        """Posts ``value`` of ``rank``.
+
+        The last rank that posts for ``key`` gets the values of all ranks, by rank; the others get
+        ``None``.
+        """
         with self._lock:
             posted = self._posted.setdefault(key, {})
             posted[rank] = value
@@ -155,20 +158,20 @@ class Board:
 
 
 class RankContext:
-    """One rank of a CPU launch: who it is, and the collectives it has traced.
+    """One rank of a CPU launch, and the collectives that it has traced.
 
     Attributes:
         rank: this rank's number, ``0 <= rank < size``.
-        size: how many ranks the launch has.
+        size: the number of ranks of the launch.
         device: the rank's XLA device.
         thread: the identifier of the thread that runs its function; ``None`` until that begins.
         pending: collectives traced since the last full sync, in order.
-        active: whether the launch is still on. Threads that autograd or the user keeps outlive it.
+        active: whether the launch is still running. Threads of autograd or the user outlive it.
         stepping: whether the rank is in an optimizer's step.
-        slices: ordinals of the ranks of each slice that the launch simulates; ``()``: of one.
-        as_on_tpu: trace what a TPU would get, see ``World.as_on_tpu`` (collectives/world.py).
-            For tests, which have no TPU.
-        order: chains the rank's collectives; ``None`` for a single rank, and as on a TPU.
+        slices: ordinals of the ranks of each slice that the launch simulates; ``()`` for one slice.
+        as_on_tpu: whether to trace the graph of a TPU, see ``World.as_on_tpu``
+            (collectives/world.py). For tests, which have no TPU.
+        order: chains the rank's collectives; ``None`` for a single rank, and with ``as_on_tpu``.
     """
 
     def __init__(
@@ -197,11 +200,11 @@ class RankContext:
 
     @property
     def order(self) -> CollectiveOrder | None:
-        """See the class."""
+        """The chain of the rank's collectives, or ``None``; see the class."""
         return None if self.as_on_tpu else self._order
 
     def keep_order(self, first: Callable[[], torch.Tensor]) -> None:
-        """Chains the collectives from here on, see :class:`CollectiveOrder`."""
+        """Starts to chain collectives, see :class:`CollectiveOrder`."""
         self._order = CollectiveOrder(self.device, first)
 
     def next_channel(
@@ -213,17 +216,17 @@ class RankContext:
         *,
         where: str = "",
     ) -> int:
-        """A fresh channel id for a collective traced now, which is recorded as pending.
+        """Returns a new channel id for a collective, and records the collective as pending.
 
         Ids start again at 1 after each full sync: the id is part of the program, so the same step
         must get the same ids or it would compile again. Any thread of the rank may call this,
-        autograd's too.
+        also autograd's.
 
         Args:
             kind: the operation, for example ``"all_gather"``.
             shape: the shape of the collective's input.
-            dtype: its element type.
-            label: what it is for (parameter, unit), for reports; must not differ between ranks.
+            dtype: the element type of the input.
+            label: its purpose (parameter, unit), for reports; must not differ between ranks.
             where: ``file:line`` of the caller, for reports; may differ between ranks.
         """
         with self._lock:
@@ -235,13 +238,13 @@ class RankContext:
     def record(
         self, channel: int, kind: str, shape: Sequence[int], dtype: torch.dtype, where: str
     ) -> None:
-        """Records a collective whose caller chose the channel id; known ids are left alone."""
+        """Records a collective whose caller chose the channel id; known ids are not changed."""
         with self._lock:
             if all(known.channel != channel for known in self.pending):
                 self.pending.append(Collective(channel, kind, tuple(shape), dtype, "", where))
 
     def forget(self) -> None:
-        """Every traced collective was dispatched or dropped: ids start again."""
+        """Clears the pending collectives after a dispatch or drop; ids start again at 1."""
         with self._lock:
             self.pending = []
             self._issued = 0
@@ -250,8 +253,11 @@ class RankContext:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Collectives that are traced within are numbered by themselves, and dispatched before it
-        ends; what was pending is so again afterwards."""
+        """A context with separate channel ids and pending collectives.
+
+        The collectives that are traced within must be dispatched before it ends. Afterwards the
+        earlier collectives are pending again.
+        """
         with self._lock:
             before = self.pending, self._issued
             self.pending, self._issued = [], 0
@@ -263,7 +269,7 @@ class RankContext:
                 self.pending, self._issued = before
 
     def post(self, tag: str, value: Any) -> list[Any] | None:
-        """See :meth:`Board.post`; the n-th post of one rank is met by the n-th of each other."""
+        """See :meth:`Board.post`; the n-th post of a rank belongs to the n-th of every other."""
         self._posts += 1
         return self._board.post((tag, self._posts), self.rank, value)
 
@@ -273,8 +279,10 @@ class RankContext:
         return self._board.store
 
     def number_of(self, use: str) -> int:
-        """How often this rank has asked for ``use`` before: names something that all ranks make,
-        each in the same order."""
+        """How often this rank has called this for ``use`` before.
+
+        It numbers objects that all ranks create in the same order.
+        """
         with self._lock:
             return next(self._numbers[use])
 
@@ -294,9 +302,10 @@ _this_thread = _ThisThread()
 
 
 def current_rank() -> RankContext | None:
-    """The rank this thread runs as, or ``None`` outside a CPU launch.
+    """The rank of this thread, or ``None`` outside a CPU launch.
 
-    Known on the rank's own thread, on threads it starts, and on the autograd thread of its device.
+    It is set on the rank's thread, on threads that this starts, and on the autograd thread of its
+    device.
     """
     context = _this_thread.context
     return context if context is not None and context.active else None
@@ -307,19 +316,21 @@ def _set_current_rank(context: RankContext | None) -> None:
 
 
 def is_pretending() -> bool:
-    """Whether this thread only traces, as a rank that is not there: it has nobody to ask, and its
-    tensors have no values."""
+    """Whether this thread is a simulated rank, which only traces.
+
+    It cannot communicate with other ranks, and its tensors have no values.
+    """
     return _this_thread.pretending
 
 
 def pretend(yes: bool) -> None:
-    """From here on :func:`is_pretending`, or no longer, on this thread."""
+    """Sets the value of :func:`is_pretending` for this thread."""
     _this_thread.pretending = yes
 
 
 @contextlib.contextmanager
 def pretending() -> Iterator[None]:
-    """Within, :func:`is_pretending`."""
+    """A context in which :func:`is_pretending` is true."""
     before = is_pretending()
     pretend(True)
     try:

@@ -1,4 +1,4 @@
-"""The slices that the ranks of a launch are on: of TPUs, simulated on CPU ranks, or pretended."""
+"""The slices of the ranks of a launch: TPU slices, or simulated by CPU ranks or a plan."""
 
 from __future__ import annotations
 
@@ -20,47 +20,49 @@ from ..tpu.slices import (
 )
 from .rank import current_rank
 
-#: As many slices there are, where ``launch`` is not told: simulated on CPU ranks, checked on TPUs.
+#: The number of slices if ``launch`` gets none: CPU ranks simulate it, on TPUs it is checked.
 EXPECTED = "XLA_FSDP_SLICES"
 
 
 def slices_of_ranks() -> Groups:
-    """Ordinals of the ranks of each slice, or ``()`` where all are on one.
+    """Ordinals of the ranks of each slice, or ``()`` if all are on one slice.
 
-    Within a plan those of the slices that are planned for.
+    Within a plan, these are the slices that are planned for.
     """
     context = current_rank()
     if context is not None:
         return context.slices
     ranks = xr.world_size()
     found = ranks_by_slice(xr.global_runtime_device_attributes()) if ranks > 1 else ()
-    # A process that nobody launched is one rank, though it sees all devices.
+    # A process that was not launched is one rank, although it sees all devices.
     return found if sum(map(len, found)) == ranks else ()
 
 
 def place() -> PlaceAmongSlices | None:
-    """Which of several slices this host is on, or ``None`` for a slice alone, and on a CPU.
+    """The place of this host among several slices, or ``None`` for a single slice, and on a CPU.
 
     Raises:
-        ValueError: what the environment and the machine's metadata say does not fit together.
+        ValueError: the environment and the machine's metadata contradict each other.
     """
     if os.environ.get("PJRT_DEVICE", "").split("_")[0] != "TPU":
         return None
     try:
-        # Where there is metadata it is YAML, in which numbers are numbers.
+        # The metadata is YAML, in which some values are parsed as numbers.
         found = dict(xlac.host_metadata())
         metadata = {name: str(value) for name, value in found.items() if value is not None}
-    except Exception:  # whatever requests or yaml raise where there is none
+    except Exception:  # requests or yaml raise where there is no metadata
         metadata = {}
     said = {name: os.environ.get(name) or metadata.get(name, "") for name in VARIABLES}
     return place_among_slices(said)
 
 
 def number_of_slices(asked: int | None, ranks: int) -> int:
-    """How many slices ``ranks`` CPU ranks are to simulate; ``asked``: ``slices`` of ``launch``.
+    """The number of slices that ``ranks`` CPU ranks simulate.
+
+    ``asked``: the argument ``slices`` of ``launch``.
 
     Raises:
-        ValueError, TypeError: they do not divide, or are no number.
+        ValueError, TypeError: it is not a number, or does not divide ``ranks``.
     """
     name, value = _expected(asked)
     if value is None:
@@ -75,20 +77,23 @@ def number_of_slices(asked: int | None, ranks: int) -> int:
 
 
 def require_slices(asked: int | None, found: PlaceAmongSlices | None) -> None:
-    """Raises a ValueError if there are not as many TPU slices as ``slices`` of ``launch``, or the
-    environment, says: alone each would save over the others."""
+    """Raises a ValueError if the number of TPU slices is not the expected one.
+
+    The argument ``slices`` of ``launch``, or else the environment, has the expected number. Without
+    this check, slices that are not connected would overwrite each other's checkpoints.
+    """
     name, value = _expected(asked)
     count = found.count if found else 1
     if value is not None and value != count:
         told = f"{COUNT}={count}" if found else f"{COUNT} is not set, or 1"
         raise ValueError(
-            f"{name}={value}, but {told}: on a TPU leave {name} out, or see to it that every host "
-            f"has {', '.join(VARIABLES)} of {value} slices"
+            f"{name}={value}, but {told}. On a TPU leave {name} out, or set on every host "
+            f"{', '.join(VARIABLES)} for {value} slices"
         )
 
 
 def _expected(asked: int | None) -> tuple[str, int | None]:
-    """The number of slices that was asked for, and by what name."""
+    """The name and value of the setting with the expected number of slices."""
     if asked is not None:
         if isinstance(asked, bool) or not isinstance(asked, int):
             raise TypeError(f"slices must be a number of slices or None, got {asked!r}")
@@ -100,28 +105,31 @@ def _expected(asked: int | None) -> tuple[str, int | None]:
 
 
 def prepare_host(found: PlaceAmongSlices | None) -> None:
-    """Sets what the processes that this one starts need on several slices."""
+    """Sets the environment for the processes that this one starts on several slices."""
     if found is not None:
-        # torch_xla looks for the first rank's host among those of its own slice.
+        # torch_xla searches for the first rank's host only among the hosts of the same slice.
         os.environ.setdefault("MASTER_ADDR", found.coordinator)
 
 
 def prepare_process(local_rank: int) -> None:
-    """Gives this process of a host a port of its own for what goes between slices, before XLA's
-    runtime starts. torch_xla does so for what goes within a slice only."""
+    """Gives this process a separate port for communication between slices.
+
+    This must happen before XLA's runtime starts. torch_xla only sets the ports for communication
+    within a slice.
+    """
     found = place()
     if local_rank > 0 and found is not None:
         os.environ[PORT] = str(found.port + local_rank)
 
 
 class OnAllSlices:
-    """``fn``, to be run as ranks of several slices, in processes that torch_xla starts."""
+    """Calls ``fn`` as ranks of several slices, in processes that torch_xla starts."""
 
     def __init__(self, fn: Callable) -> None:
         self.fn = fn
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # In the new process, which learns its number on the host when torch_xla calls this.
+        # This runs in the new process, which gets its local rank when torch_xla calls this.
         vars(self).update(state)
         configure = xlac.configure_process.value
         if not isinstance(configure, _Configuring):
@@ -142,14 +150,16 @@ class _Configuring:
 
 
 def require_all_slices() -> None:
-    """Raises a RuntimeError if the runtime of this rank has not joined the slices that its host was
-    told of: each would train on its own, and save over what the others have saved."""
+    """Raises a RuntimeError if the runtime of this rank has not joined all expected slices.
+
+    Slices that are not connected would train separately and overwrite each other's checkpoints.
+    """
     told, found = place(), slices_of_ranks()
     expected, seen = (told.count if told else 1), max(len(found), 1)
     if expected != seen:
         raise RuntimeError(
             f"{COUNT}={expected}, but the XLA runtime of this process is on {seen} slice"
-            f"{'s' if seen > 1 else ''}, with {xr.world_size()} ranks: libtpu has joined others "
-            f"than the host was told of. Set {', '.join(VARIABLES)} before anything uses XLA, the "
-            "same for every process of a host but the port"
+            f"{'s' if seen > 1 else ''}, with {xr.world_size()} ranks: libtpu has joined other "
+            f"slices. Set {', '.join(VARIABLES)} before anything uses XLA, with equal values for "
+            "every process of a host, except for the port"
         )

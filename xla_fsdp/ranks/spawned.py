@@ -1,13 +1,13 @@
-"""Ranks in processes of their own, as on TPU: the first that fails ends all of this host.
+"""Runs ranks in separate processes, as on TPU; the first that fails ends all of this host.
 
-``torch_xla.launch`` waits for its processes one after the other, and only then hands on what one of
-them has raised. The others wait as well, in a collective, for the one that has raised. So a rank
-that raises leaves a report and ends its process at once, and the process that launched them ends
-the others. Their pool would do so by itself, but does not always know of the last one it started.
+``torch_xla.launch`` waits for its processes one after the other before it raises the error of one
+of them. The others wait in a collective for the rank that raised. So a rank that raises writes a
+report and ends its process immediately, and the process that launched the ranks ends the others.
+Their process pool would end them too, but it does not always know the last process that it started.
 
-SIGTERM, which a scheduler sends to the launcher only or to all of them, goes on to every rank.
-Those that have a :class:`xla_fsdp.Preemption` save and end with :class:`Preempted`, and so does the
-launcher then.
+A scheduler sends SIGTERM to the launcher only or to all processes. The launcher forwards it to
+every rank. Ranks with a :class:`xla_fsdp.Preemption` save and end with :class:`Preempted`, and then
+so does the launcher.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .errors import Preempted, RankError, RankTimeoutError, portable
 
 _REPORT = "report"
 _PREEMPTED = "preempted"
-# Where a process that is a rank finds the folder of its launch.
+# The variable in which the process of a rank finds the folder of its launch.
 _FOLDER = "XLA_FSDP_RUN_FOLDER"
 _SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -45,11 +45,11 @@ def run(fn: Callable, args: Sequence[Any]) -> None:
 
     Raises:
         RankError: a rank raised; ``__cause__`` is its exception, if that can be pickled. Or a
-            process ended by itself, which says no more.
-        RankTimeoutError: ranks did not go on, and were to be ended then.
+            process ended without a report.
+        RankTimeoutError: ranks made no progress, and the watchdog was set to end them.
         Preempted: the ranks of this host ended with it.
     """
-    # What is left there must not hide what went wrong.
+    # An error in the cleanup of the folder must not hide the first error.
     with tempfile.TemporaryDirectory(prefix="xla_fsdp-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         try:
@@ -65,37 +65,37 @@ def run(fn: Callable, args: Sequence[Any]) -> None:
 
 
 def leave(reason: str) -> NoReturn:
-    """Ends this process as :class:`Preempted` would, at once: its ranks may hang."""
-    with contextlib.suppress(KeyError, OSError):  # nobody launched it; a full disk
+    """Ends this process as :class:`Preempted` would, without waiting for ranks that may hang."""
+    with contextlib.suppress(KeyError, OSError):  # it was not launched; the disk is full
         Path(os.environ[_FOLDER], _PREEMPTED).write_text(reason)
     os._exit(Preempted.EXIT_CODE)
 
 
 def fail(rank: int, error: BaseException) -> NoReturn:
-    """Ends this process as if its rank had raised ``error``, at once: its ranks may hang."""
+    """Ends this process as if its rank had raised ``error``, without waiting for its ranks."""
     folder = os.environ.get(_FOLDER)
-    if folder is None:  # nobody launched it
+    if folder is None:  # this process was not launched
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     _report_and_exit(Path(folder), rank, error)
 
 
 def require_importable(fn: Callable) -> None:
-    """Raises a RuntimeError if a new process could not find ``fn``, which travels by its name."""
+    """Raises a RuntimeError if a new process could not import ``fn`` by its name."""
     main = sys.modules["__main__"]
     if getattr(fn, "__module__", None) == "__main__" and not hasattr(main, "__file__"):
         name = getattr(fn, "__qualname__", repr(fn))
         raise RuntimeError(
             f"{name} is defined in a notebook or in an interactive session, where the processes "
-            "of the ranks cannot find it; write it and what it needs into a file (in a notebook: "
+            "of the ranks cannot find it. Move it and all that it uses into a file (in a notebook: "
             "begin the cell with %%writefile training.py) and import it from there"
         )
 
 
 class _Reporting:
-    """``fn``, which ends its process if it raises, and says why in ``folder``.
+    """Calls ``fn``; if it raises, writes a report into ``folder`` and ends the process.
 
-    While it runs there is a file ``<process id>.<rank>``.
+    While ``fn`` runs, there is a file ``<process id>.<rank>`` in ``folder``.
     """
 
     def __init__(self, folder: Path, fn: Callable) -> None:
@@ -107,7 +107,7 @@ class _Reporting:
         try:
             running.touch()
             self.fn(rank, *args)
-        except Preempted as end:  # of all ranks, each of which has saved
+        except Preempted as end:  # all ranks raise it, after each has saved
             (self.folder / _PREEMPTED).write_text(end.reason)
         except BaseException as error:
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
@@ -117,9 +117,12 @@ class _Reporting:
 
 @contextlib.contextmanager
 def _ending_all(folder: Path) -> Iterator[None]:
-    """Within, a process that ends while it has a rank takes the others with it, and so does Ctrl-C,
-    which torch_xla would answer by waiting for them. SIGTERM is for the ranks; this process gets it
-    once more when they have ended, unless they were preempted in good order."""
+    """A context in which all ranks of this host end if the process of one ends early.
+
+    Ctrl-C also ends them all; torch_xla would wait for them. SIGTERM is forwarded to the ranks.
+    When they have ended, this process raises SIGTERM again, unless all ranks saved and ended with
+    :class:`Preempted`.
+    """
     over = threading.Event()
     told = threading.Event()
 
@@ -130,12 +133,12 @@ def _ending_all(folder: Path) -> Iterator[None]:
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         _kill(folder)
-        assert callable(before)  # or this is not asked
+        assert callable(before)  # otherwise this handler is not installed
         before(number, frame)
 
     def terminated(number: int, frame: FrameType | None) -> None:
         told.set()
-        for child in multiprocessing.active_children():  # those that only start, too
+        for child in multiprocessing.active_children():  # also those that are still starting
             child.terminate()
 
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -159,20 +162,20 @@ def _ending_all(folder: Path) -> Iterator[None]:
         if passed_on:
             signal.signal(signal.SIGTERM, before_term)
             if told.is_set() and not (folder / _PREEMPTED).exists():
-                shutil.rmtree(folder, ignore_errors=True)  # nothing else would, after a plain end
+                shutil.rmtree(folder, ignore_errors=True)  # the signal may end this process
                 signal.raise_signal(signal.SIGTERM)
 
 
 def _running(folder: Path) -> set[int]:
-    """Processes that have a rank, or had one when they ended."""
+    """The processes that have a rank, or had one when they ended."""
     try:
         return {int(name.partition(".")[0]) for name in os.listdir(folder) if "." in name}
-    except OSError:  # somebody cleans up temporary files
+    except OSError:  # another program may delete temporary files
         return set()
 
 
 def _lost(folder: Path) -> bool:
-    # The files first: a process that ends well removes its own before.
+    # Read the files before the processes: a process removes its file before it ends normally.
     running = _running(folder)
     return not running <= {child.pid for child in multiprocessing.active_children()}
 
@@ -188,19 +191,19 @@ def _report_and_exit(folder: Path, rank: int, error: BaseException) -> NoReturn:
     try:
         try:
             _write(folder, rank, error)
-        except Exception:  # a full disk, most likely, and perhaps of that the rank died
+        except Exception:  # most likely the disk is full, which may be why the rank failed
             traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        # Nothing may wait here: the process may have another rank, in a collective.
+        # Do not wait for anything: another rank of this process may be in a collective.
         os._exit(1)
 
 
 def _write(folder: Path, rank: int, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     said, cause = type(error).__name__, portable(error)
-    with contextlib.suppress(Exception):  # whatever the user's class does there
+    with contextlib.suppress(Exception):  # __str__ of the user's class may raise
         said += f": {error}"
     draft = folder / f"report-{os.getpid()}-{threading.get_ident()}"
     draft.write_bytes(pickle.dumps((f"rank {rank} raised {said}", rank, text, cause)))
@@ -208,7 +211,7 @@ def _write(folder: Path, rank: int, error: BaseException) -> None:
         os.link(draft, folder / _REPORT)
     except FileExistsError:
         pass  # another rank was first
-    except OSError:  # no links there
+    except OSError:  # the file system has no links
         os.replace(draft, folder / _REPORT)
 
 
@@ -217,12 +220,12 @@ def _read(folder: Path) -> tuple[RankError, BaseException | None]:
         message, rank, text, data = pickle.loads((folder / _REPORT).read_bytes())
     except FileNotFoundError:
         return RankError(
-            "a process of a rank ended without a report: look above for what it or the runtime "
-            "printed, and in the system's log for whether it was killed for its memory"
+            "a process of a rank ended without a report: look above for the output of the process "
+            "and the runtime, and in the system's log for whether the process ran out of memory"
         ), None
     cause = None
-    with contextlib.suppress(Exception):  # a class that only the rank's process knows
+    with contextlib.suppress(Exception):  # the class may exist only in the rank's process
         cause = data and pickle.loads(data)
-    if isinstance(cause, RankTimeoutError):  # of all ranks: no single one has raised it
+    if isinstance(cause, RankTimeoutError):  # it concerns all ranks: no single one raised it
         return cause, None
     return RankError(message, rank, text), cause

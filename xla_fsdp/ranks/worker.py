@@ -1,7 +1,7 @@
 """The worker process of ``xla_fsdp.testing``: one XLA runtime, one launch after another.
 
-Requests and replies are pickled tuples over a socket: ``(sys_path, cwd, call)`` comes in, where
-``call`` is a pickled ``(fn, args, kwargs)``; ``(outcome, value, healthy)`` goes out.
+Requests and replies are pickled tuples over a socket. A request is ``(sys_path, cwd, call)``, where
+``call`` is a pickled ``(fn, args, kwargs)``. A reply is ``(outcome, value, healthy)``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .launch import _runtime, launch
 
 
 def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
-    """Runs what comes over the socket as ``size`` ranks, until it is closed.
+    """Runs the calls that come over the socket as ``size`` ranks, until the socket is closed.
 
-    ``programs``: a folder to keep compiled programs in, if this machine can load them.
+    ``programs``: a folder for compiled programs, if this machine can load them.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -47,15 +47,15 @@ def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
         try:
             sys_path, cwd, call = connection.recv()
         except (EOFError, OSError):
-            os._exit(0)  # nothing here is worth the destructors' time
+            os._exit(0)  # skip the destructors, which take time
         sys.path[:] = sys_path
         os.chdir(cwd)
-        # Every call finds what the first one found, whatever ran before it.
+        # Every call starts with the state of the first one, independent of earlier calls.
         torch.set_rng_state(random_state)
         if xla_seed is None:
             xla_seed = _first_seed(size)
             environment = dict(os.environ)
-        os.environ.clear()  # libraries leave settings in it, Accelerate for one
+        os.environ.clear()  # libraries, for example Accelerate, leave settings in it
         os.environ.update(environment)
         xm.set_rng_state(xla_seed, "xla:0")
         outcome = _run(call, size)
@@ -68,7 +68,7 @@ def _run(call: bytes, size: int) -> tuple[str, Any]:
     try:
         fn, args, kwargs = pickle.loads(call)
         results = launch(_Call(fn, kwargs), args, size)
-        assert results is not None  # ranks on a CPU return what they return
+        assert results is not None  # launch on a CPU returns results
         return "results", [_dumps(result, f"the result of rank {r}") for r, result in
                            enumerate(results)]  # fmt: skip
     except RankError as error:
@@ -92,7 +92,7 @@ def _first_seed(size: int) -> int:
 
 
 class _ToCpuPickler(cloudpickle.Pickler):
-    """XLA tensors anywhere in a result become CPU tensors: the receiver has no such device."""
+    """Pickles XLA tensors in a result as CPU tensors, because the receiver has no XLA device."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.device.type == "xla":
@@ -108,7 +108,7 @@ def _dumps(value: Any, what: str = "the exception") -> bytes:
     try:
         _ToCpuPickler(buffer).dump(value)
     except Exception as error:
-        raise TypeError(f"{what} can not be pickled: {error}") from error
+        raise TypeError(f"{what} cannot be pickled: {error}") from error
     return buffer.getvalue()
 
 

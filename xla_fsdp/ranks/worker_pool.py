@@ -1,4 +1,4 @@
-"""Worker processes that run functions as ranks: started when needed, kept, replaced."""
+"""A pool of worker processes that run functions as ranks."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from . import errors
 from .errors import RankError, RankTimeoutError
 from .fork_server import ForkServer
 
-_MAX_IDLE = 2  # each holds some hundred MB
+_MAX_IDLE = 2  # each uses some hundred MB
 _START_SECONDS = 60.0
 _MAX_RANKS = 8
 
 
 class WorkerDiedError(RankError):
-    """The worker process ended in the middle of a call; the message has what it printed.
+    """The worker process ended in the middle of a call; the message contains its output.
 
     Attributes:
-        signal: what killed it, or ``None``.
+        signal: the signal that killed it, or ``None``.
     """
 
     signal: signal.Signals | None = None
 
 
 class WorkerPool:
-    """At most one idle worker for each number of ranks, and at most two idle ones in all.
+    """Keeps at most one idle worker for each number of ranks, and at most two idle ones in total.
 
     Attributes:
-        programs: a folder in which workers keep compiled programs; ``None``: they keep none.
+        programs: a folder in which workers store compiled programs; ``None``: they store none.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class WorkerPool:
         try:
             return worker.run(call, timeout)
         except WorkerDiedError as error:
-            # XLA's runtime crashes now and then in a process that has run many programs, not all of
-            # which ended well. What ran before must not fail this call; a fresh process counts.
+            # XLA's runtime sometimes crashes in a process that has run many programs, some of which
+            # failed. Earlier calls must not make this one fail, so it runs again in a new process.
             if first_call or error.signal not in (signal.SIGSEGV, signal.SIGABRT):
                 raise
             sys.stderr.write(f"{error}\nRunning it again, in a new process.\n")
@@ -130,7 +130,7 @@ class _Worker:
     def run(self, call: bytes, timeout: float) -> list[Any]:
         """Sends one call and waits for its results."""
         start = self._output.seek(0, os.SEEK_END)
-        self.usable = False  # until it has answered
+        self.usable = False  # until the worker has answered
         limit = timeout + (_START_SECONDS if self.fresh else 0.0)
         try:
             self._connection.send((list(sys.path), os.getcwd(), call))
@@ -145,13 +145,13 @@ class _Worker:
             sys.stderr.write(output)
             return [pickle.loads(result) for result in value]
         failure = _rank_error(*value) if outcome == "rank error" else _other_error(*value)
-        if output and sys.version_info >= (3, 11):  # the first with notes
+        if output and sys.version_info >= (3, 11):  # add_note needs Python 3.11
             failure.add_note(f"Printed by the ranks:\n{output}")
         raise failure
 
     def end(self) -> None:
-        """Ends the process, this one only."""
-        self._connection.close()  # an idle worker leaves at that
+        """Ends the process of this worker."""
+        self._connection.close()  # an idle worker ends when its socket is closed
         try:
             self._process.wait(timeout=2.0 if self.usable else 0.0)
         except subprocess.TimeoutExpired:
@@ -175,7 +175,7 @@ class _Worker:
                 break
         stacks = self._printed(before)
         return RankTimeoutError(
-            f"{self.size} ranks were not done after {limit:g} s; their process was killed. "
+            f"{self.size} ranks had not finished after {limit:g} s, so their process was killed. "
             f"Stacks of its threads:\n{stacks}\nPrinted before:\n{printed}"
         )
 
@@ -212,7 +212,7 @@ def _other_error(data: bytes | None, text: str) -> BaseException:
 def _loads_or_none(data: bytes) -> BaseException | None:
     try:
         return pickle.loads(data)
-    except Exception:  # its class may exist in the worker only; the message has all there is
+    except Exception:  # its class may exist in the worker only; the message has the same text
         return None
 
 
@@ -228,15 +228,17 @@ def _dumps_call(fn: Callable, args: tuple, kwargs: dict) -> bytes:
         _pickler(buffer).dump((fn, args, kwargs))
         return buffer.getvalue()
     except Exception as error:
-        raise TypeError(f"fn or its arguments can not be sent to the ranks: {error}") from error
+        raise TypeError(f"fn or its arguments cannot be sent to the ranks: {error}") from error
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
 
 
 def _pickler(buffer: io.BytesIO) -> pickle.Pickler:
-    """cloudpickle's, with the files that functions are from: messages name places in them, and from
-    3.1.3 on cloudpickle leaves them out."""
+    """A cloudpickle pickler that keeps the file names of functions, which messages contain.
+
+    cloudpickle omits them since 3.1.3.
+    """
     import cloudpickle
 
     reduce = cloudpickle.Pickler.dispatch_table[CodeType]
@@ -252,9 +254,9 @@ def _pickler(buffer: io.BytesIO) -> pickle.Pickler:
 
 
 def _importable(module: ModuleType) -> bool:
-    """Whether the worker, which gets this process's ``sys.path``, would import this very file."""
+    """Whether the worker, which gets this process's ``sys.path``, would import the same file."""
     if module.__name__ == "__main__":
-        return True  # cloudpickle sends what is in there by value of its own accord
+        return True  # cloudpickle sends its contents by value automatically
     path = None
     spec = None
     name = ""

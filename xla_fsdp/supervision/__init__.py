@@ -1,1 +1,1 @@
-"""What watches over a run while it trains: preemption, divergence, profiles (private)."""
+"""Monitors a training run: preemption, divergence, profiles (private)."""

@@ -1,10 +1,9 @@
-"""``detect_divergence``: the first module that makes a value that is not finite, and ranks that
-differ where they must not.
+"""``detect_divergence``: finds the first value that is not finite, and ranks that differ.
 
-Hooks leave a flag for each tensor that goes from module to module, and for each gradient that comes
-back: one element on the device, part of the step's program. Flags are in the order in which they
-were traced, which is the same on every rank, so "first" has a meaning across ranks: a rank whose
-own data made a NaN is earlier than those that got it in a reduction.
+Hooks trace a flag for each tensor between modules, and for each gradient between them: one element
+on the device, as part of the step's program. Flags are in the order of tracing, which is the same
+on every rank. So "first" is defined across ranks: the rank whose data caused a NaN has an earlier
+flag than ranks that received the NaN in a reduction.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from ..scan.blocks import ScannedBlocks
 from ..tree import tensors_in
 from ..wording import some_of
 
-_SEEN = "_xla_fsdp_divergence"  # on a tensor that is watched
+_SEEN = "_xla_fsdp_divergence"  # the attribute of a tensor that is checked
 
 
 class _Seen:
-    """Where a tensor that is watched comes from and goes to.
+    """The modules that return and receive a tensor that is checked.
 
     Attributes:
-        what: for messages.
+        what: a description for messages.
         makers: modules that returned it, the innermost first.
         takers: modules that were called with it, in order.
-        step: in which this was; a tensor may be an input in the next one, too.
+        step: the step of these calls; a tensor may also be an input of the next step.
     """
 
     def __init__(self, what: str, step: int) -> None:
@@ -43,11 +42,11 @@ class _Seen:
         self.takers: list[str] = []
 
     def made_gradient(self) -> tuple[str, str | None]:
-        """What made its gradient: in words, and the module."""
+        """A description of what computed its gradient, and the module that did."""
         if self.takers:
             inner = _innermost(self.takers)
-            return f"the gradient that {_shown(inner)} gave back", inner
-        if self.makers and self.makers[-1]:  # taken by what the next outer module does itself
+            return f"the gradient that {_shown(inner)} returned", inner
+        if self.makers and self.makers[-1]:  # used by the code of the next outer module
             outer = self.makers[-1].rpartition(".")[0]
             return f"the gradient of {self.what}, from {_shown(outer)} itself,", outer
         return f"the gradient of {self.what}", None
@@ -57,10 +56,10 @@ class DivergenceError(RuntimeError):
     """A value is not finite, or ranks differ; raised on every rank.
 
     Attributes:
-        step: the step, the first one counted as 1.
-        ranks: where it was first, or those that differ from most.
-        module: dotted name of the module that made the first value that is not finite; ``None`` if
-            no module did, or ranks differ.
+        step: the step; the first one is 1.
+        ranks: the ranks with the first value that is not finite, or those that differ from most.
+        module: dotted name of the module that computed the first value that is not finite; ``None``
+            if no module did, or ranks differ.
     """
 
     def __init__(self, message: str, step: int, ranks: list[int], module: str | None) -> None:
@@ -72,7 +71,7 @@ class DivergenceError(RuntimeError):
 
 
 class detect_divergence:
-    """Looks for values that are not finite, and for ranks that differ.
+    """Detects values that are not finite, and ranks that differ.
 
     ::
 
@@ -84,20 +83,21 @@ class detect_divergence:
                 optimizer.step()
                 divergence.step(loss, grad_norm=norm)
 
-    Every ``every``-th step is looked at: it is a program of its own, with a flag for each tensor
-    between modules, and :meth:`step` waits for its values. The other steps are what they are
-    without; so is everything outside of the ``with``.
+    Every ``every``-th step is checked: it is a separate program, with a flag for each tensor
+    between modules, and :meth:`step` waits for its values. The other steps are not changed, nor is
+    anything outside of the ``with``.
 
-    Inside ``scan_blocks`` one loop stands for all blocks: it is looked at as one module. Gradients
-    that a loss scaler lets overflow are not finite: look at them after it.
+    All blocks of ``scan_blocks`` are checked as one module. A loss scaler lets gradients overflow,
+    so check gradients after it.
 
     Args:
-        model: the root module; wrapped or not. Looked at in training mode only.
-        every: how many steps from one look to the next; the ``every``-th is the first one.
-        rtol: by how much, relative to the largest, values given by name may differ between ranks.
+        model: the root module; wrapped or not. It is checked in training mode only.
+        every: the number of steps from one check to the next; the ``every``-th step is the first.
+        rtol: the difference between ranks that is allowed for values passed to :meth:`step` by
+            name, relative to the largest value.
 
     Raises:
-        TypeError, ValueError: a wrong argument.
+        TypeError, ValueError: an argument is wrong.
     """
 
     def __init__(self, model: nn.Module, every: int = 1, *, rtol: float = 0.0) -> None:
@@ -134,18 +134,19 @@ class detect_divergence:
 
     @property
     def looking(self) -> bool:
-        """Whether this step is looked at."""
+        """Whether this step is checked."""
         return self._step % self._every == 0 and self._model.training
 
     def step(self, loss: torch.Tensor | None = None, **agreeing: torch.Tensor | float) -> None:
-        """Call it on every rank at the end of each step, before gradients are set to zero.
+        """Ends a step. Call it on every rank before gradients are set to zero.
 
         Args:
-            loss: of this rank; must be finite.
-            agreeing: what must be the same on all ranks: a gradient norm, a loss that was reduced.
+            loss: this rank's loss; must be finite.
+            agreeing: values that must be the same on all ranks, for example a gradient norm or a
+                reduced loss.
 
         Raises:
-            DivergenceError: on all ranks, if any has found anything.
+            DivergenceError: on all ranks, if any rank has found a problem.
         """
         step, looking = self._step, self.looking
         self._step += 1
@@ -155,7 +156,7 @@ class detect_divergence:
         bad, values = self._fetch(events, agreeing)
         first = next((number for number, flag in enumerate(bad) if flag), None)
         told = [first, *events[first][:2]] if first is not None else None
-        everybody = Meeting().gather("look for divergence", [told, values])
+        everybody = Meeting().gather("detect divergence", [told, values])
         self._judge_finite(step, [each[0] for each in everybody])
         for name in agreeing:
             self._judge_agreement(step, name, [each[1][name] for each in everybody])
@@ -180,7 +181,7 @@ class detect_divergence:
         tensors = [value for value in agreeing.values() if isinstance(value, torch.Tensor)]
         numbers = [value.detach().reshape(()).float() for value in tensors]
         flags = torch.stack([flag for _, _, flag in events]) if events else None
-        with at_rest():  # all of the step in one program; what is read then is there
+        with at_rest():  # runs the entire step as one program, before values are read
             bad = [] if flags is None else flags.cpu().tolist()
         read = iter([number.item() for number in numbers])
         values = {
@@ -199,7 +200,7 @@ class detect_divergence:
         others = len(found) - len(ranks)
         message = f"step {step}: {what} is not finite on {_named(ranks, len(told))}"
         if others:
-            message += f"; {others} more had it later, from a reduction or of their own"
+            message += f"; on further ranks ({others}) a later value is not finite"
         raise DivergenceError(message, step, ranks, module)
 
     def _judge_agreement(self, step: int, name: str, values: list[float]) -> None:
@@ -209,20 +210,20 @@ class detect_divergence:
         def same(a: float, b: float) -> bool:
             return a == b or abs(a - b) <= self._rtol * largest or (a != a and b != b)
 
-        # What most ranks have; of as many, what the lowest rank has.
+        # The value of most ranks; if numbers are equal, the value of the lowest rank.
         usual = max(values, key=lambda one: sum(same(one, other) for other in values))
         odd = [rank for rank, value in enumerate(values) if not same(value, usual)]
         if odd:
             listed = some_of([f"rank {rank}: {values[rank]!r}" for rank in odd], 8)
             raise DivergenceError(
-                f"step {step}: {name} must be the same on all ranks, and is {usual!r} but on "
-                f"{listed}. Ranks that differ have other weights, or ran another program",
+                f"step {step}: {name} must be the same on all ranks, but it is {usual!r} except on "
+                f"{listed}. These ranks have different weights, or ran a different program",
                 step, odd, None,
             )  # fmt: skip
         if not math.isfinite(usual):
             raise DivergenceError(
-                f"step {step}: {name} is {usual!r} on all ranks, and nothing before it was seen to "
-                "be other than finite", step, list(range(len(values))), None,
+                f"step {step}: {name} is {usual!r} on all ranks, although all values that were "
+                "checked before it are finite", step, list(range(len(values))), None,
             )  # fmt: skip
 
     def _entering(self, name: str) -> Callable:
@@ -230,7 +231,7 @@ class detect_divergence:
             if not self.looking:
                 return
             for tensor in _with_nan((args, kwargs)):
-                # If no module has returned it: the model's input, or made between modules.
+                # If no module returned it: the model's input, or a tensor computed between modules.
                 self._watched(tensor, f"an input of {_shown(name)}", None).takers.append(name)
 
         return hook
@@ -240,7 +241,7 @@ class detect_divergence:
             if not self.looking:
                 return
             for tensor in _with_nan(outputs):
-                # A container returns what its last module returned.
+                # A container returns the output of its last module.
                 self._watched(tensor, f"the output of {_shown(name)}", name).makers.append(name)
 
         return hook
@@ -251,7 +252,7 @@ class detect_divergence:
             return found
         seen = _Seen(what, self._step)
         setattr(tensor, _SEEN, seen)
-        # A checkpointed module runs once more in the backward, and only then with a graph.
+        # A checkpointed module runs again in the backward, and only then with a graph.
         if torch._C._current_graph_task_id() == -1:
             self._forward.append((what, maker, _not_finite(tensor)))
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
@@ -282,8 +283,10 @@ def _not_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _innermost(names: list[str]) -> str:
-    """Of modules that took one tensor, in order of their calls: the first one, or what it handed
-    the tensor on to."""
+    """The first of the modules that took one tensor, or its submodule that took the tensor too.
+
+    ``names``: the modules in order of their calls.
+    """
     last = names[0]
     for name in names[1:]:
         if not last or name == last or name.startswith(f"{last}."):

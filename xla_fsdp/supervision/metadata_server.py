@@ -1,7 +1,7 @@
-"""What the metadata server of a Google Cloud VM says: of the machine's near future, and its name.
+"""Queries the metadata server of a Google Cloud VM for maintenance events and for its name.
 
 Keys and values: "Spot VMs" and "Get VM maintenance events" in Compute Engine's documentation, which
-TPU VMs follow. The server is on the machine itself, and asked without proxies and redirects.
+also applies to TPU VMs. The server is on the machine, so queries use no proxies and redirects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 
 _ROOT = "/computeMetadata/v1/"
-# Key to what it says when the machine is about to go, or to stand still.
+# For each key, its values when the machine will be stopped or paused.
 _NOTICES = {
     "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE", "MIGRATE_ON_HOST_MAINTENANCE"),
     "preempted": ("TRUE",),
@@ -24,10 +24,10 @@ _LONGEST_ANSWER = 4096
 
 
 def metadata_host() -> str | None:
-    """``HOST`` or ``HOST:PORT`` of the metadata server, ``None`` where no machine has one.
+    """``HOST`` or ``HOST:PORT`` of the metadata server, ``None`` if there is none.
 
-    ``GCE_METADATA_HOST`` names another one, as for Google's client libraries; where that is not
-    set, only a process on a TPU asks.
+    ``GCE_METADATA_HOST`` selects another server, as in Google's client libraries. If it is not set,
+    there is a server only for a process on a TPU.
     """
     named = os.environ.get("GCE_METADATA_HOST", "").strip()
     if named:
@@ -37,24 +37,24 @@ def metadata_host() -> str | None:
 
 
 def notice(host: str, key: str, timeout: float = 3.0) -> str | None:
-    """What is announced now under one of :data:`KEYS`; ``None`` if the machine stays.
+    """The current announcement under one of :data:`KEYS`; ``None`` if there is none.
 
     Args:
         host: see :func:`metadata_host`.
-        timeout: seconds to connect, and again for the whole answer.
+        timeout: seconds to connect, and again for the complete answer.
 
     Raises:
-        OSError: the server does not answer, or not as such a server does.
+        OSError: there is no answer, or it is not from a metadata server.
     """
     value = ask(host, f"instance/{key}", timeout)
     return value if value in _NOTICES[key] else None
 
 
 def ask(host: str, key: str, timeout: float) -> str | None:
-    """The beginning of the value of ``key``; ``None`` where the server knows none of that name.
+    """The beginning of the value of ``key``; ``None`` if the server does not have the key.
 
     Raises:
-        OSError: the server does not answer, or not as such a server does.
+        OSError: there is no answer, or it is not from a metadata server.
     """
     try:
         connection = http.client.HTTPConnection(host, timeout=timeout)
@@ -64,12 +64,12 @@ def ask(host: str, key: str, timeout: float) -> str | None:
                 connection.request("GET", _ROOT + key, headers={"Metadata-Flavor": "Google"})
                 answer = connection.getresponse()
                 if answer.status == 404:
-                    return None  # a machine without such events
+                    return None  # this machine does not have such events
                 text = answer.read(_LONGEST_ANSWER)
         if answer.length:
             raise OSError(f"{host}: {answer.length} bytes of the answer for {key} are missing")
         if answer.status != 200 or answer.getheader("Metadata-Flavor") != "Google":
-            raise OSError(f"{host} is no metadata server: status {answer.status} for {key}")
+            raise OSError(f"{host} is not a metadata server: status {answer.status} for {key}")
         return text.decode("ascii", errors="replace").strip()
     except (http.client.HTTPException, ValueError) as error:
         raise OSError(f"{host} does not answer in HTTP: {type(error).__name__}") from error
@@ -77,11 +77,13 @@ def ask(host: str, key: str, timeout: float) -> str | None:
 
 @contextlib.contextmanager
 def _cut_off(connection: socket.socket, timeout: float) -> Iterator[None]:
-    """Ends the connection after ``timeout`` seconds: a socket's own timeout is of each read, and a
-    server that sends a byte now and then would have us listen to it for hours.
+    """A context that closes the connection after ``timeout`` seconds.
+
+    The timeout of a socket is for each read: a server that sends a byte at a time could keep the
+    connection open for hours.
 
     Raises:
-        TimeoutError: it was ended, whatever was read by then.
+        TimeoutError: the connection was closed, even if some of the answer was read.
     """
     over = threading.Event()
 
@@ -98,8 +100,8 @@ def _cut_off(connection: socket.socket, timeout: float) -> Iterator[None]:
     except (OSError, http.client.HTTPException) as error:
         if not over.is_set():
             raise
-        raise TimeoutError(f"no whole answer in {timeout:g} s") from error
+        raise TimeoutError(f"no complete answer in {timeout:g} s") from error
     finally:
         timer.cancel()
-    if over.is_set():  # a body without a length ends where its connection does
-        raise TimeoutError(f"no whole answer in {timeout:g} s")
+    if over.is_set():  # a body without a length ends when its connection is closed
+        raise TimeoutError(f"no complete answer in {timeout:g} s")

@@ -1,4 +1,4 @@
-"""``Preemption``: a machine that is taken away does not take what was trained along."""
+"""``Preemption``: saves the training when a machine is preempted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SECONDS_AFTER_NO_ANSWER = 15.0
 
 
 class Preemption:
-    """Tells all ranks, at the same step, that the machine is being taken away.
+    """Notifies all ranks, at the same step, that a machine is being preempted.
 
     ::
 
@@ -36,28 +36,30 @@ class Preemption:
                     xla_fsdp.save_checkpoint(folder, model, optimizer, step=number)
                     preempted.exit()  # the process ends with exit code 75
 
-    Make one on every rank, and call it once a step on every rank. SIGTERM in one process, or a word
-    of one machine's metadata server, is enough: all ranks then hear of it at the same step. While
-    nobody has heard anything a call counts to one, and neither the device nor the network is asked.
+    Create one on every rank, and call it once in every step on every rank. If one process receives
+    SIGTERM, or one machine's metadata server announces preemption or maintenance, the calls of all
+    ranks return true at the same step. Without such a notice, a call only increments a counter; it
+    does not use the device or the network.
 
-    Exit code 75, ``EX_TEMPFAIL``, means "start the same command again"; those of ``examples/pod``
-    do. A process that has not ended ``grace`` seconds after the notice says on standard error where
-    its threads are and ends with that code all the same: it goes on from an earlier checkpoint.
+    Exit code 75, ``EX_TEMPFAIL``, means "start the same command again", which the scripts of
+    ``examples/pod`` do. A process that has not ended ``grace`` seconds after the notice prints the
+    stacks of its threads to standard error and ends with the same code. Its next start resumes from
+    an earlier checkpoint.
 
     Args:
-        grace: seconds from the notice to the end of the process. Of a Spot VM 30 are left, of a
-            worker of torchrun 30, of a Kubernetes pod its ``terminationGracePeriodSeconds``.
-        signals: those that count as a notice.
-        metadata_server: ``HOST`` or ``HOST:PORT`` that is asked for maintenance events and
-            preemption, every 5 seconds; ``""``: none. By default ``GCE_METADATA_HOST`` if set, and
-            else, on a TPU, Google's.
+        grace: seconds from the notice to the end of the process. A Spot VM has 30 seconds, a worker
+            of torchrun 30, a Kubernetes pod its ``terminationGracePeriodSeconds``.
+        signals: the signals that count as a notice.
+        metadata_server: ``HOST`` or ``HOST:PORT`` that is queried for maintenance events and
+            preemption every 5 seconds; ``""`` for none. The default is ``GCE_METADATA_HOST`` if it
+            is set, else, on a TPU, Google's server.
 
     Attributes:
-        reason: what was heard, and on which rank; ``None`` before.
+        reason: the notice, and its rank; ``None`` before there is one.
 
     Raises:
-        ValueError: ``grace`` is no positive number.
-        RuntimeError: the ranks cannot tell each other anything: see the message.
+        ValueError: ``grace`` is not a positive number.
+        RuntimeError: the ranks have no store that they share; see the message.
     """
 
     def __init__(
@@ -82,20 +84,20 @@ class Preemption:
         )
 
     def __call__(self) -> bool:
-        """Whether to save and end now. Call it once a step, on every rank; true on all at once."""
+        """Whether to save and end now, equal on all ranks. Call it once a step on every rank."""
         return self._agreement.reached()
 
     def exit(self) -> NoReturn:
         """Ends the rank.
 
         Raises:
-            Preempted: with exit code 75; let it pass.
-            RuntimeError: nobody has heard anything: only call it where the object was true.
+            Preempted: with exit code 75; do not catch it.
+            RuntimeError: there is no notice: call this only after a call has returned true.
         """
         if self.reason is None:
             raise RuntimeError(
-                "Preemption.exit() ends a rank that is preempted, and nothing was heard; call it "
-                "only where preempted() has returned True"
+                "Preemption.exit() was called without a notice of preemption. Call it only after "
+                "preempted() has returned True"
             )
         seconds = time.monotonic() - self._heard_at
         if self._rank == 0:
@@ -104,7 +106,7 @@ class Preemption:
         raise Preempted(self.reason or "")
 
     def close(self) -> None:
-        """Hears nothing any more; a signal does again what it did before."""
+        """Stops listening; signals have their earlier effect again."""
         self._over.set()
         self._end_listening()
         self._agreement.close()
@@ -133,39 +135,39 @@ class Preemption:
         if self._over.wait(self._grace):
             return
         _say(
-            f"{self.reason}: rank {self._rank} has not ended within {self._grace:g} s and is "
-            "ended; a checkpoint that is not complete does not count. Its threads:"
+            f"{self.reason}: rank {self._rank} has not ended within {self._grace:g} s, so its "
+            "process is ended now. An incomplete checkpoint is ignored. Its threads:"
         )
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
         leave(self.reason or "")
 
 
 def _say(text: str) -> None:
-    # In one piece: ranks write to the same terminal.
+    # In one write, because several ranks write to the same terminal.
     os.write(2, f"xla_fsdp.Preemption: {text}\n".encode())
 
 
 class _Agreement:
-    """How all ranks stop at the same step, though only one of them may know that they have to.
+    """Makes all ranks stop at the same step, although only one of them may get a notice.
 
-    Every rank makes one. Each counts its steps, and nothing is asked or sent while nobody has
-    anything to say. Then
+    Every rank creates one. Each counts its steps, and the ranks do not communicate until there is a
+    notice. Then
 
-    1. who knows leaves a word in the store;
-    2. every rank's own thread, which looks there now and then, promises: "I have gone past n steps,
-       and go past no more until I hear from you"; its number is n + 1;
-    3. rank 0 takes the largest number, and that is the step at which all stop.
+    1. the rank with the notice writes it into the store;
+    2. a thread of every rank, which polls the store, stops the rank's counter: the rank has passed
+       n steps and passes no more until the decision. The thread writes n + 1 into the store;
+    3. rank 0 takes the largest number, and all ranks stop at this step.
 
-    A rank that has promised may wait a moment before its next step, for threads that look now and
-    then, never for another rank's step: programs hold the ranks together, and one that waited for a
-    step could be what that step waits for.
+    A rank whose counter is stopped may wait a moment before its next step for threads that poll,
+    but never for a step of another rank: collectives connect the ranks, so that step could be
+    waiting for this rank.
 
     Args:
-        channel: of all ranks, for this alone.
-        heard: called with the word, on a thread of this object, once there is one.
+        channel: a channel between all ranks, only for this purpose.
+        heard: called with the notice, on a thread of this object.
 
     Attributes:
-        word: what the ranks stop for; ``None`` while nobody has said anything.
+        word: the notice for which the ranks stop; ``None`` if there is none.
     """
 
     def __init__(self, channel: Channel, heard: Callable[[str], None]) -> None:
@@ -184,21 +186,21 @@ class _Agreement:
         self._thread.start()
 
     def say(self, word: str) -> None:
-        """All ranks are to stop. From any thread; returns at once."""
+        """Requests that all ranks stop. Can be called on any thread; does not wait."""
         self._said = self._said or word
         self._wake.set()
 
     def reached(self) -> bool:
-        """Counts one step; true at the one at which all ranks stop, and from then on.
+        """Counts one step; true from the step on at which all ranks stop.
 
-        Waits only when a word was said and the step is not settled, for as long as that takes.
+        It waits only if there is a notice and the step is not decided yet.
         """
         with self._lock:
             if not self._promised:
                 self._passed += 1
                 return False
-        # Now and then awake: a rank that is to end because another failed is told so between two
-        # operations of Python.
+        # Wakes regularly: a rank that must end because another one failed gets that exception only
+        # between two operations of Python.
         while not self._decided.wait(0.5):
             if self._over.is_set():
                 return False
@@ -217,7 +219,7 @@ class _Agreement:
                 self._heard(self.word)
                 self._settle()
         except RuntimeError as error:
-            # The store is gone, with the process that served it: what ends the others ends this.
+            # The store is lost with the process that served it, so use the notice of this rank.
             if not self._over.is_set() and self.word is not None:
                 self._heard(f"{self.word}; then the ranks' store was lost ({error!s:.100})")
 
@@ -261,14 +263,15 @@ class _Watch(NamedTuple):
 
 
 class _Notices:
-    """Tells everybody who asked, once each, that this process's machine is being taken away: with a
-    word for the signal, or for what the metadata server said.
+    """Notifies all listeners of this process that its machine is being preempted.
 
-    One for a process, whose signals are its own. Its threads run while somebody listens.
+    The notice has the name of the signal, or the metadata server's announcement. There is one
+    object for a process, because signals are for a process. Its threads run while there are
+    listeners.
 
-    Python runs its signal handlers in the main thread, and lets only that one set them. Ranks are
-    threads, on TPU as well, and the main thread may wait in C++. So ``faulthandler``, whose
-    handlers are C and can be set by any thread, writes into a pipe that a thread of ours reads.
+    Python runs signal handlers in the main thread, and only the main thread can set them. Ranks are
+    threads, also on TPU, and the main thread may be waiting in C++. ``faulthandler`` has handlers
+    in C, which any thread can set. They write into a pipe, which a thread of this object reads.
     """
 
     def __init__(self) -> None:
@@ -283,12 +286,12 @@ class _Notices:
         signals: tuple[signal.Signals, ...],
         host: str | None,
     ) -> Callable[[], None]:
-        """Calls ``told(word)``, on a thread of its own; returns what ends that.
+        """Calls ``told(word)`` on a separate thread; returns a function that stops listening.
 
         Args:
             told: may be called more than once.
-            signals: those that count as a notice.
-            host: of the metadata server, if it is to be asked.
+            signals: the signals that count as a notice.
+            host: the metadata server to query; ``None`` for none.
         """
         watch = _Watch(told, signals, host)
         with self._lock:
@@ -327,14 +330,14 @@ class _Notices:
 
 
 class _SignalPipe:
-    """Reads what ``faulthandler`` writes when ``number`` arrives."""
+    """Reads the output of ``faulthandler`` when the signal ``number`` arrives."""
 
     def __init__(self, number: signal.Signals, told: Callable[[signal.Signals], None]) -> None:
         self._number, self._told = number, told
         self._read, self._write = os.pipe()
-        # What does not fit is dropped: a handler that waited would wait for ever.
+        # Output that does not fit is dropped: a handler must not wait for the reader.
         os.set_blocking(self._write, False)
-        # Whoever handles it in Python goes on doing so. The default would end the process.
+        # A Python handler still runs. The default handler does not: it would end the process.
         chain = callable(signal.getsignal(number))
         faulthandler.register(number, file=self._write, all_threads=False, chain=chain)
         self._open = True
@@ -346,7 +349,7 @@ class _SignalPipe:
     def close(self) -> None:
         faulthandler.unregister(self._number)
         self._open = False
-        os.close(self._write)  # ends the read
+        os.close(self._write)  # makes the read return
 
     def _run(self) -> None:
         try:
@@ -358,9 +361,9 @@ class _SignalPipe:
 
 
 class _Poller:
-    """Asks a metadata server now and then, for what was not announced when it began.
+    """Queries a metadata server regularly for announcements that are new since the start.
 
-    A machine whose end was announced before is one that the job was started on all the same.
+    An earlier announcement does not count, because the job was started in spite of it.
     """
 
     def __init__(self, host: str, told: Callable[[str, str], None]) -> None:
@@ -376,11 +379,11 @@ class _Poller:
         pause = 0.0
         while not self._over.wait(pause):
             pause = _SECONDS_BETWEEN_QUESTIONS
-            # Each by itself: a key whose answer never ends must not hide what the other one says.
+            # Each key separately: a key whose answer never ends must not hide the other one.
             for key in metadata_server.KEYS:
                 try:
                     value = metadata_server.notice(self._host, key)
-                except OSError:  # no server, or one that is busy: asked again later
+                except OSError:  # the server is missing or busy: query it again later
                     pause = _SECONDS_AFTER_NO_ANSWER
                     continue
                 if value is not None and value != known.get(key, value):
@@ -388,5 +391,5 @@ class _Poller:
                 known[key] = value
 
 
-# Of the process by nature, as its signals are.
+# One for each process, like its signals.
 of_this_process = _Notices()

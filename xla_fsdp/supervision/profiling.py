@@ -1,7 +1,7 @@
-"""``profile``: some steps of a run as a trace for XProf, with units, gathers and reductions named.
+"""``profile``: records steps of a run as a trace for XProf, with names of units and collectives.
 
-Names are those of a plan (``planning/tracing/naming.py``): they go into the programs as they are
-traced, and change nothing else of them. So they have to be there when a step is first compiled.
+The names are those of a plan (``planning/tracing/naming.py``). They become part of the programs
+during tracing and change nothing else in them. So naming must be on when a step is first compiled.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ class profile:
                 ...
                 profiler.step()
 
-    Enter it before the first step is traced, on every rank: what is compiled from then on, up to
-    the end of the recorded steps, has names. An instruction of the forward of ``blocks.3.mlp`` is
-    called ``forward[blocks.3.mlp]``, a gather ``all_gather[...]`` with the parameters in it,
-    as in a plan, which ``report.compare_trace(folder)`` compares with the trace. Programs differ in
-    names only, and are compiled once.
+    Enter it before the first step is traced, on every rank: programs that are compiled from then on
+    until the end of the recorded steps have names. An instruction of the forward of
+    ``blocks.3.mlp`` is called ``forward[blocks.3.mlp]``, and a gather ``all_gather[...]`` with the
+    names of its parameters. A plan has the same names, and ``report.compare_trace(folder)``
+    compares it with the trace. Programs with names are otherwise equal, and are compiled once.
 
-    Recording itself begins and ends with a wait for the device; the steps between are as always.
+    Recording begins and ends with a wait for the device; the steps between are not changed.
 
     Args:
-        folder: of TensorBoard; the trace lies in ``plugins/profile`` there.
-        steps: ``(a, b)``, as in a slice: from step a up to, and without, step b; the first is 0.
-        ranks: those that record, of their own device. CPU ranks are threads, and any one records
-            all.
+        folder: a folder of TensorBoard; the trace is written to ``plugins/profile`` in it.
+        steps: ``(a, b)``: records from step a up to, but without, step b; the first step is 0.
+        ranks: the ranks that record their device. CPU ranks are threads, so each of them records
+            all ranks.
 
     Attributes:
         file: the trace, once it is written; ``None`` before, and on ranks that do not record.
 
     Raises:
-        ValueError, TypeError: a wrong argument.
-        RuntimeError: this process records already.
+        ValueError, TypeError: an argument is wrong.
+        RuntimeError: this process is already recording.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class profile:
     ) -> None:
         first, last = _checked(steps)
         if not os.fspath(folder):
-            raise ValueError("folder is empty; name one")
+            raise ValueError("folder is empty; pass the path of a folder")
         self.file: Path | None = None
         self._folder, self._first, self._last = os.fspath(folder), first, last
         self._ranks = ranks
@@ -90,11 +90,11 @@ class profile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A run that ends before step b still leaves what there is.
+        # A run that ends before step b still writes its trace.
         self._end(settle=error is None)
 
     def step(self) -> None:
-        """Call it at the end of every step, on every rank."""
+        """Ends a step. Call it on every rank."""
         self._step += 1
         if self._naming is None:
             return
@@ -143,23 +143,23 @@ class profile:
             self._event = None
 
     def _require_names(self) -> None:
-        # Programs with names that ran before in this process are in the file, too: then a trace
-        # without them is not told of.
+        # Programs with names that ran earlier in this process are in the file too. Then there is no
+        # warning, even if the recorded steps have no names.
         if self.file is None or b"forward[" in self.file.read_bytes():
             return
         warnings.warn(
             f"the trace {self.file} has no names of modules: the programs were compiled before "
-            "xla_fsdp.profile was entered, or came from a compilation cache. Enter it before the "
-            "first step, and start once without enable_compilation_cache",
+            "xla_fsdp.profile was entered, or loaded from a compilation cache. Enter it before the "
+            "first step, and run once without enable_compilation_cache",
             stacklevel=4,
         )
 
 
 class _SharedNaming(Naming):
-    """Of several ranks that are threads, each of which wants names for some steps only.
+    """Names for several ranks that are threads, each of which needs them for some steps only.
 
-    A module that a thread has entered it leaves with the hooks still there: they go when the last
-    rank is done and nobody is inside.
+    The hooks are removed when the last rank is done and no thread is inside of a module, so that a
+    thread that has entered a module with hooks also leaves it with hooks.
     """
 
     def __init__(self) -> None:
@@ -173,13 +173,13 @@ class _SharedNaming(Naming):
         self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
 
     def join(self) -> None:
-        """This thread's modules have names from here on."""
+        """Turns names on for this thread's modules."""
         with self._lock:
             self._users += 1
         self._wanted.here = True
 
     def part(self) -> bool:
-        """They have none any more; whether it was the last rank that wanted them."""
+        """Turns names off for this thread; returns whether it was the last rank with names."""
         self._wanted.here = False
         with self._lock:
             self._users -= 1
@@ -190,7 +190,7 @@ class _SharedNaming(Naming):
         return last
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
-        # Autograd's threads have no say: what they compute again was named in the forward or not.
+        # Not for autograd's threads: the forward determines whether recomputed modules have names.
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward and not self._is_wanted():
             return
@@ -228,7 +228,7 @@ class _SharedNaming(Naming):
 
 
 class _Names:
-    """Names in this process, while any of its ranks wants them: hooks on modules are global."""
+    """Turns names on while any rank of this process needs them: module hooks are global."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -256,7 +256,7 @@ def _checked(steps: Any) -> tuple[int, int]:
     except (TypeError, ValueError) as error:
         raise TypeError(f"steps must be two numbers, (a, b), got {steps!r}") from error
     if any(isinstance(n, bool) or not isinstance(n, int) for n in (first, last)):
-        raise TypeError(f"steps must be two whole numbers, (a, b), got {steps!r}")
+        raise TypeError(f"steps must be two integers, (a, b), got {steps!r}")
     if not 0 <= first < last:
         raise ValueError(f"steps must be (a, b) with 0 <= a < b, got {steps!r}")
     return first, last

@@ -1,7 +1,9 @@
-"""Does it do here what it says? ``xla_fsdp.verify()``, ``python -m xla_fsdp.preflight --measure``.
+"""Tests and measures this package on a machine: ``xla_fsdp.verify()``.
 
-In the order of the data: ``api`` starts ``child`` processes, which launch ranks; each rank goes
-through the ``stages``: ``parity`` (on ``nets``), ``microbenchmarks``, ``steps``; what rank 0 found
-(``records``) lies in a folder, from which ``verdict`` makes findings, a calibration and the
-``report``. ``privacy`` takes out what is nobody's business.
+On the command line: ``python -m xla_fsdp.preflight --measure``.
+
+The modules in the order of the data: ``api`` starts ``child`` processes, which launch ranks. Each
+rank runs the ``stages``: ``parity`` (on ``nets``), ``microbenchmarks``, ``steps``. Rank 0 writes
+the results (``records``) into a folder, from which ``verdict`` creates findings, a calibration and
+the ``report``. ``privacy`` removes private data from it.
 """

@@ -1,4 +1,4 @@
-"""``xla_fsdp.verify``: measures what a machine does, and holds it against what is promised."""
+"""``xla_fsdp.verify``: tests and measures a machine, and compares it with the expected results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .stages import NOTES, STAGES, Job
 from .steps import ON_CPU, ON_TPU
 from .verdict import describe_machine, judge
 
-_SHORTEST = 30.0  # seconds that make sense as a limit
+_SHORTEST = 30.0  # the smallest time limit in seconds
 
 
 def verify(
@@ -39,35 +39,36 @@ def verify(
     topology: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Verification:
-    """Runs what is promised on the devices that are here, and measures them.
+    """Tests this package on the devices of this machine, and measures the devices.
 
-    On a TPU slice or on CPU ranks: sharded training against unsharded training, a checkpoint saved
-    by all ranks and loaded into shards of half of them, programs found by a second start, a rank
-    that dies; the device's memory, matrix unit and link to the host; each collective by size and
-    axis; three small steps beside torch_xla's own class and beside their plans.
+    It works on a TPU slice and on CPU ranks. The tests compare sharded with unsharded training,
+    save a checkpoint on all ranks and load it into shards of half of them, check that a second
+    start finds its compiled programs, and let a rank fail. The measurements are the speed of the
+    device's memory, matrix unit and link to the host; the time of each collective by size and axis;
+    and three small steps, compared with torch_xla's FSDP class and with plans.
 
-    Everything runs in processes of its own: call it from a main program that has touched no XLA
-    device. On several hosts call it on all of them, as the training would be; the one with rank 0
-    gets the report.
+    Everything runs in separate processes: call it from a main program that has used no XLA device.
+    On several hosts, call it on all of them, as for training; the host with rank 0 gets the report.
 
     Args:
-        num_devices: ranks, as for :func:`xla_fsdp.launch`.
-        ckpt_dir: for the checkpoint, a folder that all hosts share; default: a temporary one.
-        seconds: in all. What is not done by then is skipped, or ended.
-        stages: of ``programs``, ``parity``, ``checkpoints``, ``rates``, ``collectives``, ``steps``.
+        num_devices: the number of ranks, as for :func:`xla_fsdp.launch`.
+        ckpt_dir: a folder for the checkpoint that all hosts share; default: a temporary one.
+        seconds: the total time limit. Stages that are not finished then are skipped or ended.
+        stages: the stages to run, of ``programs``, ``parity``, ``checkpoints``, ``rates``,
+            ``collectives``, ``steps``; default: all.
         cases: names of ways to shard (``parity``); default: all.
-        sizes: names of steps (``steps``); default: all of this kind of device.
-        topology: the slice to plan the steps for; default: this one. Nothing is planned on CPU
-            ranks unless it is given, since a plan is of a TPU.
-        say: told what is going on; default: nobody.
+        sizes: names of steps (``steps``); default: all for this kind of device.
+        topology: the slice to plan the steps for; default: this one. On CPU ranks nothing is
+            planned unless it is given, because a plan is for a TPU.
+        say: called with text about the progress; default: no progress is reported.
 
     Returns:
-        The report: ``print`` it, ``.save("x.json")``, ``.plot("x.html")``, ``.calibration``, and
-        ``.ok``: whether nothing failed.
+        The report: ``print`` it, or use ``.save("x.json")``, ``.plot("x.html")``, ``.calibration``,
+        and ``.ok``, which is true if no test failed.
 
     Raises:
-        ValueError: an unknown stage, case, size or slice; ``seconds`` below 30.
-        RuntimeError: this process has started XLA's runtime already.
+        ValueError: an unknown stage, case, size or slice, or ``seconds`` below 30.
+        RuntimeError: this process has already started XLA's runtime.
     """
     slice = None if topology is None else resolve(topology)
     _check(stages, cases, sizes, seconds)
@@ -78,7 +79,7 @@ def verify(
             stages=tuple(stages),
             folder=name,
             ckpt_dir=os.fspath(ckpt_dir) if ckpt_dir is not None else str(folder / "checkpoints"),
-            until=until - 0.25 * seconds,  # what comes after the measuring takes time as well
+            until=until - 0.25 * seconds,  # the second start, plans and report also need time
             cases=tuple(cases),
             sizes=tuple(sizes),
             num_devices=num_devices,
@@ -108,25 +109,28 @@ def _check(
     ):
         wrong = [name for name in given if name not in known]
         if wrong or isinstance(given, str):
-            raise ValueError(f"{what}: {wrong or given!r}, known are {', '.join(known)}")
+            raise ValueError(
+                f"{what} has unknown names, {wrong or given!r}; allowed is a list of "
+                f"{', '.join(known)}"
+            )
     if not seconds >= _SHORTEST:
-        raise ValueError(f"seconds is {seconds}, at least {_SHORTEST:.0f} are needed")
+        raise ValueError(f"seconds must be at least {_SHORTEST:.0f}, got {seconds}")
     if xlac.runtime_has_started():
         raise RuntimeError(
-            "verify starts ranks in processes of its own, and this one has started XLA's runtime, "
-            "which holds the devices: call it from a main program that has touched none"
+            "this process has already started XLA's runtime, which occupies the devices that the "
+            "processes of verify need. Call verify before anything uses an XLA device"
         )
 
 
 class _Children:
-    """Processes, one after the other, and what they left in the folder."""
+    """Runs child processes, one after the other, and reads their notes from the folder."""
 
     def __init__(self, folder: Path, until: float, say: Callable[[str], None]) -> None:
         self.folder, self.until, self.say = folder, until, say
         self.failures: list[Finding] = []
 
     def stages(self, job: Job) -> None:
-        """All stages; after one that fails the others in a new process."""
+        """Runs all stages; after a stage that fails, the others run in a new process."""
         left = list(job.stages)
         while left:
             before = len(self.notes("done"))
@@ -134,7 +138,7 @@ class _Children:
             done = len(self.notes("done")) - before
             if not problem:
                 return
-            remedy = "the message is of the rank that failed; report it with this file"
+            remedy = "the message is from the rank that failed; report it with this file"
             stage = [*left, "the end"][done]
             self.failures.append(Finding(Status.FAILED, stage, problem, "it ends well", remedy))
             left = left[done + 1 :]
@@ -150,11 +154,11 @@ class _Children:
         if slice is None and where.topology:
             slice = resolve(where.topology)
         if slice is None:
-            found = "not asked for on CPU ranks: a plan is of a TPU (topology names one)"
+            found = "skipped on CPU ranks, because a plan is for a TPU: choose one with topology"
             self.failures.append(Finding(Status.SKIPPED, "plans of the steps", found))
             return
         wanted = job.sizes or tuple(ON_CPU if where.family == "cpu" else ON_TPU)
-        # Tracing needs no device, and must not take those that ranks use.
+        # Tracing needs no device, and must not occupy the devices of the ranks.
         problem = self._run(
             "plan", replace(job, sizes=wanted, topology=slice.name), "plans", {"PJRT_DEVICE": "CPU"}
         )
@@ -166,7 +170,7 @@ class _Children:
         lines = path.read_text().splitlines() if path.exists() else []
         found = []
         for line in lines:
-            with contextlib.suppress(ValueError):  # of a process that was killed
+            with contextlib.suppress(ValueError):  # a process that was killed left half a line
                 note = json.loads(line)
                 if note.get("note") == kind:
                     found.append(note)
@@ -175,7 +179,7 @@ class _Children:
     def _run(
         self, what: str, job: Job, shown: str, more: Mapping[str, str] | None = None
     ) -> str | None:
-        """Runs a child; what went wrong, or ``None``."""
+        """Runs a child process; returns the problem, or ``None``."""
         self.say(shown)
         path, log = self.folder / f"{what}.job", self.folder / f"{what}.log"
         job.write(path)
@@ -183,7 +187,7 @@ class _Children:
         with log.open("wb") as output:
             child = subprocess.Popen(
                 command, stdout=output, stderr=output, env={**os.environ, **(more or {})},
-                start_new_session=True,  # so that its ranks end with it
+                start_new_session=True,  # so that killpg also ends its ranks
             )  # fmt: skip
             try:
                 code = child.wait(max(1.0, self.until - time.time()))
@@ -195,13 +199,13 @@ class _Children:
                 child.wait()
         if code == 0:
             return None
-        end = "was still running when the time was over" if code is None else f"ended with {code}"
+        end = "was still running at the time limit" if code is None else f"ended with {code}"
         said = _reason(log.read_text(errors="replace").splitlines())
-        return scrubbed(f"{end}: {said or 'it said nothing'}")[:900]
+        return scrubbed(f"{end}: {said or 'it printed nothing'}")[:900]
 
 
 def _reason(lines: Sequence[str]) -> str:
-    """The last line of an output that names an error, or the last one of all."""
+    """The last line of an output that begins with an error's name, else the last line."""
     spoken = [line.strip() for line in lines if line.strip()]
     errors = [line for line in spoken if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     return (errors or spoken or [""])[-1]

@@ -1,7 +1,7 @@
-"""``python -m xla_fsdp.verifying.child WHAT JOB``: what needs a process of its own.
+"""The child processes of a verification: ``python -m xla_fsdp.verifying.child WHAT JOB``.
 
-``ranks``: launches ranks that go through stages. ``again``: launches them a second time, to see
-whether programs are found, and then lets one die. ``plan``: plans the steps, without ranks.
+``ranks`` launches ranks that run the stages. ``again`` launches ranks a second time, to check that
+they find the compiled programs, and then lets one fail. ``plan`` plans the steps, without ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(what: str, path: str) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process and its ranks once the one that started it is gone, however it ended."""
+    """Ends this process and its ranks when the process that started it has ended."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(os.getpgid(0), signal.SIGKILL)
@@ -62,7 +62,7 @@ def _let_one_die(job: Job) -> None:
 
 
 def _end(rank: int, way: str) -> None:
-    """The last rank ends, while all others wait for it in a collective."""
+    """Ends the last rank, while all others wait for it in a collective."""
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
@@ -86,7 +86,7 @@ def _plan(job: Job) -> None:
         size = steps.ON_TPU.get(name) or steps.ON_CPU[name]
         try:
             report = plan(steps.planned(size), job.topology, progress=False, ranks=(0,))
-        except Exception as error:  # of the compiler, of the slice, a missing extra
+        except Exception as error:  # the compiler fails, the slice is wrong, an extra is missing
             out.add(
                 "unplanned", name=name, error=f"{type(error).__name__}: {in_a_line(error, 500)}"
             )

@@ -1,7 +1,7 @@
 """Command line: ``python -m xla_fsdp.preflight --measure``.
 
-The report goes to stdout, progress and errors to stderr. Exit codes: 0 nothing failed (figures may
-be others than published), 1 something did, 2 wrong usage, 130 interrupted.
+It prints the report to stdout, and progress and errors to stderr. Exit codes: 0 no test failed
+(measurements may differ from published figures), 1 a test failed, 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .steps import ON_CPU, ON_TPU
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures; the exit code."""
+    """Runs the verification and returns the exit code."""
     flags = _parser().parse_args(argv)
     for path in flags.report:
         if not path.endswith((".json", ".html")):
-            return _refuse(f"--report={path}: must end in .json or .html")
+            return _refuse(f"--report={path} must end in .json or .html")
     try:
         found = verify(
             num_devices=flags.num_devices,
@@ -52,8 +52,8 @@ def _refuse(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m xla_fsdp.preflight --measure",
-        description="Does it do on these devices what it says? Trains, saves, loads, lets a rank"
-        " die, and measures memory, matrix products, collectives and steps.",
+        description="Tests this package on these devices: trains, saves, loads and lets a rank"
+        " fail. Measures memory, matrix multiplications, collectives and steps.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -61,19 +61,23 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATH",
-        help="write it there too: .json, .html; repeatable. It names no user and no secret",
+        help="also write the report to this .json or .html file; repeatable. It contains no user"
+        " names and no secrets",
     )
     parser.add_argument(
-        "--calibration", metavar="PATH", help="write the measured figures there, for plans"
+        "--calibration", metavar="PATH", help="write the measured figures to this file, for plans"
     )
     parser.add_argument(
-        "--num_devices", type=int, metavar="N", help="ranks; default: 4 on CPU, all on TPU"
+        "--num_devices",
+        type=int,
+        metavar="N",
+        help="number of ranks (default: 4 on CPU, all on TPU)",
     )
     parser.add_argument(
-        "--ckpt_dir", metavar="PATH", help="of several hosts: a folder that all of them share"
+        "--ckpt_dir", metavar="PATH", help="on several hosts: a folder that all of them share"
     )
     parser.add_argument(
-        "--seconds", type=float, default=600.0, metavar="S", help="in all (default: 600)"
+        "--seconds", type=float, default=600.0, metavar="S", help="time limit (default: 600)"
     )
     parser.add_argument(
         "--stages",
@@ -81,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=STAGES,
         default=STAGES,
         metavar="STAGE",
-        help=f"of {', '.join(STAGES)} (default: all)",
+        help=f"stages to run, of {', '.join(STAGES)} (default: all)",
     )
     parser.add_argument(
         "--sizes",
@@ -95,6 +99,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--topology",
         metavar="SLICE",
-        help="plan the steps for this slice, such as v5litepod-8 (default: the one that is here)",
+        help="plan the steps for this slice, such as v5litepod-8 (default: this machine's)",
     )
     return parser

@@ -1,7 +1,7 @@
-"""Times what a step is made of: memory, matrix products, the link to the host, collectives.
+"""Measures the parts of a step: memory, matmuls, the link to the host, collectives.
 
-What is measured runs in a loop of the compiled program, so that tracing and starting a program
-count once however often it runs; a program of nothing says how much they are.
+Each operation runs in a loop inside of one compiled program, so that tracing and starting the
+program count only once. An empty program measures their time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .records import CollectiveTime, Rate
 # Bytes of collectives, rounded down to float32 elements for each rank.
 SIZES_ON_TPU = tuple(1 << n for n in (13, 17, 20, 24, 26))
 SIZES_ON_CPU = tuple(1 << n for n in (13, 17))
-_SHORTEST = 20e-6  # seconds that a collective is taken to last where no model says
+_SHORTEST = 20e-6  # estimated seconds of a collective if there is no model
 _LONG = 20e-3  # seconds that a loop of collectives should last
 _MOST_TIMES = 400
 _REPEATS = 4
 
 
 class Stopwatch:
-    """Times loops on this rank's device; call its methods on every rank."""
+    """Measures loops on this rank's device; call its methods on every rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,7 +46,7 @@ class Stopwatch:
         self.overhead = min(self._run(lambda: [one + 1.0]) for _ in range(2 + _REPEATS))
 
     def sent(self, value: torch.Tensor) -> torch.Tensor:
-        """``value`` on the device, as data of programs and not a constant in them."""
+        """Puts ``value`` on the device, so that it is data of programs and not a constant."""
         return as_data(value, self._device)
 
     def seconds(
@@ -56,7 +56,7 @@ class Stopwatch:
         constants: Sequence[torch.Tensor],
         times: int,
     ) -> float:
-        """Of one execution of ``body``, which hands its carry on; the least of a few runs."""
+        """Seconds of one execution of ``body`` in a loop; the minimum of a few runs."""
         if times not in self._counter:
             self._counter[times] = self.sent(torch.zeros(times))
         counter = self._counter[times]
@@ -81,7 +81,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Amounts:
-    """How much is measured: bytes in memory, rows of matrices, bytes to and from the host."""
+    """The measured sizes: bytes in memory, rows of matrices, bytes to and from the host."""
 
     memory: int
     rows: tuple[int, ...]
@@ -94,9 +94,9 @@ AMOUNTS_ON_CPU = Amounts(memory=4 << 20, rows=(64, 256), transfer=4 << 20, times
 
 
 def measure_device(watch: Stopwatch, amounts: Amounts, chip: Chip | None) -> Iterator[Rate]:
-    """Measures what one device attains; call on every rank.
+    """Measures the speed of one device; call on every rank.
 
-    ``chip``: whose figures are published.
+    ``chip``: the chip whose published figures are compared.
     """
     memory = None if chip is None else chip.device_hbm_bandwidth
     peak = None if chip is None else chip.device_flops
@@ -122,7 +122,7 @@ def measure_device(watch: Stopwatch, amounts: Amounts, chip: Chip | None) -> Ite
         back = here.cpu()
         best_back = min(best_back, time.perf_counter() - began)
         if not torch.equal(back, there):
-            raise RuntimeError("what came back from the device is not what was sent to it")
+            raise RuntimeError("data from the device differs from the data that was sent to it")
     yield Rate("host to device", "B", amounts.transfer, best_out)
     yield Rate("device to host", "B", amounts.transfer, best_back)
 
@@ -137,7 +137,7 @@ def _multiply(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensor
 
 @dataclass(frozen=True)
 class Axis:
-    """Groups that act at once; ``around``: each rank and the next one of its group."""
+    """Groups that communicate at the same time; ``around``: pairs of neighbours in a group."""
 
     name: str
     groups: Groups
@@ -152,7 +152,7 @@ class Axis:
 
 
 def axes(ranks: int, slice: Slice | None) -> list[Axis]:
-    """All ranks, and along each axis of the slice; without one as if they were two rows."""
+    """Groups of all ranks, and along each axis of the slice, or of two rows if it is unknown."""
     found = [Axis("all", (tuple(range(ranks)),))]
     if slice is not None:
         places = [*slice.coordinates()]
@@ -173,7 +173,7 @@ def axes(ranks: int, slice: Slice | None) -> list[Axis]:
 
 
 def modelled(time: CollectiveTime, slice: Slice | None) -> float | None:
-    """Seconds by ``tpu/links.py``; ``None`` where the slice is unknown."""
+    """Seconds according to ``tpu/links.py``; ``None`` if the slice is unknown."""
     if slice is None:
         return None
     return collective_seconds(OneCollective(time.kind, time.bytes, time.groups), slice)
@@ -182,19 +182,20 @@ def modelled(time: CollectiveTime, slice: Slice | None) -> float | None:
 def measure_collectives(
     watch: Stopwatch, world: World, slice: Slice | None, sizes: tuple[int, ...], go_on: Callable
 ) -> Iterator[CollectiveTime]:
-    """Times each kind on each axis at each size; call on every rank.
+    """Measures each kind of collective on each axis at each size; call on every rank.
 
-    ``world``: all ranks. ``go_on()``: asked before each, on every rank; ends the measuring.
+    ``world``: all ranks. ``go_on()``: called before each measurement, on every rank; if it returns
+    false, the measurements end.
     """
     for axis in axes(world.size, slice):
         group = next(group for group in axis.groups if world.rank in group)
         place = group.index(world.rank)
         among = World(
             place, len(group), axis.groups, world.device, context=world.context
-        )  # without routes: over all links of the group at once, as the compiler likes
+        )  # without routes: the compiler chooses the links of the group
         for wanted in sizes:
             size = wanted // (4 * len(group)) * 4 * len(group)
-            # What each measures is one collective, but the second, which is also a gather.
+            # Each loop runs one collective, except that of the second kind, which also gathers.
             gather = 0.0
             for kind in ("all-gather", "reduce-scatter", "all-reduce", "collective-permute"):
                 if not go_on():
@@ -216,8 +217,11 @@ def measure_collectives(
 def _loop(
     watch: Stopwatch, among: World, kind: str, size: int, axis: Axis
 ) -> tuple[Callable, list[torch.Tensor], list[torch.Tensor]]:
-    """A body for a loop, and what it begins with. What one iteration ends with is what the next one
-    needs, so that none can be left out; zeros remain zeros however often they are added up."""
+    """Returns a loop's body and its initial values.
+
+    Each iteration needs the results of the one before, so the compiler cannot remove any. All
+    values are zeros, which stay zeros after any number of sums.
+    """
     count = size // 4
 
     def all_gather(carry: Tensors, rows: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
@@ -236,7 +240,7 @@ def _loop(
         return [among.permute(carry[0], axis.around)], []
 
     if kind == "all-gather":
-        # Its own part again, by data: the compiler does not see that the others are not needed.
+        # Select this rank's part by data, so that the compiler cannot drop the other parts.
         own = watch.sent(torch.tensor([among.rank]))
         return all_gather, [watch.sent(torch.zeros(count // among.size))], [own]
     body = {

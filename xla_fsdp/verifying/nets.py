@@ -1,4 +1,4 @@
-"""The models that are trained: a small language model of equal blocks."""
+"""The model for the tests: a small language model of equal blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEED = 11
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model and its batch; ``batch`` sequences a rank."""
+    """The sizes of a model and its batch; ``batch`` is the number of sequences for each rank."""
 
     blocks: int
     width: int
@@ -28,7 +28,7 @@ class Size:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm and beside a residual."""
+    """Attention and a perceptron, each after a norm and with a residual connection."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Tokens ``(b, s)`` to the mean cross entropy of each token given all; one weight frozen.
+    """Returns the mean cross entropy of tokens ``(b, s)``, each given all; one weight is frozen.
 
-    ``wrap`` is called on every block, ``join`` on all of them.
+    ``wrap`` is called on every block, ``join`` on the list of all blocks.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Net(nn.Module):
 
 
 def tokens(size: Size, ranks: int, number: int) -> torch.Tensor:
-    """The whole batch of step ``number``, ``(ranks * batch, sequence)``, on the CPU."""
+    """The global batch of step ``number``, ``(ranks * batch, sequence)``, on the CPU."""
     generator = torch.Generator().manual_seed(1000 + number)
     shape = ranks * size.batch, size.sequence
     return torch.randint(size.vocabulary, shape, generator=generator)

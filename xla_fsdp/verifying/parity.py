@@ -1,5 +1,7 @@
-"""What must hold on every machine: sharded training equals unsharded training of the same model on
-the same devices, and a checkpoint of all ranks loads into shards of half of them.
+"""Tests that must pass on every machine.
+
+Sharded training equals unsharded training of the same model on the same devices, and a checkpoint
+of all ranks loads into shards of half of them.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _SAVED_STEP = 7
 
 @dataclass(frozen=True)
 class Case:
-    """A way to shard. ``tolerance``: relative, of losses, norms and weights."""
+    """A way to shard. ``tolerance``: the relative tolerance for losses, norms and weights."""
 
     name: str
     tolerance: float = 1e-4
@@ -42,7 +44,7 @@ class Case:
     checkpoint: bool = False
     scanned: bool = False
     accumulated: bool = False
-    groups: bool = False  # of half the ranks, replicas of each other
+    groups: bool = False  # shards over each half of the ranks, which are replicas of each other
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -60,17 +62,17 @@ CASES = (
 
 
 def compare(cases: Iterable[Case]) -> Iterator[Finding]:
-    """Trains both ways; call on every rank.
+    """Trains sharded and unsharded and compares them; call on every rank.
 
-    Both on the XLA device, with products in full precision: float32 ones are rounded to bfloat16 on
-    TPU otherwise, and how, depends on shapes.
+    Both run on the XLA device with matmuls in full precision: by default a TPU rounds float32
+    operands to bfloat16, in a way that depends on shapes.
     """
     if torch_xla.backends.get_mat_mul_precision() != "highest":
         torch_xla.backends.set_mat_mul_precision("highest")
     references: dict[torch.dtype | None, dict[str, torch.Tensor]] = {}
     for case in cases:
         if case.groups and xr.world_size() % 2:
-            found = f"{xr.world_size()} ranks have no halves"
+            found = f"{xr.world_size()} ranks have no two halves"
             yield Finding(Status.SKIPPED, f"parity: {case.name}", found)
             continue
         if case.dtype not in references:
@@ -85,10 +87,10 @@ def _compared(
     worst, where = 0.0, "nowhere"
     for key, value in reference.items():
         apart = _apart(ours[key], value) if key in ours else float("inf")
-        if not apart <= worst:  # also not a number
+        if not apart <= worst:  # also if it is NaN
             worst, where = apart, key
     found = f"largest relative difference {worst:.1e} ({where}) after {STEPS} steps"
-    promised = f"as unsharded, to {case.tolerance:.0e}"
+    promised = f"equal to unsharded training, to {case.tolerance:.0e}"
     if worst <= case.tolerance:
         return Finding(Status.OK, name, found, promised)
     remedy = "do not train on this machine; report it with this file"
@@ -96,7 +98,7 @@ def _compared(
 
 
 def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference, in terms of the largest value."""
+    """The largest difference, relative to the largest value."""
     ours, theirs = ours.double(), theirs.double()
     if not bool(torch.isfinite(ours).all()):
         return float("inf")
@@ -104,13 +106,13 @@ def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _trained(case: Case, sharded: bool) -> dict[str, torch.Tensor]:
-    """Losses, norms and weights. On rank 0; other ranks have no weights."""
+    """Trains; returns losses, norms and, on rank 0, the weights."""
     rank, ranks, device = xr.global_ordinal(), xr.world_size(), torch_xla.device()
     torch.manual_seed(SEED)
     model: Any = _wrapped(case) if sharded else Net(SIZE).to(device)
     trained = [p for p in model.parameters() if p.requires_grad]
-    # Not Adam, which makes steps of full size of gradients that are nothing but rounding: the bias
-    # of keys has none, whatever it is.
+    # Not Adam, which makes large steps from gradients that are only rounding errors. The exact
+    # gradient of the bias of keys is zero.
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
     clip = model.clip_grad_norm_ if sharded else partial(nn.utils.clip_grad_norm_, trained)
     losses, norms = [], []
@@ -170,7 +172,7 @@ def _wrapped(case: Case) -> nn.Module:
 
 
 def _halves() -> dict[str, Any]:
-    """Options of a wrapper that shards over each half of the ranks."""
+    """The options of a wrapper that shards over each half of the ranks."""
     rank, half = xr.global_ordinal(), xr.world_size() // 2
     first = list(range(half))
     return {
@@ -182,11 +184,11 @@ def _halves() -> dict[str, Any]:
 
 
 def save_and_load(folder: str) -> Finding:
-    """Saves on N ranks, loads on N/2, and compares what is there; call on every rank."""
+    """Saves on N ranks, loads into shards of N/2, and compares; call on every rank."""
     ranks = xr.world_size()
     name = "checkpoints"
     if ranks < 2 or ranks % 2:
-        return Finding(Status.SKIPPED, name, f"{ranks} ranks have no halves")
+        return Finding(Status.SKIPPED, name, f"{ranks} ranks have no two halves")
     torch.manual_seed(SEED)
     model = FSDP(Net(SIZE, FSDP))
     optimizer = _optimizer(model)
@@ -197,9 +199,9 @@ def save_and_load(folder: str) -> Finding:
     try:
         save_checkpoint(folder, model, optimizer, step=_SAVED_STEP)
     except SharedStorageError as error:
-        remedy = "name a folder that all hosts share: --ckpt_dir"
+        remedy = "give a folder that all hosts share: --ckpt_dir"
         return Finding(Status.SKIPPED, name, str(error), remedy=remedy)
-    torch.manual_seed(SEED + 1)  # other values than those that are saved
+    torch.manual_seed(SEED + 1)  # so that the values differ from the saved ones
     groups = _halves()
     other = FSDP(Net(SIZE, lambda block: FSDP(block, **groups)), **groups)
     other_optimizer = _optimizer(other)
@@ -220,7 +222,7 @@ def save_and_load(folder: str) -> Finding:
                 if not _same(value, theirs[each])
             ]
         if differ:
-            remedy = "save no checkpoint that you rely on here; report it with this file"
+            remedy = "do not rely on checkpoints from this machine; report it with this file"
             return Finding(Status.FAILED, name, f"{found}: {differ[0]} differs", promised, remedy)
     return Finding(Status.OK, name, found, promised)
 

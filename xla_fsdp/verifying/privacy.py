@@ -1,7 +1,7 @@
-"""What a report may say: it is meant to be attached to a bug report.
+"""Removes private data from a report, so that users can attach it to a bug report.
 
-Of the environment only variables that change what is compiled or how ranks start; of all texts,
-nothing that names the user, nothing that looks like a secret.
+A report lists only the environment variables that change compiled programs or how ranks start. Its
+texts contain no user names, and nothing that looks like a secret.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 
-# Whole names: what is not listed is left out, whatever it holds.
+# The exact names of the variables in a report. All others are left out.
 _SHOWN = frozenset(
     """XLA_FLAGS LIBTPU_INIT_ARGS PJRT_DEVICE CPU_NUM_DEVICES XLA_USE_SPMD XLA_USE_BF16
     XLA_DOWNCAST_BF16 XLA_DISABLE_FUNCTIONALIZATION XLA_ENABLE_PARAM_ALIASING XLA_THREAD_POOL_SIZE
@@ -26,7 +26,7 @@ _SECRET_TEXT = re.compile(
     r"| (?P<key>(?:token|secret|password|passwd|api_?key|credential)s?\s*[=:]\s*)[^\s,;&]+"
 )
 _HIDDEN = "***"
-_SHORTEST = 6  # characters of a value that is looked for in texts
+_SHORTEST = 6  # minimum length of a secret value that is removed from texts
 
 
 def shown_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -40,7 +40,7 @@ def shown_environment(environment: Mapping[str, str] | None = None) -> dict[str,
 
 
 def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """``text`` without secrets, the user's folder and name."""
+    """Returns ``text`` without secrets and without the user's folder and name."""
     environment = os.environ if environment is None else environment
     for name, value in environment.items():
         if _SECRET_NAME.search(name) and len(value) >= _SHORTEST:

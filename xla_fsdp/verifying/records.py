@@ -1,4 +1,4 @@
-"""What a verification knows, as plain data. All times are seconds, all sizes bytes."""
+"""The results of a verification as plain data. All times are seconds, all sizes bytes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from ..tpu.traffic import wire_bytes
 
 
 class Status(enum.Enum):
-    """What became of a promise."""
+    """The status of a finding."""
 
     OK = "ok"
-    DIFFERENT = "different"  # a figure is another than the one that a plan takes
-    FAILED = "FAILED"  # what must hold does not
-    SKIPPED = "skipped"  # could not be looked at; ``found`` says why
+    DIFFERENT = "different"  # a measurement differs from the figure that plans use
+    FAILED = "FAILED"  # a test failed
+    SKIPPED = "skipped"  # could not be checked; ``found`` has the reason
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One promise: ``name`` what of, ``promised`` and ``found`` as clauses, ``remedy`` or ""."""
+    """The result of one test or measurement.
+
+    ``name``: its subject; ``promised``: the expected result, and ``found``: the actual one, as
+    clauses; ``remedy``: what the user can do, or "".
+    """
 
     status: Status
     name: str
@@ -30,17 +34,18 @@ class Finding:
 
     def line(self) -> str:
         parts = [f"{self.status.value:<9} {self.name:<26} {self.found}"]
-        parts += [f"promised: {self.promised}"] if self.promised else []
+        parts += [f"expected: {self.promised}"] if self.promised else []
         parts += [f"remedy: {self.remedy}"] if self.remedy else []
         return " | ".join(parts)
 
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """One collective as it was measured.
+    """The measurement of one collective.
 
-    ``axis``: "all" or what the groups run along; ``bytes``: the larger of what a rank puts in and
-    gets out; ``modelled``: what ``tpu/links.py`` says, ``None`` where the slice is unknown.
+    ``axis``: "all" or the axis of the groups; ``bytes``: the size of a rank's input or output, the
+    larger one; ``modelled``: the seconds according to ``tpu/links.py``, ``None`` if the slice is
+    unknown.
     """
 
     kind: str
@@ -52,20 +57,20 @@ class CollectiveTime:
 
     @property
     def ranks(self) -> int:
-        """In a group; a permute's groups are pairs, and its ring has as many."""
+        """The number of ranks of a group; for a permute, whose groups are pairs, of the ring."""
         return len(self.groups) if self.kind == "collective-permute" else len(self.groups[0])
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends."""
+        """The bytes that a rank sends."""
         return wire_bytes(self.kind, self.bytes, self.ranks)
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What one device attains: ``amount`` (bytes or operations) in ``seconds``.
+    """The speed of one device: ``amount`` (bytes or operations) in ``seconds``.
 
-    ``published``: a second, of one device; ``None`` where nothing is.
+    ``published``: the published speed for each second; ``None`` if there is none.
     """
 
     name: str
@@ -76,16 +81,16 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """A second."""
+        """The amount for each second."""
         return self.amount / self.seconds
 
 
 @dataclass(frozen=True)
 class StepRun:
-    """A training step, run, and planned where it could be.
+    """A measured training step, and its plan if there is one.
 
-    ``hbm``: most bytes of the device in use, ``planned_hbm`` what the plan requires; ``None`` where
-    nobody says. ``host``: seconds of this process to trace it.
+    ``hbm``: the peak bytes of the device in use; ``planned_hbm``: the bytes that the plan requires;
+    ``None`` if unknown. ``host``: seconds of this process to trace the step.
     """
 
     name: str
@@ -100,12 +105,12 @@ class StepRun:
 
 @dataclass(frozen=True)
 class Where:
-    """What it was run on."""
+    """The machine and software of a verification."""
 
-    device: str  # what the runtime calls it
-    family: str  # of tpu/chips.py, or "cpu"
+    device: str  # its name in the runtime
+    family: str  # a family of tpu/chips.py, or "cpu"
     ranks: int
-    topology: str  # "" where it is none we know
+    topology: str  # "" if it is unknown
     versions: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     date: str = ""

@@ -1,7 +1,6 @@
-"""The report on a verification: as text, as JSON, and as one HTML page.
+"""The report of a verification: as text, as JSON, and as one HTML page.
 
-Printing and saving work without matplotlib; the page needs it, and nothing else: no network, no
-other file.
+Only the page needs matplotlib. It is a single file that needs no network.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .records import CollectiveTime, Finding, Rate, Status, StepRun, Where
 
 _FORMAT, _VERSION = "xla_fsdp verification", 1
 _CPU_NOTE = (
-    "Ranks are threads of one CPU here: what is right is right, and times say nothing of a TPU."
+    "The ranks are threads of one CPU: tests are valid, but times do not predict those of a TPU."
 )
 _STYLE = """
 .ok { color: #00694f } .different { color: #8a6100 } .failed { color: #b03a00; font-weight: 600 }
@@ -36,9 +35,9 @@ _OURS, _IN_TREE, _PLAN = "#0072B2", "#8A8A8A", "#E69F00"
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """What was found: ``print`` it, ``save`` it, ``plot`` it; ``calibration`` is for plans.
+    """The report: ``print`` it, ``save`` it, ``plot`` it; ``calibration`` is for plans.
 
-    ``planned_for``: the slice that the steps were planned for, "" if they were not.
+    ``planned_for``: the slice for which the steps were planned, "" if they were not.
     """
 
     where: Where
@@ -51,19 +50,19 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether everything that must hold does; figures may be others than published."""
+        """Whether no test failed; measurements may differ from published figures."""
         return not any(found.status is Status.FAILED for found in self.findings)
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The result in one line."""
         counts = {status: 0 for status in Status}
         for found in self.findings:
             counts[found.status] += 1
         shown = ", ".join(f"{n} {status.value}" for status, n in counts.items() if n)
-        what = "AS PROMISED" if self.ok else "NOT AS PROMISED"
+        what = "PASSED" if self.ok else "FAILED"
         on = f"{self.where.ranks} ranks on {self.where.device or 'unknown devices'}"
-        return f"{what}: {shown or 'nothing was looked at'} ({on})"
+        return f"{what}: {shown or 'nothing was checked'} ({on})"
 
     def __repr__(self) -> str:
         return f"<Verification {self.verdict}>"
@@ -80,7 +79,7 @@ class Verification:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """All of it, for programs."""
+        """The report as JSON, for programs."""
         data = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -100,30 +99,30 @@ class Verification:
         return json.dumps(data, indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes JSON. The file appears whole or not at all.
+        """Writes the report as JSON. The file is complete or does not exist.
 
         Raises:
-            FileNotFoundError: there is no such folder.
+            FileNotFoundError: the folder does not exist.
         """
         write_whole(target(path), self.to_json().encode())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Writes one HTML page that needs nothing else: findings, curves, tables.
+        """Writes one self-contained HTML page with findings, curves and tables.
 
         Raises:
             ValueError: the path does not end in .html.
-            FileNotFoundError: there is no such folder.
+            FileNotFoundError: the folder does not exist.
             MissingExtraError: (an ImportError) matplotlib is not installed.
         """
         write_whole(target_of_page(path), _page(self).encode())
 
     def failures(self) -> list[str]:
-        """Names of what must hold and does not."""
+        """The names of the tests that failed."""
         return [found.name for found in self.findings if found.status is Status.FAILED]
 
 
 def _sections(found: Verification) -> list[Section]:
-    """Those that have something to show."""
+    """The sections that are not empty."""
     all = [_rates(found), _collectives(found), _steps(found), _about(found)]
     return [section for section in all if section.rows]
 
@@ -173,7 +172,7 @@ def _steps(found: Verification) -> Section:
                 figure(planned, 0, "MiB"),
             )
         )
-    columns = ("a step", "traced in", "planned", "HBM at most", "planned HBM")
+    columns = ("step time", "traced in", "planned", "peak HBM", "planned HBM")
     return Section("Steps", columns, tuple(rows))
 
 
@@ -182,13 +181,16 @@ def _about(found: Verification) -> Section:
     rows = [("device", f"{where.device or UNKNOWN} ({where.family})"), ("ranks", str(where.ranks))]
     rows += [("slice", where.topology or UNKNOWN), ("date", where.date)]
     if found.planned_for and found.planned_for != where.topology:
-        rows.append(("plans are of", found.planned_for))
+        rows.append(("planned for", found.planned_for))
     rows += [*where.versions.items(), *where.environment.items()]
     return Section("Where", ("",), tuple((name, value) for name, value in rows))
 
 
 def _draw_collectives(found: Verification) -> str:
-    """What a rank sends a second, by size: a panel a kind, a line an axis, dashed the model."""
+    """Plots a rank's bytes sent for each second by size; the dashed lines are the model.
+
+    Each kind of collective has a panel, and each axis a line.
+    """
     from ..planning.reporting.drawing import canvas, clean, svg  # imports matplotlib
 
     kinds = list(dict.fromkeys(time.kind for time in found.collectives))
@@ -223,7 +225,7 @@ def _line(axes: Any, some: list[CollectiveTime], color: str, label: str) -> None
 
 
 def _draw_steps(found: Verification) -> str:
-    """Milliseconds of each step: ours, in-tree, planned."""
+    """Plots the milliseconds of each step: xla_fsdp, in-tree, planned."""
     from ..planning.reporting.drawing import canvas, clean, svg
 
     names = list(dict.fromkeys(run.name for run in found.steps))
@@ -247,18 +249,18 @@ def _draw_steps(found: Verification) -> str:
                 axes.text(1e3 * seconds, y, f" {1e3 * seconds:.2f}", va="center", fontsize=8.5)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds a step")
+    axes.set_xlabel("milliseconds for each step")
     axes.margins(x=0.1)
     axes.legend(frameon=False, fontsize=8.5, loc="lower right")
     return svg(figure)
 
 
 def _page(found: Verification) -> str:
-    """The whole page. Every text is escaped."""
+    """The HTML of the page, with every text escaped."""
     heading = f'<h1 class="{"fits" if found.ok else "not"}">{escape(found.verdict)}</h1>'
     parts = [heading]
     parts += [f"<p>{escape(_CPU_NOTE)}</p>"] * (found.where.family == "cpu")
-    parts.append("<h2>What is as promised, and what is not</h2>")
+    parts.append("<h2>Findings</h2>")
     rows = "".join(
         f'<tr><td class="{f.status.name.lower()}">{escape(f.status.value)}</td>'
         + "".join(f"<td>{escape(text)}</td>" for text in (f.name, f.found, f.promised, f.remedy))

@@ -1,4 +1,4 @@
-"""What the ranks of a child process go through, and where rank 0 writes what it found."""
+"""The stages that the ranks of a child process run, and the notes that rank 0 writes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .microbenchmarks import (
 from .nets import SEED, Net, tokens
 from .parity import CASES, SIZE, compare, save_and_load
 
-# In the order in which they run; those after the first failure run in a new process.
+# In the order in which they run. After a failure, the rest runs in a new process.
 STAGES = ("programs", "parity", "checkpoints", "rates", "collectives", "steps")
 
 NOTES = "notes.jsonl"
@@ -42,8 +42,11 @@ NOTES = "notes.jsonl"
 
 @dataclass(frozen=True)
 class Job:
-    """What a child has to do. ``cases``, ``sizes``: names to keep, all if empty; ``until``: when to
-    stop measuring, of ``time.time()``."""
+    """The job of a child process.
+
+    ``cases``, ``sizes``: the names of those to run, all if empty; ``until``: when measurements end,
+    as ``time.time()``.
+    """
 
     stages: tuple[str, ...]
     folder: str
@@ -64,18 +67,18 @@ class Job:
 
 
 def run(rank: int, text: str) -> None:
-    """All stages of the job in ``text``, on this rank."""
+    """Runs all stages of the job in ``text`` on this rank."""
     job = Job.read(Path(text))
     out = Notes(Path(job.folder), xr.global_ordinal() == 0)
     out.add("where", **_where())
     for stage in job.stages:
         _STAGES[stage](job, out)
-        if xr.local_ordinal() == 0:  # each host must know where to go on
+        if xr.local_ordinal() == 0:  # each host must know at which stage to continue
             Notes(Path(job.folder), True).add("done", stage=stage)
 
 
 class Notes:
-    """What was found, a JSON object a line: written by rank 0, whatever becomes of the process."""
+    """The results, one JSON object in each line, which rank 0 writes immediately to a file."""
 
     def __init__(self, folder: Path, writes: bool) -> None:
         self._path = folder / NOTES if writes else None
@@ -117,7 +120,7 @@ def _slice() -> Slice | None:
 
 
 def _programs(job: Job, out: Notes) -> None:
-    """A few steps whose programs a second start must find; how many were compiled for them."""
+    """Runs a few steps, whose programs a second start must find, and counts compilations."""
     torch.manual_seed(SEED)
     model = FSDP(Net(SIZE, FSDP))
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -131,7 +134,7 @@ def _programs(job: Job, out: Notes) -> None:
         optimizer.zero_grad()
         torch_xla.sync()
         losses.append(loss.item().hex())
-    Meeting().gather("train", None)  # the counts are of all ranks of the process
+    Meeting().gather("train", None)  # the counts include all ranks of the process
     out.add("programs", losses=losses, **compilation_counts()._asdict())
     Meeting().gather("count", None)
 
@@ -161,9 +164,9 @@ def _collectives(job: Job, out: Notes) -> None:
 
 
 def _asking(job: Job) -> Callable[[], bool]:
-    """Whether there is time left, which rank 0 decides for all."""
+    """Returns a function that checks whether there is time left; rank 0 decides for all ranks."""
     meeting = Meeting()
-    return lambda: bool(meeting.first("go on measuring", lambda: time.time() < job.until))
+    return lambda: bool(meeting.first("continue measuring", lambda: time.time() < job.until))
 
 
 def _steps(job: Job, out: Notes) -> None:

@@ -1,4 +1,4 @@
-"""Small training steps, run beside the class in torch_xla, and planned."""
+"""Small training steps, compared with torch_xla's FSDP class and with plans."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WARM, _ROUNDS, _STEPS = 3, 3, 4
 
 
 class Lane:
-    """A model under one of the classes, and its optimizer."""
+    """A model wrapped with one of the two FSDP classes, and its optimizer."""
 
     def __init__(self, name: str, size: Size) -> None:
         torch.manual_seed(SEED)
@@ -47,7 +47,7 @@ class Lane:
         self.mine = whole.chunk(xr.world_size())[xr.global_ordinal()].to(torch_xla.device())
 
     def trace(self) -> torch.Tensor:
-        """A step, to be run by the next sync; its loss."""
+        """Traces a step, which the next sync runs; returns its loss."""
         loss = self.model(self.mine)
         loss.backward()
         self.optimizer.step()
@@ -58,7 +58,7 @@ class Lane:
 def _class(name: str) -> Callable[[nn.Module], nn.Module]:
     if name == OURS:
         return lambda module: FSDP(module, compute_dtype=torch.bfloat16)
-    # In-tree hangs on CPU ranks with pinned layouts, which are its default elsewhere.
+    # The in-tree class hangs on CPU ranks with pinned layouts, which are its default.
     pinned = current_rank() is None
     return lambda module: InTree(
         module, compute_dtype=torch.bfloat16, pin_layout_in_collective_ops=pinned
@@ -66,15 +66,15 @@ def _class(name: str) -> Callable[[nn.Module], nn.Module]:
 
 
 def planned(size: Size) -> Callable[[], object]:
-    """What ``xla_fsdp.plan`` takes to plan the same step."""
+    """The argument of ``xla_fsdp.plan`` that plans the same step."""
     return lambda: Lane(OURS, size).trace()
 
 
 def peaks(sizes: Mapping[str, Size]) -> dict[str, int | None]:
-    """Most bytes in use of the device up to the end of a few steps of each size, of this class.
+    """The peak bytes of the device for a few steps of each size, with xla_fsdp's class.
 
-    Before anything else runs that needs more: the runtime knows only the peak since it began, so
-    sizes are to be in the order of what they need.
+    The runtime only has the peak since it started. So call this before anything that needs more
+    memory, with sizes in increasing order.
     """
     found = {}
     for name, size in sizes.items():
@@ -86,9 +86,9 @@ def peaks(sizes: Mapping[str, Size]) -> dict[str, int | None]:
 
 
 def run(name: str, size: Size, peak: int | None) -> Iterator[StepRun]:
-    """Trains with both classes, in turns; call on every rank. A lane that fails raises.
+    """Trains with both classes, in turns; call on every rank.
 
-    ``peak``: what :func:`peaks` found of this size.
+    ``peak``: the result of :func:`peaks` for this size.
     """
     lanes = [Lane(OURS, size), Lane(IN_TREE, size)]
     found: dict[str, tuple[list[float], list[float], list[float]]] = {}
@@ -121,12 +121,12 @@ def _warm(lane: Lane, found: dict) -> None:
 
 
 def _timed(lane: Lane) -> tuple[float, float]:
-    """Seconds a step, and those of this process to trace one."""
+    """The seconds of a step, and the seconds of this process to trace it."""
     xm.wait_device_ops([])
     host, began = 0.0, time.perf_counter()
     for _ in range(_STEPS):
         tracing = time.perf_counter()
-        loss = lane.trace()  # held over the sync: an output less would be another program
+        loss = lane.trace()  # kept alive until the sync: one output less is another program
         host += time.perf_counter() - tracing
         torch_xla.sync()
     xm.wait_device_ops([])
@@ -136,7 +136,7 @@ def _timed(lane: Lane) -> tuple[float, float]:
 
 
 def _peak() -> int | None:
-    """Most bytes of the device in use since the process began, if the runtime knows."""
+    """The peak bytes of the device since the process started; ``None`` if unknown."""
     try:
         return int(xm.get_memory_info(torch_xla.device())["peak_bytes_used"])  # type: ignore
     except (RuntimeError, KeyError, TypeError):

@@ -1,9 +1,8 @@
-"""From what was measured to a report: what is as promised and what is not, and a calibration.
+"""Creates the report from the measurements: the findings and a calibration.
 
-The calibration has the figures that the time model takes. The model's seconds of a collective are
-``launch + hops * hop + load / W`` (``tpu/links.py``); what hops and load are of each that was
-measured is asked of that very model, so that a plan with the figures found here gives the measured
-times as well as any figures could.
+The calibration has the figures that the time model needs. The model's seconds of a collective are
+``launch + hops * hop + load / W`` (``tpu/links.py``). The hops and load of each measured collective
+come from the same model. So no other figures make plans closer to the measured times.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from .records import CollectiveTime, Finding, Rate, Status, StepRun, Where
 from .report import Verification
 from .steps import OURS
 
-# Shares of a published or modelled figure between which it counts as held.
+# The allowed range of a measurement, as a share of the published or modelled figure.
 _FIGURE = (0.75, 1.1)
 _STEP = (0.6, 1.6)
 _MEMORY = (0.5, 1.1)
-# Least loss difference of both classes that is a finding: bfloat16, summed in another order.
+# The allowed loss difference between both classes: they sum bfloat16 in a different order.
 _LOSSES = 2e-2
-# Seconds after which the other ranks should have ended.
+# Seconds within which the other ranks must end.
 _DEATH = 60.0
 _FIGURES = 3  # of links: launch, hop, 1 / W
 _PACKAGES = ("xla_fsdp", "torch", "torch_xla", "libtpu", "jax", "jaxlib", "numpy")
@@ -46,7 +45,7 @@ Notes = Callable[[str], list[dict[str, Any]]]
 
 
 def describe_machine(notes: Sequence[Mapping[str, Any]]) -> Where:
-    """What was run on, from the first note about it."""
+    """The machine and software, from the first note about them."""
     found = notes[0] if notes else {"device": "", "family": "cpu", "ranks": 0, "topology": ""}
     versions = {}
     for name in _PACKAGES:
@@ -71,12 +70,12 @@ def judge(
     asked: Slice | None,
     stages: Sequence[str],
 ) -> Verification:
-    """The report on what the stages noted.
+    """Creates the report from the notes of the stages.
 
     Args:
-        notes: gives all notes of a kind, in the order in which they were written.
-        failures: findings of those who ran the stages.
-        asked: the slice that the steps were planned for, if the user named one.
+        notes: returns all notes of a kind, in the order in which they were written.
+        failures: findings from running the child processes.
+        asked: the slice for which the steps were planned, if the user chose one.
     """
     slice = None
     with contextlib.suppress(UnknownTopologyError):
@@ -122,7 +121,7 @@ def judge(
 
 
 def _planned(runs: list[StepRun], notes: Notes) -> list[StepRun]:
-    """The runs, with what their plans say; on CPU ranks a plan is of other hardware."""
+    """Adds the figures of the plans to the runs; on CPU ranks a plan is for other hardware."""
     plans = {note["name"]: Report.load(note["path"]) for note in notes("plan")}
     return [
         replace(
@@ -148,33 +147,33 @@ def _of(kind: type, note: Mapping[str, Any]) -> Any:
 
 
 def programs(notes: Sequence[Mapping[str, Any]]) -> Finding:
-    """What two starts said of the programs they compiled."""
+    """The finding about the programs that two starts compiled."""
     name = "compiled programs"
     if len(notes) < 2:
-        return Finding(Status.SKIPPED, name, f"{len(notes)} of 2 starts came to train")
+        return Finding(Status.SKIPPED, name, f"{len(notes)} of 2 starts trained")
     first, second = notes[0], notes[1]
     found = (
         f"first start: {first['compiled']} compiled; second: {second['compiled']} compiled, "
         f"{second['cached']} found"
     )
-    promised = "a second start compiles nothing, and trains the same bit for bit"
+    promised = "a second start compiles nothing, and its losses are bitwise equal"
     if first["losses"] != second["losses"]:
-        remedy = "do without enable_compilation_cache here; report it with this file"
-        return Finding(Status.FAILED, name, f"{found}; other losses", promised, remedy)
+        remedy = "do not use enable_compilation_cache here; report it with this file"
+        return Finding(Status.FAILED, name, f"{found}; the losses differ", promised, remedy)
     if second["compiled"]:
         return Finding(Status.DIFFERENT, name, found, promised)
     return Finding(Status.OK, name, found, promised)
 
 
 def death(note: Mapping[str, Any], ranks: int) -> Finding:
-    """What became of a launch of which the last rank ended."""
+    """The finding about a launch in which the last rank failed."""
     name = f"a rank that {note['way']}"
     promised = f"the launch raises RankError within {_DEATH:.0f} s, on all hosts"
     found = f"{note['error'] or 'no error'} after {note['seconds']:.1f} s"
     right = note["error"] and (note["way"] != "raises" or note["rank"] == ranks - 1)
     if right and note["seconds"] < _DEATH:
         return Finding(Status.OK, name, found, promised)
-    remedy = "watch jobs here from outside; report it with this file"
+    remedy = "monitor jobs on this machine externally; report it with this file"
     return Finding(Status.FAILED, name, found, promised, remedy)
 
 
@@ -183,7 +182,7 @@ def of_rate(rate: Rate) -> Iterator[Finding]:
         return
     share = rate.value / rate.published
     held = _FIGURE[0] <= share <= _FIGURE[1]
-    small = rate.unit == "FLOP" and rate.amount < 1e11  # too short to fill the unit
+    small = rate.unit == "FLOP" and rate.amount < 1e11  # too small for full use of the unit
     yield Finding(
         Status.OK if held or small else Status.DIFFERENT,
         rate.name,
@@ -193,7 +192,7 @@ def of_rate(rate: Rate) -> Iterator[Finding]:
 
 
 def of_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
-    """One finding for each kind and axis: the largest size beside the model."""
+    """One finding for each kind and axis: compares the largest size with the model."""
     groups: dict[tuple[str, str], list[CollectiveTime]] = {}
     for time in times:
         groups.setdefault((time.kind, time.axis), []).append(time)
@@ -208,12 +207,15 @@ def of_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
             f"{kind}, {axis}",
             f"{largest.bytes / 1e6:.0f} MB in {milliseconds(largest.seconds, 3)}, "
             f"{share:.0%} of the modelled speed",
-            f"{milliseconds(largest.modelled, 3)} by the published links",
+            f"{milliseconds(largest.modelled, 3)} with the published link speeds",
         )
 
 
 def of_steps(runs: Sequence[StepRun], on_tpu: bool) -> Iterator[Finding]:
-    """Both classes on each step, and each step beside its plan; ``on_tpu``: of what plans are."""
+    """Compares both classes on each step, and each step with its plan.
+
+    ``on_tpu``: whether the steps ran on a TPU, for which plans are.
+    """
     lanes: dict[str, dict[str, StepRun]] = {}
     for run in runs:
         lanes.setdefault(run.name, {})[run.lane] = run
@@ -223,7 +225,7 @@ def of_steps(runs: Sequence[StepRun], on_tpu: bool) -> Iterator[Finding]:
         if ours is not None and other is not None:
             yield _beside(name, ours, other)
         if ours is not None and ours.planned is not None and not on_tpu:
-            found = f"{milliseconds(ours.seconds)} on CPU ranks, {milliseconds(ours.planned)} by"
+            found = f"{milliseconds(ours.seconds)} on CPU ranks, {milliseconds(ours.planned)} in"
             yield Finding(Status.SKIPPED, f"plan of {name}", f"{found} a plan for another device")
         elif ours is not None and ours.planned is not None:
             yield _beside_plan(name, ours)
@@ -235,11 +237,11 @@ def _beside(name: str, ours: StepRun, other: StepRun) -> Finding:
     apart = max(abs(a - b) / abs(b) for a, b in zip(ours.losses, other.losses, strict=True))
     found = (
         f"{milliseconds(ours.seconds)}, in-tree {milliseconds(other.seconds)} "
-        f"({other.seconds / ours.seconds:.2f} x); losses apart {apart:.1e}"
+        f"({other.seconds / ours.seconds:.2f} x); losses differ by {apart:.1e}"
     )
     title, promised = f"step {name}", "not slower than in-tree; the same losses"
     if not apart <= _LOSSES:
-        remedy = "one of the two trains wrong here; report it with this file"
+        remedy = "one of the two computes wrong losses here; report it with this file"
         return Finding(Status.FAILED, title, found, promised, remedy)
     slower = ours.seconds > 1.05 * other.seconds
     return Finding(Status.DIFFERENT if slower else Status.OK, title, found, promised)
@@ -250,7 +252,7 @@ def _beside_plan(name: str, ours: StepRun) -> Finding:
     share = ours.seconds / ours.planned
     found = f"{milliseconds(ours.seconds)}, {share:.2f} x of the plan"
     if ours.host > 0.9 * ours.seconds:
-        found += f"; the host takes {milliseconds(ours.host)} to trace it, so it waits for that"
+        found += f"; tracing on the host takes {milliseconds(ours.host)}, which limits the step"
     held = _STEP[0] <= share <= _STEP[1]
     promised = f"{milliseconds(ours.planned)} by the plan"
     return Finding(Status.OK if held else Status.DIFFERENT, f"plan of {name}", found, promised)
@@ -261,7 +263,7 @@ def _memory(name: str, peak: int, planned: int) -> Finding:
     return Finding(
         Status.OK if _MEMORY[0] <= share <= _MEMORY[1] else Status.DIFFERENT,
         f"HBM of {name}",
-        f"{peak / 2**20:,.0f} MiB at most since the process began, {share:.2f} x of the plan",
+        f"peak of {peak / 2**20:,.0f} MiB since the process began, {share:.2f} x of the plan",
         f"{planned / 2**20:,.0f} MiB required by the plan",
     )
 
@@ -269,7 +271,7 @@ def _memory(name: str, peak: int, planned: int) -> Finding:
 def calibrate(
     family: str, times: Sequence[CollectiveTime], rates: Sequence[Rate], slice: Slice | None
 ) -> Calibration:
-    """The figures that fit best; ``None`` for those of which nothing was measured."""
+    """The figures that fit best; ``None`` for those without a measurement."""
     launch, hop, bandwidth = (None, None, None) if slice is None else _fit_links(times, slice)
     devices = 1 if slice is None else slice.chip.devices
     best = {rate.name: rate.value for rate in rates}
@@ -293,10 +295,11 @@ def calibrate(
 def _fit_links(
     times: Sequence[CollectiveTime], slice: Slice
 ) -> tuple[float | None, float | None, float | None]:
-    """Launch and hop latency in seconds, bytes a second of a link one way.
+    """Fits launch and hop latency in seconds, and bytes per second of a link in one direction.
 
-    From groups along one axis: over several axes the compiler has the choice of algorithms, and
-    inside of a chip no link is used. By least squares of relative errors, none below zero.
+    It uses only groups along one axis: over several axes the compiler chooses among algorithms, and
+    groups inside of a chip use no link. It minimizes the squared relative errors, with no figure
+    below zero.
     """
     lengths = [n for n in slice.device_shape if n > 1]
     along = [t for t in times if t.seconds > 0 and (t.axis != "all" or len(lengths) == 1)]
@@ -311,20 +314,20 @@ def _fit_links(
 
 
 def _terms(time: CollectiveTime, slice: Slice) -> list[float] | None:
-    """How often launch and hop count in ``time``, and the bytes on the busiest link."""
+    """The numbers of launches and hops in ``time``, and the bytes on the busiest link."""
 
     def seconds(launch: float = 0.0, hop: float = 0.0, bandwidth: float = math.inf) -> float:
         chip = replace(slice.chip, launch_latency=launch, hop_latency=hop, link_bandwidth=bandwidth)
         return modelled(time, replace(slice, chip=chip)) or 0.0
 
-    if seconds():  # not over links
+    if seconds():  # it does not use links
         return None
     terms = [seconds(launch=1.0), seconds(hop=1.0), seconds(bandwidth=1.0)]
     return terms if terms[2] else None
 
 
 def _least_squares(matrix: numpy.ndarray) -> numpy.ndarray | None:
-    """``x >= 0`` for which ``matrix @ x`` is closest to ones: of all choices of what is zero."""
+    """``x >= 0`` for which ``matrix @ x`` is closest to ones; tries all subsets of zeros."""
     best, least = None, math.inf
     for count in range(1, matrix.shape[1] + 1):
         for columns in combinations(range(matrix.shape[1]), count):

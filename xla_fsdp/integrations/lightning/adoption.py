@@ -1,4 +1,4 @@
-"""What a strategy is given and has to make fit: optimizers and loaders."""
+"""Adapts and checks the optimizers and data loaders that a strategy receives."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..held_shards import hold_shards
 
 
 def adopt(optimizer: torch.optim.Optimizer) -> None:
-    """Has ``optimizer``, which may have been made before the model was wrapped, hold its shards.
+    """Replaces the parameters of ``optimizer`` by shards if it was created before the wrapping.
 
     Raises:
-        ValueError: it holds none of a wrapped model's parameters, or has made steps already.
+        ValueError: it has no parameter of a wrapped model, or has made steps already.
     """
     hold_shards(optimizer)
     if not has_shards(optimizer):
         raise ValueError(
-            f"this {type(optimizer).__name__} has no parameter of a model that was set up: make "
-            "it of the parameters of the model that is trained"
+            f"this {type(optimizer).__name__} has no parameter of a model that was set up. Create "
+            "it with the parameters of the model that is trained"
         )
 
 
@@ -33,7 +33,6 @@ def require_no_forks(loader: Any) -> None:
     method = context if isinstance(context, str) or context is None else context.get_start_method()
     if method in (None, "fork"):
         raise ValueError(
-            f"num_workers={loader.num_workers}: CPU ranks are threads of one process, which must "
-            "not fork: pass multiprocessing_context='forkserver' to the DataLoader, or "
-            "num_workers=0"
+            f"num_workers={loader.num_workers} would fork this process, which has CPU ranks as "
+            "threads. Pass multiprocessing_context='forkserver' to the DataLoader, or num_workers=0"
         )

@@ -1,9 +1,9 @@
-"""What changes in Lightning while its integration is installed."""
+"""The changes in Lightning while the integration is installed."""
 
 from __future__ import annotations
 
 from ..changes import Changes
 
 changes = Changes("lightning", extra="lightning")
-# Beyond those, where its own names are to mean ours.
+# Further changes, which make Lightning's own names select this package.
 drop_in = Changes("lightning", extra="lightning")

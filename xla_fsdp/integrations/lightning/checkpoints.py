@@ -1,7 +1,7 @@
-"""Checkpoints of the Trainer: one file of whole tensors, or a folder of all ranks' shards.
+"""Checkpoints of the Trainer: one file of full tensors, or a folder of all ranks' shards.
 
-A sharded one has the model and the optimizers as a checkpoint of this package; all else that
-Lightning saves (loops, callbacks, schedulers, hyperparameters) is in it as bytes.
+A sharded checkpoint stores the model and the optimizers in this package's format. It stores all
+else that Lightning saves (loops, callbacks, schedulers, hyperparameters) as bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...consolidate.format.store import join
 from ..held_shards import joined
 from .collectives import on_host
 
-# What is in a checkpoint that was read from a folder: which one.
+# The key of a checkpoint that was read from a folder: its value is the folder.
 _FOLDER = "xla_fsdp_folder"
 
 
@@ -36,17 +36,17 @@ def state_of_model(strategy: Any) -> dict[str, Any]:
 
 
 def state_of_optimizer(strategy: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """By names, which are numbers to an optimizer that is not sharded: it goes by their order."""
+    """The optimizer state by parameter names; an unsharded optimizer uses only their order."""
     return {} if _is_sharded(strategy) else full_optim_state_dict(strategy.model, optimizer)
 
 
 @at_rest()
 def save(strategy: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-    """``checkpoint`` is what the Trainer has collected; every rank calls it.
+    """Saves ``checkpoint``, which the Trainer has collected; every rank calls it.
 
     Raises:
-        ValueError: something of the other kind is in the way.
-        OtherRankError: another rank could not.
+        ValueError: at ``path`` there is a file instead of a folder, or the reverse.
+        OtherRankError: another rank could not save.
     """
     meeting = Meeting()
     wanted = os.fspath(path)
@@ -73,16 +73,18 @@ def save(strategy: Any, checkpoint: dict[str, Any], path: Any, storage_options: 
 
 
 def read(strategy: Any, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """What the Trainer is to know of a checkpoint; called with a lock that only one rank can have,
-    so ranks must not meet here."""
+    """Reads the Trainer's part of a checkpoint.
+
+    The caller holds a lock that only one rank can have, so there must be no collective here.
+    """
     wanted = os.fspath(path)
     if not get_filesystem(wanted).isdir(wanted):
         return strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
     folder, extra = extra_of(wanted)
     if not isinstance(extra, dict) or "lightning" not in extra:
         raise ValueError(
-            f"{folder} was not saved by a Trainer, so nothing says where training was: build the "
-            "model and call xla_fsdp.load_checkpoint, or fit without ckpt_path"
+            f"{folder} was not saved by a Trainer, so it does not contain the progress of the "
+            "training. Build the model and call xla_fsdp.load_checkpoint, or fit without ckpt_path"
         )
     return {**unpacked(extra["lightning"], weights_only), "state_dict": {}, _FOLDER: folder}
 
@@ -99,8 +101,8 @@ def load_optimizers(strategy: Any, checkpoint: Mapping[str, Any]) -> None:
     states = checkpoint["optimizer_states"]
     if len(states) != len(strategy.optimizers):
         raise ValueError(
-            f"the checkpoint has the state of {len(states)} optimizers, and configure_optimizers "
-            f"returned {len(strategy.optimizers)}"
+            f"the checkpoint has the state of {len(states)} optimizers, but configure_optimizers "
+            f"returned {len(strategy.optimizers)}. Return the same number of optimizers"
         )
     if states and _FOLDER in checkpoint:
         both = joined(strategy.optimizers)
@@ -114,22 +116,22 @@ def load_optimizers(strategy: Any, checkpoint: Mapping[str, Any]) -> None:
 
 
 def require_kind(meeting: Meeting, path: str, folder: bool) -> None:
-    """Raises ValueError on every rank if a file is where a folder is to be, or the reverse."""
+    """Raises ValueError on every rank if ``path`` is a file instead of a folder, or the reverse."""
 
     def look() -> None:
         files = get_filesystem(path)
         if files.exists(path) and files.isdir(path) != folder:
             raise ValueError(
-                f"{path} is there, and a {'file' if folder else 'folder'}: with state_dict_type="
+                f"{path} is a {'file' if folder else 'folder'}, but with state_dict_type="
                 f"{'sharded' if folder else 'full'!r} a checkpoint is a "
-                f"{'folder' if folder else 'file'}; remove it, or save elsewhere"
+                f"{'folder' if folder else 'file'}. Remove it, or save to another path"
             )
 
     meeting.first(f"save to {path}", look)
 
 
 def extra_of(path: str) -> tuple[str, Any]:
-    """The folder of the checkpoint that ``path`` means, and its ``extra``; one rank may ask."""
+    """The folder of the checkpoint at ``path``, and its ``extra``; a single rank may call it."""
     _, name = folders.resolve(path)
     whole = path.rstrip("/") or "/"
     last = name.rpartition("/")[2]
@@ -149,7 +151,7 @@ def unpacked(data: bytes, weights_only: bool | None) -> Any:
 
 
 def give_back(optimizer: Any) -> None:
-    """After a load into what :func:`~..held_shards.joined` returned."""
+    """Returns the loaded state to the optimizers that :func:`~..held_shards.joined` joined."""
     if hasattr(optimizer, "give_back"):
         optimizer.give_back()
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other in Lightning's words; a part of both strategies."""
+"""Lightning's collectives, which both strategies inherit."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _REDUCTIONS = {
 
 
 class Talking:
-    """Collectives, each to be called on every rank.
+    """Collectives, each of which must be called on every rank.
 
-    What they return is there when they return it, so that the first rank alone may look at it (a
-    progress bar, a logger). Within :meth:`computing` it is part of the step's program instead. The
-    random state of the device stays as it is.
+    Their results are computed when they return, so that a single rank can read them (a progress
+    bar, a logger). Within :meth:`computing` they are part of the step's program instead. They do
+    not change the random state of the device.
     """
 
     _computing = False
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """A step: its program is not cut."""
+        """A context for a step, in which collectives do not cut the program."""
         self._computing = True
         try:
             yield
@@ -63,11 +63,11 @@ class Talking:
                 xm.rendezvous(name or "barrier")
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """``obj`` of rank ``src``, anything that can be pickled."""
+        """Returns ``obj`` of rank ``src``, any object that can be pickled."""
         if not in_rank() or xr.world_size() == 1:
             return obj
         own = pickle.dumps(on_host(obj)) if xr.global_ordinal() == src else b""
-        # On TPU every length of payload is a program of its own: few lengths.
+        # On TPU every payload length needs a separate program, so use few lengths.
         own = own.ljust(1 << max(8, len(own).bit_length()), b"\0")
         with preserve_random_state():
             sent = xm.rendezvous("broadcast", own)
@@ -76,8 +76,10 @@ class Talking:
         return found.to(root_device()) if on_device else found
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """A new first dimension, by rank; with one rank ``tensor`` as it is. With ``sync_grads``
-        a rank's gradient is the sum of what all have for its part."""
+        """Gathers ``tensor`` along a new first dimension; with one rank returns it unchanged.
+
+        With ``sync_grads`` a rank's gradient is the sum of all ranks' gradients for its part.
+        """
         _require_no_group(group)
         if not in_rank() or xr.world_size() == 1:
             return tensor
@@ -92,7 +94,7 @@ class Talking:
         return gathered.to(tensor.device)
 
     def _reduced(self, value: Any, group: Any, reduce_op: Any) -> torch.Tensor:
-        """A new tensor on the device of ``value``."""
+        """Reduces ``value`` into a new tensor on its device."""
         _require_no_group(group)
         name = "sum" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
         if name not in _REDUCTIONS:
@@ -114,7 +116,7 @@ class Talking:
         return total.to(given.device) if isinstance(value, torch.Tensor) else total
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """The same answer on all ranks: whether all of them, or any, say so."""
+        """Returns on all ranks whether ``decision`` is true on all of them, or on any."""
         if not in_rank():
             return decision
         said = self._reduced(torch.tensor(int(decision), device=root_device()), None, "sum")
@@ -124,24 +126,24 @@ class Talking:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        ctx.rank = xr.global_ordinal()  # autograd's thread may be another's
+        ctx.rank = xr.global_ordinal()  # autograd's thread may belong to another rank
         return xm.all_gather(value[None], dim=0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         total: Any = xm.all_reduce(xm.REDUCE_SUM, gradients[0].clone())
-        # As data: as a constant it would make a program for each rank.
+        # Upload the rank as data: a constant would give each rank a different program.
         own = torch.tensor([ctx.rank]).to(total.device)
         return total.index_select(0, own)[0]
 
 
 def gather_states(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """What torchmetrics wants of all ranks: a tensor's values by rank, of any lengths."""
+    """Gathers a metric's state for torchmetrics: the tensors of all ranks, of any shapes."""
     _require_no_group(group)
     device = state.device
     own = state.to(root_device())
     whole = own.reshape(-1)
-    # Ranks may have seen other numbers of examples; all have as many dimensions.
+    # Lengths may differ between ranks, but the number of dimensions is equal.
     shape = torch.tensor([*own.shape, whole.numel()]).to(own.device)
     shapes = xm.all_gather(shape[None], dim=0).tolist()
     longest = max(each[-1] for each in shapes)
@@ -159,4 +161,7 @@ def on_host(obj: Any) -> Any:
 
 def _require_no_group(group: Any) -> None:
     if group is not None and group is not dist.group.WORLD:
-        raise ValueError(f"group={group!r}: ranks of XLA are in no process groups; leave it out")
+        raise ValueError(
+            f"group={group!r} is not supported, because XLA ranks have no process groups. Leave "
+            "it out"
+        )

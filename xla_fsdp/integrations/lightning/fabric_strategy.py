@@ -1,4 +1,4 @@
-"""Fabric's strategy, and what ``fabric.save`` writes, to be loaded by any number of ranks."""
+"""The strategy for Fabric, and its checkpoints, which any number of ranks can load."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ _Filters = dict[str, Callable[[str, Any], bool]]
 
 
 class FabricStrategy(Talking, ParallelStrategy, _Sharded):
-    """Shards the modules that ``fabric.setup`` is given; ``Fabric(strategy="xla_fully_sharded")``.
+    """Shards the modules of ``fabric.setup``; ``Fabric(strategy="xla_fully_sharded")``.
 
-    Takes the arguments of Lightning's ``XLAFSDPStrategy``. Inside a launch of ranks Fabric uses
-    these; outside of one, ``fabric.launch(function)`` starts them. Optimizers may be set up before
-    or after, with the model or alone.
+    It has the arguments of Lightning's ``XLAFSDPStrategy``. Inside a launch Fabric uses its ranks;
+    outside of a launch, ``fabric.launch(function)`` starts ranks. Optimizers can be set up before
+    or after the model, or together with it.
 
     Args:
-        state_dict_type: ``"sharded"``: ``fabric.save`` writes a folder, to which each rank writes
-            its shards. ``"full"``: one file of whole tensors. ``fabric.load`` takes either.
-        sequential_save: without effect: ranks write one tensor at a time.
+        state_dict_type: ``"sharded"``: ``fabric.save`` creates a folder, to which each rank writes
+            its shards. ``"full"``: one file of full tensors. ``fabric.load`` reads both.
+        sequential_save: has no effect, because ranks always write one tensor at a time.
         auto_wrap_policy, activation_checkpointing_policy, options: see :class:`TrainerStrategy`.
         accelerator, parallel_devices, checkpoint_io, precision: set by Fabric.
 
@@ -81,7 +81,7 @@ class FabricStrategy(Talking, ParallelStrategy, _Sharded):
         self.settings = Settings(
             auto_wrap_policy, activation_checkpointing_policy, state_dict_type, options
         )
-        self.modules: list[nn.Module] = []  # that were set up
+        self.modules: list[nn.Module] = []  # the modules that were set up
         super().__init__(
             accelerator, parallel_devices, RanksEnvironment(), checkpoint_io, precision
         )
@@ -110,10 +110,10 @@ class FabricStrategy(Talking, ParallelStrategy, _Sharded):
     def _configure_launcher(self) -> None:
         self._launcher = None if in_rank() else FabricLauncher(self)
 
-    # -- setting up ----------------------------------------------------------------------------
+    # -- setup ---------------------------------------------------------------------------------
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Comes before wrapping, which moves shards: whole it need not fit on a chip."""
+        """Does nothing: wrapping moves the shards, and the full module may not fit on a chip."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager:
         return _EmptyInit(enabled=bool(empty_init))
@@ -123,7 +123,9 @@ class FabricStrategy(Talking, ParallelStrategy, _Sharded):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if is_sharded(module) and not is_wrapper(module) and outermost(module)[0] is not module:
-            raise ValueError(f"this {type(module).__name__} was set up already")
+            raise ValueError(
+                f"this {type(module).__name__} was set up already. Call fabric.setup once for it"
+            )
         self.settings.require_classes(module)
         wrapped = self.settings.wrap(module, self.precision.precision)
         sync_metrics(wrapped, self.root_device)
@@ -157,8 +159,11 @@ class FabricStrategy(Talking, ParallelStrategy, _Sharded):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """By the norm over all ranks. That it is not finite is known, and raised as RuntimeError,
-        when the step has run: asking before would cut the step's program."""
+        """Clips gradients by their norm over all ranks.
+
+        A norm that is not finite raises RuntimeError after the step has run, because a check before
+        would cut the step's program.
+        """
         parameters = list(self.precision.main_params(optimizer))
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, float(norm_type))
         if error_if_nonfinite:
@@ -208,8 +213,10 @@ class _NoSync(_BackwardSyncControl):
 
 
 class _BatchByBatch:
-    """A loader that ends a step with each batch: what a loop without optimizer computes would all
-    be one program otherwise."""
+    """A loader that runs the pending step before each batch.
+
+    Otherwise all iterations of a loop without an optimizer would be one program.
+    """
 
     def __init__(self, loader: Any) -> None:
         self.__dict__.update(vars(loader))
@@ -231,8 +238,8 @@ class _BatchByBatch:
 def _require_finite(norm: torch.Tensor) -> None:
     if not bool(norm.isfinite()):
         raise RuntimeError(
-            f"the norm of all gradients is {norm.item()}, and the step that was clipped by it has "
-            "been made: resume from a checkpoint; error_if_nonfinite=False does not look"
+            f"the norm of all gradients is {norm.item()}, and the step with it has already changed "
+            "the parameters. Resume from a checkpoint, or set error_if_nonfinite=False to ignore it"
         )
 
 
@@ -240,11 +247,12 @@ def _require_finite(norm: torch.Tensor) -> None:
 def _save(
     strategy: Any, path: Any, state: dict[str, Any], storage_options: Any, filters: _Filters
 ) -> None:
-    """Every rank calls it.
+    """Saves a checkpoint; every rank calls it.
 
     Raises:
-        ValueError: filters or storage options with shards; or something of the other kind is there.
-        OtherRankError: another rank could not.
+        ValueError: filters or storage options were given for a sharded checkpoint, or there is a
+            file instead of a folder, or the reverse.
+        OtherRankError: another rank could not save.
     """
     meeting = Meeting()
     wanted = strategy.broadcast(os.fspath(path))
@@ -264,8 +272,8 @@ def _save(
     filtered = [key for key in filters if key in models or key in optimizers]
     if filtered or storage_options is not None:
         raise ValueError(
-            f"{'filter for ' + ', '.join(filtered) if filtered else 'storage_options'}: sharded "
-            "checkpoints take none; use state_dict_type='full'"
+            f"{'filter for ' + ', '.join(filtered) if filtered else 'storage_options'} is not "
+            "supported for sharded checkpoints. Leave it out, or use state_dict_type='full'"
         )
     converted: dict[str, Any] = {}
     for key, obj in rest.items():
@@ -283,12 +291,12 @@ def _save(
 def _load(
     strategy: Any, path: Any, state: Any, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    """Every rank calls it; returns what of the checkpoint is not in ``state``.
+    """Loads a checkpoint; every rank calls it. Returns the entries that are not in ``state``.
 
     Raises:
-        KeyError: ``state`` has keys that the checkpoint has not, and ``strict``.
-        ValueError: a sharded checkpoint, and no model to load it into.
-        CheckpointError: it is damaged, or does not fit.
+        KeyError: ``state`` has keys that are not in the checkpoint, and ``strict`` is true.
+        ValueError: the checkpoint is sharded, but ``state`` has no model.
+        CheckpointError: the checkpoint is damaged, or does not fit ``state``.
     """
     wanted = strategy.broadcast(os.fspath(path))
     if get_filesystem(wanted).isdir(wanted):
@@ -300,7 +308,7 @@ def _load(
         _load_state_of(strategy, state, found, strict)
         return {}
     _validate_keys_for_strict_loading(state.keys(), found.keys(), strict=strict)
-    # An optimizer's state may name parameters that a model is about to get.
+    # Load models first: an optimizer's state may refer to parameters that a model loads.
     for key in sorted(state, key=lambda key: not isinstance(state[key], nn.Module)):
         if key not in found:
             continue
@@ -314,23 +322,23 @@ def _load(
 def _load_folder(path: str, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError(
-            f"{path} is a sharded checkpoint: pass what it is loaded into as "
-            "fabric.load(path, {'model': model, ...}), keys as they were saved, or make one file "
-            "of it with python -m xla_fsdp.consolidate"
+            f"{path} is a sharded checkpoint, which needs a model to load into. Call "
+            "fabric.load(path, {'model': model, ...}) with the keys that were saved, or convert it "
+            "to one file with python -m xla_fsdp.consolidate"
         )
     models, optimizers, rest = _sorted(state)
     folder, extra = extra_of(path)
     if not isinstance(extra, dict) or "fabric" not in extra:
         raise ValueError(
-            f"{folder} was not saved by fabric.save: load it with xla_fsdp.load_checkpoint"
+            f"{folder} was not saved by fabric.save. Load it with xla_fsdp.load_checkpoint"
         )
     saved = unpacked(extra["fabric"], weights_only)
     _validate_keys_for_strict_loading(rest, saved.keys(), strict=strict)
     missing = [key for key in optimizers if key not in extra["optimizers"]]
     if missing or (optimizers and list(optimizers) != extra["optimizers"]):
         raise KeyError(
-            f"{folder} has the optimizers {extra['optimizers']}, in this order, and the state to "
-            f"load into has {list(optimizers)}: pass the same, or none"
+            f"{folder} has the optimizers {extra['optimizers']}, in this order, but the state to "
+            f"load into has {list(optimizers)}. Pass the same optimizers, or none"
         )
     both = joined(list(optimizers.values())) if optimizers else None
     load_checkpoint(folder, _model_of(models, path), both, strict=strict, restore_rng=False)
@@ -346,7 +354,7 @@ def _load_folder(path: str, state: Any, strict: bool, weights_only: bool | None)
 
 
 def _state_of(strategy: Any, obj: Any) -> Any:
-    """What is saved of ``obj``: of a model or an optimizer the whole state, on the first rank."""
+    """The value to save for ``obj``: the full state of a model or optimizer, on the first rank."""
     if isinstance(obj, nn.Module) and is_sharded(obj):
         return full_state_dict(obj)
     if isinstance(obj, Optimizer):
@@ -366,7 +374,7 @@ def _load_state_of(strategy: Any, obj: Any, state: Any, strict: bool) -> None:
 
 
 def _model_with(strategy: Any, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """What of the modules that were set up has the parameters of ``optimizer``."""
+    """The module that was set up and has the parameters of ``optimizer``."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = [
         module
@@ -375,7 +383,8 @@ def _model_with(strategy: Any, optimizer: torch.optim.Optimizer) -> nn.Module:
     ]
     if not found:
         raise ValueError(
-            f"this {type(optimizer).__name__} has no parameter of a model that was set up"
+            f"this {type(optimizer).__name__} has no parameter of a model that was set up. Call "
+            "fabric.setup with its model"
         )
     return found[0] if len(found) == 1 else nn.ModuleList(found)
 
@@ -390,10 +399,10 @@ def _sorted(
 
 
 def _model_of(models: dict[str, nn.Module], path: str) -> nn.Module:
-    """The model, or all of them by their keys."""
+    """The model, or a module of all models by their keys."""
     if not models:
         raise ValueError(
-            f"{path}: the state has no model; a sharded checkpoint is of one, e.g. "
+            f"{path}: the state has no model, which a sharded checkpoint needs. Pass for example "
             "{'model': model, 'optimizer': optimizer}"
         )
     return next(iter(models.values())) if len(models) == 1 else nn.ModuleDict(models)

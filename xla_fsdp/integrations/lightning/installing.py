@@ -1,4 +1,4 @@
-"""What is registered with Lightning and changed in it, each in one place; can be undone."""
+"""Registers the strategies with Lightning and changes it; both can be undone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _installing = threading.Lock()
 
 
 def install() -> None:
-    """Registers the strategies and makes the changes, unless that was done."""
+    """Registers the strategies and makes the changes, unless this was done already."""
     with _installing:
         changes.apply()
         if not _undo_speaking:
@@ -56,7 +56,7 @@ def install() -> None:
 
 
 def install_drop_in() -> None:
-    """Has ``"xla_fsdp"`` and Lightning's ``XLAFSDPStrategy`` mean this package's, too."""
+    """Makes ``"xla_fsdp"`` and Lightning's ``XLAFSDPStrategy`` also select this package."""
     install()
     with _installing:
         drop_in.apply()
@@ -64,7 +64,7 @@ def install_drop_in() -> None:
 
 
 def uninstall() -> None:
-    """Puts Lightning back as it was."""
+    """Removes the strategies and changes from Lightning."""
     with _installing:
         changes.undo()
         drop_in.undo()
@@ -89,12 +89,11 @@ def _is_ours(strategy: Any) -> bool:
     return isinstance(strategy, (TrainerStrategy, FabricStrategy))
 
 
-# -- what was asked for ------------------------------------------------------------------------
+# -- arguments of Trainer and Fabric -----------------------------------------------------------
 
 
 def _with_ranks(original: Any, self: Any, **kwargs: Any) -> None:
-    """Lightning looks for TPUs, and lets no strategies but its own have them: ours bring an
-    accelerator of their own."""
+    """Sets our accelerator: Lightning allows its TPU accelerator only for its own strategies."""
     strategy, accelerator = kwargs["strategy"], kwargs["accelerator"]
     registry = STRATEGY_REGISTRY if isinstance(self, _Connector) else StrategyRegistry
     known = isinstance(strategy, str) and strategy.lower() in registry
@@ -103,12 +102,12 @@ def _with_ranks(original: Any, self: Any, **kwargs: Any) -> None:
         right = (CPUAccelerator, XLAAccelerator, RanksAccelerator)
         if accelerator not in ("auto", "tpu", "cpu") and not isinstance(accelerator, right):
             raise ValueError(
-                f"accelerator={accelerator!r}: the ranks of strategy {NAME!r} are on XLA devices, "
-                "of a TPU or of the CPU: leave accelerator out, or set 'auto', 'tpu' or 'cpu'"
+                f"accelerator={accelerator!r} is not supported by strategy {NAME!r}, whose ranks "
+                "are on XLA devices. Leave accelerator out, or set 'auto', 'tpu' or 'cpu'"
             )
         if getattr(strategy, "_accelerator", None) is None:
             kwargs["accelerator"] = RanksAccelerator()
-        else:  # of a strategy that was used before
+        else:  # the accelerator of a strategy that was used before
             kwargs["accelerator"] = "auto"
     original(self, **kwargs)
 
@@ -118,16 +117,16 @@ changes.around(_Connector, "_check_config_and_set_final_flags")(_with_ranks)
 changes.around(_AcceleratorConnector, "_check_config_and_set_final_flags")(_with_ranks)
 
 
-# -- what there is one of in a process ---------------------------------------------------------
+# -- global state that ranks as threads share --------------------------------------------------
 
 
 class _Shared:
-    """A context that the first enters, the last leaves, and all in between share.
+    """A context that the first rank enters, the last rank leaves, and all ranks share.
 
-    For what Lightning changes in torch for a while, of which several ranks may be in at once:
-    inside ``_replace_dunder_methods`` a class's methods note what they are called with, so that a
-    loader can be built once more with another sampler. It puts them back at its end, and one that
-    entered meanwhile would put back what it has found: the change of the first.
+    Lightning changes classes temporarily: in ``_replace_dunder_methods`` a class's methods record
+    their arguments, so that a loader can be created again with another sampler. Several ranks may
+    be in this context at the same time. Without sharing, the second rank would save the methods
+    that the first one has changed, and restore these at its end.
     """
 
     def __init__(self) -> None:
@@ -162,7 +161,7 @@ changes.around(lightning.pytorch.trainer.connectors.data_connector, "_replace_du
 )
 
 
-# -- what goes by torch.distributed, or by the sizes of shards ---------------------------------
+# -- functions that use torch.distributed, or the sizes of shards ------------------------------
 
 
 @changes.around(Fabric, "rank_zero_first")
@@ -192,11 +191,11 @@ for _averaging in (StochasticWeightAveraging, WeightAveraging):
     _refuse(
         _averaging,
         ["fit"],
-        "copies the model before it is sharded, and would average whole "
-        "parameters with shards. Leave the callback out; average in the module: make a "
-        "torch.optim.swa_utils.AveragedModel of self.net, or what it is called, in "
-        "on_fit_start, when it is sharded, keep it in a list, so that it is no part of the "
-        "module, and call its update_parameters(self.net) in on_train_batch_end",
+        "copies the model before it is sharded, and would average full parameters with "
+        "shards. Leave the callback out and average in the module: in on_fit_start, when the "
+        "model is sharded, create a torch.optim.swa_utils.AveragedModel of self.net (or another "
+        "submodule) and store it in a list, so that it is not a submodule; in "
+        "on_train_batch_end, call its update_parameters(self.net)",
     )
 
 _refuse(
@@ -204,21 +203,24 @@ _refuse(
     list(TrainerFn),
     "would prune each rank's shards separately, and save them. Leave the callback out and "
     "prune the module with torch.nn.utils.prune before trainer.fit: the masks are buffers, which "
-    "training applies and checkpoints have",
+    "training applies and checkpoints contain",
 )
 
 
 @changes.around(lightning.fabric.utilities.throughput, "get_available_flops")
 @changes.around(lightning.pytorch.callbacks.throughput_monitor, "get_available_flops")
 def _available_flops(original: Any, device: Any, dtype: Any) -> int | None:
-    """Of any XLA device it asks the metadata server which TPU it is."""
+    """Returns None on CPU ranks, for which Lightning would query the metadata server."""
     return None if device.type == "xla" and on_cpu() else original(device, dtype)
 
 
 @changes.around(XLAAccelerator, "auto_device_count")
 def _number_of_tpus(original: Any) -> int:
-    """Without a TPU Lightning queries the metadata server, and raises TypeError where jax, once
-    imported, has forbidden that with ``TPU_SKIP_MDS_QUERY``."""
+    """Returns 0 without a TPU, when Lightning would query the metadata server.
+
+    Lightning would raise TypeError after an import of jax, which disables such queries with
+    ``TPU_SKIP_MDS_QUERY``.
+    """
     return 0 if on_cpu() else original()
 
 
@@ -226,7 +228,7 @@ def _number_of_tpus(original: Any) -> int:
 def _record_mean_loss(
     original: Any, self: Any, trainer: Trainer, pl_module: Any, outputs: Any, *batch: Any
 ) -> None:
-    """It records the loss of the first rank's batch only."""
+    """Records the mean loss of all ranks; Lightning records only that of the first rank."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if loss is not None and _is_ours(trainer.strategy):
         outputs = trainer.strategy.reduce(loss)
@@ -242,7 +244,7 @@ class _FullLayer(LayerSummary):
 class _FullSummary(model_summary.ModelSummary):
     """The table of layers that the Trainer prints, with the sizes of full parameters.
 
-    Without sizes of inputs, which would take a forward of a model without its parameters.
+    It has no sizes of inputs, because they need a forward, for which parameters are not gathered.
     """
 
     def summarize(self) -> Any:

@@ -1,7 +1,7 @@
-"""Ranks for a Trainer or a Fabric that was made outside of them.
+"""Starts ranks for a Trainer or a Fabric that was created outside of a launch.
 
 Each rank works on a copy, as on a TPU, whose ranks are processes. Afterwards the Trainer outside
-knows what the first rank's found, and its model has the trained weights.
+has the results of the first rank's Trainer, and its model has the trained weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .ranks import on_cpu
 
 
 class FabricLauncher(_XLALauncher):
-    """Runs a function on all ranks; returns what it returned on the first."""
+    """Runs a function on all ranks; returns its result on the first rank."""
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -38,7 +38,7 @@ class FabricLauncher(_XLALauncher):
 
 
 class TrainerLauncher(_MultiProcessingLauncher):
-    """Runs ``fit`` and its like on all ranks."""
+    """Runs ``fit``, ``test`` and the like on all ranks."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy, start_method="spawn")
@@ -54,15 +54,15 @@ class TrainerLauncher(_MultiProcessingLauncher):
             return _on_all_ranks(self._strategy, function, args, kwargs)
         if self._already_fit and trainer.state.fn == "fit":
             raise RuntimeError(
-                "this Trainer has been fitted, and its ranks are gone with their optimizers: make "
-                "another Trainer and call fit(ckpt_path=...), or call fit twice inside "
+                "this Trainer has been fitted, and its ranks have ended with their optimizers. "
+                "Create another Trainer and call fit(ckpt_path=...), or call fit twice inside "
                 "xla_fsdp.launch"
             )
         tuners = (LearningRateFinder, BatchSizeFinder)
         if any(isinstance(each, tuners) and each._early_exit for each in trainer.callbacks):
             raise RuntimeError(
-                "a Tuner outside of the ranks does not learn what the ranks find: call it inside "
-                "xla_fsdp.launch, or give the Trainer a LearningRateFinder callback"
+                "a Tuner outside of the ranks does not get the results of the ranks. Call it "
+                "inside xla_fsdp.launch, or give the Trainer a LearningRateFinder callback"
             )
         found = _on_all_ranks(self._strategy, _run_trainer, (trainer, function, args, kwargs), {})
         self._already_fit |= trainer.state.fn == "fit"
@@ -86,7 +86,7 @@ def _on_all_ranks(
 def _run(
     rank: int, path: str, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> None:
-    # CPU ranks are given the same objects, and are to have their own.
+    # CPU ranks receive the same objects, but each must have a copy.
     function, args, kwargs = copy.deepcopy((function, args, kwargs))
     result = on_host(function(*args, **kwargs))
     if rank == 0:
@@ -96,7 +96,7 @@ def _run(
 def _run_trainer(
     trainer: Any, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any] | None, _WorkerOutput]:
-    trainer.strategy._launcher = None  # the ranks are there
+    trainer.strategy._launcher = None  # the ranks have started already
     results = function(*args, **kwargs)
     fitting = trainer.state.fn == "fit"
     weights = full_state_dict(trainer.strategy.model) if fitting else None

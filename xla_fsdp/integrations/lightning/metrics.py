@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics among ranks; they know of torch.distributed only."""
+"""Metrics of torchmetrics over all ranks; torchmetrics itself only supports torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from .ranks import in_rank
 
 
 def sync_metrics(module: nn.Module, device: torch.device) -> None:
-    """Has the metrics in ``module`` be on ``device`` and compute over all ranks, where nobody has
-    said otherwise."""
+    """Moves the metrics in ``module`` to ``device`` and makes them compute over all ranks.
+
+    Metrics for which the user has set another synchronization are not changed.
+    """
     for each in module.modules():
         if isinstance(each, Metric):
             each.to(device)

@@ -1,4 +1,4 @@
-"""Precision as the wrapper computes it: shards and their optimizer keep float32 with bf16-mixed."""
+"""The precision plugins: with bf16-mixed, shards and optimizer state stay float32."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .settings import PRECISIONS
 
 
 def checked_precision(plugin: Any) -> str:
-    """What ``plugin``, which Lightning made of ``precision=...``, is to do.
+    """The name of the precision of ``plugin``, which Lightning creates from ``precision=...``.
 
     Raises:
-        ValueError: it is none of those that go on XLA.
+        ValueError: the precision is not supported on XLA.
     """
     name = "32-true" if plugin is None else getattr(plugin, "precision", type(plugin).__name__)
     if name in ("16-true", "16-mixed"):
         raise ValueError(
-            f"precision={name!r} does not go on XLA, whose TPUs have no float16 units: use "
+            f"precision={name!r} is not supported on XLA, because TPUs have no float16 units. Use "
             "'bf16-mixed', which needs no loss scaling"
         )
     if name not in PRECISIONS:
@@ -36,7 +36,7 @@ def checked_precision(plugin: Any) -> str:
 
 
 class _Computed:
-    """What both plugins do around a step."""
+    """The behavior of both plugins."""
 
     precision: Any
 
@@ -45,7 +45,7 @@ class _Computed:
         if self.precision != "bf16-mixed":
             yield
             return
-        # Losses and norms in float32, as elsewhere; parameters arrive in bfloat16.
+        # Losses and norms are float32, as on other devices; parameters are gathered in bfloat16.
         with torch.autocast("xla", dtype=torch.bfloat16):
             yield
 
@@ -74,10 +74,10 @@ class ShardedTrainerPrecision(_Computed, TrainerPrecision):
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        # Before the step, not in it: hooks of the step look at gradients.
+        # Before the step and not in it, because hooks of the step read gradients.
         result = self._wrap_closure(model, optimizer, closure)
         optimizer.step(**kwargs)
-        torch_xla.sync()  # what is logged is there then, for the first rank to look at alone
+        torch_xla.sync()  # computes the logged values, so that the first rank alone can read them
         return result
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:

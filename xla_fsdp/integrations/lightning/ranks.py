@@ -1,4 +1,4 @@
-"""Who is there, as Lightning asks: the environment, the accelerator, and which rank speaks."""
+"""The ranks for Lightning: its environment, its accelerator, and ``rank_zero_only``."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from lightning.pytorch.accelerators import Accelerator
 from ... import xlac
 from ...ranks.rank import current_rank
 
-# As many CPU ranks as ``launch`` starts where nobody says how many.
+# The default number of CPU ranks of ``launch``.
 _CPU_RANKS = 4
 
 
 def in_rank() -> bool:
-    """Whether this thread or process is one of the ranks. Asks no runtime, which must not start in
-    a process that is to start ranks."""
+    """Whether this thread or process is one of the ranks.
+
+    It does not use the runtime, which must not start in a process that will start ranks.
+    """
     if current_rank() is not None or xenv.PJRT_LOCAL_PROCESS_RANK in os.environ:
         return True
     return dist.is_torchelastic_launched() and dist.is_initialized()
 
 
 def on_cpu() -> bool:
-    """Whether ranks are, or would be, threads of one process."""
+    """Whether ranks are (or would be) threads of one process."""
     return os.environ.get("PJRT_DEVICE", "").startswith("CPU") or not xlac.chips_of_host()
 
 
 def ranks_of_this_host() -> int:
-    """How many there are, or would be started."""
+    """The number of ranks of this host, running or to be started."""
     context = current_rank()
     if context is not None:
         return context.size
@@ -50,7 +52,7 @@ def ranks_of_this_host() -> int:
 
 
 class RanksEnvironment(ClusterEnvironment):
-    """The ranks of this package's or torch_xla's launch; outside of them, the first."""
+    """The ranks of this package's or torch_xla's launch; outside of a launch, rank 0."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -58,11 +60,11 @@ class RanksEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        raise NotImplementedError("ranks of XLA meet without an address")
+        raise NotImplementedError("XLA ranks have no main address")
 
     @property
     def main_port(self) -> int:
-        raise NotImplementedError("ranks of XLA meet without a port")
+        raise NotImplementedError("XLA ranks have no main port")
 
     @staticmethod
     def detect() -> bool:
@@ -88,7 +90,7 @@ class RanksEnvironment(ClusterEnvironment):
 
 
 class RanksAccelerator(Accelerator):
-    """The XLA devices of the ranks, whether these are there yet or not."""
+    """The XLA devices of the ranks, also before the ranks have started."""
 
     def setup_device(self, device: torch.device) -> None:
         pass
@@ -101,10 +103,10 @@ class RanksAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
-        """How many devices of this host are meant.
+        """The number of devices of this host that ``devices`` selects.
 
         Raises:
-            ValueError: there are, or can be, only other numbers of them.
+            ValueError: this number of devices is not possible.
         """
         number = devices
         if isinstance(devices, str) and devices.strip().lstrip("-").isdigit():
@@ -121,8 +123,8 @@ class RanksAccelerator(Accelerator):
                 return number
         if in_rank():
             raise ValueError(
-                f"devices={devices!r}, but there are {found} ranks already, all of which take "
-                "part: leave devices out, or start another number of them"
+                f"devices={devices!r}, but {found} ranks are running already, and all must take "
+                "part. Leave devices out, or start another number of ranks"
             )
         allowed = "1 to 8" if on_cpu() else f"{found}, all of this host"
         raise ValueError(f"devices must be 'auto' or {allowed}, got {devices!r}")
@@ -148,21 +150,21 @@ def root_device() -> torch.device:
     """This rank's device.
 
     Raises:
-        RuntimeError: no ranks are running.
+        RuntimeError: this is outside of the ranks.
     """
     if not in_rank():
         raise RuntimeError(
             "there is no XLA device outside of the ranks, which Trainer.fit and Fabric.launch "
-            "start: ask for it inside of them"
+            "start. Use the device inside of the ranks"
         )
     return torch_xla.device()
 
 
 class SpeakingRank:
-    """What ``rank_zero_only.rank`` is set to: the number of the rank that asks.
+    """The value of ``rank_zero_only.rank``: the number of the rank that reads it.
 
-    It is one number of a process in Lightning, while here ranks may be threads. Looks like an
-    integer to all that compares, prints or computes with it.
+    In Lightning it is one number for a process, but here ranks may be threads. It behaves like an
+    integer in comparisons, printing and arithmetic.
     """
 
     def __init__(self, outside: int) -> None:
@@ -205,7 +207,7 @@ for _name in ("add", "sub", "mul", "mod", "floordiv", "and_", "or_", "xor", "lsh
 
 
 def let_first_rank_speak() -> Callable[[], None]:
-    """Has ``rank_zero_only`` know ranks; returns what undoes it."""
+    """Makes ``rank_zero_only`` work with ranks; returns a function that undoes it."""
     before: Any = vars(rank_zero_only).get("rank", 0)
     vars(rank_zero_only)["rank"] = SpeakingRank(int(before or 0))
 

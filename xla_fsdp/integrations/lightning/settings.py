@@ -1,4 +1,4 @@
-"""What is said to a strategy, as options of our wrapper."""
+"""Translates the arguments of a strategy into options of this package's wrapper."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Settings:
     """How modules are wrapped; see the strategies for the arguments.
 
     Raises:
-        ValueError, TypeError: one of them has a value that is not allowed.
+        ValueError, TypeError: an argument has a value that is not allowed.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Settings:
         self.wrapper = self.options.pop("auto_wrapper_callable", None)
         if self.wrapper is not None and self.recomputed:
             raise ValueError(
-                "auto_wrapper_callable and activation_checkpointing_policy both say what to wrap "
-                "with: give one of them"
+                "auto_wrapper_callable and activation_checkpointing_policy both choose the wrapper "
+                "of submodules. Give only one of them"
             )
         given, strategy = dict(self.options), self.options.get("sharding_strategy")
         if isinstance(strategy, str):
@@ -70,7 +70,7 @@ class Settings:
         FSDPOptions.of(WRAPPER, **given)
 
     def wrap(self, module: nn.Module, precision: str) -> nn.Module:
-        """``module``, wrapped, unless it is a wrapper already."""
+        """Wraps ``module``, unless it is a wrapper already."""
         if is_wrapper(module):
             return module
         options = dict(self.options)
@@ -78,7 +78,7 @@ class Settings:
             options |= meant_by_name(options.pop("sharding_strategy"))
         if not {"compute_dtype", "mixed_precision"} & set(options):
             if precision == "bf16-mixed":
-                # Autocast says what is computed in it; batches come as they are.
+                # Autocast chooses the dtype of each operator, so inputs are not cast.
                 options["mixed_precision"] = MixedPrecision(
                     torch.bfloat16, cast_forward_inputs=False, cast_root_forward_inputs=False
                 )
@@ -96,17 +96,18 @@ class Settings:
         )
 
     def wrap_children(self, module: nn.Module, precision: str) -> None:
-        """Wraps what is in ``module`` and not ``module``, which computes without a forward.
+        """Wraps the submodules of ``module``, which itself computes without a forward.
 
         Raises:
-            ValueError: it has parameters of its own, that nothing would gather.
+            ValueError: ``module`` has parameters outside of its submodules, which no wrapper would
+                gather.
         """
         own = [name for name, value in module._parameters.items() if value is not None]
         if own:
             raise ValueError(
-                f"{', '.join(own)}: with manual optimization the submodules of "
-                f"{type(module).__name__} are wrapped, each by itself, and parameters of its own "
-                "would not be sharded: move them into a submodule with a forward"
+                f"{', '.join(own)} would not be sharded: with manual optimization each submodule "
+                f"of {type(module).__name__} is wrapped separately. Move these parameters into a "
+                "submodule with a forward"
             )
         for name, child in list(module._modules.items()):
             if child is None or is_wrapper(child) or not any(True for _ in child.parameters()):
@@ -117,7 +118,7 @@ class Settings:
                 self.wrap_children(child, precision)
 
     def require_classes(self, module: nn.Module) -> None:
-        """Raises ValueError if a class that was named is in ``module`` nowhere."""
+        """Raises ValueError if a class in a policy occurs nowhere in ``module``."""
         for name, classes in (
             ("auto_wrap_policy", self.layers),
             ("activation_checkpointing_policy", self.recomputed),
@@ -127,13 +128,13 @@ class Settings:
                 there = ", ".join(sorted({type(each).__name__ for each in module.modules()}))
                 raise ValueError(
                     f"{name}: no module in {type(module).__name__} is of class {wanted}; it has "
-                    f"{there}. For models that differ pass a function"
+                    f"{there}. Pass one of these, or a function if models differ"
                 )
 
     def _policy(self) -> Callable[..., bool] | None:
         if self.layers is None:
             policy = self.policy
-            # Policies of others call the last argument otherwise.
+            # Other libraries' policies have another name for the last argument.
             return None if policy is None else functools.partial(_asked, policy)
         return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=self.layers)
 

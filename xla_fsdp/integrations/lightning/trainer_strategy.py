@@ -1,4 +1,4 @@
-"""The Trainer's strategy."""
+"""The strategy for the Trainer."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from .settings import Policy, Settings
 class TrainerStrategy(Talking, ParallelStrategy):
     """Shards a ``LightningModule`` over the ranks; ``Trainer(strategy="xla_fully_sharded")``.
 
-    Inside a launch of ranks the Trainer uses these. Outside of one, ``fit`` and its like start
-    them: on the CPU as many as ``devices`` says, on a TPU one for each chip.
+    Inside a launch the Trainer uses its ranks. Outside of a launch, ``fit``, ``test`` and the like
+    start ranks: on the CPU ``devices`` of them, on a TPU one for each chip.
 
-    With manual optimization not the ``LightningModule`` is wrapped but each of its submodules, so
-    that several may be trained in turn.
+    With manual optimization, each submodule of the ``LightningModule`` is wrapped instead of the
+    ``LightningModule``, so that submodules can be trained in turn.
 
     Args:
-        auto_wrap_policy: classes of layers to be wrapped by themselves, or a function
+        auto_wrap_policy: classes of layers to wrap separately, or a function
             ``(module, recurse, unwrapped_params) -> bool``. Default: none, one unit for all.
-        activation_checkpointing_policy: classes of layers, of those that are wrapped by themselves,
-            that are computed again in the backward.
+        activation_checkpointing_policy: classes of layers to recompute in the backward; these
+            layers must be wrapped separately.
         state_dict_type: ``"full"``: checkpoints are one file, which every Trainer and
-            ``load_from_checkpoint`` read. ``"sharded"``: a folder, to which each rank writes its
-            shards. Either is resumed from whatever this says, on any number of ranks.
-        options: of :class:`~xla_fsdp.XlaFullyShardedDataParallel`, by name, also
-            ``sharding_strategy`` as a string. ``sync_module_states`` is True unless given.
+            ``load_from_checkpoint`` can read. ``"sharded"``: a folder, to which each rank writes
+            its shards. Both can be resumed with either setting, on any number of ranks.
+        options: options of :class:`~xla_fsdp.XlaFullyShardedDataParallel`; ``sharding_strategy``
+            can also be a string. The default of ``sync_module_states`` is True.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: set by the Trainer.
 
     Raises:
@@ -68,14 +68,14 @@ class TrainerStrategy(Talking, ParallelStrategy):
         self.settings = Settings(
             auto_wrap_policy, activation_checkpointing_policy, state_dict_type, options
         )
-        # A checkpoint's model that was loaded before the setup, and whether names must match.
+        # The model state of a checkpoint that was loaded before the setup, and ``strict``.
         self._restored: tuple[Mapping[str, Any], bool] | None = None
         self._is_set_up = False
         super().__init__(
             accelerator, parallel_devices, RanksEnvironment(), checkpoint_io, precision_plugin
         )
 
-    # -- who is there --------------------------------------------------------------------------
+    # -- ranks ---------------------------------------------------------------------------------
 
     @property
     def num_processes(self) -> int:
@@ -102,7 +102,7 @@ class TrainerStrategy(Talking, ParallelStrategy):
     def _configure_launcher(self) -> None:
         self._launcher = None if in_rank() else TrainerLauncher(self)
 
-    # -- setting up ----------------------------------------------------------------------------
+    # -- setup ---------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: Any) -> Any:
         require_no_forks(dataloader)
@@ -110,7 +110,7 @@ class TrainerStrategy(Talking, ParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Models are made on the CPU or the meta device: whole they need not fit on a chip."""
+        """Creates models on the CPU or the meta device, as full models may not fit on a chip."""
         with _EmptyInit(enabled=bool(empty_init)):
             yield
 
@@ -125,7 +125,7 @@ class TrainerStrategy(Talking, ParallelStrategy):
         self.model = self._wrapped(module)
         _update_properties(module, device=self.root_device)
         sync_metrics(module, self.root_device)
-        # Where inference tensors meet what is saved for a backward, no_grad is what works.
+        # Use no_grad: inference tensors cannot be saved for a backward.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         if trainer.state.fn == "fit":
@@ -141,20 +141,20 @@ class TrainerStrategy(Talking, ParallelStrategy):
         automatic = bool(getattr(module, "automatic_optimization", True))
         if automatic and is_sharded(module):
             root, _ = outermost(module)
-            if root is not module:  # by an earlier fit, validate, ...
+            if root is not module:  # wrapped by an earlier fit, validate, ...
                 return root
         if self._layer_sync is not None:
             if not isinstance(self._layer_sync, TorchSyncBatchNorm):
                 raise ValueError(
-                    f"plugins: {type(self._layer_sync).__name__} does not go on XLA; use "
-                    "sync_batchnorm=True, which makes batch norms xla_fsdp.SyncBatchNorm"
+                    f"plugins: {type(self._layer_sync).__name__} is not supported on XLA. Use "
+                    "sync_batchnorm=True, which replaces batch norms by xla_fsdp.SyncBatchNorm"
                 )
             module = SyncBatchNorm.convert_sync_batchnorm(module)
         self.settings.require_classes(module)
         if automatic:
             root = self.settings.wrap(module, precision)
             if root is not module:
-                # The trainer forgets it after each run, and the next may be of the same module.
+                # The trainer does not keep it after a run, but the next run may use the module.
                 module.__dict__["_xla_fsdp_root"] = root
             return root
         self.settings.wrap_children(module, precision)
@@ -166,10 +166,10 @@ class TrainerStrategy(Talking, ParallelStrategy):
             adopt(optimizer)
 
     def model_to_device(self) -> None:
-        """Shards are where they belong."""
+        """Does nothing: shards are on the device already."""
 
     def teardown(self) -> None:
-        """Shards stay on the device, where the next ``fit``, ``test`` or save finds them."""
+        """Keeps shards on the device, for the next ``fit``, ``test`` or save."""
         self.precision_plugin.teardown()
         self.checkpoint_io.teardown()
 
@@ -196,8 +196,10 @@ class TrainerStrategy(Talking, ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around a micro-batch without a step. Its gradients are reduced: sharded ones need a
-        ``world_size``-th of the memory that whole ones would."""
+        """A context for a micro-batch without a step. Its gradients are still reduced.
+
+        Reduced gradients are sharded, so they need 1 / ``world_size`` of the memory.
+        """
         yield
         torch_xla.sync()
 
@@ -207,7 +209,7 @@ class TrainerStrategy(Talking, ParallelStrategy):
     # -- checkpoints ---------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of the whole model, on the first rank; nothing where each rank writes its own."""
+        """The full state on the first rank; empty if each rank writes its shards."""
         return checkpoints.state_of_model(self)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -224,7 +226,7 @@ class TrainerStrategy(Talking, ParallelStrategy):
         return checkpoints.read(self, checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Before the setup, as the Trainer calls it: once the model is sharded, in the setup."""
+        """Stores the state until the setup, which loads it after the model is sharded."""
         if self._is_set_up:
             checkpoints.load_model(self, checkpoint, strict)
         else:

@@ -1,8 +1,8 @@
-"""Where ranks meet: a barrier that compares what each rank came for.
+"""A barrier that compares what the ranks wait for.
 
-All meetings are of all ranks. So a rank that waits can only go on once every other rank has come
-with an equal key, and a deadlock is a fact, not a guess by timer: a key that differs, or a rank
-that is over, can never be mended. Only a rank that still runs is given time.
+Every barrier is for all ranks: a rank that waits continues once every other rank has arrived with
+an equal key. So deadlocks are detected without a timer: if keys differ, or a rank has ended, the
+ranks can never continue. The timeout is only for ranks that still run.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from ..errors import CollectiveMismatchError, RankError, RankStopped, RankTimeoutError
 
-_GRACE_SECONDS = 1.0  # after ranks were seen to disagree: lets running ranks arrive, for the report
+_GRACE_SECONDS = 1.0  # from a mismatch to its report, so that running ranks can arrive
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What one rank came for.
+    """The call in which one rank waits.
 
     Attributes:
-        what: the call as the user knows it, for example ``torch_xla.sync()``.
-        key: equal on all ranks, or they do not belong together.
+        what: the user's call, for example ``torch_xla.sync()``.
+        key: must be equal on all ranks.
         where: the user's ``file:line``.
-        steps: the parts of ``key`` to name when keys differ, for example pending collectives.
-        payload: handed to all ranks once all have come.
+        steps: the parts of ``key`` to report if keys differ, for example pending collectives.
+        payload: all ranks receive it once all have arrived.
     """
 
     what: str
@@ -44,17 +44,17 @@ class _Meeting:
 
 
 class Barrier:
-    """The meeting point of the ranks of one launch.
+    """The barrier of the ranks of one launch.
 
     Args:
-        size: how many ranks meet.
-        timeout: seconds a rank waits for one that is still running.
-        locate: gives a running rank's place in user code, for reports.
+        size: the number of ranks.
+        timeout: seconds that a rank waits for a rank that is still running.
+        locate: returns a running rank's place in user code, for reports.
     """
 
     def __init__(self, size: int, timeout: float, locate: Callable[[int], str]) -> None:
         self.size = size
-        self.failure: BaseException | None = None  # why all must stop; the first one wins
+        self.failure: BaseException | None = None  # the first failure; all ranks must stop
         self._timeout = timeout
         self._locate = locate
         self._changed = threading.Condition()
@@ -63,14 +63,14 @@ class Barrier:
         self._disagreed: float | None = None
 
     def meet(self, rank: int, arrival: Arrival) -> list:
-        """Waits until every rank has come with an equal key; returns all payloads by rank.
+        """Waits until every rank has arrived with an equal key; returns all payloads by rank.
 
         Raises:
-            RankStopped: another rank failed, or the ranks can never meet.
+            RankStopped: another rank failed, or the ranks can never all arrive.
         """
         with self._changed:
             while rank in self._meeting.arrivals and self.failure is None:
-                self._changed.wait()  # another thread of this rank waits here already
+                self._changed.wait()  # another thread of this rank is waiting already
             self._raise_if_stopped()
             meeting = self._meeting
             if not meeting.arrivals:
@@ -91,31 +91,31 @@ class Barrier:
             return meeting.payloads
 
     def raise_if_stopped(self) -> None:
-        """Unwinds the calling rank if another one failed."""
+        """Raises RankStopped in the calling rank if another rank failed."""
         if self.failure is not None:
             raise RankStopped
 
     def stop(self, failure: BaseException) -> bool:
-        """Makes every rank unwind at its next meeting; false if they already are."""
+        """Makes every rank stop at its next barrier; false if ranks are stopping already."""
         with self._changed:
             return self._stop(failure)
 
     def stop_different(self, elsewhere: dict[int, str]) -> None:
-        """Makes every rank unwind, because ranks wait for each other at different places.
+        """Makes every rank stop, because ranks wait for each other at different places.
 
         Args:
-            elsewhere: what ranks wait in that are not here.
+            elsewhere: by rank, what the ranks wait for that are not at this barrier.
         """
         with self._changed:
             self._stop(self._mismatch(elsewhere))
 
     def waiting(self) -> set[int]:
-        """The ranks that wait here."""
+        """The ranks that wait at this barrier."""
         with self._changed:
             return set(self._meeting.arrivals)
 
     def watch(self) -> None:
-        """Gives up on ranks that keep others waiting; called now and then by the launcher."""
+        """Stops the ranks after the timeout or a mismatch; the launcher calls it regularly."""
         with self._changed:
             if self.failure is not None or not self._meeting.arrivals:
                 return
@@ -124,12 +124,12 @@ class Barrier:
                 self._stop(self._mismatch())
             elif self._first_wait is not None and now - self._first_wait > self._timeout:
                 self._stop(RankTimeoutError(
-                    f"ranks have waited for {self._timeout:g} s (the timeout given to launch) for "
-                    f"one that did not come:\n{self._places()}"
+                    f"ranks have waited {self._timeout:g} s (the timeout of launch) for "
+                    f"a rank that did not arrive:\n{self._places()}"
                 ))  # fmt: skip
 
     def places(self) -> str:
-        """One line a rank: what it waits for, or where it runs."""
+        """One line for each rank: what it waits for, or where it runs."""
         with self._changed:
             return self._places()
 

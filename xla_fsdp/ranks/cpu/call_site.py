@@ -1,4 +1,4 @@
-"""Where in the user's code a rank is, as ``file:line in function``."""
+"""Finds the place in the user's code where a rank is, as ``file:line in function``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of_frame(frame: FrameType) -> str:
 
 
 def here() -> str:
-    """The caller's place in user code; on a thread of autograd, where its rank is meanwhile."""
+    """The caller's place in user code; on autograd's thread, the place of its rank's thread."""
     own = sys._getframe(1)
     context = current_rank()
     if _users(own) is None and context is not None:
@@ -37,11 +37,11 @@ def here() -> str:
 
 
 def of_thread(ident: int | None) -> str:
-    """Where ``ident``, the thread of a rank, is in user code; ``None``: it has not begun."""
+    """Where a rank's thread is in user code; ``ident`` is ``None`` until the thread begins."""
     if ident is None:
         return "the start of its function"
     frame = _users(sys._current_frames().get(ident))
-    # A rank that has returned or raised runs functions of this package, or of Python.
+    # After a rank's function has returned or raised, its thread runs only this package and Python.
     return "the end of its function" if frame is None else text(frame)
 
 
@@ -52,12 +52,12 @@ def _users(frame: FrameType | None) -> FrameType | None:
 
 
 def is_library(filename: str) -> bool:
-    """Whether it is none of the user's files."""
+    """Whether ``filename`` is not one of the user's files."""
     if filename.startswith(_PACKAGES) or filename.startswith("<"):
         return True
     return filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
 
 
 def text(frame: FrameType) -> str:
-    """As messages name it."""
+    """The place of ``frame`` as messages show it."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,13 +1,13 @@
-"""``xm``'s collectives, and what meets on the host, on CPU ranks: same signatures and results.
+"""The collectives and rendezvous of ``xm`` for CPU ranks, with the same signatures and results.
 
-XLA on CPU lets programs that were compiled separately meet only at collectives that carry a channel
-id, and torch_xla takes one for all-gather and reduce-scatter alone. The rest is composed of these
-two. Every rank traces the same graph: what depends on the rank enters as data, so ranks share a
-compilation.
+On CPU, XLA connects programs that were compiled separately only at collectives with a channel id,
+and torch_xla accepts one only for all-gather and reduce-scatter. The other collectives are composed
+of these two. Every rank traces the same graph: values that depend on the rank are input data of
+the graph, so all ranks share one compiled program.
 
-``xm.rendezvous`` and ``xm.mesh_reduce`` torch_xla builds from collectives over the payload's bytes;
-in one process an exchange in Python is enough. Payloads are pickled, so that ranks share no
-objects, as between processes.
+torch_xla builds ``xm.rendezvous`` and ``xm.mesh_reduce`` from collectives over the payload's bytes.
+Here the ranks are in one process, so Python exchanges the payloads. They are pickled, so that ranks
+share no objects, as between processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .session import Session
 Groups = Sequence[Sequence[int]] | None
 _Tensors = TypeVar("_Tensors", torch.Tensor, "torch.Tensor | list[torch.Tensor]")
 
-# Shapes below: a gathered value is [g, ...] with g the size of a group, one row for each member.
+# A gathered value has the shape [g, ...]: g is the size of a group, and each member has one row.
 _REDUCE_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     xm.REDUCE_SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
     xm.REDUCE_MUL: lambda rows: rows.prod(0, dtype=rows.dtype),
@@ -47,7 +47,7 @@ def _fold(rows: torch.Tensor, combine: Callable) -> torch.Tensor:
 
 
 class Collectives:
-    """Methods that replace functions of ``xla_model`` of their own names, for one session."""
+    """Methods that replace the functions of ``xla_model`` with the same names, for one session."""
 
     NAMES = (
         *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"),
@@ -59,7 +59,7 @@ class Collectives:
         self._original = {name: getattr(xm, name) for name in self.NAMES}
 
     def replacements(self) -> dict[Callable, Callable]:
-        """Original function to replacement."""
+        """Maps each original function to its replacement."""
         return {self._original[name]: getattr(self, name) for name in self.NAMES}
 
     def all_reduce(
@@ -70,10 +70,10 @@ class Collectives:
         groups: Groups = None,
         pin_layout: bool = True,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """See ``xm.all_reduce``: a tensor gives a new tensor, a list is reduced in place."""
+        """See ``xm.all_reduce``: returns a new tensor for a tensor; reduces a list in place."""
         tensors = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
         context = self._rank_of(tensors)
-        if context is None or self._session.size == 1:  # torch_xla: no more than a copy
+        if context is None or self._session.size == 1:  # torch_xla only copies
             return self._original["all_reduce"](
                 reduce_type, inputs, scale=scale, groups=groups, pin_layout=pin_layout
             )
@@ -184,7 +184,7 @@ class Collectives:
     def collective_permute(
         self, value: torch.Tensor, pairs: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """See ``xm.collective_permute``: ranks that are nobody's target get zeros."""
+        """See ``xm.collective_permute``: ranks to which no rank sends get zeros."""
         context = self._rank_of(value)
         if context is None:
             return self._original["collective_permute"](value, pairs)
@@ -217,7 +217,7 @@ class Collectives:
         buffer = io.BytesIO()
         torch.save(xlac.tree_to_host(data), buffer)
         payloads = self._exchange("xm.mesh_reduce", tag, buffer.getvalue(), None)
-        # These bytes were written by this process a moment ago: any class may be in them.
+        # This process has just written these bytes, so loading any class from them is safe.
         return reduce_fn([torch.load(io.BytesIO(each), weights_only=False) for each in payloads])
 
     def _reduced(
@@ -228,7 +228,7 @@ class Collectives:
         scale: float,
         groups: Groups,
     ) -> list[torch.Tensor]:
-        """One gather for all tensors of a dtype: a collective costs more than its bytes here."""
+        """Gathers all tensors of a dtype in one collective: on CPU, calls cost more than bytes."""
         reduced = list(tensors)  # each is replaced
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
@@ -280,7 +280,7 @@ class Collectives:
         tensors = [value] if isinstance(value, torch.Tensor) else list(value)
         device = tensors[0].device if tensors else None
         if device is not None and device.type != "xla":
-            return None  # torch_xla's own complaint says it best
+            return None  # torch_xla raises the error
         return self._session.rank_of(device)
 
     def _exchange(
@@ -295,7 +295,7 @@ class Collectives:
             )
         if not isinstance(payload, bytes):
             raise TypeError(f"{what}: payload must be bytes, got {type(payload).__name__}")
-        torch_xla.sync()  # as on TPU, where a rendezvous is a program of its own
+        torch_xla.sync()  # as on TPU, where a rendezvous is a separate program
         return self._session.exchange(context, f"{what}({tag!r})", (what, tag), payload)
 
 
@@ -312,7 +312,7 @@ def _added(context: RankContext | None, result: _Tensors) -> _Tensors:
 def _with_own_channel(
     context: RankContext | None, kind: str, value: _Tensors, channel_id: int | None
 ) -> _Tensors:
-    """The operands of a collective whose caller chose the channel, recorded and in order."""
+    """Records a collective whose caller chose the channel; returns its operands, in order."""
     if context is None or channel_id is None:
         return value
     first = value if isinstance(value, torch.Tensor) else value[0]
@@ -324,7 +324,7 @@ def _with_own_channel(
 
 
 def _pick(rows: torch.Tensor, index: int) -> torch.Tensor:
-    # The index is data, uploaded: as a constant it would make a program for each rank.
+    # The index is uploaded as data: a constant would give each rank a different program.
     return rows.index_select(0, torch.tensor([index]).to(rows.device))[0]
 
 

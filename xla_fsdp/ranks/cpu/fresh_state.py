@@ -1,11 +1,12 @@
-"""New optimizer state is data, not constants: the first step and the later ones are one program.
+"""Makes new optimizer state device data, so that all steps run the same program.
 
-An optimizer makes its state in the first step that needs it. On a lazy device the zeros that it
-starts with would be constants in that step's program, and data in the next one's: two programs to
-compile, the first to run once. Ranks on a CPU compile on the cores that they train on, so there
-what an optimizer's step fills with a constant is put on the device. Values are the same.
+An optimizer creates its state in the first step that needs it. On a lazy device the initial zeros
+would be constants in the program of that step, and input data in that of the next: XLA would
+compile two programs and run the first one once. CPU ranks compile on the cores that they train on,
+so tensors that an optimizer step fills with a constant are put on the device instead. Their values
+are the same.
 
-What an optimizer computes in its first step only is another program by right.
+Computations that an optimizer does only in its first step still need another program.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FACTORIES: set[Callable] = {*_CONSTANTS, torch.full_like}
 
 
 class FreshState:
-    """Tells ranks, until it is removed, when they are in an optimizer's step."""
+    """Marks ranks that are in an optimizer's step, until it is removed."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -55,7 +56,8 @@ class FreshState:
         context = current_rank()
         if context is None or context.as_on_tpu:
             return
-        # A step that raises leaves it set: more becomes data than need be, until the next step.
+        # A step that raises leaves it set. Until the next step, more constants than necessary
+        # become data, which is harmless.
         context.stepping = True
         if optimizer not in self._known[context.rank]:
             self._known[context.rank].add(optimizer)
@@ -69,7 +71,7 @@ class FreshState:
             context.stepping = False
 
     def _run_constructors(self, context: RankContext, optimizer: Optimizer) -> None:
-        # Adagrad makes its state before the first step.
+        # Adagrad creates its state in its constructor.
         state = [
             value
             for values in optimizer.state.values()
@@ -83,7 +85,7 @@ class FreshState:
 
 
 def _start_momentum(optimizer: torch.optim.SGD) -> None:
-    # Without dampening the first momentum is the gradient, which is also what comes of zeros.
+    # Without dampening, the first momentum is the gradient; a momentum of zeros gives the same.
     for group in optimizer.param_groups:
         if group["momentum"] and not group["dampening"]:
             for parameter in group["params"]:
@@ -94,7 +96,7 @@ def _start_momentum(optimizer: torch.optim.SGD) -> None:
 
 
 def make(session: Session, context: RankContext, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """What a factory function makes: inside an optimizer's step device data."""
+    """Calls a factory function; inside an optimizer's step its result becomes device data."""
     value = func(*args, **kwargs)
     if not context.stepping or torch.is_grad_enabled() or value.device.type != "xla":
         return value
@@ -105,7 +107,7 @@ def make(session: Session, context: RankContext, func: Callable, args: tuple, kw
         return value
     data = _filled(value, fill)
     if not data.dim():
-        # A number would become a constant after all, if it is 0 or 1.
+        # Filling with a number would make a constant if the number is 0 or 1.
         session.sync_tensors(context, "the optimizer's state", [data])
     return data
 

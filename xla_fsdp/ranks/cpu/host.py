@@ -1,4 +1,4 @@
-"""Runs the ranks of one launch, each on a thread, and waits for them, whatever happens."""
+"""Runs each rank of a launch on a thread and waits for all of them, also after failures."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ from .rng import GeneratorOfThisRank
 from .runtime import CpuRuntime
 from .session import Session, drop_pending, wait_for_programs
 
-# A failed launch returns within 5 seconds; by then every rank has either ended or is left behind.
+# A failed launch returns within 5 seconds. Ranks that have not ended by then are left running.
 _INTERRUPT_AFTER = 1.5
 _LEAVE_AFTER = 3.5
 _POLL_SECONDS = 0.2
-# Those that call the user's function.
+# The files that call the user's function.
 _OWN_FILES = (__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "worker.py"))
 
 
 def run_ranks(
     runtime: CpuRuntime, fn: Callable, args: Sequence, size: int, timeout: float, slices: int = 1
 ) -> list[Any]:
-    """``fn(rank, *args)`` on ``size`` threads, which stand for ``slices`` TPU slices; their results
-    by rank.
+    """Runs ``fn(rank, *args)`` on ``size`` threads, which simulate ``slices`` TPU slices.
+
+    Returns the results by rank.
 
     Raises:
-        RankError: a rank failed, or the ranks could not meet.
+        RankError: a rank failed, or the ranks waited at different barriers.
         Preempted: all ranks ended with it.
-        KeyboardInterrupt: as usual; the ranks are stopped first.
+        KeyboardInterrupt: Ctrl-C was pressed; the ranks are stopped first.
     """
     runtime.start(size)
     runtime.gate.open_for(size)
@@ -62,7 +63,7 @@ def run_ranks(
         for thread in threads:
             thread.start()
         _wait(session, threads, ended)
-    except BaseException as error:  # KeyboardInterrupt, most likely
+    except BaseException as error:  # most likely KeyboardInterrupt
         session.barrier.stop(error)
         _wait(session, threads, ended)
     finally:
@@ -97,8 +98,8 @@ def _wait(session: Session, threads: list[_RankThread], ended: threading.Semapho
 
 
 def _raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
-    # Takes effect at the thread's next bytecode: ends loops, not calls into C++.
-    assert thread.ident is not None  # it was started
+    # Takes effect at the thread's next bytecode: this ends loops, not calls into C++.
+    assert thread.ident is not None  # the thread was started
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread.ident), ctypes.py_object(exception)
     )
@@ -107,8 +108,8 @@ def _raise_in(thread: threading.Thread, exception: type[BaseException]) -> None:
 def _interrupt_again(threads: list[_RankThread], report: Callable) -> Callable:
     """A ``sys.unraisablehook`` for interrupts that Python discards.
 
-    An interrupt that arrives inside of a ``__del__``, a data loader's for example, ends only that
-    method. The rank is interrupted again, and nothing is printed.
+    An interrupt that arrives inside of a ``__del__``, for example a data loader's, ends only that
+    method. This hook prints nothing and interrupts the rank again.
     """
 
     def hook(unraisable: Any) -> None:
@@ -123,14 +124,14 @@ def _interrupt_again(threads: list[_RankThread], report: Callable) -> Callable:
 
 def _install(session: Session, patches: Patches, seed: int) -> None:
     devices = xm.get_xla_supported_devices()
-    # Names, whatever torch_xla's annotation says.
+    # These are device names, although torch_xla's annotation differs.
     replicas = xm.xla_replication_devices(devices)  # type: ignore[arg-type]
     xlac.set_replication_devices(replicas)
     for device in devices:
         xlac.set_collective_token(device, None)
         xm.set_rng_state(seed, device)
         xlac.drop_step_closures(device)  # of an earlier launch
-    # torch_xla caches these for the process, perhaps from before the launch.
+    # torch_xla caches these for the process, so the values may be from before the launch.
     patches.replace(xlac.WORLD_SIZE, None)
     patches.replace(xlac.ORDINAL, None)
     _replace_sync_points(session, patches)
@@ -143,8 +144,10 @@ def _install(session: Session, patches: Patches, seed: int) -> None:
 
 
 def _replace_sync_points(session: Session, patches: Patches) -> None:
-    """Replaces the functions of torch_xla that cut a graph by ones that go through the session:
-    every cut from Python does, as torch_xla looks them up by name."""
+    """Replaces the functions of torch_xla that cut a graph by functions that call the session.
+
+    torch_xla looks these functions up by name, so this affects every cut that Python makes.
+    """
     sync_device = xlac.sync_device.value
     sync_tensors = xlac.sync_tensors.value
     copy_to_host = xlac.copy_to_host.value
@@ -181,7 +184,7 @@ def _replace_sync_points(session: Session, patches: Patches) -> None:
         return session.fetch(context, what, tensors, lambda: copy_to_host(tensors))
 
     def start_as_same_rank(thread: threading.Thread) -> None:
-        # A data loader's thread belongs to the rank that started it, as in a process of its own.
+        # A thread, for example a data loader's, belongs to the rank that started it.
         context = current_rank()
         if context is not None:
             run = thread.run
@@ -222,11 +225,11 @@ def _clean_up(
 
 
 def _skip_destructors() -> None:
-    """Makes the process end without waiting for XLA, its exit status kept.
+    """Makes the process end with its exit status, but without waiting for XLA.
 
     torch_xla's exit handler and the C++ static destructors would wait for programs that never end.
-    glibc runs ``on_exit`` handlers last registered first, with the exit status as first argument:
-    that of ``_exit``.
+    So ``_exit`` is registered as an ``on_exit`` handler. glibc runs these handlers in reverse order
+    of registration, and passes the exit status as the first argument.
     """
     xlac.skip_exit_handler()
     libc = ctypes.CDLL(None)
@@ -236,11 +239,11 @@ def _skip_destructors() -> None:
 class _RankThread(threading.Thread):
     """Runs ``fn(rank, *args)`` as one rank.
 
-    A daemon: a rank that is stuck in C++ must not keep the process from ending.
+    It is a daemon, so that a rank that is stuck in C++ does not keep the process from ending.
 
     Attributes:
-        result: what ``fn`` returned, XLA tensors in it moved to the CPU.
-        interrupted: :class:`RankStopped` was raised in this thread.
+        result: the return value of ``fn``, with its XLA tensors moved to the CPU.
+        interrupted: whether :class:`RankStopped` was raised in this thread.
     """
 
     def __init__(
@@ -275,11 +278,11 @@ class _RankThread(threading.Thread):
                 session.finish(context)
         except RankStopped:
             pass
-        except BaseException as error:  # whatever it is, the caller gets it
+        except BaseException as error:  # the caller of launch gets every error
             session.barrier.stop(_rank_error(session, context, error))
         finally:
             _set_current_rank(None)
-            # The caller may keep the error and so this frame: it must not keep the model.
+            # The caller may keep the error, and so this frame, which must not keep the model.
             del self._fn, self._fn_args
             self._on_end()
 
@@ -287,7 +290,7 @@ class _RankThread(threading.Thread):
         try:
             return self._fn(self._context.rank, *self._fn_args)
         except Preempted as error:
-            # An end that all ranks come to, like a return; launch hands it on when they have.
+            # All ranks end with it, as with a return. Then launch raises it.
             self._session.preempted = error
             return None
         except SystemExit as error:
@@ -311,7 +314,7 @@ def _rank_error(session: Session, context: RankContext, error: BaseException) ->
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    # The frames that lead to the user's function say nothing about the error.
+    # The frames above the user's function do not explain the error.
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename in _OWN_FILES:
         first = first.tb_next
@@ -323,7 +326,7 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _adopt_autograd_thread(session: Session, context: RankContext) -> None:
-    """Tells autograd's thread for the rank's device, which outlives the launch, its rank."""
+    """Assigns autograd's thread for the rank's device, which outlives the launch, to the rank."""
 
     def adopt() -> None:
         if threading.get_ident() != context.thread:

@@ -1,18 +1,18 @@
-"""What a rank's thread does differently, operator by operator.
+"""A torch function mode that changes some operators on the threads of a rank.
 
-One torch function mode, with one or two dictionary look-ups for each operator:
+It looks each operator up in one or two dictionaries:
 
 - reading values (``.item()``, ``print``) runs pending collectives together with the other ranks;
-- drawing random numbers on the CPU uses the rank's own random state;
-- what an optimizer starts its state with becomes device data;
-- ``backward`` hands the mode on to autograd's thread.
+- sampling random numbers on the CPU uses the rank's random state;
+- the initial values of optimizer state become device data;
+- ``backward`` passes the mode on to autograd's thread.
 
-Types with ``answers_first``, those of sharded parameters, are asked before; what they run comes
-here again.
+Types with ``answers_first``, those of sharded parameters, handle an operator before this mode does;
+the operators that they call come to this mode again.
 
-torch switches the mode off inside of a Python function that it is called for (``torch.nn.init``,
-functions of other libraries, and those that a library puts in torch's place). So what such a
-function draws on the CPU is found in the operators that it runs, by a mode one level below.
+torch disables the mode inside of a Python function that it is called for (``torch.nn.init``,
+functions of other libraries, and those with which a library replaces torch's). So a dispatch mode,
+one level below, finds the operators in such a function that sample random numbers on the CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .session import Session
 
 
 class RankMode(TorchFunctionMode):
-    """In force on every thread of a rank."""
+    """The mode, active on every thread of a rank."""
 
     def __init__(self, session: Session, context: RankContext) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class RankMode(TorchFunctionMode):
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if types and torch._C._is_torch_function_enabled():  # a type does not ask itself
+        if types and torch._C._is_torch_function_enabled():  # a type does not call itself
             for kind in types:
-                # What it does may be a collective, in which no lock of a read may be held.
+                # The type may run a collective, so no lock of a read may be held here.
                 if getattr(kind, "answers_first", False):
                     with self:
                         return kind.__torch_function__(func, types, args, kwargs)  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ class RankMode(TorchFunctionMode):
 
 
 class _DrawsInside(TorchDispatchMode):
-    """Inside of a Python function: operators that draw on the CPU use the rank's random state."""
+    """Makes operators inside of a Python function that sample on the CPU use the rank's state."""
 
     def __init__(self, mode: RankMode) -> None:
         super().__init__()
@@ -93,8 +93,8 @@ def _draw(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     value = args[0] if args else None
     if isinstance(value, torch.Tensor) and value.is_xla:  # type: ignore[attr-defined]  # not in torch's stubs
         if func in _LOWERED:
-            return func(*args, **kwargs)  # drawn on the device, from the device's own state
-        # Falls back to the CPU: must not run collectives with the generator's lock held.
+            return func(*args, **kwargs)  # sampled on the device, from the device's state
+        # The operator falls back to the CPU: no collective may run while the generator is locked.
         mode.session.before_read(mode.context, _name(func), xla_tensors((args, kwargs)))
     return mode.session.generators.run(mode.context, func, args, kwargs)
 
@@ -104,7 +104,8 @@ def _make(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _backward(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    # Autograd's threads see the modes in force when backward starts; in here this one is not.
+    # Autograd's threads use the modes that are active when backward starts. torch has disabled
+    # this one for the call of this function.
     with mode:
         return _plain_backward(*args, **kwargs)
 
@@ -172,8 +173,8 @@ READS = _MAY_READ | _collect({
         "nonzero unique __dlpack__ masked_select",
     torch: "tensor is_nonzero equal allclose nonzero unique masked_select",
 })  # fmt: skip
-# Not reads, but torch_xla has no kernel for them and computes them on the CPU. The list need not be
-# complete: a cut that nobody sees works too, unless the ranks disagree.
+# torch_xla has no kernel for these operators and computes them on the CPU. The list need not be
+# complete: an operator that is missing here cuts the graph unseen, which works if all ranks do it.
 _CPU_ONLY = "angle addbmm bincount bucketize histc nansum searchsorted unique_consecutive vdot"
 READS |= _collect({
     torch: _CPU_ONLY,
@@ -182,7 +183,7 @@ READS |= _collect({
     F: "fold grid_sample huber_loss multi_margin_loss unfold",
 })  # fmt: skip
 
-# Every operator that torch tags as drawing from a generator, and the Python functions over them.
+# Every operator that torch tags as sampling from a generator, and the Python functions over them.
 _RANDOM = (
     "alpha_dropout bernoulli binomial cauchy dropout exponential feature_alpha_dropout "
     "feature_dropout geometric gru gru_cell log_normal lstm multinomial native_dropout normal "
@@ -210,7 +211,7 @@ _LOWERED = _collect({
        "feature_alpha_dropout multi_head_attention_forward gumbel_softmax",
 })  # fmt: skip
 
-# Python functions of torch that draw no random numbers, unless they are special too.
+# Python functions of torch that sample no random numbers, unless they are in _SPECIAL too.
 _TORCHS_OWN = {
     value
     for owner in (F, torch, torch.functional, torch.Tensor)

@@ -1,10 +1,10 @@
-"""The Python objects of torch's operators, looked up before ranks are threads.
+"""Looks up the Python objects of torch's operators before the threads of ranks start.
 
-When a dispatch mode first sees an operator, torch looks up its Python object and stores it in the
-operator, without a lock. Two ranks that do so at the same time get ``expected !=
-self_interpreter`` ("PyHandleCache.h"), or read a pointer that is not there yet, which ends the
-process. Four threads that call each operator at the same time show it within seconds
-(``test_rank_operators``), and no longer after this.
+When a dispatch mode first receives an operator, torch looks up its Python object and stores it in
+the operator, without a lock. If two ranks do so at the same time, torch raises ``expected !=
+self_interpreter`` ("PyHandleCache.h"), or reads a pointer that is not set yet, which ends the
+process. Four threads that call each operator at the same time reproduce it within seconds
+(``test_rank_operators``). After this look-up it does not happen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TO_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.Disp
 
 
 class _Seen(Exception):
-    """A mode has seen an operator, which does not run."""
+    """Raised when the mode receives an operator, so that the operator does not run."""
 
 
 class _Stop(TorchDispatchMode):
@@ -32,7 +32,7 @@ class _Stop(TorchDispatchMode):
 
 @functools.cache
 def look_up_operators() -> None:
-    """Has torch store the Python object of each of its operators, once a process (0.5 s)."""
+    """Makes torch store the Python object of each operator, once in a process (0.5 s)."""
     tensor = torch.ones(1)
     values = {
         "Tensor": tensor, "List[Tensor]": [tensor], "List[Optional[Tensor]]": [tensor], "int": 1,
@@ -50,5 +50,5 @@ def look_up_operators() -> None:
                 given = {a.name: values.get(str(a.type)) for a in needed}
                 args = [given.pop(a.name) for a in needed if not a.kwarg_only]
                 operator.redispatch(_TO_MODES, *args, **given)
-            except Exception:  # of this operator torch wants other arguments
+            except Exception:  # torch requires other arguments for this operator
                 continue

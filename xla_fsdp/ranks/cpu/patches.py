@@ -1,4 +1,4 @@
-"""Attributes of other modules replaced for the length of a launch, then put back."""
+"""Replaces attributes of other modules for the duration of a launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MISSING = object()
 
 
 class Patches:
-    """A list of replaced attributes. Put back in reverse order by :meth:`undo`."""
+    """A list of replaced attributes, which :meth:`undo` restores in reverse order."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
@@ -22,7 +22,7 @@ class Patches:
         setattr(owner, name, value)
 
     def replace(self, place: Place, value: Any) -> None:
-        """Replaces something private of torch_xla."""
+        """Replaces a private attribute of torch_xla."""
         self.set(place.owner, place.name, value)
 
     def set_everywhere(self, replacements: dict[Callable, Callable]) -> None:

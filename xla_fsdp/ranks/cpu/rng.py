@@ -1,8 +1,8 @@
 """A random state for each rank, in the one CPU generator that all threads share.
 
-torch draws from one process-wide generator. Each rank keeps the state it would have had in a
-process of its own; whoever draws holds the lock and first swaps its own state in, if another rank
-drew last.
+torch samples from one generator for the process. Each rank keeps the state that it would have in a
+separate process. A rank that samples takes the lock and, if another rank sampled last, first swaps
+its own state in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RankGenerators:
     def __init__(self, contexts: list[RankContext]) -> None:
         self._generator = torch.default_generator
         self._lock = threading.RLock()
-        self._owner: RankContext | None = None  # None: the caller, and threads of no rank
+        self._owner: RankContext | None = None  # None: the caller of launch, or a thread of no rank
         start = self._generator.get_state()
         self._states: dict[RankContext | None, torch.Tensor] = {c: start for c in contexts}
 
@@ -33,18 +33,18 @@ class RankGenerators:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] = {},  # noqa: B006
     ) -> Any:
-        """``fn(*args, **kwargs)`` with ``context``'s state in the generator."""
+        """Calls ``fn(*args, **kwargs)`` with ``context``'s state in the generator."""
         with self._lock:
             if self._owner is not context:
                 self._swap(context)
             return fn(*args, **kwargs)
 
     def restore_caller(self) -> None:
-        """Puts back the state that the caller of the launch had."""
+        """Restores the state of the caller of launch."""
         self.run(None, lambda: None)
 
     def _swap(self, context: RankContext | None) -> None:
-        # Tensors only travel through the two calls below, which no mode sees.
+        # The two calls below only pass tensors on; no mode may intercept them.
         with torch._C.DisableTorchFunction():
             self._states[self._owner] = self._generator.get_state()
             self._generator.set_state(self._states[context])
@@ -52,8 +52,11 @@ class RankGenerators:
 
 
 class GeneratorOfThisRank:
-    """Stands in for ``torch.random.default_generator``: ``torch.manual_seed`` and the other
-    functions of that module then act on the state of the rank that calls them."""
+    """Replaces ``torch.random.default_generator``.
+
+    ``torch.manual_seed`` and the other functions of ``torch.random`` then change the state of the
+    rank that calls them.
+    """
 
     def __init__(self, generators: RankGenerators, generator: torch.Generator) -> None:
         self._generators = generators

@@ -1,4 +1,4 @@
-"""This process's one XLA runtime with N CPU devices: its settings, start and state."""
+"""The one XLA runtime of this process with N CPU devices: its settings, start and state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .operators import look_up_operators
 from .session import drop_pending, wait_for_programs
 from .start_gate import StartGate
 
-# Who launches ranks, or pretends to be one, changes what torch_xla believes in the whole process.
+# Launching or simulating ranks changes global state of torch_xla, for the entire process.
 ONE_AT_A_TIME = threading.Lock()
 
 MAX_RANKS = 8
@@ -28,10 +28,10 @@ class CpuRuntime:
     """The runtime, started at most once in a process.
 
     Attributes:
-        launching: held for the length of a launch.
+        launching: a lock, held for the duration of a launch.
         leftover: rank threads that a failed launch could not stop.
         gate: where programs with collectives wait for each other.
-        unfinished: the ranks of that launch, whose collectives are still on the devices.
+        unfinished: the ranks of the failed launch, whose collectives are still on the devices.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class CpuRuntime:
         self._anchors: list[torch.Tensor] = []
 
     def size_for(self, num_devices: int | None) -> int:
-        """How many ranks to run.
+        """The number of ranks to run.
 
         Raises:
             ValueError, TypeError: ``num_devices`` or ``CPU_NUM_DEVICES`` is not 1 to 8.
@@ -63,19 +63,19 @@ class CpuRuntime:
         return _checked(int(text), "CPU_NUM_DEVICES")
 
     def start(self, size: int) -> None:
-        """Starts the runtime with ``size`` devices, or checks the one that runs.
+        """Starts the runtime with ``size`` devices, or checks the one that is running.
 
         Raises:
-            RuntimeError: it runs with another number of devices or without the settings that
-                ranks need, or ranks of an earlier launch are still stuck in it; or autograd was
-                used before torch_xla was there.
+            RuntimeError: the runtime was started with another number of devices or without the
+                settings that ranks need, or ranks of an earlier launch are still stuck in it, or
+                a backward ran before the runtime started.
         """
         self.leftover = [thread for thread in self.leftover if thread.is_alive()]
         if self.leftover:
             names = ", ".join(sorted(thread.name for thread in self.leftover))
             raise RuntimeError(
-                f"an earlier launch in this process failed and could not stop {names}; its "
-                "devices are not usable any more. Start a new process."
+                f"an earlier launch in this process failed and could not stop {names}, so its "
+                "devices cannot be used again. Start a new process."
             )
         if self.unfinished:
             wait_for_programs(failed=True)
@@ -95,7 +95,7 @@ class CpuRuntime:
             raise RuntimeError(
                 f"launch needs {size} CPU devices, but this process's XLA runtime was already "
                 f"started with {found}. It cannot be restarted: use num_devices={found}, or call "
-                "launch in a new process before anything touches an XLA device (or set "
+                "launch in a new process before anything uses an XLA device (or set "
                 f"CPU_NUM_DEVICES={size} before that)."
             )
         if not self._started_here:
@@ -104,29 +104,29 @@ class CpuRuntime:
                 text = " ".join(f"{key}={value}" for key, value in wrong.items())
                 raise RuntimeError(
                     "this process's XLA runtime was already started, without settings that ranks "
-                    "on one CPU need (they would hang). Call launch before anything touches an "
+                    "on one CPU need (they would hang). Call launch before anything uses an "
                     f"XLA device, or start the process with {text}"
                 )
         try:
             self.settle_autograd_threads()
         except RuntimeError as error:
             raise RuntimeError(
-                "autograd has no threads for the devices of ranks: it makes its threads in the "
-                "first backward of a process, and that ran before XLA's runtime had started, which "
-                "importing torch_xla does not do. Start it before that backward, by "
-                f"xla_fsdp.launch(lambda rank: None, num_devices={size}); or run what needs no "
-                "ranks (a reference in plain torch) after launch, or in a process of its own"
+                "autograd has no threads for the devices of ranks: this process ran a backward "
+                "before XLA's runtime started, and autograd creates its threads in the first "
+                "backward. Start the runtime before that backward with "
+                f"xla_fsdp.launch(lambda rank: None, num_devices={size}), or run code that needs "
+                "no ranks (a reference in plain torch) after launch or in a separate process"
             ) from error
 
     def settle_autograd_threads(self) -> None:
-        """Waits until autograd's threads have let go of every Python object.
+        """Waits until autograd's threads hold no Python object.
 
-        ``backward`` returns before its thread drops what it held. A process that ends meanwhile
-        would abort, as that thread can not get the GIL any more. The thread takes one task after
-        the other, so one more without Python objects in it is enough.
+        ``backward`` returns before its thread releases its Python objects. A process that ends
+        meanwhile would abort, because the thread cannot take the GIL any more. The thread runs its
+        tasks in order, so it is enough to wait for one more task without Python objects.
         """
         if not self._anchors:
-            # Not 0 or 1, which would be constants, to be computed by the first program.
+            # 0 and 1 would be constants, which the first program would have to compute.
             self._anchors = [
                 torch.full((), 0.5, device="cpu").to(device).requires_grad_()
                 for device in torch_xla.devices()
@@ -140,10 +140,10 @@ def _settings(size: int) -> dict[str, str]:
     return {
         xenv.PJRT_DEVICE: "CPU",
         "CPU_NUM_DEVICES": str(size),
-        # Each collective that waits blocks a thread, in torch_xla's pool and in XLA's.
+        # Each waiting collective blocks one thread in torch_xla's pool and one in XLA's.
         "XLA_THREAD_POOL_SIZE": _at_least("XLA_THREAD_POOL_SIZE", 2 * size),
         "NPROC": _at_least("NPROC", 4 * size),
-        # Dropping a donated buffer waits for its program with the GIL held: ranks then deadlock.
+        # Freeing a donated buffer waits for its program while it holds the GIL: ranks deadlock.
         "XLA_ENABLE_PARAM_ALIASING": "0",
     }
 

@@ -1,10 +1,9 @@
 """One CPU launch: its ranks, and how they cut their graphs together.
 
 A cut is any point where pending operations become a running program: ``torch_xla.sync()``,
-``.item()``, ``xm.save``. A cut without collectives in it concerns one rank only and goes straight
-through. At a cut with collectives all ranks meet first, so that what XLA would answer with a hang
-is an error; then rank 0 dispatches (and compiles) and the others follow and find its program in the
-compile cache.
+``.item()``, ``xm.save``. A cut without collectives concerns one rank only and does not wait. At a
+cut with collectives all ranks wait at a barrier first, which raises where XLA would hang. Then rank
+0 dispatches (and compiles) its program, and the others find it in the compile cache.
 """
 
 from __future__ import annotations
@@ -41,14 +40,13 @@ class Session:
     """The ranks of one launch on this process's CPU devices.
 
     Attributes:
-        contexts: one a rank; rank r runs on device ``xla:r``.
-        barrier: where they meet.
-        generators: their random states.
-        dispatching: which ranks must not be interrupted, because others depend on their program.
-        expected: how many programs with collectives each rank will have started, once those that it
-            has dispatched have.
+        contexts: one for each rank; rank r runs on device ``xla:r``.
+        barrier: where the ranks wait for each other.
+        generators: the random states of the ranks.
+        dispatching: the ranks that must not be interrupted, because others need their program.
+        expected: for each rank, the number of programs with collectives that it has dispatched.
         gate: where these programs wait for those of the other ranks.
-        preempted: what the ranks' functions ended with, if the machine is being taken away.
+        preempted: the exception that ended the ranks' functions, if the machine is preempted.
     """
 
     def __init__(self, size: int, timeout: float, gate: StartGate, slices: int = 1) -> None:
@@ -65,7 +63,7 @@ class Session:
         self.dispatching = [False] * size
         self.expected = [0] * size
         self.preempted: Preempted | None = None
-        # torch_xla's own functions, kept here because the module's names are replaced meanwhile.
+        # torch_xla's original functions: during the launch the names in the module are replaced.
         self._step_marker = xlac.sync_device.value
         self._sync_multi = xlac.sync_tensors.value
         self._real_devices = xm.xla_real_devices()  # "CPU:0", ...
@@ -75,7 +73,7 @@ class Session:
                 context.keep_order(_start_of_program(gate, context))
 
     def rank_of(self, device: Any = None) -> RankContext | None:
-        """The rank of this thread, else the owner of ``device``; ``None`` for strangers."""
+        """The rank of this thread, else of ``device``; ``None`` if neither belongs to a rank."""
         context = current_rank()
         if context is not None:
             return context
@@ -88,14 +86,14 @@ class Session:
         return self.contexts[index] if index < self.size else None
 
     def adopt_thread(self, context: RankContext) -> None:
-        """Makes this thread one of ``context``'s: its rank, and its default XLA device."""
+        """Assigns this thread to the rank ``context``, and sets its default XLA device."""
         _set_current_rank(context)
         xlac.set_default_device(str(context.device))
 
     def sync(
         self, context: RankContext, device: str, devices: list[str], wait: bool, reset_scope: bool
     ) -> None:
-        """``torch_xla.sync``: everything that is live on the device becomes a program."""
+        """``torch_xla.sync``: runs all that is pending on the device, as one program."""
         self.barrier.raise_if_stopped()
         pending = context.pending
         if not pending:
@@ -119,9 +117,9 @@ class Session:
         wait: bool = False,
         sync_xla_data: bool = True,
     ) -> None:
-        """The pending graph of ``tensors`` alone becomes a program (``xm.save``, results).
+        """Runs the pending graph of only ``tensors`` as a program (``xm.save``, results).
 
-        Collectives stay pending: other tensors may need them again.
+        Collectives stay pending, because other tensors may need them again.
         """
         self.barrier.raise_if_stopped()
         nodes = self._collectives_in(context, tensors)
@@ -146,20 +144,20 @@ class Session:
         tensors: Sequence[torch.Tensor],
         read: Callable[[], _T],
     ) -> _T:
-        """What ``read()`` finds in ``tensors``, their pending graph run before.
+        """Runs the pending graph of ``tensors`` and returns the result of ``read()``.
 
-        If it has collectives in it, all that is pending on the device is run, as by
-        ``torch_xla.sync()``. Were the tensors alone, the collectives would stay pending, and the
-        next program would have them once more: a loop that reads without a sync would be a longer
-        program every time. Without collectives only the tensors are computed, so a rank that prints
-        a finished loss alone waits for nobody.
+        If the graph contains collectives, all that is pending on the device is run, as by
+        ``torch_xla.sync()``. If only the tensors were computed, the collectives would stay pending
+        and the next program would run them again: in a loop that reads without a sync, programs
+        would grow with every iteration. Without collectives only the tensors are computed, so a
+        single rank can print a finished loss without waiting for others.
         """
         self.before_read(context, what, tensors)
         with self._reading:
             return read()
 
     def before_read(self, context: RankContext, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Computes ``tensors``, so that they can be read at leisure; see :meth:`fetch`."""
+        """Computes ``tensors``, so that reading them waits for nothing; see :meth:`fetch`."""
         if self._collectives_in(context, tensors):
             self._run_all(
                 context,
@@ -168,38 +166,38 @@ class Session:
             )
             xlac.set_collective_token(str(context.device), None)
         elif tensors and any(xlac.are_pending(list(tensors))):
-            with self._reading:  # whoever comes second finds the program of the first
+            with self._reading:  # the second rank finds the program of the first in the cache
                 self._sync_multi(list(tensors), [], wait=False, sync_xla_data=True)
-        # Two ranks that read what is still being computed crashed torch_xla now and then (about
-        # once in 2000 launches on a loaded machine), so values are waited for, and read in turn.
+        # If two ranks read tensors that are still being computed, torch_xla crashes in about one
+        # of 2000 launches on a loaded machine. So ranks wait for the values and read in turn.
         self._wait_for_device(context)
 
     def exchange(self, context: RankContext, what: str, key: tuple, payload: Any) -> list:
-        """Every rank's ``payload``, by rank."""
+        """Returns every rank's ``payload``, by rank."""
         return self.barrier.meet(
             context.rank, Arrival(what, ("exchange", *key), call_site.here(), payload=payload)
         )
 
     def finish(self, context: RankContext) -> None:
-        """The rank's function returned: waits for the others.
+        """Waits for the other ranks after this rank's function has returned.
 
-        What it left pending is not run: which tensors are still alive, and so the program, would
-        depend on the garbage collector of the process.
+        Pending operations are not run: the program would depend on which tensors are still alive,
+        and so on the garbage collector of the process.
         """
         arrival = _arrival("its function returned", "finish", context.pending)
         self.barrier.meet(context.rank, arrival)
 
     def materialize(self, context: RankContext, results: Sequence[torch.Tensor]) -> None:
-        """Gives a rank's results their values, in one program for all of them."""
+        """Computes the results of a rank, all in one program."""
         if results:
             self.sync_tensors(context, "its function returned", results)
 
     def stop_if_deadlocked(self) -> None:
-        """Stops ranks that wait for one whose program nobody else will run.
+        """Stops the ranks if one runs a program that the others cannot run.
 
         An operator that torch_xla computes on the CPU cuts the graph inside of XLA, where no hook
-        sees it. If its program has collectives and all other ranks wait at the barrier, none of
-        them can start a program that this one could meet.
+        detects it. If the program of that cut has collectives and all other ranks wait at the
+        barrier, none of them can start the matching program.
         """
         unseen, waiting = [], self.barrier.waiting()
         for rank, (started, expected) in enumerate(
@@ -220,7 +218,7 @@ class Session:
     def _run_all(
         self, context: RankContext, arrival: Arrival, dispatch: Callable[[], None]
     ) -> None:
-        # Alive until the program is dispatched, so that all that is pending is part of it.
+        # Stays alive until the program is dispatched, so that the program includes all collectives.
         end = None if context.order is None else context.order.end()
         self._together(context, arrival, dispatch)
         del end
@@ -229,25 +227,25 @@ class Session:
     def _together(
         self, context: RankContext, arrival: Arrival, dispatch: Callable[[], None]
     ) -> None:
-        # One program with collectives at a time: the next has the same channel ids, and XLA would
-        # let a device join a collective of both.
+        # One program with collectives at a time: the next one has the same channel ids, and XLA
+        # would connect the collectives of both.
         self._wait_for_device(context)
         turn = _Turn() if context.rank == 0 else None
         turn = self.barrier.meet(context.rank, replace(arrival, payload=turn))[0]
         leads = context.rank == 0
         self.dispatching[context.rank] = True
-        # Not one more than before: an operator may have run a program that no hook has seen.
+        # Not the previous number plus one: an operator may have run a program that no hook detects.
         if context.order is not None:
             self.expected[context.rank] = self.gate.started[context.rank] + 1
         try:
-            # From here to the end of this block nothing may stop a rank: others wait for it.
+            # Nothing may interrupt a rank in this block, because other ranks wait for it.
             if leads:
                 turn.take(dispatch)
             elif turn.follow():
                 dispatch()
         finally:
             self.dispatching[context.rank] = False
-        # Nobody goes on, and perhaps blocks with the GIL held, before everybody has dispatched.
+        # A rank that continued could block while it holds the GIL, so all ranks dispatch first.
         self.barrier.meet(context.rank, Arrival(arrival.what, "dispatched", arrival.where))
 
     def _collectives_in(
@@ -261,7 +259,7 @@ class Session:
 
 def _start_of_program(gate: StartGate, context: RankContext) -> Callable[[], torch.Tensor]:
     def start() -> torch.Tensor:
-        # Data, not a constant: all ranks share one program.
+        # As data and not as a constant, so that all ranks share one program.
         rank = torch.tensor([context.rank], dtype=torch.int32)
         sent: Any = xm.send_cpu_data_to_device([rank], context.device)
         return gate.wait_for_all(sent[0])
@@ -270,14 +268,14 @@ def _start_of_program(gate: StartGate, context: RankContext) -> Callable[[], tor
 
 
 class _Turn:
-    """Rank 0 dispatches a program before the others do."""
+    """Lets rank 0 dispatch a program before the other ranks do."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
         self._dispatched = False
 
     def take(self, dispatch: Callable[[], None]) -> None:
-        """Rank 0's turn."""
+        """Dispatches the program on rank 0."""
         try:
             dispatch()
             self._dispatched = True
@@ -285,7 +283,7 @@ class _Turn:
             self._over.set()
 
     def follow(self) -> bool:
-        """Waits for rank 0's turn to be over; false if its dispatch failed."""
+        """Waits until rank 0 has dispatched; false if its dispatch failed."""
         self._over.wait()
         return self._dispatched
 
@@ -296,9 +294,9 @@ def _arrival(what: str, kind: str, pending: list[Collective]) -> Arrival:
 
 
 def wait_for_programs(failed: bool) -> None:
-    """Waits until no program runs: the gate of the next launch must not meet one of this.
+    """Waits until no program runs, so that the next launch's gate sees only its own programs.
 
-    ``failed``: of a launch that failed, whose programs may have ended with an error, too.
+    ``failed``: whether the launch failed, so that its programs may end with an error.
     """
     for device in xm.xla_real_devices():
         with contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext():
@@ -306,10 +304,10 @@ def wait_for_programs(failed: bool) -> None:
 
 
 def drop_pending(contexts: Sequence[RankContext]) -> None:
-    """Takes unfinished collectives off the devices at the end of a launch.
+    """Removes unfinished collectives from the devices at the end of a launch.
 
-    Their values can never be computed. Tensors that the program still holds are filled with NaN
-    (integers: zero); anything else that is pending becomes a placeholder.
+    Their values can never be computed. Tensors that the user's code still holds are filled with NaN
+    (integers: zero); all other pending values become placeholders.
     """
     devices = {str(context.device) for context in contexts if context.pending}
     for context in contexts:
@@ -322,9 +320,9 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
         value
         for value in gc.get_objects()
         if issubclass(type(value), torch.Tensor)  # isinstance would ask objects for __class__
-        # Not value.device: tensors that autograd is done with are undefined and have none.
+        # Check is_xla before value.device: tensors that autograd has released have no device.
         and value.is_xla
-        and not has_own_operators(type(value))  # no stand-in
+        and not has_own_operators(type(value))
         and str(value.device) in devices
         and xlac.are_pending([value])[0]
     ]
@@ -332,6 +330,6 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
         xlac.forget_pending(device)
     for tensor in lost:
         fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-        with torch._C.DisableTorchFunctionSubclass():  # of a sharded tensor what is here
+        with torch._C.DisableTorchFunctionSubclass():  # only the local part of a sharded tensor
             value = torch.full(tensor.shape, fill, dtype=tensor.dtype).to(tensor.device)
         xlac.replace_data(tensor, value)

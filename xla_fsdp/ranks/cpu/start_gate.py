@@ -1,12 +1,12 @@
-"""Where programs with collectives wait until those of all ranks have started.
+"""Makes programs with collectives wait until the programs of all ranks have started.
 
-XLA's CPU client ends the process when a rank waits 10 seconds in a collective, and there is no
-setting for it. A rank whose program is another one compiles for longer than that while the others
-wait. So a program begins with a custom call that waits here, without a limit, until every rank's
-program has come this far. Between there and the last collective only the programs' own work counts.
+XLA's CPU client ends the process when a rank waits 10 seconds in a collective, and no setting
+changes this. A rank with a different program may compile for longer than that while the others
+wait. So a program begins with a custom call that waits here, without a limit, until the program of
+every rank has started. From there on, only the programs' computations count towards the limit.
 
 The call is a handler of XLA's foreign function interface (a C interface, ``xla/ffi/api/c_api.h``).
-torch_xla does not export the function that gives access to it, so that one is found by its symbol.
+torch_xla does not export the function that gives access to it, so it is found by its symbol.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ... import xlac
 
 _NAME = b"xla_fsdp.start_gate"
 _PLATFORM = b"Host"
-_TYPED = 4  # version of custom calls that go to such handlers
+_TYPED = 4  # version of custom calls that call such handlers
 
 _VERSION = (0, 1)  # of the interface
 _METADATA = 1  # kind of extension
@@ -45,10 +45,10 @@ class StartGate:
         self._registered = False
 
     def open_for(self, size: int) -> None:
-        """A launch of ``size`` ranks begins.
+        """Prepares the gate for a launch of ``size`` ranks.
 
         Raises:
-            NotImplementedError: this torch_xla lacks what several ranks need.
+            NotImplementedError: this torch_xla does not support several ranks on CPU.
         """
         if size > 1 and not self._registered:
             _register(self._handler)
@@ -59,7 +59,7 @@ class StartGate:
             self._closed = False
 
     def close(self) -> None:
-        """The launch failed: programs that wait for those of other ranks end with an error."""
+        """Ends waiting programs with an error, because the launch failed."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -69,7 +69,7 @@ class StartGate:
         return rank in self._waiting
 
     def wait_for_all(self, rank: torch.Tensor) -> torch.Tensor:
-        """False, as soon as the programs of all ranks have started.
+        """Waits in the program until those of all ranks have started; its value is then false.
 
         Args:
             rank: this rank's number as data of its device, int32 of shape ``(1,)``.
@@ -95,7 +95,7 @@ class StartGate:
         return frame.api[0].create_error(byref(error))
 
     def _enter(self, rank: int) -> bool:
-        """Waits for programs of all ranks; false if some will not come."""
+        """Waits for the programs of all ranks; false if the launch failed meanwhile."""
         with self._changed:
             if not 0 <= rank < len(self.started) or self._closed:
                 return False

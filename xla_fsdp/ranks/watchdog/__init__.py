@@ -1,11 +1,11 @@
-"""Ranks in processes of their own that do not go on: which one keeps the others waiting, and where.
+"""Finds the rank that hangs, for ranks in separate processes, and the place where it hangs.
 
-A thread beside each rank looks now and then how far its process is (``waits.py``) and leaves that
-in the ranks' store. One of them, the watcher, reads what all have left. Programs hold ranks
-together, so that one that hangs stops all of them: when nothing has moved in any process for the
-timeout, the watcher asks all ranks for their stacks and prints them (``watcher.py``).
+A thread of each rank regularly measures the progress of its process (``waits.py``) and writes it to
+the ranks' store. One of these threads, the watcher, reads the progress of all ranks. Collectives
+connect the ranks, so one rank that hangs stops all of them. When no process has made progress for
+the timeout, the watcher requests the stacks of all ranks and prints them (``watcher.py``).
 
-A rank that keeps Python's lock stops its own thread, too, and gives no sign of life. Its neighbours
-on the same host then get its stack by a signal, whose handler is faulthandler's, in C. If it is the
-watcher that is silent, another one takes its place.
+A rank that holds Python's GIL also stops its watchdog thread, and gives no sign of life. Other
+processes on the same host then get its stack by a signal, whose handler is faulthandler's, in C. If
+the watcher is silent, another rank takes its place.
 """

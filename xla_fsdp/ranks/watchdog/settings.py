@@ -1,4 +1,4 @@
-"""How long ranks may stand still, and what happens then."""
+"""How long ranks may make no progress, and what happens then."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 import sys
 from dataclasses import dataclass
 
-#: ``off``, or seconds instead of launch's ``timeout``, or ``end``, or these two: ``900,end``.
+#: ``off``, or seconds that replace launch's ``timeout``, or ``end``, or both: ``900,end``.
 VARIABLE = "XLA_FSDP_WATCHDOG"
-# Of the timeout, while a process compiles or computes, and before there was a first step.
+# Multiplies the timeout while a process compiles or computes, and before the first step.
 _TIMES_AT_WORK = 4
 _SECONDS_BETWEEN_BEATS, _BEATS_IN_TIMEOUT = 5.0, 20
 _BEATS_TO_ANSWER, _SECONDS_TO_ANSWER = 3, 2.0  # whichever is longer
@@ -18,33 +18,35 @@ _BEATS_TO_ANSWER, _SECONDS_TO_ANSWER = 3, 2.0  # whichever is longer
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """``timeout``: seconds without any progress. ``end``: whether ranks are ended then."""
+    """``timeout``: allowed seconds without progress. ``end``: whether ranks are ended then."""
 
     timeout: float
     end: bool
 
     @property
     def beat(self) -> float:
-        """Seconds from one look to the next."""
+        """Seconds between two measurements."""
         return min(_SECONDS_BETWEEN_BEATS, self.timeout / _BEATS_IN_TIMEOUT)
 
     @property
     def to_answer(self) -> float:
-        """Seconds that a rank has for a sign of life."""
+        """Seconds that a rank has to answer."""
         return max(_BEATS_TO_ANSWER * self.beat, _SECONDS_TO_ANSWER)
 
     def patience(self, steps: int, work: bool) -> float:
-        """Seconds without progress that are no reason to say anything, after so many steps of the
-        furthest rank, and if any is at work."""
+        """Seconds without progress after which the watcher reports.
+
+        ``steps``: the number of steps of the furthest rank. ``work``: whether any rank compiles or
+        computes.
+        """
         return self.timeout * (_TIMES_AT_WORK if work or not steps else 1)
 
 
 def settings(timeout: float) -> WatchSettings | None:
-    """What the user asked for: ``timeout`` of launch, unless the environment says otherwise; and
-    ``None`` for nothing.
+    """The settings from the environment, or else ``timeout`` of launch; ``None`` if it is off.
 
     Raises:
-        ValueError: the variable has another form.
+        ValueError: the variable has no valid value.
     """
     given = os.environ.get(VARIABLE, "")
     said = given.replace(" ", "").lower()
@@ -63,9 +65,9 @@ def settings(timeout: float) -> WatchSettings | None:
 
 
 def say(text: str) -> None:
-    """To whoever reads what the job prints.
+    """Prints ``text`` to standard error in one write.
 
-    One write: with ``PYTHONUNBUFFERED`` ``print`` makes two, and another rank's lands between.
+    With ``PYTHONUNBUFFERED``, ``print`` would make two writes, which can mix with other ranks'.
     """
     sys.stderr.write(f"xla_fsdp: {text}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What a rank is doing, seen from another thread of its process: nothing is added to a step."""
+"""Observes what a rank is doing from another thread of its process, at no cost to its steps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch_xla.debug.metrics as met
 
 from ..cpu import call_site
 
-# Counters of torch_xla. The second begins a compilation and the third ends one; the first moves
-# when a sync has handed its program to the device, which is before the program ends.
+# Counters of torch_xla. The second one counts the compilations that began, the third those that
+# ended. The first one counts a sync when its program is dispatched, before the program ends.
 _SYNCS, _COMPILING, _COMPILED, _PROGRAMS = (
     "MarkStep", "UncachedCompile", "CreateCompileHandles", "ExecuteComputation",
 )  # fmt: skip
-# A process that uses more of a core than this is at work: compiling, or computing on the host.
+# A process that uses more of a core than this is compiling or computing on the host.
 _AT_WORK = 0.5
 _INNERMOST, _CHARACTERS = 24, 6_000
 _OTHER_THREADS, _ATTEMPTS = 8, 10
@@ -34,26 +34,28 @@ _DATA = (
     os.path.join(_TORCH_XLA, "distributed/parallel_loader"),
 )
 
-#: What a rank does that waits for its device, and so perhaps for other ranks.
+#: Describes a rank that waits for its device, and so perhaps for other ranks.
 DEVICE = "waiting for the device or other ranks"
 
 
 class Progress:
-    """How far this process is. Two ranks in it are as far as they are together."""
+    """The progress of this process, which two ranks in it share."""
 
     def __init__(self) -> None:
         self._counts: tuple[int, ...] = ()
-        self._least = sys.maxsize  # compilations begun and not ended, when there was none
+        self._least = sys.maxsize  # compilations begun and not ended, while none was running
         self._since = self._processor = 0.0
 
     def look(self) -> tuple[int, float, str]:
-        """How many steps it has run, for how many seconds nothing has moved, and what it is at work
-        on meanwhile: ``"compiling"``, ``"computing"`` on the host, or ``""``."""
+        """Returns the number of steps, the seconds without progress, and the current work.
+
+        The work is ``"compiling"``, ``"computing"`` on the host, or ``""``.
+        """
         counts = tuple(_counter(name) for name in (_SYNCS, _COMPILING, _COMPILED, _PROGRAMS))
         now, processor = time.monotonic(), time.process_time()
         if counts != self._counts:
             self._counts, self._since, self._processor = counts, now, processor
-        # Programs that are compiled in other ways have no beginning, one that fails has no end.
+        # Some compilations count no beginning, and one that fails counts no end.
         compiling = counts[1] - counts[2]
         self._least = min(self._least, compiling)
         idle = now - self._since
@@ -70,12 +72,15 @@ def _counter(name: str) -> int:
 
 
 def doing(thread: int) -> tuple[str, str, str]:
-    """What the thread with this ident is doing, its ``file:line`` in user code, and its stack, with
-    the innermost call of other threads below; at most some 7,000 characters."""
+    """What the thread with this ident is doing, its ``file:line`` in user code, and its stack.
+
+    The stack is followed by the innermost calls of the other threads. The text has at most about
+    7,000 characters.
+    """
     calls = _calls(thread)
     if not calls:
         return "without a thread", "an unknown place", ""
-    # Sources are read from disk by another thread than that of the rank, so they may be.
+    # This reads source files from disk, which does not delay the rank: this is another thread.
     stack = traceback.StackSummary.extract(iter(calls), limit=_INNERMOST)
     stack.reverse()
     text = "".join(stack.format())[-_CHARACTERS:]
@@ -89,14 +94,14 @@ def doing(thread: int) -> tuple[str, str, str]:
 
 
 def _calls(thread: int) -> list[tuple[FrameType, int]]:
-    """Outward, to where the rank's function is called."""
+    """The calls of the thread, innermost first, up to the call of the rank's function."""
     calls: list[tuple[FrameType, int]] = []
     for _ in range(_ATTEMPTS):
         calls, frame = [], sys._current_frames().get(thread)
         while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
             calls.append((frame, frame.f_lineno))
             frame = frame.f_back
-        if frame is not None:  # else a call has returned while this was looking
+        if frame is not None:  # otherwise a call returned during this loop
             break
     return calls
 

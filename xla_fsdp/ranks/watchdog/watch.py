@@ -1,5 +1,7 @@
-"""What each rank does to be watched, and for neighbours whose Python does not answer: it gets their
-stacks from beside their processes.
+"""The watchdog thread of each rank.
+
+It reports the rank's progress, and gets the stacks of other processes on the same host whose Python
+does not answer.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from .settings import WatchSettings, say, settings
 from .waits import Progress, doing
 from .watcher import Watcher
 
-# Of the real-time signals, which nothing uses by itself; never sent to a process without a handler.
+# A real-time signal, which no library uses by default. It is only sent to processes that handle it.
 _SIGNAL = signal.SIGRTMAX - 7
 _MEMORY_FILE = "xla_fsdp-stacks"
 _CHARACTERS = 6_000
@@ -37,10 +39,10 @@ _SECONDS_TO_DUMP = 0.3
 
 
 def watched(fn: Callable, timeout: float) -> Callable:
-    """``fn``, to be run as ranks that are watched; can be pickled if ``fn`` can.
+    """Wraps ``fn`` so that the ranks that run it are watched; can be pickled if ``fn`` can.
 
     Raises:
-        ValueError: what the environment says is wrong.
+        ValueError: ``XLA_FSDP_WATCHDOG`` has no valid value.
     """
     chosen = settings(timeout)
     return fn if chosen is None else _Watched(fn, chosen)
@@ -56,7 +58,7 @@ class _Watched:
 
 
 class _Watch:
-    """One rank's part; made on its own thread."""
+    """The watchdog of one rank, created on the rank's thread."""
 
     _store: Any  # torch's annotations lack half of its methods
     _watcher: Watcher
@@ -73,7 +75,7 @@ class _Watch:
         self._beats = 0
         self._ended = ""
         self._over = threading.Event()
-        self._lease = ""  # what the rank on duty said last, and when this one first saw that
+        self._lease = ""  # the last lease of the rank on duty; the next line: when it was read
         self._lease_since = time.monotonic()
         self._answered = 0
         self._helped: set[str] = set()
@@ -83,29 +85,29 @@ class _Watch:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Within, the rank is watched. Nobody waits for it after that."""
+        """A context in which the rank is watched; afterwards no rank waits for it."""
         self._beater.start()
         try:
             yield
             self._ended = "its function returned"
         except BaseException as error:
             self._ended = f"raised {type(error).__name__}"
-            if isinstance(error, SystemExit):  # Preempted, too
+            if isinstance(error, SystemExit):  # also Preempted
                 self._ended = f"ended with exit code {error.code!s:.100}"
-            with contextlib.suppress(Exception):  # whatever the user's class does there
+            with contextlib.suppress(Exception):  # __str__ of the user's class may raise
                 self._ended += f": {error!s:.300}" if isinstance(error, Exception) else ""
             raise
         finally:
             self._over.set()
-            self._beater.join(1.0)  # a store that hangs must not keep the rank
+            self._beater.join(1.0)  # a store that hangs must not delay the rank
 
     def _run(self) -> None:
         try:
             self._process = _prepare_dump(self._thread)
-            # The store may be slow to answer: no rank waits for that.
+            # The store may be slow to answer; the rank does not wait for it.
             channel = open_channel("watchdog", (self._rank, self._size))
         except (RuntimeError, OSError) as error:
-            say(f"nobody watches whether rank {self._rank} hangs: {error}")
+            say(f"no watchdog for rank {self._rank}, so a hang is not reported: {error}")
             return
         self._store, self._watcher = channel.store, Watcher(channel, self._settings, self._slices)
         try:
@@ -131,7 +133,7 @@ class _Watch:
         now = time.monotonic()
         expected, own = self._watcher.lease()
         if not expected and now - self._lease_since > 2 * self._settings.to_answer:
-            expected = self._lease  # whoever is on duty gives no sign of life
+            expected = self._lease  # the rank on duty gives no sign of life: take its place
         said = self._store.compare_set("watcher", expected, own).decode()
         if said != self._lease:
             self._lease, self._lease_since = said, now
@@ -147,7 +149,7 @@ class _Watch:
                 if int(rank) != self._rank:
                     self._answer(lease["ask"], int(rank), "", *_stack_of(process))
         if lease["end"]:
-            # First everybody reads it: the store may end with the first process that does.
+            # Wait until every rank has read it: the store may end with the first process.
             time.sleep(self._settings.to_answer)
             spawned.fail(self._rank, RankTimeoutError(lease["end"], lease["named"]))
         if said == own:
@@ -158,15 +160,15 @@ class _Watch:
         self._store.append(f"answered/{ask}", f"{rank} ")
 
     def _alone(self, why: str) -> None:
-        """Without a store there is still this rank to be told of."""
+        """Watches only this rank, after the store was lost."""
         while not self._over.wait(self._settings.beat):
             steps, idle, work = self._progress.look()
             if idle > self._settings.patience(steps, bool(work)):
                 what, where, stack = doing(self._thread)
                 head = (
-                    f"rank {self._rank} has not gone on for {idle:.0f} s, and hears nothing of the "
-                    f"others: their store was lost ({first_line(why, 200)}), with the process "
-                    "that launched the ranks of the first host"
+                    f"rank {self._rank} has made no progress for {idle:.0f} s. The other ranks are "
+                    "unknown, because the process that launched the ranks of the first host, and "
+                    f"with it the store, does not answer ({first_line(why, 200)})"
                 )
                 say(f"{head}\n  rank {self._rank}: {what}, at {where}\n{stack}")
                 if self._settings.end:
@@ -175,10 +177,10 @@ class _Watch:
 
 
 def _prepare_dump(thread: int) -> dict[str, Any]:
-    """How neighbours can get the stack of that thread of this process, by its ident, whoever holds
-    Python's lock.
+    """Lets other processes of this host get the stack of a thread, also while the GIL is held.
 
-    The handler and its file stay to the end of the process: a signal may be on its way.
+    The handler and its file stay until the process ends, because a signal may still arrive.
+    ``thread``: the thread's ident.
     """
     faulthandler.register(_SIGNAL, os.memfd_create(_MEMORY_FILE), all_threads=True)
     return {
@@ -189,26 +191,26 @@ def _prepare_dump(thread: int) -> dict[str, Any]:
 
 
 def _are_neighbours(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether they can signal each other by process ids."""
+    """Whether the two processes can send signals to each other by process id."""
     return one["host"] == other["host"]
 
 
 def _stack_of(process: dict[str, Any]) -> tuple[str, str]:
-    """``file:line`` and stack of a neighbour, the innermost call first, or why there is none."""
+    """``file:line`` and stack of another process, innermost call first, or why there is none."""
     folder = f"/proc/{process['pid']}/fd"
     try:
         links = [f"{folder}/{name}" for name in os.listdir(folder)]
-        # With two ranks in a process there are two: it writes into the last one.
+        # Two ranks in a process have two files: faulthandler writes into the last one.
         files = [link for link in links if f"/memfd:{_MEMORY_FILE}" in _target(link)]
         if not files or not _handles_it(process["pid"]):
-            return "", "  its process has ended\n"  # this is another one with its number
+            return "", "  its process has ended\n"  # another process has the same id now
         os.kill(process["pid"], _SIGNAL)
         time.sleep(_SECONDS_TO_DUMP)
         text = "\n".join(Path(file).read_text(errors="replace") for file in files)
     except (FileNotFoundError, ProcessLookupError):
         return "", "  its process has ended\n"
-    except OSError as error:  # another user's, perhaps
-        return "", f"  its process can not be asked ({error})\n"
+    except OSError as error:  # the process may belong to another user
+        return "", f"  its process cannot be signalled ({error})\n"
     return _own_part(text, process["thread"])
 
 
@@ -221,7 +223,7 @@ def _own_part(text: str, thread: str) -> tuple[str, str]:
     for line in own[-1].splitlines()[1:]:
         found = re.fullmatch(r'  File "(.*)", line (\d+) in (.*)', line)
         if found and os.path.dirname(found[1]) == os.path.dirname(__file__):
-            break  # where the rank's function is called
+            break  # the call of the rank's function
         if found and not where and not is_library(found[1]):
             where = f"{found[1]}:{found[2]} in {found[3]}"
         lines.append(f"{line}\n")
@@ -246,4 +248,4 @@ def _host() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return f"{socket.gethostname()}/{os.getpid()}"  # nobody's neighbour
+        return f"{socket.gethostname()}/{os.getpid()}"  # shares a host with no other process

@@ -1,4 +1,4 @@
-"""What the rank does that watches over all, and what it reports of ranks that do not go on."""
+"""The watcher of all ranks, and its report of ranks that make no progress."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ _CHARACTERS = 200_000
 
 
 class Watcher:
-    """Every rank has one, and that of one rank is on duty.
+    """Watches all ranks. Every rank has a watcher, and that of one rank is on duty.
 
-    Its lease is what all ranks read: who it is, a number that moves, the number of its last
-    question (where are you?), processes that did not answer it, and why all are to end.
+    All ranks read its lease. The lease has the rank of the watcher, a number that increases, the
+    number of its last request for stacks, the processes that did not answer it, and the reason if
+    all ranks must end.
     """
 
     def __init__(self, channel: Channel, chosen: WatchSettings, slices: Groups = ()) -> None:
         self._rank, self._settings, self._slices = channel.rank, chosen, slices
         self._store: Any = channel.store  # torch's annotations lack half of its methods
-        self._said = ""  # as the store has it, while on duty
+        self._said = ""  # the lease in the store, while on duty
         self._ask, self._number = 0, 0
         self._silent: dict[int, dict[str, Any]] = {}
         self._end: str = ""
         self._named: int | None = None
-        self._seen: dict[int, tuple[int, float]] = {}  # a rank's last beat, and when it came
+        self._seen: dict[int, tuple[int, float]] = {}  # a rank's last beat, and when it was read
         self._asked_at: float | None = None
         self._reported_at: float | None = None
 
     def lease(self) -> tuple[str, str]:
-        """What the store has of it, ``""`` if it is not on duty, and what it says next."""
+        """Returns its lease in the store, ``""`` if it is not on duty, and its next lease."""
         self._number += 1
         return self._said, json.dumps({
             "by": self._rank, "number": self._number, "ask": self._ask, "silent": self._silent,
@@ -48,14 +49,18 @@ class Watcher:
         })  # fmt: skip
 
     def on_duty(self, said: str, ask: int) -> None:
-        """What it said counts, or, if that is ``""``, the question of somebody else."""
+        """Sets whether it is on duty.
+
+        ``said``: its lease in the store, or ``""`` if another watcher is on duty. ``ask``: the
+        number of the last request for stacks.
+        """
         self._said = said
         if not said:
             self._ask, self._silent = ask, {}
             self._asked_at = self._reported_at = None
 
     def look(self) -> None:
-        """One look at all ranks."""
+        """Checks the progress of all ranks once."""
         now = time.monotonic()
         signs = self._signs(now)
         quiet = {rank: now - self._seen[rank][1] for rank in signs}
@@ -63,13 +68,13 @@ class Watcher:
         if not running:
             return
         idle = min(signs[rank]["idle"] + quiet[rank] for rank in running)
-        # What a silent rank was at work on is not known to go on.
+        # A silent rank may not be working any more.
         there = [rank for rank in running if quiet[rank] < self._settings.to_answer]
         work = any(signs[rank]["work"] for rank in there)
         steps = max(sign["steps"] for sign in signs.values())
         if idle < self._settings.timeout / 2:
             if self._reported_at is not None:
-                say(f"ranks go on, {now - self._reported_at:.0f} s after that was told")
+                say(f"ranks make progress again, {now - self._reported_at:.0f} s after the report")
             self._asked_at = self._reported_at = None
             self._silent = {}
         elif self._asked_at is not None:
@@ -90,7 +95,7 @@ class Watcher:
     def _collect(
         self, now: float, idle: float, signs: dict[int, dict[str, Any]], quiet: dict[int, float]
     ) -> None:
-        assert self._asked_at is not None  # or nobody is asked
+        assert self._asked_at is not None  # only called after a request
         answered, list_of_them = set[int](), f"answered/{self._ask}"
         if self._store.check([list_of_them]):
             answered = {int(rank) for rank in self._store.get(list_of_them).split()}
@@ -109,7 +114,7 @@ class Watcher:
         places = []
         for rank, sign in signs.items():
             what, where, stack = json.loads(answers.get(rank, '["", "", ""]'))
-            silent = not sign["ended"] and not what  # a neighbour may have answered for it
+            silent = not sign["ended"] and not what  # another process may have answered for it
             places.append(RankPlace(
                 rank, sign["steps"], quiet[rank] if silent else 0.0,
                 sign["ended"] or _told(what, sign["work"]), where, stack, bool(sign["ended"]),
@@ -119,7 +124,7 @@ class Watcher:
         say(f"{head}\n{text}")
         self._asked_at, self._reported_at, self._silent = None, now, {}
         if self._settings.end:
-            self._end = f"{head}; all stacks are in the output of rank {self._rank}"
+            self._end = f"{head}. All stacks are in the output of rank {self._rank}"
             self._named = named[0].rank if len(named) == 1 else None
 
 
@@ -131,17 +136,17 @@ def _told(what: str, work: str) -> str:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where one rank is.
+    """The place and progress of one rank.
 
     Attributes:
         rank: its number.
-        steps: how often its process has synced.
-        silent: for how many seconds at least it has given no sign of life; 0 if it does.
-        what: it does, in words.
+        steps: the number of syncs of its process.
+        silent: the minimum number of seconds without a sign of life; 0 if it answers.
+        what: a description of what it is doing.
         where: ``file:line`` in user code, or ``""``.
-        stack: as text, or ``""``.
-        ended: whether its function is over.
-        process: host and process id, for people.
+        stack: its stack as text, or ``""``.
+        ended: whether its function has ended.
+        process: host and process id, for the report.
     """
 
     rank: int
@@ -164,16 +169,16 @@ class RankPlace:
 
 
 def named(places: Sequence[RankPlace]) -> tuple[str, list[RankPlace]]:
-    """The ranks that the others wait for, and why it is them; none if no rank stands out."""
+    """The reason and the ranks for which the others wait; none if no rank differs from others."""
     running = [place for place in places if not place.ended]
     kept_waiting = any(place.what == DEVICE for place in running)
     for why, chosen in (
         ("ended by an exception", [one for one in places if one.what.startswith("raised")]),
         ("silent", [one for one in running if one.silent]),
         ("behind the others", _behind(running)),
-        ("over already", [one for one in places if one.ended and kept_waiting]),
-        ("not waiting as the others are", [one for one in running if one.what != DEVICE]),
-        ("elsewhere than the others", _elsewhere(running)),
+        ("ended already", [one for one in places if one.ended and kept_waiting]),
+        ("not waiting like the others", [one for one in running if one.what != DEVICE]),
+        ("at another place than the others", _elsewhere(running)),
     ):
         if chosen and len(chosen) < len(places):
             return why, chosen
@@ -182,11 +187,11 @@ def named(places: Sequence[RankPlace]) -> tuple[str, list[RankPlace]]:
 
 def _behind(running: Sequence[RankPlace]) -> list[RankPlace]:
     furthest = max((place.steps for place in running), default=0)
-    # One may be ahead by a sync of its own; most can not be behind.
+    # A rank may be ahead by a sync that only it does, so the majority is not behind.
     behind = [place for place in running if place.steps < furthest]
     if 2 * len(behind) > len(running):
         return []
-    # Two ranks of one process are as far as they are together.
+    # Two ranks of one process share their progress.
     return [place for place in behind if place.what != DEVICE] or behind
 
 
@@ -200,35 +205,36 @@ def _elsewhere(running: Sequence[RankPlace]) -> list[RankPlace]:
 def report(
     places: Sequence[RankPlace], idle: float, timeout: float, slices: Groups = ()
 ) -> tuple[str, str, list[RankPlace]]:
-    """One line with the ranks that keep the others waiting; all ranks' places and stacks; and the
-    ranks that are named. Equal places are told once, and so are equal stacks.
+    """Returns one line about the ranks that hang, the places and stacks, and the ranks that hang.
+
+    Places and stacks that several ranks share are listed once.
 
     ``slices``: ordinals of the ranks of each TPU slice, if there are several.
     """
     why, chosen = named(places)
-    head = f"ranks have not gone on for {idle:.0f} s (timeout={timeout:g}); "
+    head = f"no rank has made progress for {idle:.0f} s (timeout={timeout:g}); "
     if chosen:
         head += f"{why}: {_ranks(chosen)}{_slices(chosen, slices)}, {chosen[0].line()}"
     else:
-        head += "all are equally far, and none stands out"
+        head += "all have made the same progress, and no rank differs from the others"
     told: dict[str, list[RankPlace]] = {}
     for place in places:
         told.setdefault(place.line(), []).append(place)
     text = "".join(f"  {_ranks(group)}: {line}\n" for line, group in told.items())
     stacks: dict[str, list[RankPlace]] = {}
-    for place in sorted(places, key=lambda place: place.rank not in chosen):  # those named first
+    for place in sorted(places, key=lambda place: place.rank not in chosen):  # chosen ranks first
         if place.stack:
             stacks.setdefault(place.stack, []).append(place)
     for stack, group in stacks.items():
         first = group[0].process if len(group) == 1 else f"the first in {group[0].process}"
         text += f"stack of {_ranks(group)}, {first}:\n{stack}"
     if len(text) > _CHARACTERS:
-        text = text[:_CHARACTERS] + "\n... and more that is left out\n"
+        text = text[:_CHARACTERS] + "\n... (the rest is omitted)\n"
     return head, text, chosen
 
 
 def _slices(places: Sequence[RankPlace], slices: Groups) -> str:
-    """That these are all ranks of some slices, which are lost as a whole."""
+    """Text for the report if these are exactly all ranks of one or more slices."""
     found = {place.rank for place in places}
     whole = [number for number, one in enumerate(slices) if found.issuperset(one)]
     if not whole or len(found) != sum(len(slices[number]) for number in whole):
