@@ -404,7 +404,7 @@ def _kill_ranks(root, asynchronous, seed):
     assert os.listdir(root) == [f"step-{int(before) + 1:08d}"]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.full), True])
 def test_ranks_killed_at_a_random_system_call(forks, tmp_path, asynchronous):
     root = str(tmp_path / "run")
     try:

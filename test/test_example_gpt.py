@@ -208,6 +208,7 @@ def test_trains_resumes_bit_for_bit_and_agrees(text, tmp_path, run_example):
         assert torch.equal(load_file(folder / "weights/model.safetensors")[name], value), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["--cpu_offload --no_reshard_after_forward", "--stream"])
 def test_float16_with_the_optimizer_on_the_host(text, run_example, how):
     done = run_example(

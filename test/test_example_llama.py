@@ -27,6 +27,7 @@ def validations(done):
     return [one["valid_loss"] for one in found if "valid_loss" in one]
 
 
+@pytest.mark.full
 def test_trains_then_adapts_and_agrees(tmp_path, run_example):
     """Scanned, consolidated and continued by LoRA; the library's own model, in plain torch, finds
     the losses of both."""

@@ -86,7 +86,13 @@ def generate_on_ranks(rank, names):
 
 
 @pytest.mark.parametrize(
-    "names,ranks", [(["gpt2"], 1), (["llama", "t5", *EXPERTS], 2), (["gpt2"], 4)]
+    "names, ranks",
+    [
+        (["gpt2"], 1),
+        (["llama", "t5"], 2),
+        pytest.param(EXPERTS, 2, marks=pytest.mark.full),
+        pytest.param(["gpt2"], 4, marks=pytest.mark.full),
+    ],
 )
 def test_tokens_are_those_of_the_plain_model(run_ranks, names, ranks):
     results = run_ranks(generate_on_ranks, ranks, names, timeout=1500)
