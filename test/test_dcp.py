@@ -119,6 +119,52 @@ def read_here(rank, written):
         assert found.keys() == optim.keys()
 
 
+class Numbered(torch.nn.Module):
+    """Its parameters are named "0" and "1", as the groups of an optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_parameter("0", torch.nn.Parameter(torch.randn(4, 6)))
+        self.register_parameter("1", torch.nn.Parameter(torch.randn(6)))
+
+    def forward(self, x):
+        return (x @ getattr(self, "0") * getattr(self, "1")).square().mean()
+
+
+def read_numbered(rank, root):
+    from xla_fsdp import XlaFullyShardedDataParallel, from_dcp, full_optim_state_dict
+
+    found = {}
+    for way in ("names", "flat", "numbers"):
+        model = XlaFullyShardedDataParallel(Numbered())
+        optimizer = adamw(model.parameters())
+        from_dcp(f"{root}/{way}", model, optimizer, allow_pickle=True)
+        found[way] = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    return found
+
+
+def test_parameters_with_numbers_as_names(run_ranks, tmp_path):
+    model = Numbered()
+    optimizer = adamw(model.parameters())
+    model(torch.ones(2, 4)).backward()
+    optimizer.step()
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    ways = {
+        "names": get_state_dict(model, optimizer),
+        "flat": get_state_dict(model, optimizer, options=flat),
+        "numbers": (model.state_dict(), optimizer.state_dict()),
+    }
+    for way, (state, optim) in ways.items():
+        content = {"model": state, "optim": optim}
+        dcp.save(content, checkpoint_id=tmp_path / way, no_dist=True)
+    expected = by_name(model, optimizer)
+    for way, found in run_ranks(read_numbered, 2, str(tmp_path))[0].items():
+        assert found.keys() == expected.keys(), way
+        for name, values in expected.items():
+            assert_equal({key: found[name][key] for key in values}, values)
+
+
 def write_here(rank, folder):
     from xla_fsdp import from_dcp, full_optim_state_dict, full_state_dict, to_dcp
     from xla_fsdp.checkpoint import dcp_writing

@@ -96,7 +96,7 @@ def test_resumes_on_another_number_of_ranks(train, example, tmp_path):
     prepare = example.checkpoints.prepare_folder
     folder = tmp_path / "runs/mnist/ckpt"
     os.truncate(folder / "step-00000002/rank-00001-of-00003.safetensors", 100)
-    with pytest.raises(example.script.Stop, match="rank-00001.*; --resume_epoch=1 goes on") as stop:
+    with pytest.raises(example.script.Stop, match="rank-00001.*; --resume_epoch=1 resumes") as stop:
         prepare(SimpleNamespace(plan=None, ckpt_dir=str(folder), resume=True, resume_epoch=0))
     assert stop.value.code == 2
     prepare(SimpleNamespace(plan=None, ckpt_dir=str(folder), resume=False, resume_epoch=1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -198,33 +197,33 @@ def _optimizer_in(directory: _Directory) -> dict[str, Any]:
         stored = directory.tensors.get(key)
         if stored is not None and stored.shape == ():
             small[key] = stored.read(0, 1)[0]
-    state: dict[str | int, dict[str, Any]] = {}
-    by_group: dict[str | int, dict[str, Any]] = {}
+    state: dict[Any, dict[str, Any]] = {}
+    by_group: dict[str, dict[str, Any]] = {}
     for key in own:
         value = small.get(key, directory.tensors.get(key))
         kind, _, rest = key[len(prefix) :].partition(".")
         name, _, last = rest.rpartition(".")
         if kind == "state" and name:
-            state.setdefault(_number_or_name(name), {})[last] = value
+            state.setdefault(name, {})[last] = value
         elif kind == "param_groups" and name:
-            by_group.setdefault(_number_or_name(name), {})[last] = value
+            by_group.setdefault(name, {})[last] = value
         elif kind == "param_groups" and not rest and isinstance(value, list):
-            by_group.update(enumerate(value))  # torch before 2.4 saved them as one object
+            # torch before 2.4 saved them as one object
+            by_group.update((str(number), group) for number, group in enumerate(value))
         else:
             raise ModelMismatchError(
                 f"{directory.path}: {key!r} is not a key of an optimizer's state dict. Load the "
                 "model alone."
             )
-    lists_all_groups = all(isinstance(key, int) for key in by_group)
+    # A parameter may be named "0", as a group is: only groups list parameters.
+    lists_all_groups = all("params" in group for group in by_group.values())
     if lists_all_groups:
-        groups = [by_group[key] for key in sorted(by_group)]
+        groups = [by_group[key] for key in sorted(by_group, key=int)]
+        if any(isinstance(one, int) for group in groups for one in group["params"]):
+            state = {int(name): own for name, own in state.items()}
     else:  # flattened by torch: every parameter has the options of its group
         groups = [{**options, "params": [name]} for name, options in by_group.items()]
     return {"state": state, "param_groups": groups, "lists_all_groups": lists_all_groups}
-
-
-def _number_or_name(text: str) -> int | str:
-    return int(text) if re.fullmatch(r"\d{1,9}", text) else text
 
 
 class _Directory:
