@@ -170,9 +170,9 @@ def refused(expected, **given):
 
 def test_refusals_say_what_to_do():
     q = torch.zeros(1, 2, 128, 64)
-    refused("dropout_p=0.1: .*apply dropout", dropout_p=0.1)
-    refused("2 heads of queries, 1 of keys.*enable_gqa=True", key=q[:, :1], value=q[:, :1])
-    refused("goes neither with is_causal", is_causal=True, attn_mask=torch.ones(128, 128) > 0)
+    refused("dropout_p=0.1 .*Apply dropout", dropout_p=0.1)
+    refused("2 query heads and 1 key heads.*enable_gqa=True", key=q[:, :1], value=q[:, :1])
+    refused("cannot be combined with is_causal", is_causal=True, attn_mask=torch.ones(128, 128) > 0)
     refused(re.escape("segment_ids must be (batch, length) = (1, 128)"), segment_ids=ids(128))
     refused("on cpu, not on an XLA device.*implementation='auto'", implementation="kernel")
     refused("implementation must be", implementation="flash")
@@ -201,9 +201,9 @@ def why_not_on_ranks(rank):
 def test_what_the_kernel_cannot_is_said_or_computed_by_torch(run_ranks):
     ((dim, length, dtype, mask),) = run_ranks(why_not_on_ranks, 1)
     assert "multiples of 64 up to 256" in dim
-    assert "lengths are 100 and 100 (of keys), where the kernel takes multiples of 128" in length
+    assert "lengths are 100 and 100 (of keys), but the kernel supports multiples of 128" in length
     assert "torch.float16" in dtype
-    assert "attn_mask is given" in mask
+    assert "attn_mask was passed" in mask
 
 
 def planned():

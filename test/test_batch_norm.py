@@ -424,14 +424,14 @@ def test_conversion_refuses_what_it_would_break():
     convert = SyncBatchNorm.convert_sync_batchnorm
     with pytest.raises(TypeError, match="must be a torch.nn.Module, got str"):
         convert("model")
-    with pytest.raises(ValueError, match="names an ordinal twice"):
+    with pytest.raises(ValueError, match="contains an ordinal twice"):
         convert(nn.BatchNorm1d(2), groups=[[0, 1], [1, 2]])
     grouped = nn.SyncBatchNorm(2)
     grouped.process_group = object()
     for one, message in (
-        (Activated(2), "Activated '1' has a forward of its own"),
-        (checkpoint_module(nn.BatchNorm2d(2)), "convert before checkpoint_module"),
-        (nn.LazyBatchNorm2d(), "run the model once"),
+        (Activated(2), "Activated '1' overrides forward"),
+        (checkpoint_module(nn.BatchNorm2d(2)), "Convert before checkpoint_module"),
+        (nn.LazyBatchNorm2d(), "Run the model once"),
         (grouped, "process_group"),
     ):
         model = nn.Sequential(nn.BatchNorm2d(2), one)

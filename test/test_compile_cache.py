@@ -384,7 +384,7 @@ class TestRefusals:
             loading.repair(platform)
 
     def test_a_library_without_what_is_needed(self):
-        with pytest.raises(NotImplementedError, match="0 symbols _no_such_function, not one"):
+        with pytest.raises(NotImplementedError, match="0 symbols _no_such_function, expected one"):
             xlac.symbols_of(["_no_such_function"])
 
 

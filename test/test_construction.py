@@ -379,7 +379,7 @@ def forgotten_values(rank):
         for forgotten in ("parameter", "buffer"):
             with torch.device("meta"):
                 model = Forgetful(dtype, forgotten)
-            with pytest.raises(RuntimeError, match=f"no values to its {forgotten} '{forgotten}'"):
+            with pytest.raises(RuntimeError, match=f"not initialize its {forgotten} '{forgotten}'"):
                 FSDP(model)
         if dtype in (torch.float32, torch.int64):  # zeros of any dtype are values
             with torch.device("meta"):
@@ -520,7 +520,7 @@ def wrong_arguments(rank):
           sharding_groups=[[0, 1]], sharding_rank=2, sharding_world_size=2)  # fmt: skip
     fails(ValueError, "every group of sharding_groups must have 2 ordinals",
           sharding_groups=[[0]], sharding_rank=0, sharding_world_size=2)  # fmt: skip
-    fails(ValueError, "sharding_groups names an ordinal twice",
+    fails(ValueError, "sharding_groups contains an ordinal twice",
           sharding_groups=[[0, 0]], sharding_rank=0, sharding_world_size=2)  # fmt: skip
     fails(ValueError, "sharding_rank and sharding_world_size need sharding_groups",
           sharding_rank=0)  # fmt: skip

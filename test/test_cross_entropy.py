@@ -180,7 +180,7 @@ def test_labels_beyond_the_vocabulary_are_no_number(run_ranks):
 def test_refusals_and_other_devices():
     hidden, weight, labels = inputs()
     assert torch.equal(linear_cross_entropy(*inputs()), whole(hidden, weight, labels))
-    refused("whole only in its wrapper's forward", weight=weight.flatten())
+    refused("full only in its wrapper's forward", weight=weight.flatten())
     refused(re.escape("labels must be integers of shape (3, 4)"), labels=labels.flatten())
     refused("chunk must be a positive integer", chunk=0)
     refused("label_smoothing must be from 0 to 1", label_smoothing=2.0)

@@ -72,7 +72,7 @@ def test_every_renamed_name_is_used_in_the_table():
     ],
 )
 def test_old_and_new_name_together_raise(use):
-    with pytest.raises(TypeError, match="got both '.*' and '.*', which is its old name. Give"):
+    with pytest.raises(TypeError, match="got both '.*' and '.*', which is its old name. Pass"):
         use()
 
 

@@ -28,9 +28,12 @@ Cell = tuple[str, ...]
 
 # Two settings that are not possible together, and what the message has.
 NOT_TOGETHER = {
-    ("fully_shard", "flat"): "flatten_parameters=True is not possible in fully_shard: leave it out",
-    ("scanned", "zero2"): "reshard_after_forward=False is not possible in scan_blocks",
-    ("scanned", "flat"): "flatten_parameters=True is not possible in scan_blocks",
+    (
+        "fully_shard",
+        "flat",
+    ): "flatten_parameters=True is not supported by fully_shard. Leave it out",
+    ("scanned", "zero2"): "reshard_after_forward=False is not supported in scan_blocks",
+    ("scanned", "flat"): "flatten_parameters=True is not supported in scan_blocks",
 }
 
 PRODUCT: list[Cell] = [
@@ -370,7 +373,7 @@ def contradictions(rank: int) -> None:
     mesh = {"device_mesh": MESH}
     part = functools.partial
     wrapper, scanned, in_place = part(FSDP, Block()), scan, part(fully_shard, Block())
-    no_zero2 = "reshard_after_forward=False is not possible in scan_blocks"
+    no_zero2 = "reshard_after_forward=False is not supported in scan_blocks"
     divides = "reshard_after_forward as a number of ranks must divide the 2"
     for makes, options, text in [
         ([wrapper, scanned],
@@ -382,7 +385,7 @@ def contradictions(rank: int) -> None:
         ([wrapper, scanned], {**mesh, "sharding_strategy": S.FULL_SHARD},
          "sharding_strategy=ShardingStrategy.FULL_SHARD needs a 1-D device_mesh"),
         ([wrapper, scanned], {"sharding_strategy": S.HYBRID_SHARD},
-         "sharding_strategy=ShardingStrategy.HYBRID_SHARD needs to know the groups"),
+         "sharding_strategy=ShardingStrategy.HYBRID_SHARD needs groups, but got"),
         ([wrapper, scanned], {**mesh, "reshard_after_forward": 4}, divides),
         ([in_place], {"mesh": MESH, "reshard_after_forward": 4}, divides),
         ([wrapper, scanned], {**host, "mixed_precision": narrow},
@@ -391,20 +394,20 @@ def contradictions(rank: int) -> None:
          "reshard_after_forward=False keeps parameters there"),
         ([wrapper], {**stream, "reshard_after_forward": 2},
          "reshard_after_forward=2 keeps parameters there"),
-        ([wrapper], {**stream, "sharding_strategy": S.SHARD_GRAD_OP}, "as do SHARD_GRAD_OP"),
-        ([scanned], stream, "CPUOffload(stream=True) is not possible in scan_blocks"),
+        ([wrapper], {**stream, "sharding_strategy": S.SHARD_GRAD_OP}, "as SHARD_GRAD_OP"),
+        ([scanned], stream, "CPUOffload(stream=True) is not supported in scan_blocks"),
         ([scanned], {"reshard_after_forward": 1}, no_zero2),
         ([scanned], {"sharding_strategy": S.SHARD_GRAD_OP}, no_zero2),
         ([scanned], {**mesh, "sharding_strategy": S._HYBRID_SHARD_ZERO2}, no_zero2),
         ([part(scan, share)], {}, "blocks 0 and 1 share the parameter up.weight"),
         ([part(scan, freeze)], {}, "parameter of shape (7,), float32, frozen"),
         ([part(tie, FSDP, True), part(tie, fully_shard, True)], {},
-         "'norm.weight' of LayerNorm is tied to one of scanned blocks"),
+         "'norm.weight' of LayerNorm is tied either to a parameter of scanned blocks"),
         ([part(tie, FSDP, False), part(tie, fully_shard, False)], {},
-         "block 1 shares the parameter norm.weight with a module that is wrapped"),
-        ([part(offload_one, FSDP)], host, "give both wrappers the same cpu_offload"),
+         "block 1 shares the parameter norm.weight with a wrapped module"),
+        ([part(offload_one, FSDP)], host, "Pass the same cpu_offload to both"),
         ([part(offload_one, fully_shard)], {"offload_policy": CPUOffloadPolicy()},
-         "give both wrappers the same cpu_offload"),
+         "Pass the same cpu_offload to both"),
     ]:  # fmt: skip
         for make in makes:
             with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):

@@ -105,18 +105,18 @@ def refusals(rank, size):
 
     refused("mp_policy must be", mp_policy=Theirs())
     refused("offload_policy must be an xla_fsdp.OffloadPolicy", offload_policy=True)
-    refused("pass offload_policy, or", cpu_offload=xla_fsdp.CPUOffload())
+    refused("Pass offload_policy, or", cpu_offload=xla_fsdp.CPUOffload())
     refused("shard_placement_fn", shard_placement_fn=lambda parameter: None)
-    refused("device_mesh must be", mesh=[0])
+    refused("device_mesh must contain", mesh=[0])
     refused("reshard_after_forward must be", TypeError, reshard_after_forward="no")
-    refused("pass mp_policy, or", compute_dtype=torch.bfloat16)
-    refused("pass mesh, or", sharding_groups=[[0, 1]])
-    refused("flatten_parameters=True is not possible", flatten_parameters=True)
+    refused("Pass mp_policy, or", compute_dtype=torch.bfloat16)
+    refused("Pass mesh, or", sharding_groups=[[0, 1]])
+    refused("flatten_parameters=True is not supported", flatten_parameters=True)
     refused("no option 'meshes'", TypeError, meshes=[0, 1])
     refused("forward_prefetch must be", TypeError, forward_prefetch=1)
     refused("must be a torch.nn.Module", TypeError, module=7)
     refused("no forward", RuntimeError, module=nn.ModuleList([nn.Linear(2, 2)]))
-    refused("Taken has an attribute 'reshard' of its own", module=Taken(2, 2))
+    refused("Taken has an attribute 'reshard', which", module=Taken(2, 2))
     refused("already wrapped", RuntimeError, module=fully_shard(nn.Linear(2, 2)))
     refused("already wrapped", RuntimeError, module=FSDP(nn.Linear(2, 2)))
     for wrong in ({"param_dtype": torch.int8}, {"reduce_dtype": torch.bfloat16},
@@ -155,7 +155,7 @@ def refusals(rank, size):
     torch.testing.assert_close(model.squared().cpu(), build().squared(), rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match="stay on"):
         model.cpu()
-    with pytest.raises(ValueError, match="leave assign out"):
+    with pytest.raises(ValueError, match="Leave assign out"):
         model.load_state_dict(model.state_dict(), assign=True)
     with pytest.raises(TypeError, match="cannot be pickled"):
         model.__getstate__()

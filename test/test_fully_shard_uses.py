@@ -77,7 +77,7 @@ def by_hand(rank, size):
     model.zero_grad()
     with torch.no_grad():
         shard.mul_(1)
-    with pytest.raises(RuntimeError, match="call it again"):
+    with pytest.raises(RuntimeError, match=r"Call unshard\(\) again"):
         layer.forward(torch.zeros(1, 4, 8).to("xla"))
     layer.reshard()
     assert all(p.grad is None for p in model.parameters())
@@ -97,7 +97,7 @@ def by_hand(rank, size):
     assert layer.qkv.weight is shard
     layer.unshard()
     layer.qkv.weight = nn.Parameter(torch.zeros(24, 8))
-    with pytest.raises(RuntimeError, match="'layers.0.qkv.weight' is another tensor"):
+    with pytest.raises(RuntimeError, match="'layers.0.qkv.weight' is not the shard"):
         layer(torch.zeros(1, 4, 8).to("xla"))
     with FSDP.summon_full_params(model, writeback=False):
         with pytest.raises(RuntimeError, match="within summon_full_params"):

@@ -207,17 +207,17 @@ def refusals(rank):
 
     refused(TypeError, "ignored_modules must be an iterable of torch.nn.Module, got Linear",
             ignored_modules=lambda m: m.adapter)  # fmt: skip
-    refused(TypeError, "must have torch.nn.Module in it, got 'a'", ignored_modules=lambda m: ["a"])
+    refused(TypeError, "must contain torch.nn.Module, got 'a'", ignored_modules=lambda m: ["a"])
     refused(TypeError, "must be an iterable of torch.nn.Parameter, got Parameter",
             ignored_parameters=lambda m: m.scale)  # fmt: skip
-    refused(TypeError, "must have torch.nn.Parameter in it, got Linear",
+    refused(TypeError, "must contain torch.nn.Parameter, got Linear",
             ignored_parameters=lambda m: [m.adapter])  # fmt: skip
-    refused(ValueError, "a Linear that is not in the module to wrap",
+    refused(ValueError, "a Linear that is not inside the module to wrap",
             ignored_modules=lambda m: [nn.Linear(1, 1)])  # fmt: skip
     refused(ValueError, r"of shape \(2,\), is not in the module",
             ignored_parameters=lambda m: [nn.Parameter(torch.ones(2))])  # fmt: skip
     refused(ValueError, "nothing would be sharded", ignored_modules=lambda m: [m])
-    refused(ValueError, "pass either", ignored_states=lambda m: [m.scale],
+    refused(ValueError, "Pass either", ignored_states=lambda m: [m.scale],
             ignored_modules=lambda m: [m.adapter])  # fmt: skip
 
     def inner():
@@ -227,7 +227,7 @@ def refusals(rank):
         return model
 
     refused(ValueError, "a wrapped XlaF", inner, ignored_modules=lambda m: [m.first])
-    refused(ValueError, "is sharded by a wrapper inside already", inner,
+    refused(ValueError, "is already sharded by an inner wrapper", inner,
             ignored_parameters=lambda m: [m._parameters["inner_weight"]])  # fmt: skip
 
     def meta():

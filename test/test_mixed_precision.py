@@ -170,10 +170,10 @@ def refusals(rank):
         refused(f"MixedPrecision.{name} must be one of torch.float32", "torch.int8",
                 **{name: torch.int8})  # fmt: skip
         refused(f"MixedPrecision.{name} must be", "'bf16'", **{name: "bf16"})
-    refused("reduce_dtype=torch.bfloat16 with param_dtype=None", reduce_dtype=NARROW)
+    refused("torch.bfloat16 is not supported with param_dtype=None", reduce_dtype=NARROW)
     refused("reduce_dtype=torch.float16", reduce_dtype=torch.float16, param_dtype=NARROW)
     refused("keep_low_precision_grads must be True or False, got 1", keep_low_precision_grads=1)
-    refused("_module_classes_to_ignore must be a list or tuple of classes", "LayerNorm",
+    refused("_module_classes_to_ignore must be a list or tuple of module classes", "LayerNorm",
             _module_classes_to_ignore=nn.LayerNorm)  # fmt: skip
     refused("got [1]", _module_classes_to_ignore=[1])
     refused("cast_forward_inputs must be True or False, got 1", cast_forward_inputs=1)

@@ -89,7 +89,7 @@ def policies(rank):
 
     message = (
         "chose none of the submodules of Sequential, .* "
-        r"Choose among the classes that are there \(Linear, Sequential, Tanh\)"
+        r"Choose among its classes \(Linear, Sequential, Tanh\)"
     )
     for policy, warning in [
         (functools.partial(of_class, transformer_layer_cls={nn.Transformer}), message),

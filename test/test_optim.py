@@ -527,7 +527,7 @@ def test_options_are_checked(name, options, match):
 def test_gradients_that_they_do_not_know_are_refused():
     parameter = nn.Parameter(torch.zeros(3, 2))
     parameter.grad = torch.zeros(3, 2).to_sparse()
-    with pytest.raises(RuntimeError, match="LAMB takes real, dense gradients; .* a sparse one"):
+    with pytest.raises(RuntimeError, match="LAMB needs real, dense gradients, .* a sparse one"):
         make_lamb([parameter]).step()
 
 

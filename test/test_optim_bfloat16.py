@@ -239,7 +239,7 @@ def test_copies_step_like_the_original(way):
 def test_what_is_refused():
     half = nn.Parameter(torch.zeros(2).half())
     narrow = nn.Parameter(torch.zeros(2).bfloat16())
-    with pytest.raises(TypeError, match="is for bfloat16, and .* is float16"):
+    with pytest.raises(TypeError, match="supports bfloat16, but .* is float16"):
         StochasticRounding([half], torch.optim.SGD)
     with pytest.raises(ValueError, match="seed must be >= 0"):
         StochasticRounding([narrow], torch.optim.SGD, seed=-1)
@@ -255,7 +255,7 @@ def test_what_is_refused():
     narrow.grad = torch.ones_like(narrow)
     one.step()
     other.load_state_dict(one.state_dict())
-    with pytest.raises(RuntimeError, match="optimizer='SGD', and it was made with 'AdamW8bit'"):
+    with pytest.raises(RuntimeError, match="optimizer='SGD', but it was made with 'AdamW8bit'"):
         other.step()
 
 

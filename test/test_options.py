@@ -45,7 +45,7 @@ BAD = dict.fromkeys(FLAGS, FLAG) | {
     "sharding_strategy": ("FULL_SHARD", ValueError, "ShardingStrategy.FULL_SHARD", "Take it from"),
     "device_mesh": ([0, 7], ValueError, "each of the 2 ranks once", "1-D mesh"),
     "mixed_precision": ("bf16", ValueError, "an xla_fsdp.MixedPrecision", "leave it out"),
-    "cpu_offload": (True, TypeError, "an xla_fsdp.CPUOffload", "is xla_fsdp.CPUOffload()"),
+    "cpu_offload": (True, TypeError, "an xla_fsdp.CPUOffload", "pass xla_fsdp.CPUOffload()"),
     "ignored_modules": IGNORED,
     "ignored_parameters": IGNORED,
     "ignored_states": IGNORED,
@@ -97,17 +97,17 @@ def bad_values(rank):
                 assert f"{entry} has no option {name!r}" in said and "Its options are" in said
             else:
                 remedy = re.search(
-                    r"not possible in fully_shard: (pass (.*)|leave it out), or", said
+                    r"not supported by fully_shard\. (Pass (.*)|Leave it out), or", said
                 )
                 make(**{one: instead[one] for one in (remedy[2] or "").split(" and ") if one})
     size = {"sharding_rank": rank, "sharding_world_size": 2}
-    place = "this rank's place in its group"
+    place = "this rank's index in its group"
     for options, allowed, fix in (
         ({"sharding_groups": [[0, 1]]}, "needs sharding_rank", "Pass all three"),
         ({"sharding_groups": [[0], [1]], **size}, "must have 2 ordinals", "equal size"),
         ({"sharding_groups": [[0, 0]], **size}, "twice", "Each rank must be in one group"),
         ({**size, "sharding_groups": [[0, 1]], "sharding_rank": 2}, "must be in 0..1", place),
-        ({**size, "sharding_groups": [[0, 1]], "sharding_rank": 1 - rank}, "at that place", place),
+        ({**size, "sharding_groups": [[0, 1]], "sharding_rank": 1 - rank}, "at that index", place),
         ({"sharding_rank": 1}, "need sharding_groups", "leave all three out"),
         ({"reshard_after_forward": 3}, "must divide", "one of [1, 2], or True or False"),
     ):

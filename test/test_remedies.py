@@ -113,7 +113,7 @@ def meta_without_reset(wrong):
     trains(model)
 
 
-@case("gives no values to its parameter 'scale'")
+@case("does not initialize its parameter 'scale'")
 def reset_that_forgets(wrong):
     class Forgets(Scaled):
         def reset_parameters(self):
@@ -135,7 +135,7 @@ def reset_that_forgets(wrong):
     require_initialized(wrap(build(), param_init_fn=give_values))
 
 
-@case("the first forward came before '0.scale', '0.turns'.* had values")
+@case("the first forward was called before '0.scale', '0.turns'.* had values")
 def torchtitans_way(wrong):
     def build():
         model = nn.Sequential(on_meta(), nn.Identity())
@@ -155,7 +155,7 @@ def torchtitans_way(wrong):
     with xla_fsdp.XlaFullyShardedDataParallel.summon_full_params(model):
         model[0].init_weights()
     require_initialized(model)
-    with wrong("pass device='xla'"):
+    with wrong("Pass device='xla'"):
         model.to_empty(device="cpu")
     with wrong("Leave recurse out"):
         model.to_empty(device="xla", recurse=False)
@@ -171,7 +171,7 @@ def to_empty_of_a_wrapper(wrong):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@case("ignored modules are not initialised")
+@case("ignored modules are not initialized")
 def ignored_on_meta(wrong):
     model = linears()
     model[1].to("meta")
@@ -191,7 +191,7 @@ def lazy(wrong):
     trains(wrap(model))
 
 
-@case("scanned blocks have no modules of their own")
+@case("scanned blocks cannot be summoned")
 def summoned_scanned(wrong):
     blocks = xla_fsdp.scan_blocks([nn.Linear(4, 4) for _ in range(2)])
     model = wrap(nn.Sequential(nn.Linear(4, 4), blocks))
@@ -221,7 +221,7 @@ def full_params_at_rest(wrong):
         assert model.full_params[0].shape == (4, 4)
 
 
-@case("leave that first")
+@case("Leave that context first")
 def forward_while_summoned(wrong):
     model = wrap(nn.Linear(4, 4))
     with model.summon_full_params(model), wrong():
@@ -255,7 +255,7 @@ def another_method(wrong):
     model.encode(x()).sum().backward()
 
 
-@case("leave it out of the policy")
+@case("exclude that module from the policy")
 def weight_of_another_unit(wrong):
     model = Other()
     model.linear = wrap(model.linear)
@@ -270,7 +270,7 @@ def weight_of_another_unit(wrong):
     trained.module.head(x()).sum().backward()
 
 
-@case("another tensor than the shard")
+@case("is not the shard that the wrapper gathers")
 def replaced_parameter(wrong):
     model = wrap(nn.Linear(4, 4))
     value = torch.full((4, 4), 3.0)
@@ -284,7 +284,7 @@ def replaced_parameter(wrong):
     torch.func.functional_call(plain, {"weight": value}, (torch.ones(2, 4),))
 
 
-@case("elsewhere take shards from model.parameters")
+@case("elsewhere, take shards from model.parameters")
 def kept_parameter(wrong):
     plain = nn.Linear(4, 4)
     kept = plain.weight
@@ -296,7 +296,7 @@ def kept_parameter(wrong):
         assert model.module.weight.shape == (4, 4)
 
 
-@case("freeze and unfreeze parameters of the wrapped")
+@case("Freeze and unfreeze parameters of the wrapped")
 def frozen_too_late(wrong):
     plain = nn.Linear(4, 4)
     kept = plain.weight
@@ -308,7 +308,7 @@ def frozen_too_late(wrong):
     assert model.bias.grad is not None and model.weight.grad is None
 
 
-@case("register it after wrapping")
+@case("Register it after wrapping")
 def hook_before_wrapping(wrong):
     plain = nn.Linear(4, 4)
     plain.weight.register_hook(lambda grad: grad)
@@ -359,7 +359,7 @@ def wrapped_twice(wrong):
     trains(wrap(nn.Sequential(wrap(nn.Linear(4, 4)))))
 
 
-@case("wrap its elements, or the module that calls them")
+@case("Wrap its elements, or the module that calls them")
 def list_of_modules(wrong):
     class Calls(nn.Module):
         def __init__(self, layers):
@@ -375,7 +375,7 @@ def list_of_modules(wrong):
     trains(wrap(Calls(nn.ModuleList([wrap(nn.Linear(4, 4))]))))
 
 
-@case("wrap either by hand or by policy")
+@case("Wrap either manually or by policy")
 def hand_and_policy(wrong):
     model = linears()
     model[0] = wrap(model[0])
@@ -385,7 +385,7 @@ def hand_and_policy(wrong):
     trains(wrap(model))
 
 
-@case("belongs to two units")
+@case("belongs to two FSDP units")
 def outside_in(wrong):
     model = linears()
     xla_fsdp.fully_shard(model)
@@ -405,7 +405,7 @@ def other_name_in_fully_shard(wrong):
     trains(xla_fsdp.fully_shard(nn.Linear(4, 4), mp_policy=policy))
 
 
-@case("rename it, or wrap the module with XlaFullyShardedDataParallel")
+@case("Rename it, or wrap the module with XlaFullyShardedDataParallel")
 def attribute_of_ours(wrong):
     class Taken(nn.Linear):
         def unshard(self):
@@ -416,7 +416,7 @@ def attribute_of_ours(wrong):
     trains(wrap(Taken(4, 4)))
 
 
-@case("leave assign out")
+@case("Leave assign out")
 def assigned_state(wrong):
     for model in (wrap(nn.Linear(4, 4)), xla_fsdp.fully_shard(nn.Linear(4, 4))):
         state = copy.deepcopy(model.state_dict())
@@ -437,7 +437,7 @@ def pickled(wrong):
         pickle.dumps(xla_fsdp.full_state_dict(model, rank0_only=False))
 
 
-@case("they can not move to")
+@case("cannot be moved to")
 def moved(wrong):
     model = wrap(nn.Linear(4, 4))
     with wrong():
@@ -445,7 +445,7 @@ def moved(wrong):
     nn.Linear(4, 4).load_state_dict(xla_fsdp.full_state_dict(model, rank0_only=False))
 
 
-@case("call it again")
+@case("Call unshard() again")
 def stale_unshard(wrong):
     model = xla_fsdp.fully_shard(Other())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -486,7 +486,7 @@ def optimizer_before_wrapping(wrong):
     trains(model)
 
 
-@case("run the last backward before it outside of no_sync")
+@case("Run the last backward before it outside of no_sync")
 def step_in_no_sync(wrong):
     model = wrap(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -583,7 +583,7 @@ def drawn_on_the_host(wrong):
     trains(xla_fsdp.scan_blocks([Drops(), Drops()]))
 
 
-@case("Remove it, or wrap the blocks singly")
+@case("remove it, or wrap each block separately")
 def hook_on_a_block(wrong):
     blocks = [Block(), Block()]
     hook = blocks[1].register_forward_hook(lambda *args: None)
@@ -593,7 +593,7 @@ def hook_on_a_block(wrong):
     trains(xla_fsdp.scan_blocks(blocks))
 
 
-@case("call all of them, x = blocks")
+@case("Call all of them, x = blocks")
 def blocks_one_by_one(wrong):
     blocks = xla_fsdp.scan_blocks([Block(), Block()])
     with wrong():
@@ -602,7 +602,7 @@ def blocks_one_by_one(wrong):
     trains(blocks)
 
 
-@case("or give a number of ranks from 2 on")
+@case("or pass a number of ranks >= 2")
 def scanned_without_resharding(wrong):
     with wrong():
         xla_fsdp.scan_blocks([Block(), Block()], reshard_after_forward=False)

@@ -186,8 +186,11 @@ def test_a_caller_may_have_them_as_the_compiler_does():
 @pytest.mark.parametrize(
     "how, said",
     [
-        *[(old, f"{old}' was removed: pass 'auto'") for old in ("modelled", "stages", "rings")],
-        ("at_once", "at_once' was removed: pass 'default'; allowed are 'auto' or 'default'"),
+        *[
+            (old, f"{old}' was removed; allowed are 'auto' or 'default'. Pass 'auto'")
+            for old in ("modelled", "stages", "rings")
+        ],
+        ("at_once", "at_once' was removed; allowed are 'auto' or 'default'. Pass 'default'"),
         ("fast", "must be 'auto' or 'default', got 'fast'"),
         (None, "must be 'auto' or 'default', got None"),
     ],

@@ -311,7 +311,7 @@ def refused(rank):
     found.append(("made (4, 4), torch.float32 of (2, 4)", str(raised.value)))
     with pytest.raises(TypeError) as raised:
         differing(x.long())
-    found.append(("floating-point tensor first, got torch.int64", str(raised.value)))
+    found.append(("floating-point tensor as first argument, got torch.int64", str(raised.value)))
     with pytest.raises(TypeError) as raised:
         list(differing)
     found.append(("x = blocks(x)", str(raised.value)))

@@ -164,13 +164,15 @@ def refused(rank):
     x = torch.ones(4).to(torch_xla.device()).requires_grad_()
     with pytest.raises(TypeError, match=r"must be names, such as \('idle',\)"):
         scan_blocks([Takes()], keep="idle")
-    with pytest.raises(ValueError, match="keep='iddle': the blocks have no such.*attention, idle"):
+    with pytest.raises(
+        ValueError, match="keep='iddle' is not a submodule of the blocks.*attention, idle"
+    ):
         scan_blocks([Takes()], keep=["iddle"])
-    with pytest.raises(ValueError, match="keep='idle': the forward of a block does not call"):
+    with pytest.raises(ValueError, match="keep='idle', but the forward of a block does not call"):
         scan_blocks([Takes()], keep=["idle"])(x)
     with pytest.raises(ValueError, match="does not call scaled_dot_product_attention of xla_fsdp"):
         scan_blocks([Takes()], keep=["attention"])(x)
-    with pytest.raises(TypeError, match="keep='pair': Pair returns tuple, where a tensor"):
+    with pytest.raises(TypeError, match="keep='pair', but Pair returns tuple instead of a"):
         scan_blocks([Takes()], keep=["pair"])(x)
 
 

@@ -59,7 +59,7 @@ def parameters_in_a_forward_around(rank):
         lambda net: sum(p.norm() for p in net.parameters()),
         lambda net: net.blocks.module.up.weight.norm(),
     ):
-        text = "needs parameter 'blocks.up.weight', which is sharded here.* holds several"
+        text = "needs parameter 'blocks.up.weight', which is sharded here.* contains several"
         refused(scanned(outside=penalty), rank, RuntimeError, text)
     nets = [
         scanned(outside=lambda net, factor=factor: factor * net.blocks.module.up.weight.abs().sum())
@@ -81,7 +81,7 @@ def what_a_block_would_lose(rank):
         held[:] = [net.table.exp()]
         return 0.0
 
-    outside = "uses something from outside of the block that needs a gradient, made of 'table'"
+    outside = "uses a tensor from outside of the block that needs a gradient, computed from 'table'"
     refused(scanned(closure, hands_over), rank, ValueError, outside)
     held[0] = held[0].detach()
     scanned(closure, lambda net: net.table.sum())(inputs(rank)).backward()
@@ -89,7 +89,7 @@ def what_a_block_would_lose(rank):
     def in_attribute(block, x, y):
         block.kept = [y.square().mean()]
 
-    refused(scanned(in_attribute), rank, ValueError, "Block keeps what it computes in 'kept'")
+    refused(scanned(in_attribute), rank, ValueError, "Block stores a computed tensor in 'kept'")
 
     def constant(block, x, y):
         if not hasattr(block, "mask"):
@@ -127,14 +127,14 @@ def parameters_that_change(rank):
         weight = model.blocks.module.up.weight
         with torch.no_grad():
             (weight if in_place else weight.data).mul_(0.5)
-        with pytest.raises(RuntimeError, match="'blocks.up.weight' was changed after the forward"):
+        with pytest.raises(RuntimeError, match="'blocks.up.weight' was changed between a forward"):
             loss.backward()
 
 
 def what_came_after_building(rank):
     model = scanned()
     model.blocks.module.up = nn.Linear(WIDTH, WIDTH).to("xla")
-    refused(model, rank, RuntimeError, "'blocks.(0.)?up.weight' is another tensor than the shard")
+    refused(model, rank, RuntimeError, "'blocks.(0.)?up.weight' is not the shard")
     model = scanned()
     with pytest.raises(RuntimeError, match="needs parameter '.*up.weight', which is sharded"):
         nn.utils.parametrizations.weight_norm(model.blocks.module.up)

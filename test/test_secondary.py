@@ -136,7 +136,7 @@ def refusals(rank):
             FSDP(mlp(), **options)
 
     for number in (3, 0, -2, 8):
-        fails(ValueError, rf"one of \[1, 2, 4\], or True or False; got {number}",
+        fails(ValueError, rf"got {number}. Pass one of \[1, 2, 4\], or True or False",
               reshard_after_forward=number)  # fmt: skip
     fails(TypeError, "a number of ranks, got 2.0", reshard_after_forward=2.0)
     fails(ValueError, "reshard_after_forward=2 contradicts", reshard_after_forward=2,

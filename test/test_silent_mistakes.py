@@ -104,7 +104,9 @@ def changed_before_the_backward(rank, reshard):
                     parameter.data = parameter * 2
         if way == "load":
             model.load_state_dict(saved)
-        with pytest.raises(RuntimeError, match=r"parameter '[\w.]*weight' was changed after the"):
+        with pytest.raises(
+            RuntimeError, match=r"parameter '[\w.]*weight' was changed between a forward and its"
+        ):
             loss.backward()
         model.zero_grad()
         model(here(rank)).square().mean().backward()  # the remedy
@@ -294,7 +296,7 @@ def scaled_steps(rank):
         xm.optimizer_step(optimizer)
     with pytest.raises(RuntimeError, match=r"of different shards, such as that of '0.weight'"):
         xm.reduce_gradients(optimizer)
-    with pytest.raises(RuntimeError, match="the first one's shards, such as that of '0.weight'"):
+    with pytest.raises(RuntimeError, match="'0.weight', by those of the first rank"):
         xm.broadcast_master_param(model)
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -431,7 +433,7 @@ def wrong_arguments(rank):
 
     device = torch_xla.device()
     model = wrapped(nn.Sequential(mlp()), "0")
-    with pytest.raises(RuntimeError, match=r"given a tensor of shape \(2, 6\) on cpu.*\.to\('xla"):
+    with pytest.raises(RuntimeError, match=r"got a tensor of shape \(2, 6\) on cpu.*\.to\('xla"):
         model(inputs(rank))
     for move in (lambda: model.cpu(), lambda: nn.Sequential(model).to("cpu")):
         with pytest.raises(RuntimeError, match="shards of a wrapped module stay on xla"):
@@ -440,20 +442,20 @@ def wrong_arguments(rank):
     with pytest.raises(RuntimeError, match="parameter '0.weight' of LazyLinear is lazy"):
         FSDP(nn.Sequential(nn.LazyLinear(3)))
     flat = FSDP(mlp(), flatten_parameters=True)
-    with pytest.raises(RuntimeError, match="module '0.0' are flattened into another wrapper's"):
+    with pytest.raises(RuntimeError, match="module '0.0' are flattened into the vector of another"):
         FSDP(nn.Sequential(flat.module))
     FSDP(nn.Sequential(flat))(here(rank))
 
     plain, model = mlp(), wrapped(mlp(), "1")
     given = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
     given = {name: value.to(device) for name, value in given.items()}
-    with pytest.raises(RuntimeError, match="another tensor than the shard.*functional_call"):
+    with pytest.raises(RuntimeError, match="is not the shard that .*functional_call"):
         torch.func.functional_call(model, given, (here(rank),))
     own = dict(model.named_parameters())
     again = torch.func.functional_call(model, own, (here(rank),))
     torch.testing.assert_close(again.cpu(), plain(inputs(rank)), rtol=1e-5, atol=1e-6)
     model.module[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, device=device))
-    with pytest.raises(RuntimeError, match="parameter '0.weight' is another tensor"):
+    with pytest.raises(RuntimeError, match="parameter '0.weight' is not the shard"):
         model(here(rank))
 
 
@@ -518,7 +520,7 @@ def attributes(rank):
     assert not hasattr(model, "note") and not hasattr(model.module, "note")
     model.eval()
     assert not model.training and not model.module.training
-    with pytest.raises(RuntimeError, match="another tensor than the shard"):
+    with pytest.raises(RuntimeError, match="is not the shard that the wrapper gathers"):
         wrapped(nn.Linear(2, 2)).weight = nn.Parameter(torch.zeros(2, 2))
 
 

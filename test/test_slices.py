@@ -234,7 +234,7 @@ def test_slices_are_simulated_on_cpu_ranks(run_script):
     assert refused[:2] == [f"ValueError slices=3 {wrong}", f"ValueError slices=0 {wrong}"]
     assert all(one.startswith("TypeError slices must be a number") for one in refused[2:])
     told = [line for line in done.stderr.splitlines() if line.startswith("xla_fsdp: ")]
-    words = "the model is sharded within each slice and replicated over them; pass"
+    words = "the model is sharded within each slice and replicated over the slices. Pass"
     assert [line.partition(words)[0] for line in told] == [
         "xla_fsdp: 4 slices of 1 ranks: ",
         "xla_fsdp: 2 slices of 2 ranks: ",
@@ -272,7 +272,7 @@ def defaults(rank):
     assert all(wrapper.world_size == 4 for wrapper in FSDP.fsdp_modules(model))
     assert FSDP(mlp(), device_mesh=range(4)).world_size == 4
     assert FSDP(mlp(), reshard_after_forward=2).world_size == 2
-    with pytest.raises(ValueError, match="must divide the 2 that share the param"):
+    with pytest.raises(ValueError, match="must divide the 2 ranks that share the param"):
         FSDP(mlp(), reshard_after_forward=4)
     assert fully_shard(mlp())._unit.world.replicas == 2
     assert fully_shard(mlp(), mesh=range(4))._unit.world.replicas == 1

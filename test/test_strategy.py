@@ -128,9 +128,9 @@ def refusals(rank):
         refused("sharding_strategy must be ShardingStrategy.FULL_SHARD", sharding_strategy=wrong)
     refused("reshard_after_forward=False contradicts", "FULL_SHARD",
             sharding_strategy=S.FULL_SHARD, reshard_after_forward=False)  # fmt: skip
-    refused("needs to know the groups", "HYBRID_SHARD", sharding_strategy=S.HYBRID_SHARD)
-    refused("needs to know the groups", sharding_strategy=S.HYBRID_SHARD, **groups)
-    refused("SHARD_GRAD_OP contradicts replication_groups=[[0, 1]]",
+    refused("needs groups, but got", "HYBRID_SHARD", sharding_strategy=S.HYBRID_SHARD)
+    refused("needs groups, but got", sharding_strategy=S.HYBRID_SHARD, **groups)
+    refused("SHARD_GRAD_OP has no replicas, but replication_groups=[[0, 1]]",
             sharding_strategy=S.SHARD_GRAD_OP, replication_groups=[[0, 1]], **groups)  # fmt: skip
     refused("sharding_groups=[[0, 1]] contradicts", "NO_SHARD", sharding_strategy=S.NO_SHARD,
             sharding_groups=[[0, 1]], sharding_rank=rank, sharding_world_size=2)  # fmt: skip
@@ -139,8 +139,8 @@ def refusals(rank):
     refused("needs a 1-D device_mesh", sharding_strategy=S.FULL_SHARD, device_mesh=[[0, 1]])
     refused("needs a 2-D device_mesh", sharding_strategy=S.HYBRID_SHARD, device_mesh=[0, 1])
     for wrong in ([0], [0, 0], [[[0, 1]]], "ranks", [0.5, 1.0], 7, [[0], [1, 2]], object()):
-        refused("device_mesh must be", "each of the 2 ranks once", device_mesh=wrong)
-    with pytest.raises(ValueError, match="not possible in scan_blocks"):
+        refused("device_mesh must contain", "each of the 2 ranks once", device_mesh=wrong)
+    with pytest.raises(ValueError, match="not supported in scan_blocks"):
         scan_blocks([nn.Linear(4, 4)], sharding_strategy=S.SHARD_GRAD_OP)
 
 

@@ -246,7 +246,7 @@ def refusals():
 
     with pytest.raises(TypeError, match="CPUOffload.stream must be True or False, got 1"):
         CPUOffload(stream=1)
-    with pytest.raises(ValueError, match="streams what is on the host"):
+    with pytest.raises(ValueError, match="streams shards that are on the host"):
         CPUOffload(False, False, False, stream=True)
     for options in (
         {"reshard_after_forward": False},
@@ -254,11 +254,11 @@ def refusals():
     ):
         with pytest.raises(ValueError, match="reshard_after_forward=False keeps parameters there"):
             FSDP(Block(), **streaming(**options))
-    with pytest.raises(ValueError, match="is not possible in scan_blocks"):
+    with pytest.raises(ValueError, match="is not supported in scan_blocks"):
         scan_blocks([Block(), Block()], **streaming())
     block = FSDP(checkpoint_module(Block(), offload=True), **streaming())
     model = FSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), block), **streaming())
-    with pytest.raises(RuntimeError, match="leave offload or stream out"):
+    with pytest.raises(RuntimeError, match="Leave offload or stream out"):
         model(torch.ones(2, WIDTH).to("xla"))
 
 

@@ -273,7 +273,7 @@ def parts(rank):
     def reshaped():
         model.module.up.bias.data = torch.zeros(3, device="xla")
 
-    for wrong, match in ((replaced, "'up.bias' is another tensor"), (reshaped, "shape \\(3,\\)")):
+    for wrong, match in ((replaced, "'up.bias' is not the shard"), (reshaped, "shape \\(3,\\)")):
         with pytest.raises(RuntimeError, match=match):
             with FSDP.summon_full_params(model):
                 model.module.up.weight.data.zero_()
@@ -286,7 +286,7 @@ def parts(rank):
                 return super().forward(x)
 
     asking = FSDP(Asks(4, 4))
-    with pytest.raises(RuntimeError, match="can not be summoned in a forward"):
+    with pytest.raises(RuntimeError, match="cannot be summoned in a forward"):
         asking(torch.ones(1, 4).to("xla"))
 
 

@@ -339,7 +339,7 @@ def zero_grad_in_forward(rank):
 
 def made_in_forward(rank):
     (optimizer,), _ = asked(rank, "wrapper", lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match=r"make the optimizer of model.parameters\(\) outside"):
+    with pytest.raises(RuntimeError, match=r"Make the optimizer from model.parameters\(\) outside"):
         optimizer.step()
 
 

@@ -46,8 +46,8 @@ def test_the_installed_release_has_everything(run_script):
         pytest.param("_XLAC.lowering.LoweringContext", "hlo", "The module", id="method"),
         pytest.param("_internal.tpu", "get_worker_ips", "Network addresses", id="of a TPU host"),
         pytest.param("_internal", "jax_workarounds", "", id="module"),
-        pytest.param("runtime", "_WORLD_SIZE", "What xr.world_size() has kept", id="variable"),
-        pytest.param("", "_prepare_to_exit", "At the end of the process", id="of the package"),
+        pytest.param("runtime", "_WORLD_SIZE", "The cached xr.world_size()", id="variable"),
+        pytest.param("", "_prepare_to_exit", "Waits for programs", id="of the package"),
     ],
 )
 def test_what_a_release_lacks_is_named(monkeypatch, capsys, owner, name, use):
@@ -71,7 +71,7 @@ def test_symbols_that_a_release_lacks_are_named(monkeypatch):
     monkeypatch.setattr(xlac.platform, "machine", lambda: "aarch64")
     lacking = xlac.missing()
     assert set(lacking) == set(xlac.SYMBOLS)
-    assert "this is linux aarch64, not linux x86_64" in lacking[xlac.LOAD]
+    assert "this is linux aarch64, but only linux x86_64" in lacking[xlac.LOAD]
 
 
 def test_functions_of_a_step_are_those_of_torch_xla(monkeypatch):

@@ -1,7 +1,7 @@
 """Fully sharded data parallel training for PyTorch on XLA.
 
-Names are imported when they are first used: ``xla_fsdp.launch`` must be able to set up the
-runtime's environment, and ``xla_fsdp.consolidate`` runs where there is no torch_xla.
+Names are imported when they are first used: ``xla_fsdp.launch`` must be able to set environment
+variables before torch_xla is imported, and ``xla_fsdp.consolidate`` must work without torch_xla.
 """
 
 import os as _os
@@ -159,7 +159,7 @@ def __getattr__(name: str) -> object:
 
 
 def _choose_device() -> None:
-    """Chooses the CPU where there is nothing else, as torch_xla does with a warning."""
+    """Chooses the CPU if there is no accelerator, as torch_xla does with a warning."""
     may_have_chips = _import_module(".tpu.compiler_options", __name__).may_have_chips
     if not may_have_chips() and _find_spec("libneuronxla") is None:
         _os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -169,12 +169,12 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# A model may move before a name of this package is used.
+# A script may move a model before it uses a name of this package.
 if "torch_xla" in _sys.modules:
     _import_module(".moves", __name__).watch_moves()
 
-# Scripts that are to use it without a line of their own: "1", or names of libraries with commas in
-# between. They are imported by nothing else.
+# Enables integrations without changing a script: "1", or names of libraries separated by commas.
+# No other code imports them automatically.
 _asked = _os.environ.get("XLA_FSDP_DROP_IN", "").split(",")
 for _library in ("transformers", "lightning"):
     if _library in _asked or (_asked == ["1"] and _find_spec(_library) is not None):

@@ -1,7 +1,7 @@
-"""Hooks for ``model.register_comm_hook(state, hook)``, under torch's names: the reduction as it is
-without a hook, and in fewer bytes.
+"""Hooks for ``model.register_comm_hook(state, hook)``, with torch's names: the default reduction,
+and reductions that send fewer bytes.
 
-docs/how-to/communication-hooks.md says what a hook is given, and what these send and store.
+docs/how-to/communication-hooks.md describes the arguments of a hook, and what these send and store.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ _REMOVED = ("PowerSGDState", "powerSGD_hook")  # for one release
 def __getattr__(name: str) -> NoReturn:
     if name in _REMOVED:
         raise ImportError(
-            f"{name} was removed: no step was shorter with PowerSGD. Use bf16_compress_hook, or a "
-            "hook of your own: docs/how-to/communication-hooks.md"
+            f"{name} was removed, because no step was shorter with PowerSGD. Use "
+            "bf16_compress_hook, or write a hook: docs/how-to/communication-hooks.md"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def reduce_scatter_hook(state: None, bucket: GradBucket) -> torch.Tensor:
-    """What happens without a hook."""
+    """The default reduction, as without a hook."""
     _require_no_state("reduce_scatter_hook", state)
     return bucket.reduce()
 
 
 def allreduce_hook(state: None, bucket: GradBucket) -> torch.Tensor:
-    """What happens without a hook: torch has two, for sharded wrappers and for others."""
+    """The default reduction too: torch has two names, for sharded wrappers and for others."""
     _require_no_state("allreduce_hook", state)
     return bucket.reduce()
 
 
 def bf16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:
-    """Sends gradients, and sums them up, in bfloat16.
+    """Sends gradients, and sums them, in bfloat16.
 
-    The mean is within a rounding to bfloat16 (1/256 of a value) for each sum on its way. Nothing
-    changes where gradients are no wider, as with ``compute_dtype=torch.bfloat16``. Complex ones
-    travel as they are.
+    The mean has an error of a rounding to bfloat16 (1/256 of a value) for each addition. If
+    gradients are no wider than that, as with ``compute_dtype=torch.bfloat16``, nothing changes.
+    Complex gradients are sent unchanged.
     """
     _require_no_state("bf16_compress_hook", state)
     buffer = bucket.buffer()
@@ -59,12 +59,13 @@ def bf16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:
 
 
 def fp16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:
-    """Sends gradients, and sums them up, in float16: 1/2048 of a value, but 65504 is infinite and
-    what is below 6e-8 is lost. As :func:`bf16_compress_hook` otherwise."""
+    """Sends gradients, and sums them, in float16: the error is 1/2048 of a value, but values above
+    65504 become infinite and values below 6e-8 are lost. Otherwise as :func:`bf16_compress_hook`.
+    """
     _require_no_state("fp16_compress_hook", state)
     buffer = bucket.buffer()
     if _is_wider(buffer):
-        # Half of the division before the sum, which would overflow, half after it.
+        # Divide partly before the sum, so that it does not overflow, and partly after it.
         before = 1
         while before * before < bucket.ranks:
             before *= 2
@@ -79,7 +80,7 @@ def _is_wider(buffer: torch.Tensor) -> bool:
 def _require_no_state(name: str, state: object) -> None:
     if state is not None:
         raise TypeError(
-            f"{name} has no state, which torch takes for a process group: register it with "
-            f"model.register_comm_hook(None, {name}), got {state!r}. Groups are those of the "
-            "wrapper, divisors are set with set_gradient_divide_factors"
+            f"{name} takes no state (torch's takes a process group), got {state!r}. Register it by "
+            f"model.register_comm_hook(None, {name}); groups are those of the wrapper, divisors "
+            "are set with set_gradient_divide_factors"
         )

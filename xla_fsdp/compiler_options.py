@@ -1,4 +1,4 @@
-"""The compiler options by their public name: see :mod:`xla_fsdp.tpu.compiler_options`."""
+"""The compiler options under their public name: see :mod:`xla_fsdp.tpu.compiler_options`."""
 
 from .deprecated import new_name
 from .tpu.compiler_options import (

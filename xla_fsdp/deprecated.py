@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
-# The module or class that has the name, the old name and the new one.
+# By the module or class that has the name: the old name and the new one.
 RENAMED: dict[str, dict[str, str]] = {
     "xla_fsdp": {"latest": "latest_checkpoint", "loaded_later": "defer_init"},
     "xla_fsdp.compiler_options": {"for_large_products": "for_large_matmuls"},
@@ -30,7 +30,7 @@ def rename_keys(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """``given`` with old names replaced by new ones, with a warning for the caller's caller.
 
     Raises:
-        TypeError: an old and its new name are both given.
+        TypeError: an old name and its new name are both passed.
     """
     renamed = dict(given)
     for old, new in RENAMED[owner].items():
@@ -38,7 +38,7 @@ def rename_keys(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if new in given:
             raise TypeError(
-                f"{owner} got both {new!r} and {old!r}, which is its old name. Give {new!r} only"
+                f"{owner} got both {new!r} and {old!r}, which is its old name. Pass {new!r} only"
             )
         renamed[new] = renamed.pop(old)
         _warn(owner, old, new, stacklevel=4)
@@ -46,7 +46,7 @@ def rename_keys(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accept_old_names(cls: Class) -> Class:
-    """Lets the constructor and the attributes of ``cls`` be used by their old names."""
+    """Makes the constructor and the attributes of ``cls`` accept their old names."""
     owner, init = cls.__name__, getattr(cls, "__init__")  # noqa: B009, for mypy
 
     @wraps(init)

@@ -1,4 +1,4 @@
-"""Packages that only a part of this one needs, and what to say where they are missing."""
+"""Optional packages, and the errors if they are missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterable
 from importlib import metadata
 
-# The first one that training works with; docs/reference/versions.md says what was tried.
+# The oldest release that training works with; docs/reference/versions.md lists what was tested.
 _OLDEST_TORCH_XLA = (2, 8)
 
 
@@ -15,32 +15,33 @@ class MissingExtraError(ImportError):
 
 
 def require_extra(extra: str, part: str, modules: Iterable[str]) -> None:
-    """Raises MissingExtraError unless ``modules``, which ``extra`` installs, are there.
+    """Raises MissingExtraError unless ``modules``, which ``extra`` installs, are installed.
 
-    ``part``: what needs them, the subject of the message.
+    ``part``: the part of this package that needs them, the subject of the message.
     """
     missing = [name for name in modules if not _is_there(name)]
     if missing:
         raise MissingExtraError(
-            f"{part} needs {', '.join(missing)}: pip install 'xla_fsdp[{extra}]' "
-            f"(from a checkout: pip install -e '.[{extra}]')"
+            f"{part} needs {', '.join(missing)}, which is not installed. Run pip install "
+            f"'xla_fsdp[{extra}]' (from a checkout: pip install -e '.[{extra}]')"
         )
 
 
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # what it is in
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def require_torch_xla() -> None:
-    """Looks at torch and torch_xla before they are imported, which may end in a symbol's name.
+    """Checks the versions of torch and torch_xla before they are imported: if they do not match,
+    the import error would only name a missing symbol.
 
-    Without torch_xla nothing is said: importing it says so.
+    Does nothing without torch_xla: importing it raises a clear error.
 
     Raises:
-        ImportError: their versions do not work with each other, or not with this package.
+        ImportError: their versions are incompatible with each other, or with this package.
     """
     try:
         xla, torch = metadata.version("torch_xla"), metadata.version("torch")
@@ -54,11 +55,11 @@ def require_torch_xla() -> None:
     if _first_two(torch) != built_for:
         raise ImportError(
             f"torch_xla {xla} is built for torch {built_for[0]}.{built_for[1]} and does not load "
-            f"with torch {torch}, which is installed: {remedy}"
+            f"with torch {torch}, which is installed. To fix it: {remedy}"
         )
     if built_for < _OLDEST_TORCH_XLA:
         raise ImportError(
-            f"torch_xla {xla} is too old: xla_fsdp trains with 2.9, and with 2.8: {remedy}"
+            f"torch_xla {xla} is too old; xla_fsdp trains with 2.9 and 2.8. To fix it: {remedy}"
         )
 
 

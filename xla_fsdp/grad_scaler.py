@@ -12,21 +12,20 @@ from .collectives.world import World
 
 
 class ShardedGradScaler(GradScaler):
-    """``torch.amp.GradScaler`` on gradients that exist in shards.
+    """``torch.amp.GradScaler`` for gradients that are sharded.
 
-    The step is skipped, and the scale lowered, on every rank if there is an infinity or NaN in the
-    shard of any. Used as torch's: ``scaler.scale(loss).backward()``, perhaps
+    If the shard of any rank contains infinity or NaN, the step is skipped, and the scale lowered,
+    on every rank. Use it like torch's, on all ranks: ``scaler.scale(loss).backward()``, optionally
     ``scaler.unscale_(optimizer)`` and ``model.clip_grad_norm_(...)``, then
-    ``scaler.step(optimizer)`` and ``scaler.update()``, on all ranks. ``step`` reads one number from
-    the device, so that a step is two programs; bfloat16 needs no scaler. ``torch.amp.GradScaler``
-    does the same for shards; this one also asks about ignored parameters, and about ranks in
-    replicas.
+    ``scaler.step(optimizer)`` and ``scaler.update()``. ``step`` reads one number from the device,
+    so a step is two programs; bfloat16 needs no scaler. ``torch.amp.GradScaler`` works on shards
+    too; this class also checks ignored parameters, and all replicas.
 
     Args:
         init_scale: the first factor.
-        growth_factor: what it is multiplied by after ``growth_interval`` good steps in a row.
-        backoff_factor: what it is multiplied by after a step that was skipped.
-        growth_interval: see above.
+        growth_factor: multiplies the scale after ``growth_interval`` good steps in a row.
+        backoff_factor: multiplies the scale after a skipped step.
+        growth_interval: see ``growth_factor``.
         enabled: ``False``: do nothing.
     """
 
@@ -49,7 +48,7 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         device = torch_xla.device()
-        # A rank may have no gradient at all, and still takes part.
+        # A rank without any gradient still takes part in the reduction.
         own = found.get(device, torch.zeros((), device=device))
         cpu = torch.device("cpu")
         if cpu in found:  # with cpu_offload

@@ -1,4 +1,4 @@
-"""``fully_shard``: torch's FSDP2 by its names. A module is sharded in place, its class changed."""
+"""``fully_shard``: torch's FSDP2 API. It shards a module in place and changes its class."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ T = TypeVar("T", bound="nn.Module | list[nn.Module]")
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of what a module that is sharded in place computes and sends.
+    """Dtypes in which a module that is sharded in place computes and communicates.
 
     Attributes:
-        param_dtype: what parameters are gathered and computed with in; ``None``: their own.
-        reduce_dtype: what gradients are reduced in: ``param_dtype`` (``None``), or
+        param_dtype: the dtype in which parameters are gathered and used; ``None``: their dtype.
+        reduce_dtype: the dtype in which gradients are reduced: ``param_dtype`` (``None``), or
             ``torch.float32``.
-        output_dtype: what floating-point outputs of the module's forward are cast to.
+        output_dtype: the dtype that floating-point outputs of the module's forward are cast to.
         cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
 
     Raises:
-        ValueError: another dtype than ``torch.float32``, ``torch.float16``, ``torch.bfloat16`` or
-            ``None``, a ``reduce_dtype`` that does not go, or no bool.
+        ValueError: a dtype is not ``torch.float32``, ``torch.float16``, ``torch.bfloat16`` or
+            ``None``, ``reduce_dtype`` is incompatible, or a flag is not a bool.
     """
 
     param_dtype: torch.dtype | None = None
@@ -52,7 +52,7 @@ class MixedPrecisionPolicy:
 
     @property
     def as_option(self) -> MixedPrecision | None:
-        """The wrapper's ``mixed_precision`` that does the same, but for the outputs."""
+        """The wrapper's ``mixed_precision`` that does the same, except for the outputs."""
         if self.param_dtype is None and self.reduce_dtype is None:
             return None
         cast = self.cast_forward_inputs
@@ -71,27 +71,27 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and optimizer state on the host: the wrapper's ``CPUOffload()``.
+    """Stores shards, gradients and optimizer state on the host, as the wrapper's ``CPUOffload()``.
 
     Attributes:
-        pin_memory: no effect, there is no memory to pin for a TPU.
+        pin_memory: no effect, because memory is not pinned for TPUs.
     """
 
     pin_memory: bool = True
 
 
 def checked_precision(policy: Any) -> MixedPrecisionPolicy:
-    """Raises ValueError if ``mp_policy`` is none of ours."""
+    """Raises ValueError if ``mp_policy`` is not a :class:`MixedPrecisionPolicy`."""
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ValueError(f"mp_policy must be an xla_fsdp.MixedPrecisionPolicy, got {policy!r}")
     return policy
 
 
 def meant_by_offload(policy: Any) -> CPUOffload | None:
-    """The wrapper's ``cpu_offload``.
+    """The wrapper's ``cpu_offload`` that means the same.
 
     Raises:
-        ValueError: ``offload_policy`` is none of ours.
+        ValueError: ``offload_policy`` is not a policy of this package.
     """
     if not isinstance(policy, OffloadPolicy):
         raise ValueError(
@@ -115,46 +115,46 @@ def fully_shard(
 ) -> T:
     """Shards ``module`` in place, as torch's ``fully_shard`` does, and returns it.
 
-    From the inside out: ``for layer in model.layers: fully_shard(layer)``, then
-    ``fully_shard(model)``, then the optimizer. The module is of its own class still, and an
-    ``FSDPModule``; names of modules, parameters and state dicts are what they were. Values of
-    parameters are shards, as those of :class:`XlaFullyShardedDataParallel`, which describes what
-    happens when; functions of this package that take a wrapped model take it.
+    Call it from the inside out: ``for layer in model.layers: fully_shard(layer)``, then
+    ``fully_shard(model)``, then make the optimizer. The module is still of its original class, and
+    an ``FSDPModule`` too; names of modules, parameters and state dicts do not change. Values of
+    parameters are shards, as those of :class:`XlaFullyShardedDataParallel`, which describes when
+    they are gathered. Functions of this package that take a wrapped model accept it.
 
     Args:
-        module: what to gather and free together, all that is in it and not sharded yet. A list is
-            as good as a call for each: every module is a unit of its own.
+        module: makes one FSDP unit of all its parameters that are not sharded yet. A list is
+            equivalent to a call for each module: every module is a separate FSDP unit.
         mesh: the ranks, as a ``DeviceMesh``, a tensor or lists of ordinals. 1-D: these share the
-            parameters. 2-D, ``(replicate, shard)``: each row does, columns average gradients.
-            Default: all ranks share; on several TPU slices those of each:
-            docs/how-to/several-slices.md.
+            parameters. 2-D, ``(replicate, shard)``: each row shares the parameters, and gradients
+            are averaged over the columns. Default: all ranks share; on several TPU slices the ranks
+            of each slice: docs/how-to/several-slices.md.
         reshard_after_forward: free the full parameters after the forward. ``None``: yes, except
-            in the root (the outermost module). A number: keep a part of them for the backward,
-            which is then gathered among that many ranks only.
+            in the root (the outermost module). A number: store a part of them for the backward,
+            which then gathers among that number of ranks only.
         shard_placement_fn: only ``None``: parameters are cut as vectors, whatever their shape.
         mp_policy: dtypes; default: those of the parameters.
-        offload_policy: ``CPUOffloadPolicy()``: shards, gradients and the optimizer's state and
-            step are on the host: docs/how-to/cpu-offload.md. ``OffloadPolicy()``, the default:
-            nothing is.
-        ignored_params: parameters that stay whole on every rank and whose gradients are not
+        offload_policy: ``CPUOffloadPolicy()``: shards, gradients, the optimizer state and the
+            update are on the host: docs/how-to/cpu-offload.md. ``OffloadPolicy()``, the default:
+            nothing is offloaded.
+        ignored_params: parameters that stay replicated on every rank and whose gradients are not
             reduced, see ``average_ignored_gradients``.
         options: further ones of :class:`~xla_fsdp.FSDPOptions`, such as ``forward_prefetch``,
             ``param_init_fn`` (for modules on the meta device) or ``sync_module_states``.
 
     Raises:
-        ValueError, TypeError: an argument that is not possible; a class that has attributes by the
-            names of FSDPModule's methods.
+        ValueError, TypeError: an argument is not supported, or the class of the module has an
+            attribute with the name of a method of FSDPModule.
         RuntimeError: the module is sharded or wrapped already, or has no ``forward``.
     """
     precision = checked_precision(mp_policy or MixedPrecisionPolicy())
     offload = meant_by_offload(OffloadPolicy() if offload_policy is None else offload_policy)
     if shard_placement_fn is not None:
         raise ValueError(
-            f"shard_placement_fn={shard_placement_fn!r} is not possible: parameters are cut as "
+            f"shard_placement_fn={shard_placement_fn!r} is not supported: parameters are cut as "
             "vectors, which divides every shape evenly. Leave it out; results are the same"
         )
     if reshard_after_forward is not None:
-        # What a user asks of a root holds for it.
+        # An explicit value applies to the root module too.
         options |= {"reshard_after_forward": reshard_after_forward}
     given = replace(
         FSDPOptions.of(FULLY_SHARD, **options),
@@ -174,19 +174,19 @@ def fully_shard(
 
 def _require_names_free(module: Any) -> None:
     if not isinstance(module, nn.Module) or is_wrapper(module):
-        return  # make_unit says what is wrong
+        return  # make_unit raises the error
     ours = {name for name in dir(FSDPModule) if not hasattr(nn.Module, name)} | {"_unit"}
-    ours -= {"_fqn_modifiers"}  # what torch asks, and never of a sharded module
+    ours -= {"_fqn_modifiers"}  # torch calls it, but never on a sharded module
     taken = sorted(n for n in ours if not n.startswith("__") and hasattr(module, n))
     if taken:
         raise ValueError(
-            f"{type(module).__name__} has an attribute {taken[0]!r} of its own, which fully_shard "
-            "would hide: rename it, or wrap the module with XlaFullyShardedDataParallel"
+            f"{type(module).__name__} has an attribute {taken[0]!r}, which a method of FSDPModule "
+            "would hide. Rename it, or wrap the module with XlaFullyShardedDataParallel"
         )
 
 
 def _become_sharded(module: nn.Module, unit: FSDPState, precision: MixedPrecisionPolicy) -> None:
-    """Has ``module`` compute through ``unit``, as a module of a class of both kinds."""
+    """Makes ``module`` compute through ``unit``, by a class derived from its class and ours."""
     unit.output_dtype = precision.output_dtype
     module.__dict__["_unit"] = unit
     module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # Module is hashable
@@ -198,15 +198,15 @@ def _before_load(
     module: FSDPModule, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
 ) -> None:
     if not is_wrapper(module):
-        return  # it is the unwrapped module for a while, see checkpoint/protocol.py
+        return  # the module behaves like the unwrapped one for now, see checkpoint/protocol.py
     require_copying(local_metadata, "the shards that the module gathers")
     module._unit.rest()
 
 
 @functools.cache
 def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of modules of ``original`` that are sharded. One for all, as they had one before;
-    should two ranks ask at once, one each, which makes no difference."""
+    """The class of sharded modules of class ``original``, one for all of them. If two ranks call it
+    at the same time, each may make one, which has no effect."""
     own: dict[str, Any] = {"_fsdp_original": original, "__module__": original.__module__}
     seen = {"__init__"}
     for base in original.__mro__:
@@ -219,11 +219,11 @@ def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
-    """A method of the original class, which may be called from outside of a forward."""
+    """A method of the original class that may be called outside of a forward."""
 
     @functools.wraps(function)
     def call(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        # Not `function`: the original class may have been given another one since.
+        # Not `function`: the method may have been replaced in the original class since.
         method = getattr(super(FSDPModule, self), name)
         unit = self._unit
         if unit.holds_full():
@@ -231,7 +231,7 @@ def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
         if name == "forward" or name in unit.forward_methods:
             return unit.run(method, args, kwargs)
         if not unit.summoned and any(still_awaited(one.awaited) for one in unique_units(self)):
-            # There is nothing to compute with yet, so it is to give values.
+            # The parameters have no values yet, so the method is there to initialize them.
             with summon_full_params(self):
                 return method(*args, **kwargs)
         return method(*args, **kwargs)
@@ -240,27 +240,27 @@ def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
 
 
 class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns."""
+    """The result of ``unshard(async_op=True)``."""
 
     def wait(self) -> None:
-        """Nothing: the program that reads a parameter waits for its gather."""
+        """Does nothing: the program that reads a parameter waits for its gather."""
 
 
 class FSDPModule(ShardedModule):
-    """A module after ``fully_shard``: of its own class still, and of this one.
+    """A module after ``fully_shard``: an instance of its original class and of this one.
 
-    Called, it gathers its parameters, computes and frees them; hooks of the module run within.
-    Names of modules, parameters and the state dict are what they were. Methods other than forward
-    raise an error if they compute with parameters, see ``register_fsdp_forward_method``.
+    A call gathers the parameters, computes and frees them; hooks of the module run in between.
+    Names of modules, parameters and the state dict do not change. Methods other than forward raise
+    an error if they compute with parameters, see ``register_fsdp_forward_method``.
 
-    Methods have torch's names. What says nothing but when bytes travel has no effect: that is
-    decided when the program is compiled, and results are the same.
+    Methods have torch's names. Those that only influence when data is sent have no effect: the
+    compiler decides that, and results are the same.
     """
 
     _fsdp_original: type[nn.Module]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A module of the original class: a slice of a Sequential makes one of its own class."""
+        """A module of the original class: a slice of a Sequential constructs one by its class."""
         original = getattr(cls, "_fsdp_original", None)
         if original is None:
             raise TypeError("FSDPModule is what xla_fsdp.fully_shard(module) makes of a module")
@@ -275,24 +275,24 @@ class FSDPModule(ShardedModule):
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """As in torch: parameters and buffers have no values until they are given some.
 
-        They are given some by a load, within ``summon_full_params``, or by the next methods of the
+        They get values by a load, within ``summon_full_params``, or from the next methods of the
         model that are called, such as ``init_weights()``: these compute with full parameters, and
-        must do the same on every rank, as :meth:`apply`. A forward before all have values raises
+        must do the same on every rank, as in :meth:`apply`. A forward before all have values raises
         RuntimeError and names those that have none.
 
         Raises:
-            ValueError: another device than that of the shards; ``recurse=False``; scanned blocks.
+            ValueError: a device other than that of the shards; ``recurse=False``; scanned blocks.
         """
         there = {shard.device.type for shard in self._unit.shards} or {"xla"}
         if torch.device(device).type not in there:
             raise ValueError(
-                f"to_empty(device={device!r}) of a sharded module, whose shards stay on "
-                f"{'/'.join(there)}: pass device={min(there)!r}"
+                f"to_empty(device={device!r}) is not supported for a sharded module, because its "
+                f"shards stay on {'/'.join(there)}. Pass device={min(there)!r}"
             )
         if not recurse:
             raise ValueError(
-                "to_empty(recurse=False) of a sharded module is not possible: its unit has the "
-                "parameters of its submodules, too. Leave recurse out"
+                "to_empty(recurse=False) is not supported for a sharded module, because its unit "
+                "has the parameters of its submodules too. Leave recurse out"
             )
         units = unique_units(self)
         require_no_scanned(units)
@@ -307,50 +307,50 @@ class FSDPModule(ShardedModule):
         return self
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this module's own parameters; its modules hold them in full from here on.
+        """Gathers the parameters of this module's FSDP unit, so that its modules have full ones.
 
-        Until :meth:`reshard` or the next forward of the module. That uses what was gathered, and
-        afterwards frees it or keeps it for the backward as ``reshard_after_forward`` says. What is
-        computed with full parameters has right gradients; changing them is an error. Must be called
-        on every rank.
+        They are full until :meth:`reshard` or the next forward of the module. That forward uses
+        them, and afterwards frees them or keeps them for the backward, according to
+        ``reshard_after_forward``. Gradients of what is computed with full parameters are correct;
+        changing full parameters raises RuntimeError. All ranks must call it.
 
         Args:
-            async_op: return a handle, whose ``wait()`` there is no need for.
+            async_op: return a handle. Calling its ``wait()`` is not necessary.
         """
         _require_bool("async_op", async_op)
         self._unit.unshard()
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
-        """Frees what :meth:`unshard` gathered, or ``set_reshard_after_backward(False)`` kept.
+        """Frees parameters that :meth:`unshard` or ``set_reshard_after_backward(False)`` kept full.
 
         Raises:
-            RuntimeError: a parameter was changed in between, which would be lost.
+            RuntimeError: a full parameter was changed in between, which would be lost.
         """
         self._unit.reshard()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """``False``: backwards leave gradients unreduced, in full, and the first backward with
-        ``True`` reduces the sum. ``recurse``: in what is sharded inside, too."""
+        """``False``: backwards store full gradients without reducing them, and the first backward
+        with ``True`` reduces the sum. ``recurse``: also for sharded modules inside."""
         _require_bool("requires_gradient_sync", requires_gradient_sync)
         _require_bool("recurse", recurse)
         for unit in unique_units(self) if recurse else [self._unit]:
             unit.set_sync(syncs=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """``False``: backwards leave gradients unreduced where there are replicas (a 2-D mesh).
+        """``False``: if there are replicas (a 2-D mesh), backwards do not reduce gradients.
 
-        The first backward with ``True`` reduces the sum. Unlike torch's, it keeps the gradients in
-        full until then, as ``set_requires_gradient_sync(False)`` does.
+        The first backward with ``True`` reduces the sum. Unlike torch's method, it stores full
+        gradients until then, as ``set_requires_gradient_sync(False)`` does.
         """
         _require_bool("requires_all_reduce", requires_all_reduce)
         for unit in _units_in_place(self, recurse):
             unit.set_sync(all_reduces=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full parameters are freed after the forward, and gathered again."""
+        """Sets whether full parameters are freed after the forward, and gathered again."""
         _require_bool("reshard_after_forward", reshard_after_forward)
         for unit in _units_in_place(self, recurse):
             unit.set_reshard_after_forward(reshard_after_forward)
@@ -359,7 +359,7 @@ class FSDPModule(ShardedModule):
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """``False``: full parameters stay after the backward, for the forward of the next
-        micro-batch. Once a step has changed the shards they are gathered anew."""
+        micro-batch. After a step has changed the shards, they are gathered again."""
         _require_bool("reshard_after_backward", reshard_after_backward)
         for unit in _units_in_place(self, recurse):
             unit.caches_after_backward = not reshard_after_backward
@@ -376,19 +376,19 @@ class FSDPModule(ShardedModule):
     # -- no effect ------------------------------------------------------------------------------
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Checked, and of no effect: the next module is prefetched in the order of the trace."""
+        """Checks the arguments. No effect: modules are prefetched in the order of the trace."""
         _require_sharded("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Checked, and of no effect: the next module is prefetched in the order of the trace."""
+        """Checks the arguments. No effect: modules are prefetched in the order of the trace."""
         _require_sharded("set_modules_to_backward_prefetch", modules)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """No effect: every backward ends by itself."""
+        """No effect: the end of every backward is detected automatically."""
         _require_bool("is_last_backward", is_last_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """No effect: a backward that needs no parameter drops the gather when it is compiled."""
+        """No effect: the compiler removes the gather of a backward that needs no parameter."""
         _require_bool("unshard_in_backward", unshard_in_backward)
 
     def set_post_optim_event(self, event: Any) -> None:
@@ -402,31 +402,31 @@ class FSDPModule(ShardedModule):
         """No effect: reductions are sums already."""
         _require_bool("enable", enable)
 
-    # -- refused --------------------------------------------------------------------------------
+    # -- not supported --------------------------------------------------------------------------
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], **kwargs: Any) -> None:
         """Raises NotImplementedError."""
         raise NotImplementedError(
-            "set_all_reduce_hook is not possible: change gradients in parameter.grad, between "
+            "set_all_reduce_hook is not supported. Change gradients in parameter.grad, between "
             "backward and step"
         )
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Raises NotImplementedError."""
         raise NotImplementedError(
-            "set_custom_all_gather is not possible: collectives are part of the compiled program"
+            "set_custom_all_gather is not supported: collectives are part of the compiled program"
         )
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Raises NotImplementedError."""
         raise NotImplementedError(
-            "set_custom_reduce_scatter is not possible: collectives are part of the compiled "
+            "set_custom_reduce_scatter is not supported: collectives are part of the compiled "
             "program. For gradients reduced in float32 pass mp_policy with reduce_dtype"
         )
 
 
 def _units_in_place(module: FSDPModule, recurse: bool) -> list[FSDPState]:
-    """The unit of ``module``, and with ``recurse`` those that ``fully_shard`` made inside of it."""
+    """The unit of ``module``, and with ``recurse`` the ``fully_shard`` units inside it."""
     _require_bool("recurse", recurse)
     return [one for one in unique_units(module) if one.in_place] if recurse else [module._unit]
 

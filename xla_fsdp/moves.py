@@ -1,9 +1,9 @@
-"""What of a model must not be lost when ``module.to(device)`` moves it to a device of XLA.
+"""Preserves shared parameters, hooks and attributes when ``module.to(device)`` moves to XLA.
 
-Where that can exchange what is in a parameter, as from a CPU to a GPU, it does. For XLA it makes
-new parameters, another in each place. An embedding and the head that shares its weight would be
-trained apart from then on, an optimizer that has the old parameters would train nothing, and hooks
-and attributes of parameters would be gone, all without a word.
+Between some devices, as from CPU to GPU, ``to`` exchanges the data of a parameter. For XLA it makes
+a new parameter for each module attribute. Without this module, an embedding and the head that
+shares its weight would then be trained separately, an optimizer with the old parameters would train
+nothing, and hooks and attributes of parameters would be lost, all silently.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from torch import nn
 
-# On the function in the place of ``nn.Module.to``.
+# Set on the function that replaces ``nn.Module.to``.
 _WATCHES = "_xla_fsdp_watches"
-# On a parameter that was replaced by another.
+# Set on a parameter that was replaced by another.
 _LEFT = "_xla_fsdp_left"
 
 
 def watch_moves() -> None:
-    """Has ``nn.Module.to`` keep shared parameters shared and their hooks and attributes, as it does
-    elsewhere, and note on parameters that they were replaced. A second call changes nothing."""
+    """Replaces ``nn.Module.to`` by a function that keeps shared parameters shared, keeps hooks and
+    attributes, and marks parameters that were replaced. A second call does nothing."""
     original = nn.Module.to
     if hasattr(original, _WATCHES):
         return
@@ -36,7 +36,7 @@ def watch_moves() -> None:
                 _hand_over(parameter, now)
             for module, other in others:
                 if module._parameters[other] is not now:
-                    setattr(module, other, now)  # recurrent layers have it in a list, too
+                    setattr(module, other, now)  # also updates the list of recurrent layers
         return moved
 
     setattr(to, _WATCHES, True)
@@ -44,7 +44,7 @@ def watch_moves() -> None:
 
 
 def _hand_over(parameter: nn.Parameter, now: nn.Parameter) -> None:
-    """Gives the one that is there now what users hung on the one that was."""
+    """Copies what users set on the old parameter (hooks, attributes) to the new one."""
     vars(now).update({**vars(parameter), **vars(now)})
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(parameter, hooks):
@@ -53,15 +53,15 @@ def _hand_over(parameter: nn.Parameter, now: nn.Parameter) -> None:
 
 
 def was_left(parameter: object) -> bool:
-    """Whether a model that was moved has another parameter in the place of this one."""
+    """Whether this parameter was replaced when its model was moved."""
     return hasattr(parameter, _LEFT)
 
 
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Where each parameter is, by module and attribute."""
+    """The modules and attribute names of each parameter."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        if isinstance(module._parameters, dict):  # those of TorchScript are elsewhere
+        if isinstance(module._parameters, dict):  # TorchScript modules store them differently
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     places.setdefault(parameter, []).append((module, name))

@@ -1,9 +1,9 @@
-"""Gradient checkpointing: activations are recomputed in the backward instead of kept.
+"""Gradient checkpointing: the backward recomputes activations instead of storing them.
 
-Nothing is nested: the forward builds its ordinary graph, only every tensor that autograd would
-save is replaced by its number. The first number that the backward asks for runs the forward again
-and collects the tensors it would have saved, in the same order. So gradients, hooks and units see
-one graph and one backward.
+No backward is nested in another: the forward builds its usual graph, but every tensor that autograd
+would save is replaced by its number. When the backward needs the first of them, the forward runs
+again and collects the tensors that it would have saved, in the same order. So gradients, hooks and
+FSDP units work with one graph and one backward.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from .tree import map_tensors, tensors_in
 def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
     """Makes ``module`` recompute its activations in the backward; returns the module itself.
 
-    Its forward takes and returns what it did before: keyword and non-tensor arguments, any
-    structure of outputs. The recomputation sees the same inputs, random numbers, autocast setting
-    and parameters; buffers that a forward updates (batch statistics) are updated once. Memory:
-    the inputs stay, everything between them and the outputs goes.
+    Its forward keeps its interface: keyword and non-tensor arguments, any structure of outputs. The
+    recomputation uses the same inputs, random numbers, autocast settings and parameters; buffers
+    that a forward updates (batch statistics) are updated once. Memory: the inputs are stored, all
+    tensors between them and the outputs are freed.
 
     Wrap the result, ``FSDP(checkpoint_module(layer))``, so that one gather serves recomputation
     and backward.
 
     Args:
-        offload: on TPU, those inputs that gradients flow back to wait for the backward in the
-            host's memory, and come back while the backward of the checkpointed module after this
-            one runs. Forward and backward must be in one program, with no ``torch_xla.sync()`` in
-            between, or the compiler refuses it. Elsewhere without effect.
+        offload: on TPU, store the inputs that require gradients in host memory until the backward.
+            They are copied back while the backward of the next checkpointed module runs. Forward
+            and backward must be in one program, without ``torch_xla.sync()`` in between; otherwise
+            the compiler raises an error. No effect on other devices.
 
     Raises:
-        TypeError: ``offload`` is no bool.
+        TypeError: ``offload`` is not a bool.
         RuntimeError: in the backward, if the recomputation saves other tensors than the forward
-            did (a forward that depends on something that changed in between).
+            did (because the forward depends on something that changed in between).
     """
     if not isinstance(offload, bool):
         raise TypeError(f"offload must be True or False, got {offload!r}")
@@ -66,9 +66,9 @@ def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
 
 
 class Recomputed:
-    """The forward of a module, computed again in the backward, for the module to have as its own.
+    """Replaces the forward of a module, and recomputes in the backward.
 
-    Lifetime: knows the module only weakly, so that both go when nothing else refers to it.
+    Lifetime: has only a weak reference to the module, so that both are freed together.
     """
 
     def __init__(self, module: nn.Module, forward: Callable, offload: bool) -> None:
@@ -80,7 +80,7 @@ class Recomputed:
     @property
     def module(self) -> nn.Module:
         module = self._module()
-        assert module is not None, "is called by it"
+        assert module is not None, "the module calls this forward, so it exists"
         return module
 
     @property
@@ -91,16 +91,16 @@ class Recomputed:
         return recomputed(self.module, self.original, args, kwargs, self.offload)
 
     def __reduce__(self) -> tuple:
-        """How it is copied and pickled: for the copy of the module."""
+        """Copies and pickles it for the copy of the module."""
         return type(self), (self.module, self.original, self.offload)
 
 
 def recomputed(
     module: nn.Module, forward: Callable, args: tuple, kwargs: dict, offload: bool = False
 ) -> Any:
-    """``forward(*args, **kwargs)``, a function of ``module``, computed again in the backward.
+    """``forward(*args, **kwargs)``, a function of ``module``, recomputed in the backward.
 
-    ``offload``: with the inputs in the host's memory until then.
+    ``offload``: store the inputs in host memory until then.
     """
     if not (torch.is_grad_enabled() and checkpoints()):
         return forward(*args, **kwargs)
@@ -109,8 +109,8 @@ def recomputed(
         args, kwargs = replay.offload(args, kwargs)
     outputs = replay.run(args, kwargs)
 
-    # Hooks stay with the graph, which lives as long as somebody holds the loss; what backward has
-    # released must not stay with them.
+    # Hooks stay in the graph, which exists as long as the loss does. They must not keep tensors
+    # alive that the backward has released.
     known = weakref.ref(replay)
 
     def note(gradient: torch.Tensor) -> None:
@@ -127,10 +127,10 @@ def recomputed(
 
 
 class _Keep(torch.autograd.Function):
-    """Saves tensors the way an operator would, under the hooks that are active around the module.
+    """Saves tensors as an operator would, under the hooks that are active around the module.
 
-    So an enclosing checkpoint forgets the inputs of the inner one, and offloading moves them. The
-    extra scalar input makes sure that there is a node to save them on.
+    So an enclosing checkpoint drops the inputs of the inner one, and offloading moves them. The
+    extra scalar input ensures that there is a graph node to save them on.
     """
 
     @staticmethod
@@ -146,16 +146,16 @@ class _Keep(torch.autograd.Function):
 class _Replay:
     """One checkpointed forward, and how to run it again.
 
-    Lifetime: owned by the numbers that stand in for saved tensors, which backward drops. What the
-    recomputation collected lives to the end of the backward that asked for it or, where units are
-    streamed and so programs start before, until it is asked for.
+    Lifetime: referenced by the numbers that replace saved tensors, which the backward drops.
+    Recomputed tensors exist until the end of the backward that needed them. With streamed units,
+    whose programs start earlier, they exist only until they are used.
     """
 
     def __init__(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict):
         self.module = module
         self.forward = forward
         tensors = tensors_in((args, kwargs))
-        # Units whose parameters the forward uses; the recomputation needs them gathered again.
+        # Units whose parameters the forward uses; the recomputation gathers them again.
         self.passes = computing_passes()
         candidates = [*tensors, *module.parameters(), *module.buffers()]
         self.device = xla_device_of(candidates) or torch.device("cpu")
@@ -167,41 +167,41 @@ class _Replay:
         self.gradient: torch.Tensor | None = None
         self.recomputed: dict[int, dict[int, torch.Tensor]] = {}  # by graph task, by number
         self.needs_grad = [tensor.requires_grad for tensor in tensors]
-        # By number of the tensor, the shape of those that wait in the host's memory.
+        # The shapes of tensors in host memory, by number of the tensor.
         self.on_host: dict[int, torch.Size] = {}
         self._keep(tensors, {})
-        # Of the arguments only the frame is held here: the tensors belong to `kept`.
+        # This stores only the structure of the arguments: the tensors are in `kept`.
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self.inputs = map_tensors(lambda t: _Slot(numbers[id(t)]), (args, kwargs))
 
     @cached_property
     def in_programs(self) -> bool:
-        """Whether the step is cut into programs in here, or next to it."""
+        """Whether the step is cut into programs here or next to it (streaming)."""
         units = [*(one.unit for one in self.passes), *unique_units(self.module)]
         return any(unit.stream is not None for unit in units)
 
     def _keep(self, tensors: list[torch.Tensor], hosted: dict[int, torch.Tensor]) -> None:
-        """Keeps ``tensors``, or what is ``hosted`` in their place."""
+        """Saves ``tensors``, or their copies in ``hosted``, for the backward."""
         with torch.no_grad():
-            # On XLA a copy takes no memory, and lets the forward change its input in place.
+            # On XLA a copy uses no memory, and allows the forward to change its input in place.
             kept = [torch.view_copy(t, t.shape) if t.device.type == "xla" else t for t in tensors]
         kept = [hosted.get(number, tensor) for number, tensor in enumerate(kept)]
         self.kept = _Keep.apply(torch.zeros((), requires_grad=True), *kept)
 
     def offload(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Has inputs wait in the host's memory, and returns them as the forward is to use them: not
-        before those of the module before this one are there."""
+        """Stores inputs in host memory. Returns them for the forward, tied to the arrival of the
+        previous module's inputs on the host."""
         if self.in_programs:
             raise RuntimeError(
-                f"checkpoint_module({type(self.module).__name__}, offload=True) is in or around a "
-                "wrapper with CPUOffload(stream=True), which cuts the step into programs, and what "
-                "waits in the host's memory has to come back in the one that sent it: leave "
-                "offload or stream out"
+                f"checkpoint_module({type(self.module).__name__}, offload=True) is in or around "
+                "a wrapper with CPUOffload(stream=True), which cuts the step into programs, but "
+                "offloaded inputs must come back in the program that sent them. Leave offload or "
+                "stream out"
             )
         tensors = tensors_in((args, kwargs))
         hosted: dict[int, torch.Tensor] = {}
         for number, tensor in enumerate(tensors):
-            # What others hold anyway (masks, parameters) is not freed by a copy elsewhere.
+            # Tensors that are referenced elsewhere (masks, parameters) would not be freed.
             if tensor.grad_fn is None or not host_memory.can_wait_there(tensor):
                 continue
             if tensor.numel() and host_memory.can_be_stored(tensor.shape):
@@ -221,17 +221,17 @@ class _Replay:
         return _fill(self.inputs, tensors)
 
     def run(self, args: tuple, kwargs: dict) -> Any:
-        """The forward itself."""
+        """Runs the original forward."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self._number, self._value)
         with hooks, linear.recomputed_later():
             outputs = self.forward(*args, **kwargs)
         self.buffers.forward_over()
-        # Recomputation only disturbs the random numbers of others if it draws any.
+        # The recomputation needs to restore random numbers only if the forward draws some.
         self.draws = not self.random.equals(RandomState.of(self.device))
         return outputs
 
     def note_gradient(self, gradient: torch.Tensor) -> None:
-        """Remembers the first gradient that arrives: recomputation must not start before it."""
+        """Stores the first gradient that arrives: recomputation must not start before it."""
         if self.gradient is None:
             self.gradient = gradient.detach()
 
@@ -245,7 +245,7 @@ class _Replay:
             first = task not in self.recomputed
             self.recomputed[task] = dict(enumerate(self._recompute()))
             if first and task != -1:
-                # Autograd's thread drops the callback only some time after backward has returned.
+                # Autograd's thread drops the callback some time after backward has returned.
                 known = weakref.ref(self)
 
                 def forget() -> None:
@@ -255,7 +255,7 @@ class _Replay:
 
                 torch.autograd.Variable._execution_engine.queue_callback(forget)
         if self.in_programs:
-            # What is held when a program starts is a result of it. Nobody asks again, as a rule.
+            # Tensors that are referenced when a program starts become results of it.
             return self.recomputed[task].pop(number)
         return self.recomputed[task][number]
 
@@ -275,7 +275,7 @@ class _Replay:
             one.require_shards_unchanged()
             one.unit.enter_backward(one, self.gradient)
         with torch.enable_grad():
-            # Not leaves: the forward may change its input in place.
+            # Not leaves, so that the forward may change its input in place.
             tensors = [
                 torch.view_copy(t.requires_grad_(), t.shape) if needs else t
                 for t, needs in zip(tensors, self.needs_grad, strict=True)
@@ -287,7 +287,9 @@ class _Replay:
             collected.append(tensor.detach())
 
         def refuse(_: None) -> torch.Tensor:
-            raise RuntimeError("the recomputation of a checkpointed module ran a backward itself")
+            raise RuntimeError(
+                "the recomputation of a checkpointed module called backward, which is not supported"
+            )
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.autocast.again())
@@ -301,14 +303,14 @@ class _Replay:
         if len(collected) != self.count:
             raise RuntimeError(
                 f"the recomputation of {type(self.module).__name__} saved {len(collected)} tensors "
-                f"for the backward, its forward saved {self.count}; a checkpointed module must "
-                "compute the same way twice (mode, flags and counters it reads must not change "
-                "between forward and backward)"
+                f"for the backward, but its forward saved {self.count}. A checkpointed module must "
+                "compute the same way twice: mode, flags and counters that it reads must not "
+                "change between forward and backward"
             )
         return collected
 
     def _fetch(self, tensors: list[torch.Tensor]) -> None:
-        """Brings back those of ``tensors`` that are in the host's memory."""
+        """Copies those of ``tensors`` that are in host memory back to the device."""
         if not self.on_host:
             return
         events: Sequence[torch.Tensor] = [] if self.gradient is None else [self.gradient]
@@ -319,7 +321,7 @@ class _Replay:
 
 
 class _Slot:
-    """Stands for input tensor ``number`` in the kept arguments."""
+    """Placeholder for input tensor ``number`` in the stored arguments."""
 
     def __init__(self, number: int):
         self.number = number

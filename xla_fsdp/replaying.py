@@ -1,5 +1,5 @@
-"""What a forward reads and changes beside its inputs, so that it can be run again: random numbers,
-autocast, modes, buffers. And ``torch.utils.checkpoint`` on XLA by these means."""
+"""What a forward reads and changes besides its inputs, so that it can run again: random numbers,
+autocast, modes, buffers. Also makes ``torch.utils.checkpoint`` work on XLA."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Autocast:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Within, they are what they were."""
+        """Within, these settings are active again."""
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self.settings:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=self.caches))
@@ -74,7 +74,7 @@ class Autocast:
 
 @contextlib.contextmanager
 def random_numbers_from(state: RandomState) -> Iterator[None]:
-    """Inside, random numbers start from ``state``. Afterwards the generators are as before."""
+    """Within, random numbers start from ``state``. Afterwards the generators are as before."""
     now = RandomState.of(state.device)
     state.restore()
     try:
@@ -88,20 +88,20 @@ def xla_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     for tensor in tensors:
         if tensor.device.type == "xla":
             return tensor.device
-    if xlac.runtime_has_started():  # what a closure holds may be there
+    if xlac.runtime_has_started():  # tensors in a closure may be on the device
         return torch_xla.device()
     return None
 
 
 def tied(tensors: Sequence[torch.Tensor], events: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of ``tensors`` that exist only after ``events``, to compute again from.
+    """Copies of ``tensors``, for recomputation, that exist only after ``events``.
 
-    Without a barrier the compiler would see the same computation twice, do it once and keep the
-    result: what checkpointing is there to avoid.
+    Without a barrier the compiler would merge the recomputation with the forward and store the
+    result, which is what checkpointing avoids.
     """
     copies = after(tensors, events) if events else [apart(tensor) for tensor in tensors]
-    # Each has a graph node with one output: torch_xla 2.9 aborts the process when the indices of an
-    # embedding come straight out of a barrier, which has several.
+    # Each copy has a graph node with one output: torch_xla 2.9 aborts the process if the indices of
+    # an embedding are the direct output of a barrier, which has several outputs.
     return [torch.view_copy(copy, copy.shape) for copy in copies]
 
 
@@ -113,7 +113,7 @@ _this_thread = _Thread()
 
 
 def checkpoints() -> bool:
-    """Whether this thread is to keep what a checkpointed function needs to be run again."""
+    """Whether checkpointed functions in this thread must save what their recomputation needs."""
     return _this_thread.checkpoints
 
 
@@ -129,7 +129,7 @@ def without_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Within, each of these modules is in training, or in evaluation, as it says."""
+    """Within, each of these modules is in training mode (True) or in evaluation mode."""
     others = [(module, now) for module, was in modes if (now := module.training) is not was]
     for module, now in others:
         module.training = not now
@@ -141,8 +141,8 @@ def in_modes(modes: Iterable[tuple[nn.Module, bool]]) -> Iterator[None]:
 
 
 class Buffers:
-    """The buffers of ``module`` as a forward found them, to run it again with them (spectral norm
-    computes with the vectors that it has just updated)."""
+    """The buffers of ``module`` before a forward, to run it again with them (spectral norm computes
+    with the vectors that it has just updated)."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -152,7 +152,7 @@ class Buffers:
         ]
 
     def forward_over(self) -> None:
-        """Forgets the buffers that the forward did not change."""
+        """Drops the buffers that the forward did not change."""
         self._before = [
             (owner, name, buffer, stamp, value)
             for owner, name, buffer, stamp, value in self._before
@@ -161,17 +161,17 @@ class Buffers:
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """Within, the module computes with copies of the buffers that the forward found.
+        """Within, the module computes with copies of the buffers before the forward.
 
-        The buffers themselves are not touched, so what autograd saved of them elsewhere is still
-        right.
+        The buffers themselves do not change, so tensors that autograd saved of them stay valid.
 
         Raises:
-            RuntimeError: one of them changed all the same, by another name than the module's.
+            RuntimeError: a buffer changed nevertheless, through a reference other than the module's
+                attribute.
         """
         found = {(owner, name): value for owner, name, _, _, value in self._before}
         now = [(owner, name, b, stamps([b])) for owner, name, b in _buffers_of(self._module)]
-        copies: dict[int, torch.Tensor] = {}  # a buffer of two names stays one tensor
+        copies: dict[int, torch.Tensor] = {}  # a buffer with two names stays one tensor
         for owner, name, buffer, _ in now:
             if id(buffer) not in copies:
                 value = found.get((owner, name), buffer)
@@ -186,9 +186,9 @@ class Buffers:
             if stamps([buffer]) != stamp:
                 raise RuntimeError(
                     f"the recomputation of {type(self._module).__name__} changed its buffer "
-                    f"{name!r}, of a {type(owner).__name__}, a second time, by another name than "
-                    f"self.{name} (a list, a closure, a view). Have the forward change it by that "
-                    "name, or leave the module without recomputation"
+                    f"{name!r}, of a {type(owner).__name__}, a second time, through another "
+                    f"reference than self.{name} (a list, a closure, a view). Change it through "
+                    "that attribute in the forward, or use the module without recomputation"
                 )
 
 
@@ -204,8 +204,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _may_have_changed(buffer: torch.Tensor, stamp: list[Stamp], before: torch.Tensor) -> bool:
-    """Batch norm updates its statistics without changing their stamps. On XLA such a value is
-    pending."""
+    """Whether a buffer may have changed although its stamp has not, as in batch norm updates. On
+    XLA such a value is pending."""
     if stamps([buffer]) != stamp:
         return True
     if buffer.device.type == "xla":
@@ -216,10 +216,10 @@ def _may_have_changed(buffer: torch.Tensor, stamp: list[Stamp], before: torch.Te
 _lock = threading.Lock()
 # -- torch.utils.checkpoint on XLA: torch's wrappers, timm, diffusers and transformers call it -----
 #
-# Three things are missing on XLA. The function asks for a module ``torch.xla``. It restores the
-# random numbers of the CPU only. And the compiler merges the recomputation with the forward, so
-# that no memory is saved, unless a barrier ties its inputs to a gradient. What is recomputed, when,
-# and what is checked stays torch's.
+# Three things are missing on XLA. The function needs a module ``torch.xla``. It restores the random
+# numbers of the CPU only. And the compiler merges the recomputation with the forward, so that no
+# memory is saved, unless a barrier ties its inputs to a gradient. All else (what is recomputed and
+# when, and the checks) stays torch's.
 
 _TorchFunction = torch.utils.checkpoint.CheckpointFunction
 _TorchXlaFunction = torch_xla.utils.checkpoint.CheckpointFunction
@@ -227,13 +227,13 @@ _torch_generator = torch.utils.checkpoint._checkpoint_without_reentrant_generato
 
 
 def support_torch_checkpoint() -> None:
-    """Has ``torch.utils.checkpoint`` work on XLA devices. A second call changes nothing."""
+    """Makes ``torch.utils.checkpoint`` work on XLA devices. A second call does nothing."""
     with _lock:
         if torch.utils.checkpoint.CheckpointFunction is _Reentrant:
             return
         if not hasattr(torch, "xla"):
             torch._register_device_module("xla", types.ModuleType("torch.xla", __doc__))
-        # Some modules, as torch's composable checkpoint, have imported them by name.
+        # Some modules, such as torch's composable checkpoint, have imported the functions by name.
         for module in list(sys.modules.values()):
             for name, theirs, own in (
                 ("CheckpointFunction", _TorchFunction, _Reentrant),
@@ -247,12 +247,12 @@ def support_torch_checkpoint() -> None:
 class _Region:
     """One call of ``torch.utils.checkpoint.checkpoint``, and how to run it again.
 
-    Holds no tensor: torch saves the arguments.
+    Stores no tensor: torch saves the arguments.
     """
 
     def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
         self.function = function
-        # Units whose parameters the function uses; the recomputation needs them gathered again.
+        # Units whose parameters the function uses; the recomputation gathers them again.
         self.passes = computing_passes()
         self.device = device
         self.autocast = Autocast.of(device)
@@ -263,12 +263,12 @@ class _Region:
         self.draws = not self.random.equals(RandomState.of(self.device))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The recomputation, not before the gradient that the last unit's backward began with."""
+        """Recomputes, after the gradient that started the last unit's backward exists."""
         events = self.passes[-1].unit.order.arrived if self.passes else ()
         return self.recompute(events, args, kwargs)
 
     def recompute(self, events: Sequence[torch.Tensor], args: tuple, kwargs: dict) -> Any:
-        """The function, not before the gradients ``events`` exist."""
+        """Calls the function again, after the gradients ``events`` exist."""
         with _disable_current_modes():  # selective checkpointing counts the function's operators
             for one in self.passes:
                 one.require_shards_unchanged()
@@ -299,7 +299,7 @@ def _generator(
     *args: Any,
     **kwargs: Any,
 ) -> Iterator[None]:
-    """torch's, which calls the function that it is given in recomputations only."""
+    """torch's generator; it calls the function that it gets only in recomputations."""
     if not checkpoints():
         yield
         return
@@ -314,7 +314,7 @@ def _generator(
 
 
 class _Applied:
-    """How torch's and torch_xla's reentrant functions are called."""
+    """The calling convention of torch's and torch_xla's reentrant functions."""
 
     @classmethod
     def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -324,7 +324,7 @@ class _Applied:
 
 
 class _TorchXlaReentrant(_Applied, _TorchXlaFunction):
-    """torch_xla's, which needs no more."""
+    """torch_xla's reentrant function, which needs nothing else."""
 
 
 class _Reentrant(_Applied, _TorchFunction):

@@ -1,5 +1,5 @@
-"""What wrappers and modules that are sharded in place have in common: how a unit is made for them,
-and the methods of users that mean the same for both."""
+"""The common part of wrappers and modules that are sharded in place: makes their FSDP unit, and
+has the methods that both offer to users."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from .wrap import recursive_wrap, require_forward, require_unwrapped, warn_if_no
 
 
 def make_unit(module: nn.Module, owner: nn.Module, given: FSDPOptions) -> FSDPState:
-    """Shards what ``module`` has and no unit inside it has sharded yet.
+    """Shards the parameters in ``module`` that no unit inside it has sharded yet.
 
     Args:
-        owner: what is to have the unit: a wrapper around ``module``, or ``module`` itself.
-        given: all options, also those that are about this module only.
+        owner: the module that gets the unit: a wrapper around ``module``, or ``module`` itself.
+        given: all options, including those for this module only.
 
     Raises:
         RuntimeError: the module is sharded already, or has no ``forward``.
-        ValueError, TypeError: an option has a value that is not possible.
+        ValueError, TypeError: an option has a value that is not allowed.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     if is_wrapper(module):
         raise RuntimeError(
-            "this module is already wrapped; to nest, wrap the inner modules first and the module "
-            "around them afterwards"
+            "this module is already wrapped. To nest wrappers, wrap the inner modules first and "
+            "then the module around them"
         )
     require_forward(module)
     given = given.resolved()
@@ -69,7 +69,7 @@ def make_unit(module: nn.Module, owner: nn.Module, given: FSDPOptions) -> FSDPSt
 
 
 def finish_unit(unit: FSDPState, on_device: bool) -> None:
-    """The rest of the construction; ``on_device``: parameters were on the device before."""
+    """Finishes the construction; ``on_device``: parameters were on the device before."""
     narrow = any(shard.dtype is torch.float16 for shard in unit.shards)
     if unit.options.compute_dtype is None and narrow:
         unit.comms.divide_in_float16()
@@ -81,20 +81,20 @@ def finish_unit(unit: FSDPState, on_device: bool) -> None:
 
 
 class ShardedModule(nn.Module):
-    """A module with a unit, which shards parameters in it."""
+    """A module with an FSDP unit, which shards parameters in it."""
 
     _is_fsdp_wrapper = True  # see names.is_wrapper
     _unit: FSDPState
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The shards, under the names that the parameters have in the unsharded module. Between
-        ``unshard()`` and ``reshard()`` of ``fully_shard``: full tensors, for looking at."""
+        ``unshard()`` and ``reshard()`` of ``fully_shard``: full parameters, for reading only."""
         for unit in unique_units(self):
             if unit.unsharded is None:
                 unit.settle()
         yield from super().named_parameters(*args, **kwargs)
 
-    def state_dict(  # type: ignore[override]  # of a destination's own type nothing is said
+    def state_dict(  # type: ignore[override]  # without the overload for destination
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """This rank's shards and all buffers; see :meth:`get_shard_metadata`.
@@ -103,14 +103,14 @@ class ShardedModule(nn.Module):
             RuntimeError: some have no values yet (``param_init_fn=defer_init``).
         """
         _rest(self)
-        require_values(units_in(self), "state_dict() came")
+        require_values(units_in(self), "state_dict() was called")
         return super().state_dict(*args, **kwargs)
 
     def get_shard_metadata(self) -> dict[str, Any]:
-        """How to put the ``state_dict()`` of all ranks together.
+        """Describes how to combine the ``state_dict()`` of all ranks.
 
-        Save it beside the state dict, under ``"shard_metadata"``, for
-        ``python -m xla_fsdp.consolidate``. Plain dicts, lists, numbers and strings.
+        Save it together with the state dict, under ``"shard_metadata"``, for
+        ``python -m xla_fsdp.consolidate``. Consists of plain dicts, lists, numbers and strings.
         """
         return metadata.shard_metadata(units_in(self))
 
@@ -122,16 +122,17 @@ class ShardedModule(nn.Module):
     ) -> torch.Tensor:
         """Scales all gradients so that their total norm is at most ``max_norm``; see
         :func:`xla_fsdp.sharding.clipping.clip_grad_norm_`. Must be called on every rank."""
-        require_values(units_in(self), "clip_grad_norm_ came")
+        require_values(units_in(self), "clip_grad_norm_ was called")
         return clip_grad_norm_(unique_units(self), self.parameters(), max_norm, norm_type, groups)
 
     @torch.no_grad()
     def average_ignored_gradients(self) -> None:
-        """Gives ignored parameters the mean of all ranks' gradients; call it on every rank.
+        """Replaces gradients of ignored parameters by the mean over all ranks. All ranks must call
+        it, between backward and clipping or step.
 
-        Between backward and clipping or step. Otherwise they have this rank's own gradient. Divides
-        as ``set_gradient_divide_factors`` says. All ranks must have gradients for the same
-        parameters; one without gradient stays so.
+        Without it, each rank has the gradient of its own batch. Divides as
+        ``set_gradient_divide_factors`` says. All ranks must have gradients for the same parameters;
+        a parameter without a gradient gets none.
         """
         # One all-reduce for each unit that ignores something and each dtype.
         done: set[nn.Parameter] = set()
@@ -155,14 +156,14 @@ class ShardedModule(nn.Module):
                     grad.copy_(piece.view(grad.shape))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients, also those that ``no_sync`` has left unreduced.
+        """Drops all gradients, also those that ``no_sync`` stored without reducing them.
 
-        An optimizer's ``zero_grad`` does not know of the latter.
+        An optimizer's ``zero_grad`` does not drop the latter.
         """
         units = unique_units(self)
         for unit in units:
             unit.gradients.forget()
-        # After unshard() the shards are no parameters of a module, and what is has no gradient.
+        # After unshard() the shards are not in the modules, and full parameters have no gradient.
         shards = [shard for unit in units for shard in unit.shards]
         for parameter in dict.fromkeys([*self.parameters(), *shards]):
             if isinstance(parameter, UnshardedParameter) or parameter.grad is None:
@@ -174,10 +175,10 @@ class ShardedModule(nn.Module):
                     parameter.grad.zero_()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """Calls ``fn`` on every module inside, then on this one, while they hold full parameters.
+        """Calls ``fn`` on every module inside, then on this one, while they have full parameters.
 
-        For initialisation; must be called, and do the same, on every rank. The units on the way to
-        a module are full with it, no others. See ``summon_full_params``.
+        For initialization. All ranks must call it and do the same. During the call for a module,
+        only the FSDP units around it are full. See ``summon_full_params``.
         """
         require_no_scanned(unique_units(self))
         _rest(self)
@@ -185,15 +186,15 @@ class ShardedModule(nn.Module):
             return super().apply(fn)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """``to``, ``half``, ``cpu`` and the like: dtypes may change, the device may not."""
+        """``to``, ``half``, ``cpu`` and similar: dtypes may change, the device may not."""
         unit = self._unit
         unit.release()
         device, found = unit.world.device, fn(unit.placeholder).device
         if found != device:
             raise RuntimeError(
-                f"the shards of a wrapped module stay on {device}, where its collectives are; "
-                f"they can not move to {found}. For the values on the host call "
-                "xla_fsdp.full_state_dict(model), for a model there consolidate a checkpoint"
+                f"the shards of a wrapped module stay on {device}, where its collectives run, and "
+                f"cannot be moved to {found}. To get the values on the host call "
+                "xla_fsdp.full_state_dict(model); for a model there, consolidate a checkpoint"
             )
         waiting = still_awaited(unit.awaited)
         super()._apply(staying(fn, unit.shards), recurse)
@@ -209,22 +210,21 @@ class ShardedModule(nn.Module):
         clone: Any = object.__new__(type(self))
         memo[id(self)] = clone
         clone.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        clone._unit.note_homes()  # what is noted on parameters is not copied with them
+        clone._unit.note_homes()  # marks on parameters are not copied with them
         clone._unit.gradients.forget()  # copies of parameters have no gradients
         return clone
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            "a sharded model cannot be pickled, it belongs to this rank's device; save "
+            "a sharded model cannot be pickled, because its shards are on this rank's device. Save "
             "state_dict() and get_shard_metadata(), or xla_fsdp.full_state_dict(model)"
         )
 
     def _fqn_modifiers(self) -> NoReturn:
-        """What ``torch.distributed.checkpoint.state_dict`` calls on the modules of a model, and
-        nothing else does."""
+        """Called only by ``torch.distributed.checkpoint.state_dict``, on the modules of a model."""
         raise RuntimeError(
-            "torch.distributed.checkpoint.state_dict would take this rank's shards for whole "
-            "parameters: use xla_fsdp.full_state_dict, full_optim_state_dict and their load_ "
+            "torch.distributed.checkpoint.state_dict would treat this rank's shards as full "
+            "parameters. Use xla_fsdp.full_state_dict, full_optim_state_dict and their load_ "
             "counterparts, or save_checkpoint; to_dcp writes torch's format"
         )
 
@@ -234,9 +234,9 @@ def _rest(module: nn.Module) -> None:
         unit.rest()
 
 
-# Models of some libraries have methods that read parameters outside of a forward. By a module that
-# is imported wherever there is such a model: the part of this package, above this one, that adapts
-# them. It has ``adapt(model)``, which is called with every module that is being wrapped.
+# Models of some libraries have methods that read parameters outside of a forward. This maps a
+# module that is imported whenever such a model exists to the part of this package that adapts them.
+# That part is above this module; it has ``adapt(model)``, which is called for every wrapped module.
 _PARTS = {
     "transformers.modeling_utils": "integrations.models",
     "peft.peft_model": "integrations.peft",
@@ -244,16 +244,16 @@ _PARTS = {
 
 
 def adapt(module: nn.Module) -> None:
-    """Has models of other libraries, and ``module`` if it is of one, work while sharded."""
+    """Adapts models of other libraries, and ``module`` if it is one, so that they work sharded."""
     for library, home in _PARTS.items():
         if library not in sys.modules:
             continue
         try:
             part: Any = import_module(f".{home}", __package__)
-        except ImportError as error:  # a release that nobody has looked at
+        except ImportError as error:  # a release that was not tested
             warnings.warn(
                 f"{error}. Until then save_pretrained writes shards of wrapped models, and "
-                "generate does not know of them: use full_state_dict",
+                "generate does not work with them: use full_state_dict",
                 stacklevel=2,
             )
             continue

@@ -1,4 +1,4 @@
-"""Walking over the tensors in whatever a module takes or returns."""
+"""Visits the tensors in the arguments or results of a module."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def has_own_operators(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of this class compute by functions of their own. What device they are on is
-    only said: torch_xla knows nothing of them."""
+    """Whether tensors of this class override torch functions. Their device attribute is then not
+    meaningful: torch_xla does not see such tensors."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def map_tensors(fn: Callable[[Any], Any], value: Any, leaf: type = torch.Tensor) -> Any:
-    """``value`` with ``fn`` applied to every tensor in it, containers rebuilt in their own type.
+    """``value`` with ``fn`` applied to every tensor in it; containers keep their types.
 
-    Looks into dict (any mapping), list, tuple, named tuple, set, dataclass instance and
-    ``PackedSequence``; anything else is passed through. A container in which no tensor changed is
-    returned itself, so objects with an identity of their own keep it. ``leaf`` is the type to look
-    for instead of tensors.
+    Visits dict (any mapping), list, tuple, named tuple, set, dataclass instance and
+    ``PackedSequence``; anything else is returned unchanged. A container in which no tensor changed
+    is returned itself, so it stays the same object. ``leaf`` is the type to visit instead of
+    tensors.
     """
     if isinstance(value, leaf):
         return fn(value)
     if isinstance(value, PackedSequence):
-        # Only the data is the module's; lengths and permutations must keep dtype and device.
+        # Only the data is for the module; lengths and permutations must keep dtype and device.
         data = map_tensors(fn, value.data, leaf)
         return value if data is value.data else value._replace(data=data)
     if isinstance(value, Mapping):
@@ -65,17 +65,17 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
-# On a tensor: wrappers do not cast it when it is an input.
+# Set on a tensor: wrappers do not cast it when it is an input.
 _KEEPS_DTYPE = "_xla_fsdp_keeps_dtype"
 
 
 def keep_dtype(tensor: torch.Tensor) -> None:
-    """Has :func:`cast_floats` leave ``tensor`` as it is."""
+    """Makes :func:`cast_floats` skip ``tensor``."""
     setattr(tensor, _KEEPS_DTYPE, True)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor in it in ``dtype``, but for those of
+    """``value`` with every floating-point tensor in it cast to ``dtype``, except those marked by
     :func:`keep_dtype`."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,8 +92,8 @@ def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 def _rebuilt(mapping: Mapping, items: dict) -> Mapping:
     if type(mapping) is dict:
         return items
-    # A shallow copy keeps whatever else a mapping class carries: a defaultdict's factory, the
-    # attributes of a model-output class.
+    # A shallow copy keeps other state of a mapping class: a defaultdict's factory, the attributes
+    # of a model-output class.
     clone: Any = copy.copy(mapping)
     for key, item in items.items():
         clone[key] = item

@@ -1,4 +1,4 @@
-"""Pieces of messages: what others said on one line, the first of many names, runs of numbers."""
+"""Parts of messages: texts of errors on one line, the first of many names, runs of numbers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 
 def printable(text: str) -> str:
-    """``text`` without line ends and anything that a terminal would act upon."""
+    """``text`` without line ends and terminal control characters."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def in_a_line(said: object, most: int = 300) -> str:
-    """What an exception or another program said, on one line, at most so many characters of it, and
-    nothing that a terminal would act upon. Of an exception without words, its type."""
+    """The message of an exception or another program, on one line, cut to ``most`` characters and
+    without terminal control characters. For an exception without a message, its type."""
     words = " ".join(str(said).split())
     if not words and isinstance(said, BaseException):
         return type(said).__name__
@@ -21,19 +21,19 @@ def in_a_line(said: object, most: int = 300) -> str:
 
 
 def first_line(said: object, most: int = 300) -> str:
-    """:func:`in_a_line` of the first line alone: a stack in C++, or advice, comes after it."""
+    """:func:`in_a_line` of the first line only: a C++ stack, or advice, follows after it."""
     return in_a_line(str(said).strip().partition("\n")[0] or said, most)
 
 
 def some_of(texts: Sequence[str], most: int, between: str = ", ") -> str:
-    """``a, b and 3 more``."""
+    """Joins texts: ``a, b and 3 more``."""
     shown = between.join(texts[:most])
     left = len(texts) - most
     return f"{shown}{between.rstrip(', ')} and {left} more" if left > 0 else shown
 
 
 def runs(what: str, numbers: Iterable[int]) -> str:
-    """Of 0, 1, 2 and 5, ``ranks 0-2, 5``; ``what`` is the singular."""
+    """For 0, 1, 2 and 5: ``ranks 0-2, 5``; ``what`` is the singular."""
     ordered, found = sorted(numbers), list[list[int]]()
     for number in ordered:
         if found and number == found[-1][1] + 1:

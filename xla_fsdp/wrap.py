@@ -1,8 +1,9 @@
-"""Which submodules become units of their own: policies, and the walk that applies them.
+"""Which submodules become separate FSDP units: policies, and the walk that applies them.
 
-A policy is a function ``policy(module, recurse, unwrapped_params) -> bool``. It is asked with
-``recurse=True`` whether to look into a module's children, and with ``recurse=False`` whether to
-wrap the module itself, ``unwrapped_params`` being the parameters in it that no wrapped child took.
+A policy is a function ``policy(module, recurse, unwrapped_params) -> bool``. It is called with
+``recurse=True`` to decide whether to visit a module's children, and with ``recurse=False`` whether
+to wrap the module itself. ``unwrapped_params`` is the number of parameters in it that are
+not in a wrapped child.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .wording import some_of
 
 Policy = Callable[..., bool]
 
-# Reads the weights of its children itself, without calling them.
+# Modules that read the weights of their children directly, without calling them.
 LEAVES = frozenset({nn.MultiheadAttention})
 
 
@@ -56,10 +57,10 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Collection[type[nn.Module]] | None = None,
     exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wraps what has at least ``min_num_params`` parameters not wrapped further down.
+    """Wraps modules with at least ``min_num_params`` parameters that are not wrapped further down.
 
-    ``force_leaf_modules`` are classes not looked into, ``exclude_wrap_modules`` classes never
-    wrapped; the defaults are ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES`` and
+    Children of ``force_leaf_modules`` classes are not visited, and ``exclude_wrap_modules`` classes
+    are never wrapped; the defaults are ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES`` and
     ``size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES``.
     """
     leaves, excluded = force_leaf_modules, exclude_wrap_modules
@@ -77,8 +78,8 @@ vars(size_based_auto_wrap_policy).update(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether ``module`` can be called. What cannot (``nn.ModuleList``, ``nn.ParameterDict``) has
-    nothing that a wrapper could hook on to."""
+    """Whether ``module`` can be called. A wrapper cannot gather for a module that is never called
+    (``nn.ModuleList``, ``nn.ParameterDict``)."""
     none = nn.Module.forward
     forward = getattr(module, "forward", none)
     return type(module).forward is not none or getattr(forward, "__func__", forward) is not none
@@ -88,25 +89,25 @@ def require_forward(module: nn.Module) -> None:
     """Raises RuntimeError if ``module`` has no forward, neither its class nor the instance."""
     if not has_forward(module):
         raise RuntimeError(
-            f"{type(module).__name__} has no forward, so a wrapper would never know when its "
-            "parameters are needed; wrap its elements, or the module that calls them"
+            f"{type(module).__name__} has no forward, so a wrapper cannot know when its "
+            "parameters are needed. Wrap its elements, or the module that calls them"
         )
 
 
 def require_unwrapped(module: nn.Module) -> None:
-    """Raises ValueError if a wrapper is in ``module``, which a policy is about to wrap."""
+    """Raises ValueError if ``module``, which a policy is about to wrap, contains a wrapper."""
     for name, child in module.named_modules():
         if is_wrapper(child):
             raise ValueError(
-                f"with auto_wrap_policy no submodule may be wrapped already, but {name!r} is; wrap "
-                "either by hand or by policy"
+                f"with auto_wrap_policy no submodule may be wrapped already, but {name!r} is. "
+                "Wrap either manually or by policy"
             )
 
 
 def warn_if_none_chosen(module: nn.Module, policy: Policy) -> None:
     """Warns if ``policy`` has wrapped nothing in ``module``, which has submodules to wrap.
 
-    Not of :func:`size_based_auto_wrap_policy`, which is right to leave a small model alone.
+    Not for :func:`size_based_auto_wrap_policy`, which correctly does not wrap a small model.
     """
     chooses = policy
     while isinstance(chooses, functools.partial):
@@ -119,7 +120,7 @@ def warn_if_none_chosen(module: nn.Module, policy: Policy) -> None:
         warnings.warn(
             f"auto_wrap_policy chose none of the submodules of {type(module).__name__}, so all of "
             "its full parameters are gathered together and are in memory at the same time. "
-            f"Choose among the classes that are there ({some_of(classes, 8)}), or pass no policy",
+            f"Choose among its classes ({some_of(classes, 8)}), or pass no policy",
             stacklevel=4,
         )
 
@@ -136,9 +137,8 @@ def recursive_wrap(
     """Wraps the submodules that the policy chooses and that have a forward, innermost first, in
     place.
 
-    ``kwargs`` go to ``wrapper_cls``; a module attribute ``_wrap_overrides`` (a dict) takes
-    precedence over them. A module that is used under several names is wrapped once and stays
-    shared.
+    ``kwargs`` are passed to ``wrapper_cls``; a module attribute ``_wrap_overrides`` (a dict) takes
+    precedence over them. A module with several names is wrapped once and stays shared.
 
     Returns:
         The module (wrapped itself if the policy says so and ``only_wrap_children`` is false), and
@@ -175,11 +175,11 @@ class _Wrapping:
         if not self.policy(module=module, recurse=True, unwrapped_params=total):
             return module, 0
         wrapped = 0
-        # Not named_children(), which skips a module's second name.
+        # Not named_children(), which omits a module's second name.
         for name, child in list(module._modules.items()):
             if child is None or child in self.ignored_modules:
                 continue
-            if isinstance(module, tuple(LEAVES)):  # whatever the policy says: see LEAVES
+            if isinstance(module, tuple(LEAVES)):  # overrides the policy: see LEAVES
                 continue
             seen = child in self.done
             replacement, taken = self.wrap(child)

@@ -1,4 +1,4 @@
-"""``XlaFullyShardedDataParallel``: the module around a module."""
+"""``XlaFullyShardedDataParallel``: the wrapper of a module."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from .sharding.options import WRAPPER, FSDPOptions, constructor
 from .sharding.state import unique_units, unit_of
 from .sharding.summon import full_params_of, summon_full_params
 
-# What instances of nn.Module have, and wrappers besides.
+# Attributes of instances of nn.Module, and those of wrappers.
 _OWN = frozenset(vars(nn.Module())) | {WRAPPED, "_unit"}
 
 
 class XlaFullyShardedDataParallel(ShardedModule):
     """Shards a module's parameters, gradients and optimizer state over the ranks.
 
-    Between its uses the module holds one shard a rank of each parameter. A forward gathers the
+    Between uses, the module has one shard of each parameter on each rank. A forward gathers the
     full parameters, computes, and frees them; the backward gathers them again, and reduce-scatters
     the gradients, so that ``parameter.grad`` is the mean gradient of this rank's shard. Create the
     optimizer after wrapping and call ``optimizer.step()`` directly: the shards need no further
     reduction.
 
-    Wrap the layers of a large model one by one (by hand, inside out, or with
-    ``auto_wrap_policy``), then the whole: only one layer's parameters are then full at a time.
-    Parameters keep their dotted names in ``named_parameters()`` and ``state_dict()``; their values
-    are shards, one-dimensional unless ``shard_param_on_dim_0``. ``load_state_dict`` takes what
-    ``state_dict`` of the same rank of as many ranks returned, also that of torch_xla's class.
+    Wrap the layers of a large model separately (manually, from the inside out, or with
+    ``auto_wrap_policy``), then the entire model: then only one layer's parameters are full at a
+    time. Parameters keep their dotted names in ``named_parameters()`` and ``state_dict()``; their
+    values are shards, one-dimensional unless ``shard_param_on_dim_0``. ``load_state_dict`` accepts
+    the ``state_dict`` of the same rank, saved with the same number of ranks, also by torch_xla's
+    class.
 
     Args:
         module: the module to wrap. May be on CPU, on the XLA device or on the meta device. Its
@@ -74,27 +75,27 @@ class XlaFullyShardedDataParallel(ShardedModule):
 
     @property
     def fsdp_options(self) -> FSDPOptions:
-        """Those that inner wrappers inherit. Each is an attribute, too."""
+        """The options that inner wrappers inherit. Each is an attribute too."""
         return self._unit.options
 
     @property
     def rank(self) -> int:
-        """This rank's place among the ranks that share the parameters."""
+        """This rank's index among the ranks that share the parameters."""
         return self._unit.world.rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks share the parameters."""
+        """The number of ranks that share the parameters."""
         return self._unit.world.size
 
     # -- attributes of the wrapped module -------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        """Options by name; attributes that the wrapper does not have are the wrapped module's."""
+        """Options by name; otherwise the attribute of the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("_fsdp_wrapped_module", "fsdp_options"):  # not built yet
+            if name in ("_fsdp_wrapped_module", "fsdp_options"):  # during construction
                 raise
         if FSDPOptions.inherits(name):
             return getattr(self.fsdp_options, name)
@@ -104,7 +105,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What a user sets is the wrapped module's, as if there were no wrapper."""
+        """Sets the attribute on the wrapped module, as if there were no wrapper."""
         if self._is_inside(name):
             for place in self._unit.places:
                 if place.module is self._fsdp_wrapped_module and place.name == name:
@@ -120,31 +121,31 @@ class XlaFullyShardedDataParallel(ShardedModule):
             super().__delattr__(name)
 
     def register_buffer(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """On the wrapped module, whose forward is to see it."""
+        """On the wrapped module, so that its forward can use it."""
         self._home_of_new(name).register_buffer(name, *args, **kwargs)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """On the wrapped module, whose forward is to see it; it is not sharded."""
+        """On the wrapped module, so that its forward can use it; it is not sharded."""
         self._home_of_new(name).register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """To the wrapped module, whose forward is to see it; it is not sharded."""
+        """To the wrapped module, so that its forward can use it; it is not sharded."""
         self._home_of_new(name).add_module(name, module)
 
     def _home_of_new(self, name: str) -> Any:
         return self._fsdp_wrapped_module if self._is_inside(name) else super()
 
     def _is_inside(self, name: str) -> bool:
-        """Whether an attribute called ``name`` is the wrapped module's to have."""
-        if WRAPPED not in self.__dict__.get("_modules", {}):  # not built yet
+        """Whether attribute ``name`` belongs to the wrapped module."""
+        if WRAPPED not in self.__dict__.get("_modules", {}):  # during construction
             return False
         if name in _OWN or hasattr(type(self), name):
             return False
-        # What others note on a module for themselves stays where they put it.
+        # Private attributes that other code sets on a module stay where it sets them.
         return not name.startswith("_") or name in vars(self._fsdp_wrapped_module)
 
     def _with_parameters(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method that computes as the forward does, to be called from outside."""
+        """A method that computes as the forward does, for calls from outside."""
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +154,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
         return call
 
     def __getitem__(self, key: Any) -> Any:
-        """Items of the wrapped module, should it be an ``nn.Sequential``."""
+        """Items of the wrapped module, for an ``nn.Sequential``."""
         return self._fsdp_wrapped_module[key]
 
     def __len__(self) -> int:
@@ -163,10 +164,10 @@ class XlaFullyShardedDataParallel(ShardedModule):
         return True
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Raises RuntimeError: shards have values since the wrapping, and keep them."""
+        """Raises RuntimeError: shards already have values, which would be lost."""
         raise RuntimeError(
-            f"to_empty(device={device!r}) of a wrapped module would take the values of its shards "
-            "away, which modules on the meta device were given when they were wrapped "
+            f"to_empty(device={device!r}) of a wrapped module would drop the values of its shards, "
+            "and modules on the meta device got theirs when they were wrapped "
             "(reset_parameters(), param_init_fn). Leave the call out"
         )
 
@@ -184,7 +185,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
         """All modules, under the names that they have without wrappers.
 
         A wrapper has the name of the module that it wraps, and comes before it. Parents that are
-        not wrapped ask for names here too, so theirs are the same.
+        not wrapped get names from here too, so their names are the same.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -204,12 +205,12 @@ class XlaFullyShardedDataParallel(ShardedModule):
     @property
     def full_params(self) -> list[torch.Tensor]:
         """The full parameters that this wrapper (not those inside it) gathers, in the order of
-        ``sharded_params``; those of a flattened vector one by one. A list of its own: putting
-        others in it changes nothing.
+        ``sharded_params``; those of a flattened vector separately. A new list: changing the list
+        has no effect.
 
         Raises:
-            RuntimeError: outside of a forward, backward and ``summon_full_params``, where there are
-                none (``torch_xla``'s class has tensors of one element there).
+            RuntimeError: outside of a forward, backward and ``summon_full_params``, where none
+                exist (``torch_xla``'s class has tensors of one element there).
         """
         return full_params_of(self._unit)
 
@@ -221,9 +222,9 @@ class XlaFullyShardedDataParallel(ShardedModule):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
-        """The wrappers in ``module``, itself included, or those of them that none is around.
+        """The wrappers in ``module``, including itself; with ``root_only`` only the outermost ones.
 
-        What is sharded in place counts as well.
+        Includes modules that are sharded in place.
         """
         found: list[Any] = [m for m in module.modules() if is_wrapper(m)]
         if not root_only:
@@ -233,15 +234,14 @@ class XlaFullyShardedDataParallel(ShardedModule):
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
-        """All shards, inner wrappers included, that have a gradient."""
+        """All shards that have a gradient, including those of inner wrappers."""
         return [parameter for parameter in self.parameters() if parameter.grad is not None]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within, backwards leave gradients unreduced; the first backward after it reduces the sum.
+        """Within, backwards do not reduce gradients; the first backward after it reduces the sum.
 
-        Saves the reductions of all but the last micro-batch, at the price of the full gradients in
-        memory.
+        Saves the reductions of all but the last micro-batch, but full gradients stay in memory.
         """
         units = unique_units(self)
         before = [unit.gradients.require_sync for unit in units]
@@ -256,7 +256,7 @@ class XlaFullyShardedDataParallel(ShardedModule):
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divides gradients by ``pre`` before and by ``post`` after the reduction.
 
-        The defaults average over all ranks. ``recursive``: in all wrappers inside as well.
+        The defaults average over all ranks. ``recursive``: also in all wrappers inside.
         """
         for name, value in (("pre", pre), ("post", post)):
             if not value > 0:
@@ -273,32 +273,31 @@ class XlaFullyShardedDataParallel(ShardedModule):
         return self._unit.comms.divisors.after
 
     def register_comm_hook(self, state: object, hook: Hook, over: str = "all") -> None:
-        """Has ``hook(state, bucket)`` make every reduction of gradients of this wrapper and of
+        """Makes ``hook(state, bucket)`` do every reduction of gradients of this wrapper and of
         those inside it: ``docs/how-to/communication-hooks.md``.
 
         Args:
-            state: handed to ``hook`` as it is. Not saved with the model.
+            state: passed to ``hook`` unchanged. Not saved with the model.
             hook: takes ``state`` and a :class:`~xla_fsdp.comm_hooks.GradBucket`, returns the mean
                 gradient of this rank's shards: ``bucket.reduce(changed)`` to change what is sent,
-                ``bucket.shard_of(means)`` after averaging by other means. All ranks must do alike.
-            over: ``"all"``: the hook gets each rank's own full gradients. ``"replicas"`` (hybrid
-                sharding): gradients are reduced within the sharding group as ever, and the hook
-                averages these shards over the replicas.
+                ``bucket.shard_of(means)`` if the hook averages itself. All ranks must do the same.
+            over: ``"all"``: the hook gets each rank's local full gradients. ``"replicas"`` (hybrid
+                sharding): gradients are reduced within the sharding group without the hook, and the
+                hook averages these shards over the replicas.
 
         Raises:
             TypeError: ``hook`` is no such function, or is one of torch.distributed.
-            ValueError: ``over`` is something else, or there are no replicas.
-            RuntimeError: a hook is registered already. In the backward: of scanned blocks, a hook
-                kept something that only exists inside of their loop.
+            ValueError: ``over`` has another value, or there are no replicas.
+            RuntimeError: a hook is registered already. In the backward: a hook of scanned blocks
+                stored a tensor that exists only inside their loop.
         """
         register(unique_units(self), state, hook, over)
 
     # -- hooks: called in the order in which the module alone would call them -------------------
     #
-    # What is registered on a module before it is wrapped stays there, and a wrapper's own hooks are
-    # around it: before the module's where something goes in, after them where something comes out.
-    # Where the module alone would call a new hook on the other side of one of the former, it goes
-    # to the module as well.
+    # Hooks registered on a module before it is wrapped stay on it. The wrapper's own hooks run
+    # around them: before the module's for inputs, after the module's for outputs. If the module
+    # alone would call a new hook on the other side of an existing one, it goes to the module too.
 
     def register_forward_pre_hook(
         self, hook: Any, *, prepend: bool = False, **options: Any
@@ -329,28 +328,28 @@ class XlaFullyShardedDataParallel(ShardedModule):
         return super()
 
     def _with_hooks(self, kind: str) -> Any:
-        """The wrapped module, if it has hooks of this kind, and a forward of its own."""
-        if self._unit.depth:  # of scanned blocks
+        """The wrapped module, if it has hooks of this kind and its forward is called."""
+        if self._unit.depth:  # scanned blocks
             return None
         return self._fsdp_wrapped_module if getattr(self._fsdp_wrapped_module, kind) else None
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Has ``module.method_name(...)`` compute like ``module(...)``: with its parameters gathered.
+    """Makes ``module.method_name(...)`` compute like ``module(...)``: with gathered parameters.
 
-    For entry points other than ``forward`` (``encode``, ``generate``). Gradients flow through them,
-    and hooks of the module do not run, as in any call of a method. No effect if ``module`` is not
-    wrapped, so that a script may say it for both.
+    For entry points other than ``forward`` (``encode``, ``generate``). Gradients flow through them.
+    Hooks of the module do not run, as in any method call. No effect if ``module`` is not wrapped,
+    so that a script may call it in both cases.
 
     Args:
         module: a wrapper of this package, or any module.
-        method_name: a method of the wrapped module, or of one inside that it answers with (a
-            ``PeftModel`` does).
+        method_name: a method of the wrapped module, or of a module inside to which it forwards
+            attributes (as a ``PeftModel`` does).
 
     Raises:
         AttributeError: the wrapped module has no method of that name; with ``fully_shard``, its
             class has none.
-        TypeError: ``module`` is no module, or runs scanned blocks, which only have a forward.
+        TypeError: ``module`` is not a module, or has scanned blocks, which only have a forward.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -358,14 +357,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if unit is None:
         return
     if unit.depth:
-        raise TypeError(f"{type(module).__name__} computes in its forward only; call that")
+        raise TypeError(
+            f"{type(module).__name__} supports no other method than its forward. Call the forward"
+        )
     inner, called = unit.module, type(unit.module).__name__
     if not callable(getattr(inner, method_name, None)):
         raise AttributeError(f"{called} has no method {method_name!r} to register")
     if unit.in_place and not hasattr(type(inner), method_name):
         raise AttributeError(
-            f"{method_name!r} is a method of a module inside {called}, not of its class, which "
-            "alone fully_shard changes: wrap with XlaFullyShardedDataParallel, or give the class a "
-            "method that calls it"
+            f"{method_name!r} is a method of a module inside {called}, but fully_shard changes "
+            "only the class of the module itself. Wrap with XlaFullyShardedDataParallel, or add a "
+            "method to the class that calls it"
         )
     unit.forward_methods |= {method_name}

@@ -1,16 +1,15 @@
-"""Everything private of torch_xla that this package uses: no other file names it.
+"""All private names of torch_xla that this package uses: no other file uses any.
 
-Most of it are functions of ``torch_xla._XLAC``, the library in C++ below torch_xla, which are
-undocumented and may change with every release. ``python -m xla_fsdp.xlac`` lists what the installed
-release lacks; this file is then the one to change. Importing it raises an ImportError that names
-what is missing.
+Most are functions of ``torch_xla._XLAC``, torch_xla's C++ library. They are undocumented and may
+change with every release. ``python -m xla_fsdp.xlac`` lists those that the installed release lacks;
+then only this file must be changed. Importing it raises an ImportError that names missing ones.
 
-A declaration with a path (``@_bound("_XLAC._xla_all_gather")``) has only a signature and what the
-function is for. It becomes torch_xla's own function, looked up once, since a wrapper around it
-would cost every operator of a step a tenth of a microsecond. With ``@_replaceable`` it is looked up
-at each call, because launches and plans replace it meanwhile.
+A declaration with a path (``@_bound("XLAC._xla_all_gather")``) has only a signature and a docstring
+that says what the function is for. It becomes torch_xla's function itself, looked up once, because
+a Python wrapper around it would add a tenth of a microsecond to every operator of a step. With
+``@_replaceable`` it is looked up at each call, because launches and plans replace it temporarily.
 
-Devices are names, such as ``"xla:0"``.
+Devices are given by name, such as ``"xla:0"``.
 """
 
 # Declarations have no bodies.
@@ -42,16 +41,16 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
 
-# Private name, as a path below the module torch_xla, to what it is for. Complete once this file is
-# imported, and constant from then on.
+# Maps the path of a private name, below the module torch_xla, to its purpose. Complete once this
+# file is imported, and constant from then on.
 _USES: dict[str, str] = {}
 
 
 def _find(path: str) -> Any:
-    """What torch_xla has at ``path``.
+    """The object that torch_xla has at ``path``.
 
     Raises:
-        AttributeError: nothing.
+        AttributeError: there is none.
     """
     return functools.reduce(getattr, filter(None, path.split(".")), torch_xla)
 
@@ -70,7 +69,7 @@ def _declare(path: str, use: str | None) -> None:
 
 
 def _bound(path: str) -> Callable[[_T], _T]:
-    """The declared function or class becomes that of torch_xla."""
+    """Replaces the declared function or class by that of torch_xla."""
 
     def bind(declared: _T) -> _T:
         _declare(path, declared.__doc__)
@@ -84,7 +83,7 @@ def _bound(path: str) -> Callable[[_T], _T]:
 
 
 class Place:
-    """An attribute of a module of torch_xla, which launches and plans set for a while.
+    """An attribute of a module of torch_xla, which launches and plans set temporarily.
 
     Attributes:
         owner: the module.
@@ -98,7 +97,7 @@ class Place:
 
     @property
     def value(self) -> Any:
-        """What is there now."""
+        """The current value."""
         return getattr(self.owner, self.name)
 
     @value.setter
@@ -107,7 +106,7 @@ class Place:
 
 
 class Replaceable(Place, Generic[_P, _R]):
-    """A function that is looked up at each call, as torch_xla does: a replacement is used."""
+    """A function that is looked up at each call, as in torch_xla, so a replacement is used."""
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         return self.value(*args, **kwargs)
@@ -117,7 +116,7 @@ def _replaceable(path: str) -> Callable[[Callable[_P, _R]], Replaceable[_P, _R]]
     return lambda declared: Replaceable(path, declared.__doc__ or "")
 
 
-# -- collectives, and operators that torch has not -------------------------------------------------
+# -- collectives, and operators that torch lacks ---------------------------------------------------
 
 
 @_bound("_XLAC._xla_all_gather")
@@ -148,28 +147,28 @@ def reduce_scatter(
     use_global_ids: bool | None,
     /,
 ) -> tuple[torch.Tensor, object]:
-    """Reduces over each group, keeps this rank's part: ``(size*d, ...)`` to ``(d, ...)``, and the
+    """Reduces over each group, returns this rank's part: ``(size*d, ...)`` to ``(d, ...)``, and the
     next token."""
 
 
 @_bound("_XLAC._get_all_reduce_token")
 def collective_token(device: str, /) -> object:
-    """The token by which the next collective on a device waits for the last one."""
+    """The token that orders the next collective on a device after the last one."""
 
 
 @_bound("_XLAC._set_all_reduce_token")
 def set_collective_token(device: str, token: object, /) -> None:
-    """Sets that token; ``None``: the next collective waits for no other."""
+    """Sets that token; ``None``: the next collective is not ordered after another."""
 
 
 @_bound("_XLAC._xla_optimization_barrier_")
 def optimization_barrier_(tensors: Tensors, /) -> None:
-    """Replaces tensors, in place, by ones of which none exists before all do."""
+    """Replaces tensors, in place, by copies that exist only after all of ``tensors`` do."""
 
 
 @_bound("_XLAC._xla_user_computation")
 def call_computation(name: str, operands: Tensors, computation: object, /) -> Tensors:
-    """The results of a computation of XLA, as one operator of the graph, without a gradient."""
+    """The results of an XLA computation, called as one operator of the graph, without gradient."""
 
 
 @_bound("_XLAC._xla_custom_call")
@@ -184,8 +183,8 @@ def custom_call(
     frontend_attributes: Mapping[str, str],
     /,
 ) -> Tensors:
-    """The results, of these shapes and dtypes, of a function that the compiler or the runtime
-    knows by name."""
+    """The results, of these shapes and dtypes, of a function that the compiler or the runtime knows
+    by name."""
 
 
 @_bound("_XLAC._xla_dot_general")
@@ -198,7 +197,7 @@ def dot_general(
     """The matmul over any dimensions: ((contracted of lhs, of rhs), (batch of lhs, of rhs))."""
 
 
-# -- tensors, and what is pending ------------------------------------------------------------------
+# -- tensors and pending computations --------------------------------------------------------------
 
 
 @_bound("_XLAC._replace_xla_tensor")
@@ -208,7 +207,7 @@ def replace_data(tensor: torch.Tensor, value: torch.Tensor, /) -> torch.Tensor:
 
 @_bound("_XLAC._xla_get_tensor_id")
 def tensor_id(tensor: torch.Tensor, /) -> int:
-    """The number of a tensor's value: another one after each computation."""
+    """The id of a tensor's value, which changes after each computation."""
 
 
 @_bound("_XLAC._get_xla_tensor_debug_info")
@@ -218,64 +217,64 @@ def debug_info(tensor: torch.Tensor, /) -> str:
 
 @_bound("_XLAC._check_tensor_need_materialization")
 def are_pending(tensors: Tensors, /) -> list[bool]:
-    """Whether each tensor's value has been traced, but not computed."""
+    """Whether each tensor's value is traced but not computed."""
 
 
 @_bound("_XLAC._get_xla_tensors_text")
 def graph_text(tensors: Tensors, /) -> str:
-    """The pending graph of tensors, an operator a line."""
+    """The pending graph of tensors, one operator a line."""
 
 
 @_bound("_XLAC._get_tensors_handle")
 def buffer_handles(tensors: Tensors, /) -> list[int]:
-    """Numbers of the device buffers of tensors that have one."""
+    """Ids of the device buffers of those tensors that have one."""
 
 
 @_bound("_XLAC._get_tensors_xla_device_data_node")
 def device_data_of(tensors: Tensors, /) -> tuple[list[int], Tensors]:
-    """The device data that the pending graph of tensors reads: its numbers, and as tensors."""
+    """The device data that the pending graph of tensors reads: its ids, and the tensors."""
 
 
 @_bound("_XLAC._get_seed_info_id")
 def seed_id() -> int:
-    """The number, in :func:`device_data_of`, of the seed that random operators start from."""
+    """The id, in :func:`device_data_of`, of the seed of random operators."""
 
 
 @_bound("_XLAC._get_base_seed_as_tensor")
 def forget_draws(device: str, /) -> torch.Tensor:
-    """Sets a device's random state back to the seed of the step, which it returns."""
+    """Resets a device's random state to the seed of the step, which it returns."""
 
 
 @_bound("_XLAC._clear_pending_irs")
 def forget_pending(device: str, /) -> None:
-    """Makes all that is pending on a device a placeholder, which has no value."""
+    """Makes all pending tensors of a device placeholders, which have no value."""
 
 
 @_bound("_XLAC._xla_op_tensor_shape")
 def shape_on_device(tensor: torch.Tensor, device: str, /) -> object:
-    """The shape, with the type that the device has for the tensor's dtype."""
+    """The shape, with the device's type for the tensor's dtype."""
 
 
 @_bound("_XLAC._xla_create_placeholder_tensor")
 def placeholder(shape: object, /) -> torch.Tensor:
-    """A tensor without a value, of such a shape, to trace with."""
+    """A tensor of such a shape without a value, for tracing."""
 
 
 @_bound("_XLAC.lowering.LoweringContext")
 class LoweringContext:
-    """Makes a module of XLA, an HloModuleProto, of pending tensors."""
+    """Lowers pending tensors to an XLA module, an HloModuleProto."""
 
     def __init__(self, name: str) -> None:
         """Names the module."""
 
     def build(self, outputs: Tensors) -> None:
-        """Lowers what computes the outputs."""
+        """Lowers the computation of the outputs."""
 
     def hlo(self) -> bytes:
         """The module, serialized."""
 
     def tensor_parameter_id(self, tensor: torch.Tensor) -> int:
-        """The parameter number of a tensor; -1: it is none."""
+        """The parameter number of a tensor; -1 if it is not a parameter."""
 
     def device_parameter_id_tensor_mapping(self) -> dict[int, torch.Tensor]:
         """Parameter numbers to the tensors with that device data."""
@@ -308,12 +307,12 @@ def sync_tensors(
 
 @_replaceable("core.xla_model._fetch_gradients")
 def gradients_to_average(optimizer: torch.optim.Optimizer) -> Tensors:
-    """What ``xm.reduce_gradients`` and Accelerate average over the ranks."""
+    """The gradients that ``xm.reduce_gradients`` and Accelerate average over the ranks."""
 
 
 @_replaceable("_XLAC._xla_get_cpu_tensors")
 def copy_to_host(tensors: Sequence[torch.Tensor], /) -> Tensors:
-    """Values of tensors as CPU tensors; runs what is pending of them, and waits."""
+    """Values of tensors as CPU tensors; runs their pending computations, and waits."""
 
 
 @_bound("_XLAC._get_use_eager_mode")
@@ -323,12 +322,12 @@ def is_eager() -> bool:
 
 @_bound("_XLAC._xla_runtime_is_initialized")
 def runtime_has_started() -> bool:
-    """Whether this process has started XLA's runtime, which holds the devices."""
+    """Whether this process has started the XLA runtime, which owns the devices."""
 
 
 @_bound("_XLAC._xla_computation_cache_is_initialized")
 def compilation_cache_exists() -> bool:
-    """Whether torch_xla has made its cache of programs, and read the folder's name."""
+    """Whether torch_xla has created its cache of programs, and read the folder's name."""
 
 
 @_bound("_XLAC._xla_get_default_device")
@@ -338,24 +337,24 @@ def default_device() -> str:
 
 @_bound("_XLAC._xla_set_default_device")
 def set_default_device(device: str, /) -> str:
-    """Changes it; returns the one before."""
+    """Changes it; returns the previous one."""
 
 
 @_bound("_XLAC._xla_set_replication_devices")
 def set_replication_devices(devices: Sequence[str], /) -> None:
-    """Devices ("CPU:0", ...) whose ranks run one program together; none: each its own."""
+    """Devices ("CPU:0", ...) whose ranks run one program together; empty: each runs alone."""
 
 
 def start_program(device: torch.device) -> None:
-    """Starts what was traced for ``device``, as ``torch_xla.sync()`` does for the thread's own.
+    """Starts what was traced for ``device``, as ``torch_xla.sync()`` does for the default device.
 
-    Autograd's thread has another default device.
+    Autograd's threads have another default device.
     """
     sync_device(str(device), [], wait=False)
 
 
 def start_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """Starts a program for the pending graph of ``tensors`` alone."""
+    """Starts a program for only the pending graph of ``tensors``."""
     sync_tensors(tensors, [], wait=False)
 
 
@@ -364,7 +363,7 @@ def start_tensors(tensors: Sequence[torch.Tensor]) -> None:
 
 @_bound("_XLAC._get_ir_debug")
 def has_scopes() -> bool:
-    """Whether what is traced gets the names of :func:`scope`."""
+    """Whether traced operators get the names of :func:`scope`."""
 
 
 @_bound("_XLAC._set_ir_debug")
@@ -379,7 +378,7 @@ def scope(name: str, /) -> object:
 
 @_bound("_XLAC.profiler.TraceMe")
 class TraceEvent:
-    """An event of the host in a recorded profile, while it is entered."""
+    """A host event in a recorded profile, between enter and exit."""
 
     def __init__(self, name: str, **fields: int) -> None:
         """Fields: ``step_num``, ``_r=1`` (the root of a step)."""
@@ -391,23 +390,23 @@ class TraceEvent:
         """Ends it."""
 
 
-# -- state of a process that is kept between launches ----------------------------------------------
+# -- process state that is cached between launches -------------------------------------------------
 
-WORLD_SIZE = Place("runtime._WORLD_SIZE", "What xr.world_size() has kept for the process, or None.")
-ORDINAL = Place("runtime._ORDINAL", "What xr.global_ordinal() has kept for the process, or None.")
+WORLD_SIZE = Place("runtime._WORLD_SIZE", "The cached xr.world_size() of the process, or None.")
+ORDINAL = Place("runtime._ORDINAL", "The cached xr.global_ordinal() of the process, or None.")
 _STEP_CLOSURES = Place(
     "core.xla_model._DEVICE_CONTEXTS", "Functions to call after the next sync, by device."
 )
-_EXIT_HANDLER = Place("_prepare_to_exit", "At the end of the process waits for its programs.")
+_EXIT_HANDLER = Place("_prepare_to_exit", "Waits for programs at the end of the process.")
 
 
 def drop_step_closures(device: str) -> None:
-    """Forgets what was to be called after the next sync of ``device``."""
+    """Drops functions to be called after the next sync of ``device``."""
     _STEP_CLOSURES.value.pop(device, None)
 
 
 def skip_exit_handler() -> None:
-    """The process will end without waiting for programs."""
+    """Makes the process end without waiting for programs."""
     atexit.unregister(_EXIT_HANDLER.value)
 
 
@@ -421,17 +420,17 @@ def tree_to_host(data: Any) -> Any:
 
 @_replaceable("_internal.tpu.num_available_chips")
 def chips_of_host() -> int:
-    """TPU chips of this host, 0 where it has none; does not start the runtime."""
+    """The number of TPU chips of this host, 0 if none; does not start the runtime."""
 
 
 @_replaceable("_internal.tpu.num_available_devices")
 def devices_of_host() -> int:
-    """TPU devices of this host that processes of this one's kind can use."""
+    """The number of TPU devices of this host that a process of this kind can use."""
 
 
 @_replaceable("_internal.tpu.num_expected_global_devices")
 def devices_of_slice() -> int:
-    """TPU devices of all hosts of the slice; does not start the runtime."""
+    """The number of TPU devices of all hosts of the slice; does not start the runtime."""
 
 
 @_replaceable("_internal.tpu.get_worker_ips")
@@ -446,17 +445,17 @@ def number_of_host() -> int:
 
 @_replaceable("_internal.tpu.get_tpu_env")
 def host_metadata() -> Mapping[str, Any]:
-    """Variables that the metadata server has for this host; raises where there is none."""
+    """Variables of the metadata server for this host; raises if there is no server."""
 
 
 @_replaceable("_internal.tpu.configure_topology")
 def configure_process(local_rank: int, *args: Any, **kwargs: Any) -> Any:
-    """Gives a process of a host its chips and ports; torch_xla calls it in each it starts."""
+    """Assigns chips and ports to a process of a host; torch_xla calls it in each process."""
 
 
 _SETUP = Place("_setup_default_env", "Sets the environment at the import, on a TPU host.")
 _SETUP_CALLS = (
-    Place("_set_missing_flags", "Adds flags where there are none of their name."),
+    Place("_set_missing_flags", "Adds flags that are not set yet."),
     Place("_setup_libtpu_flags", "Adds torch_xla's flags to LIBTPU_INIT_ARGS."),
     _SETUP,
 )
@@ -465,8 +464,8 @@ _SETUP_CALLS = (
 def environment_after_import(environ: Mapping[str, str], generation: int) -> dict[str, str]:
     """``environ`` as ``import torch_xla`` leaves it on a host with TPU chips, v2 being 2.
 
-    torch_xla's own functions run, on a copy of the environment and with another answer to which
-    chips there are.
+    Runs torch_xla's functions on a copy of the environment, with a simulated answer to which chips
+    there are.
     """
     changed = dict(environ)
     names = {
@@ -485,25 +484,25 @@ def environment_after_import(environ: Mapping[str, str], generation: int) -> dic
 
 @_replaceable("_internal.jax_workarounds.jax_import_guard")
 def _take_devices_before_jax() -> None:
-    """Starts torch_xla's runtime: JAX, if it came first, would lock the TPU."""
+    """Starts torch_xla's runtime: if JAX started first, it would lock the TPU."""
 
 
 @_replaceable("_internal.jax_workarounds.jax_env_context")
 def _jax_alone() -> contextlib.AbstractContextManager[None]:
-    """Within, JAX does not try to join several slices, where it would hang."""
+    """Within, JAX does not try to join several slices, which would hang."""
 
 
 @contextlib.contextmanager
 def jax_may_start() -> Iterator[None]:
-    """Within, JAX can be imported and export functions without touching torch_xla's devices."""
+    """Within, JAX can be imported and can export functions without using torch_xla's devices."""
     _take_devices_before_jax()
     with _jax_alone():
         yield
 
 
-# -- functions and tables of the library that it does not export, found by their symbols -----------
+# -- functions and tables of the library that are not exported, found by their symbols -------------
 #
-# A mangled name states what arguments a function takes.
+# A mangled name contains the argument types of a function.
 
 GET_FFI_API = "_ZN3xla3ffi12GetXlaFfiApiEv"
 _SERIALIZED = "ESt17basic_string_viewIcSt11char_traitsIcEESt8optionalINS_14CompileOptionsEE"
@@ -515,11 +514,11 @@ LOAD = (
 
 
 class ClientSymbols(NamedTuple):
-    """Symbols of one of XLA's clients.
+    """Symbols of one of XLA's client classes.
 
     Attributes:
         name: of the class.
-        table: its virtual functions.
+        table: its table of virtual functions.
         load_serialized: ``LoadSerializedExecutable``.
     """
 
@@ -538,13 +537,13 @@ CLIENTS = {"CPU": _client("PjRtCpuClient"), "TPU": _client("PjRtCApiClient")}
 
 SYMBOLS: Mapping[str, str] = {
     GET_FFI_API: "Lets programs of CPU ranks wait for each other before they start.",
-    DESERIALIZE: "Answers that a compiled program cannot be loaded; replaced.",
-    LOAD: "The second step of that; replaced.",
-    **{one.table: f"Where both are replaced, for {on} programs." for on, one in CLIENTS.items()},
+    DESERIALIZE: "Reports that a compiled program cannot be loaded; replaced.",
+    LOAD: "The second step of loading; replaced.",
+    **{one.table: f"Contains both functions, for {on} programs." for on, one in CLIENTS.items()},
     **{one.load_serialized: f"Loads compiled {on} programs." for on, one in CLIENTS.items()},
 }
 
-# One that is exported: its address gives that of the others.
+# An exported symbol: the addresses of the others follow from its address.
 _EXPORTED = "PyInit__XLAC"
 _SYMBOL_TABLE = 2  # sh_type of the section with the symbols
 _SYMBOL = np.dtype(
@@ -554,7 +553,7 @@ _SYMBOL = np.dtype(
 
 
 class Symbol(NamedTuple):
-    """Where something of the library lies in this process's memory, and its size in bytes."""
+    """The address of a symbol of the library in this process's memory, and its size in bytes."""
 
     address: int
     size: int
@@ -564,23 +563,23 @@ def symbols_of(names: Iterable[str]) -> dict[str, Symbol]:
     """The symbols ``names`` of torch_xla's library, by name.
 
     Raises:
-        NotImplementedError: this is another machine than the names are known for, or the library
-            lacks one of them.
+        NotImplementedError: the names are not known for this platform, or the library lacks one of
+            them.
     """
     machine = f"{sys.platform} {platform.machine()}"
     if machine != "linux x86_64":
-        raise NotImplementedError(f"this is {machine}, not linux x86_64")
+        raise NotImplementedError(f"this is {machine}, but only linux x86_64 is supported")
     path: str = _find("_XLAC").__file__
     offsets = _offsets(path, [*names, _EXPORTED])
     exported = getattr(ctypes.CDLL(path), _EXPORTED)
     start = ctypes.cast(exported, ctypes.c_void_p).value
-    assert start is not None  # a function that was found is somewhere
+    assert start is not None  # a function that was found has an address
     base = start - offsets.pop(_EXPORTED)[0]
     return {name: Symbol(base + offset, size) for name, (offset, size) in offsets.items()}
 
 
 def _offsets(path: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Offset and size of each, from the table of symbols of a 64-bit ELF file."""
+    """Offset and size of each symbol, from the symbol table of a 64-bit ELF file."""
     found = {}
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         start = struct.unpack_from("<Q", data, 0x28)[0]
@@ -599,7 +598,7 @@ def _offsets(path: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
             place = data.find(b"\0" + name.encode() + b"\0", first, last) + 1
             rows = symbols[symbols["name"] == place - first] if place else symbols[:0]
             if len(rows) != 1:
-                raise NotImplementedError(f"{path} has {len(rows)} symbols {name}, not one")
+                raise NotImplementedError(f"{path} has {len(rows)} symbols {name}, expected one")
             found[name] = (int(rows["value"][0]), int(rows["size"][0]))
     return found
 
@@ -608,7 +607,7 @@ def _offsets(path: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def missing() -> dict[str, str]:
-    """Private names and symbols that the installed torch_xla lacks, with what each is for."""
+    """Private names and symbols that the installed torch_xla lacks, with the purpose of each."""
     lacking = {f"torch_xla.{path}": use for path, use in _USES.items() if not _exists(path)}
     for name, use in SYMBOLS.items():
         try:

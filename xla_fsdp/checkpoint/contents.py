@@ -85,7 +85,7 @@ def take_contents(
         TypeError, ValueError, CheckpointError: something cannot be saved.
     """
     inventory = take_inventory(model)
-    require_values(units_in(model), "saving came")
+    require_values(units_in(model), "saving was called")
     first = inventory.rank == 0
     described: Optimizer | None = None
     states: list[HeldState] = []

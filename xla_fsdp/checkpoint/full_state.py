@@ -77,7 +77,7 @@ def gather_state(
     """
     meeting = Meeting()
     inventory = agreed_inventory(meeting, model)
-    require_values(units_in(model), "full_state_dict came")
+    require_values(units_in(model), "full_state_dict was called")
     getting = meeting.rank == 0 or not rank0_only
     to = (CPU if offload_to_cpu else torch_xla.device()) if getting else None
     parts = parts_of(inventory)

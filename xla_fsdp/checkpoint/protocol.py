@@ -130,7 +130,7 @@ def offered_by_load(
     if not any(needing):
         return offered[0] if offered else None
     require_values(
-        units_in(model), f"a hook that computes with parameters, while loading {label}, came"
+        units_in(model), f"a hook that computes with parameters, while loading {label}, was called"
     )
     values = full_values(inventory, CPU if needing[meeting.rank] else None)
 

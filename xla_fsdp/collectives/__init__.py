@@ -1,1 +1,1 @@
-"""How bytes travel between ranks; the only importer of XLA collectives."""
+"""Communication between ranks; the only package that imports XLA collectives."""

@@ -1,4 +1,4 @@
-"""What ranks tell each other once, before the first step: each in a program of its own."""
+"""Values that ranks exchange once, before the first step, each in a separate program."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .world import World
 
 
 def tell_all(world: World, tag: str, value: Any) -> list[Any] | None:
-    """Tells all ranks there are a small picklable ``value``; all must call it.
+    """Sends a small picklable ``value`` to all ranks; all must call it.
 
-    Returns every rank's, by rank; on CPU ranks only to the last that comes, and ``None`` to the
-    others, so that nobody waits: ranks may be tracing one after the other.
+    Returns the values of all ranks, in the order of ranks. On CPU ranks only the last rank to call
+    gets them, and the others get ``None``: no rank waits, since ranks may trace one after another.
     """
     if world.context is not None:
         return world.context.post(tag, value)
@@ -33,8 +33,8 @@ def tell_all(world: World, tag: str, value: Any) -> list[Any] | None:
 def from_first(world: World, value: torch.Tensor) -> torch.Tensor:
     """``value`` of the group's first rank, and of the first replica, on this rank's device.
 
-    A rank adds what it has if it is the first, and zeros if not. A program of its own, since a rank
-    that has no use for the result must take part as well.
+    Internally a sum: the first rank contributes its value and all others zeros. A separate
+    program, since a rank that does not use the result must take part as well.
     """
     if is_pretending():
         return value
@@ -56,8 +56,8 @@ def from_first(world: World, value: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _apart(world: World) -> Iterator[None]:
-    """On CPU ranks a program would have all collectives before it in it, through torch_xla's token,
-    and so be another one every time."""
+    """On CPU ranks: separates a program from earlier collectives. torch_xla's token would include
+    these in the program, which would then be a different one every time."""
     if world.context is None:
         yield
         return

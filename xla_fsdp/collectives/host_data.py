@@ -1,4 +1,4 @@
-"""Values of the host as data of a program."""
+"""Host values as program inputs instead of constants."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch_xla.core.xla_model as xm
 
 
 def as_data(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``value``, which is on the host, on ``device``.
+    """Sends ``value``, which is on the host, to ``device``.
 
-    A transfer and no program, whatever the size. ``.to()`` makes a constant of a single element:
-    with another value the program would be another one, and all ranks must have the same.
+    This is a transfer and no program, whatever the size. ``.to()`` would make a constant of a
+    single element, and the program would differ for each value; all ranks must have the same one.
     """
     sent: Any = xm.send_cpu_data_to_device([value], device)  # a list, whatever its annotation says
     return sent[0]

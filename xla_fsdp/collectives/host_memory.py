@@ -1,14 +1,15 @@
-"""Tensors of a program that wait in the host's memory instead of HBM.
+"""Stores tensors of a program in host memory instead of HBM.
 
-XLA has no operation for it: a value lies there because a custom call says so, and the TPU compiler
-makes the copies, which run beside compute. Only within a program: what is there has to come back
-before it is computed with, and cannot be an output. Other compilers do not know the call, so on
-CPU ranks it is left out.
+XLA has no operation for it: a custom call marks a value as stored in host memory, and the TPU
+compiler makes the copies, which are overlapped with compute. It works only within a program: a
+value in host memory must be copied back before it is computed with, and cannot be an output. Other
+compilers do not know the call, so it is left out on CPU ranks.
 
-The compiler starts a copy to the device as early as it can, and one to the host as late, unless a
-value that is computed meanwhile depends on it (a barrier is gone by then). So :func:`fetch` reads
-from a place that another tensor decides on, and what :func:`arrived` returns, a few elements that
-have been there, decides on what comes next. Neither ever says anything but zero.
+The compiler starts a copy to the device as early as possible and a copy to the host as late as
+possible, unless a value that is computed in between depends on the copy (barriers have been removed
+by then). So :func:`fetch` reads from an offset that is computed from another tensor, and following
+operations depend on the result of :func:`arrived`, a few elements that were copied to the host.
+Both offsets are always zero.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from .. import xlac
 from ..ranks.rank import current_rank
 
 _CALL = "annotate_device_placement"
-_SUBLANES = 8  # rows of a tile: in multiples of them a matrix can be cut without a copy
+_SUBLANES = 8  # rows of a tile: a matrix can be cut at multiples of it without a copy
 
 
 def can_wait_there(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is on a device that has another memory than the host.
+    """Whether ``tensor`` is on a device with separate memory, so that host memory is useful.
 
-    Also on CPU ranks that trace what a TPU would get.
+    True also on CPU ranks that trace the program of a TPU.
     """
     rank = current_rank()
     return tensor.device.type == "xla" and (
@@ -39,7 +40,7 @@ def can_wait_there(tensor: torch.Tensor) -> bool:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of ``tensor`` in the host's memory."""
+    """A copy of ``tensor`` in host memory."""
     return _placed(tensor, "pinned_host")
 
 
@@ -49,19 +50,20 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def can_be_stored(shape: torch.Size) -> bool:
-    """Whether :func:`store` takes a tensor of this shape.
+    """Whether :func:`store` supports a tensor of this shape.
 
-    Slices of what is on the host are along one dimension, which must not be one of the last two:
-    these are tiled. So a tensor is stored as ``(n, 8, w)``, which is no copy where its rows are a
-    multiple of 8, or else as ``(n, s, w)``.
+    A tensor on the host is sliced along one dimension, which must not be one of the last two,
+    because these are tiled. So a tensor is stored as ``(n, 8, w)``, which needs no copy if its
+    number of rows is a multiple of 8, or else as ``(n, s, w)``.
     """
     return len(shape) > 2 or (len(shape) == 2 and shape[0] % _SUBLANES == 0)
 
 
 def store(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in the host's memory, ``(n + 1, s, w)``: one row more, which says nothing.
+    """``tensor`` in host memory, ``(n + 1, s, w)``, with one unused row at the end.
 
-    A slice of all there is could start at one place only, and the compiler would know it.
+    The extra row is needed for the slice in :func:`fetch`: a slice of all rows could have only one
+    offset, so the compiler would know the offset without computing it.
     """
     *_, s, w = tensor.shape
     s = _SUBLANES if tensor.shape[-2] % _SUBLANES == 0 else s
@@ -70,17 +72,17 @@ def store(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def arrived(host: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
-    """The first row of what :func:`store` returned, back on the device; ``event``: any tensor."""
+    """The first row of the result of :func:`store`, on the device; ``event``: any tensor."""
     return to_device(_computed(_first_row, host, [event]))
 
 
 def fetch(host: torch.Tensor, shape: torch.Size, events: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What was stored, of that shape, back on the device, not before ``events`` are there."""
+    """The stored tensor, in ``shape``, copied to the device after ``events`` exist."""
     return to_device(_computed(_all_rows_but_one, host, events)).view(shape)
 
 
 def never(event: torch.Tensor) -> torch.Tensor:
-    """``[False]`` whatever is in ``event``, but only the program that runs knows."""
+    """``[False]`` for any ``event``, but the compiler cannot know it before the program runs."""
     return torch.slice_copy(event.reshape(-1), 0, 0, 1) > math.inf
 
 
@@ -109,7 +111,7 @@ def _computed(
     tensor: torch.Tensor,
     events: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """``function`` of a tensor and a place in it, which is 0, but not before ``events``."""
+    """``function`` of a tensor and an offset, which is 0 but is computed from ``events``."""
     place = torch.zeros(1, dtype=torch.int32, device=tensor.device)
     for event in events:
         place = place + never(event)

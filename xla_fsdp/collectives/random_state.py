@@ -2,9 +2,10 @@
 
 A device has two numbers: the seed of the step, and the seed of the last draw, which is computed
 from it. ``torch_xla.sync()``, and everything that calls it (a rendezvous), computes the next step's
-seed from the former and forgets the latter. ``xm.get_rng_state`` returns the seed of the last draw,
-and ``xm.set_rng_state`` sets both to one number: with these two alone, a state of the middle of a
-step would be restored as another, whose numbers differ from the next step on.
+seed from the seed of the step and drops the seed of the last draw. ``xm.get_rng_state`` returns the
+seed of the last draw, and ``xm.set_rng_state`` sets both to one number. With only these two
+functions, a state from the middle of a step would not be restored exactly: its random numbers would
+differ from the next step on.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _NUMBER_BYTES = 8
 
 @dataclass(frozen=True)
 class DeviceRandomState:
-    """The seed of the step, and how many draws came after it."""
+    """The seed of the step, and the number of draws since."""
 
     seed: int
     draws: int = 0
 
     @classmethod
     def read(cls) -> DeviceRandomState:
-        """The state now; runs no program."""
+        """The current state; runs no program."""
         device = str(torch_xla.device())
         last = xm.get_rng_state(device)
         xlac.forget_draws(device)
@@ -42,26 +43,26 @@ class DeviceRandomState:
         return cls(seed, draws)
 
     def restore(self) -> None:
-        """Makes it the state of this rank's device."""
+        """Sets the state of this rank's device to this one."""
         xm.set_rng_state(self.seed, str(torch_xla.device()))
         for _ in range(self.draws):
             _draw()
 
     def to_bytes(self) -> bytes:
-        """As checkpoints have it."""
+        """The format in checkpoints."""
         numbers = (self.seed, self.draws)
         return b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in numbers)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> DeviceRandomState:
-        """Also of the seed alone, which is what older checkpoints have."""
+        """Also reads the seed alone, the format of older checkpoints."""
         numbers = [data[i : i + _NUMBER_BYTES] for i in range(0, len(data), _NUMBER_BYTES)]
         return cls(*(int.from_bytes(number, "little") for number in numbers))
 
 
 @contextlib.contextmanager
 def preserve_random_state() -> Iterator[DeviceRandomState]:
-    """Whatever runs within, the device draws afterwards what it would draw without it."""
+    """Afterwards the device draws the same numbers as without the code within."""
     state = DeviceRandomState.read()
     try:
         yield state
@@ -71,7 +72,8 @@ def preserve_random_state() -> Iterator[DeviceRandomState]:
 
 @contextlib.contextmanager
 def at_rest() -> Iterator[DeviceRandomState]:
-    """For what reads or saves a model: runs what is pending, and preserves the random state."""
+    """For code that reads or saves a model: runs pending programs, and preserves the random
+    state."""
     with preserve_random_state() as state:
         torch_xla.sync()
         yield state

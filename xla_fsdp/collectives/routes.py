@@ -1,27 +1,28 @@
-"""Which way shards travel over the links of a TPU slice: at once, or in stages.
+"""The route of shards over the links of a TPU slice: in one collective, or in stages.
 
-The TPU compiler has one algorithm for each set of ranks, and over all ranks of a slice it often is
-not the best that the links allow (docs/design/communication.md holds what it was seen to do): a
-reduce-scatter becomes an all-reduce and a slice, a small all-gather an all-reduce of padded
-tensors. In stages, a reduce-scatter first sums within groups of ranks, of which each keeps a part,
-and then across the groups; an all-gather does the same backwards. :class:`Routes` knows the ways
-there are on a slice and picks the one that takes the least time in the model of tpu/links.py.
+The TPU compiler has one algorithm for each set of ranks. Over all ranks of a slice it is often not
+the best that the links allow (docs/design/communication.md lists observations): a reduce-scatter
+becomes an all-reduce and a slice, a small all-gather becomes an all-reduce of padded tensors. In
+stages, a reduce-scatter first sums within groups of ranks, each of which keeps a part, and then
+across the groups; an all-gather does the same in reverse. :class:`Routes` has all routes on a slice
+and picks the one that takes the least time in the model of tpu/links.py.
 
-Rank ``r`` must end up with part ``r``. Ranks are numbers whose digits are coordinates, the slowest
-first: z, y, x, core (``Slice.coordinates``). Stages over digits from the slowest to the fastest
-leave every part where it belongs. Other orders do not; then each rank moves its part (1/n of the
-tensor) to the rank that wants it. Example, two digits of 2 and the fast one first: parts 0, 1, 2, 3
-end up at ranks 0, 2, 1, 3, so ranks 1 and 2 swap.
+Rank ``r`` must get part ``r`` in the end. Ranks are numbers whose digits are coordinates, the
+slowest first: z, y, x, core (``Slice.coordinates``). Stages over digits from the slowest to the
+fastest give every rank its part. Other orders do not; then each rank sends its part (1/n of the
+tensor) to the rank that needs it. Example with two digits of 2, the fast one first: parts 0, 1, 2
+and 3 arrive at ranks 0, 2, 1 and 3, so ranks 1 and 2 swap.
 
-On chips that gain by it (``Chip.gains_by_rings``) large gradients go around a ring instead, so that
-they are overlapped with compute: the compiler runs a reduce-scatter while everything else waits,
-but it starts a permute and goes on to compute. The part of rank r starts at its neighbour, and
-every chip on the way adds its own values, until it comes to r after n-1 steps. As many bytes as a
-reduce-scatter sends. One half of every part goes one way round and the other half the other way, so
-that both links of a chip are in use. Example, three ranks, one way round, of part 0 = [a0 a1 a2]
-(what each rank has of it): rank 1 sends a1 to rank 2, which sends a1+a2 to rank 0, which adds a0.
+On chips that benefit from it (``Chip.gains_by_rings``), large gradients are reduced around a ring
+instead, overlapped with compute: during a reduce-scatter the compiler runs nothing else, but it
+starts a permute and continues to compute. The part of rank r starts at its neighbor, and every
+chip on the way adds its own values, until the part reaches r after n-1 steps. This sends as many
+bytes as a reduce-scatter. One half of every part is sent in one direction and the other half in the
+other, so that both links of a chip are used. Example with three ranks in one direction, for part
+0 = [a0 a1 a2] (the values of each rank): rank 1 sends a1 to rank 2, which sends a1+a2 to rank 0,
+which adds a0.
 
-Nothing here imports torch, torch_xla or jax.
+This module imports neither torch, torch_xla nor jax.
 """
 
 from __future__ import annotations
@@ -40,40 +41,40 @@ from ..tpu.slices import Groups
 from ..tpu.topology import Slice, UnknownTopologyError, resolve
 from ..tpu.traffic import OneCollective
 
-# Ways to go: digits of a rank by stage. Every digit is the range of one coordinate, or part of it.
+# Stages of a route: digits of a rank by stage. A digit is a coordinate's range, or a part of it.
 _Stages = tuple[tuple[int, ...], ...]
 
-# How a caller may have collectives go: the fastest way by the model of the links, and large
-# gradients around rings on slices where that makes the step shorter; or all as the compiler does.
+# Values of ``collective_routes``. "auto": the fastest route by the model of the links, and large
+# gradients around rings on slices where that makes the step shorter. "default": the compiler's.
 HOWS = ("auto", "default")
-# What was allowed before, and what to pass instead. Kept for one release.
+# Values that were removed, and their replacements. Kept for one release.
 _REMOVED = {"modelled": "auto", "stages": "auto", "rings": "auto", "at_once": "default"}
 
-# The compiler combines fewer of what comes in stages, and moves what it padded: on v3-8 stages that
-# are modelled 7 % faster each made a step 5 % slower.
+# The compiler combines fewer collectives of stages, and moves data that it padded: on v3-8, stages
+# that the model predicts to be 7 % faster each made a step 5 % slower.
 _WORTH = 0.9
-# Around whole rows, and then across, takes about as long as at once, and the chip adds up itself.
-# Four blocks of ViT-10B on v5e:16x16, gathered ahead: 107.8 ms a step with none of its gradients
-# around rows, 104.6 with those of 210 MB, 109.3 with those of 157 and 52 MB as well.
+# Around full rows and then across takes about as long as one collective, but the chip itself adds.
+# Four blocks of ViT-10B on v5e:16x16, with prefetch: 107.8 ms a step with no gradients around rows,
+# 104.6 with those of 210 MB, 109.3 with those of 157 and 52 MB too.
 _ROW_BYTES, _AS_LONG = 192 << 20, 1.1
 
-# Around a row that wraps, where both links of a chip go to neighbours.
+# The lengths of rows that wrap around, so that both links of a chip lead to neighbors.
 SHORTEST_ROW, LONGEST_ROW = 4, 16
 
-# The compiler's: all-gathers over this many ranks and up to so many bytes become all-reduces, where
-# ``Chip.small_gathers_reduce``.
+# The compiler turns all-gathers over this many ranks, of up to this many bytes, into all-reduces
+# (if ``Chip.small_gathers_reduce``).
 _MANY_RANKS, _SMALL_BYTES = 64, 1 << 24
-# Reduce-scatters over a ring, of more bytes than the first, are padded: a rank's part to multiples
-# of 8 to 48 rows, and the compiler sends about as much again to undo it. Together about these rows.
+# The compiler pads reduce-scatters of more than these bytes over a ring: each part to a multiple
+# of 8 to 48 rows. It sends about as much again to undo that; together about this many rows.
 _PADDED_BYTES, _PADDED_ROWS = 1 << 23, 32
 
 
 def require_how(how: Any) -> Any:
-    """``how``; raises ValueError if it is not allowed as ``collective_routes``."""
+    """Returns ``how``, or raises ValueError if ``collective_routes`` does not allow it."""
     allowed = " or ".join(map(repr, HOWS))
     if isinstance(how, str) and how in _REMOVED:
         raise ValueError(
-            f"collective_routes={how!r} was removed: pass {_REMOVED[how]!r}; allowed are {allowed}"
+            f"collective_routes={how!r} was removed; allowed are {allowed}. Pass {_REMOVED[how]!r}"
         )
     if how not in HOWS:
         raise ValueError(
@@ -84,20 +85,21 @@ def require_how(how: Any) -> Any:
 
 @dataclass(frozen=True)
 class Rings:
-    """Groups of ranks that each go around a ring of their own, all at the same time.
+    """Groups of ranks that each form a separate ring; all rings run at the same time.
 
-    ``rings``: the ranks of each in order: each a neighbour of the next, the last of the first.
+    ``rings``: the ranks of each ring in order: each is a neighbor of the next, the last of the
+    first.
     """
 
     rings: tuple[tuple[int, ...], ...]
 
     @property
     def size(self) -> int:
-        """Ranks in each ring."""
+        """The number of ranks in each ring."""
         return len(self.rings[0])
 
     def pairs(self, way: int) -> list[tuple[int, int]]:
-        """Who sends to whom, for ``way`` 0 (onwards) or 1 (back)."""
+        """(sender, receiver) pairs, for direction ``way`` 0 (forward) or 1 (back)."""
         step = 1 if way == 0 else -1
         return [
             (rank, ring[(i + step) % len(ring)])
@@ -106,10 +108,11 @@ class Rings:
         ]
 
     def parts(self, rank: int) -> list[list[int]]:
-        """For each way, the part that ``rank`` adds to what it holds at each step, its own last.
+        """For each direction, the part to which ``rank`` adds its values at each step; its own part
+        is last.
 
-        Part ``p`` is for the ``p``-th rank of the group, in ascending order. Counted in halves: of
-        every part the half ``2p`` goes onwards and ``2p + 1`` back.
+        Part ``p`` is for the ``p``-th rank of the group, in ascending order. Counted in halves:
+        half ``2p`` of every part is sent forward and half ``2p + 1`` back.
         """
         ring = next(ring for ring in self.rings if rank in ring)
         part = {rank: number for number, rank in enumerate(sorted(ring))}
@@ -122,17 +125,17 @@ class Rings:
 
 @dataclass(frozen=True)
 class Route:
-    """How one collective over all ranks of a slice is done.
+    """How one collective over all ranks of a slice is executed.
 
     Attributes:
-    stages: the groups of ranks of each stage of a reduce-scatter, in order; an all-gather takes
-        them backwards.
-    moves: after the last stage of a reduce-scatter, which rank sends its part to which, every
-        rank once on either side; before the first of an all-gather, the other way round; empty
-        if every part is where it belongs.
-    seconds: modelled.
-    rings: of a reduce-scatter, for each stage the rings that it goes around, overlapped with
-        compute, or ``None``; empty: no rings.
+        stages: the groups of ranks of each stage of a reduce-scatter, in order; an all-gather uses
+            them in reverse.
+        moves: (sender, receiver) pairs, each rank once on either side, that put every part in
+            place: after the last stage of a reduce-scatter, or reversed before the first stage of
+            an all-gather. Empty if every part is in place.
+        seconds: the time that the model predicts.
+        rings: for a reduce-scatter, the rings of each stage that is reduced around rings,
+            overlapped with compute, or ``None``; empty: no rings.
     """
 
     stages: tuple[Groups, ...]
@@ -142,25 +145,25 @@ class Route:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a stage goes around rings."""
+        """Whether a stage is reduced around rings."""
         return any(rings is not None for rings in self.rings)
 
 
 class Routes:
-    """The ways to gather and reduce-scatter over all ranks of one slice."""
+    """The routes of all-gathers and reduce-scatters over all ranks of one slice."""
 
     def __init__(self, slice: Slice) -> None:
         self.slice = slice
         around = slice.chip.gains_by_rings and all(slice.wraps)
         self._rows = slice.shape[:2] if around else ()
         self._links = Links(slice)
-        # Asked for every collective of every step, of a few sizes.
+        # A cache: every collective of every step needs a route, for few different sizes.
         self._known: dict[tuple[str, int, int], Route] = {}
         self._rings: dict[Groups, Rings | None] = {}
 
     def rings(self, groups: Groups, number_of_bytes: int) -> Rings | None:
-        """Rings for a reduction of so many bytes, overlapped with compute, within ``groups``, on
-        slices where that makes the step shorter."""
+        """Rings for a reduction of N bytes within ``groups``, overlapped with compute, on slices
+        where that makes the step shorter."""
         if not self._rows or number_of_bytes < _ROW_BYTES:
             return None
         if groups not in self._rings:
@@ -169,27 +172,27 @@ class Routes:
         return self._rings[groups]
 
     def scatter(self, number_of_bytes: int, row_bytes: int = 256) -> Route:
-        """The fastest reduce-scatter of so many bytes (what each rank brings in), in such rows."""
+        """The fastest reduce-scatter of N bytes (the input of each rank), in rows of that size."""
         return self._fastest("reduce-scatter", number_of_bytes, row_bytes)
 
     def reduction(self, number_of_bytes: int, rows: int) -> Route:
-        """:meth:`scatter` of so many bytes in ``rows`` rows, with the rings that it goes around."""
+        """:meth:`scatter` of N bytes in ``rows`` rows, with the rings that it uses."""
         route = self.scatter(number_of_bytes, number_of_bytes // rows)
         found = []
         for groups in route.stages:
             rings = self.rings(groups, number_of_bytes)
-            # Every part is cut in two, one half for either way round.
+            # Every part is cut into two halves, one for each direction.
             fits = rings is not None and rows % (2 * rings.size) == 0
             found.append(rings if fits else None)
             rows //= len(groups[0])
         return replace(route, rings=tuple(found)) if any(found) else route
 
     def gather(self, number_of_bytes: int) -> Route:
-        """The fastest all-gather that results in so many bytes on each rank."""
+        """The fastest all-gather that results in N bytes on each rank."""
         return self._fastest("all-gather", number_of_bytes)
 
     def all(self, kind: str, number_of_bytes: int, row_bytes: int = 256) -> list[Route]:
-        """Every way, with its modelled seconds; the first is at once."""
+        """Every route, with its predicted seconds; the first is a single collective."""
         return [
             Route(stages, moves, self._seconds(kind, number_of_bytes, row_bytes, stages, moves))
             for stages, moves in self._ways
@@ -199,7 +202,7 @@ class Routes:
         asked = kind, number_of_bytes, row_bytes
         if asked not in self._known:
             at_once, *others = self.all(*asked)
-            # Of equals the first, which has the fewest stages.
+            # Of equally fast routes the first, which has the fewest stages.
             staged = min(others, key=lambda route: route.seconds, default=at_once)
             worth = staged.seconds < _WORTH * at_once.seconds
             if not worth and kind == "reduce-scatter" and self._rows:
@@ -247,7 +250,7 @@ class Routes:
         if len(groups) > 1:
             return kind, "1D"
         if kind == "reduce-scatter":
-            # Where the first two axes are equally long, all links and twice the bytes.
+            # If the first two axes have equal lengths: uses all links, and sends twice the bytes.
             square = slice.shape[0] == slice.shape[1] and slice.devices > 4
             return ("all-reduce", "") if square else (kind, "1D")
         torus = all(slice.wraps) and not slice.chip.gathers_along_one_ring
@@ -262,11 +265,11 @@ class Routes:
 def rings_of(
     groups: Sequence[Sequence[int]], places: Sequence[tuple[int, ...]], rows: Sequence[int]
 ) -> Rings | None:
-    """A ring through the chips of each group, over links between neighbours only.
+    """A ring through the chips of each group, over links between neighbors only.
 
-    ``places``: ``(x, y)`` of the chip of every rank, one rank each. ``rows``: chips along x and
-    along y, where the last is a neighbour of the first; 0 where it is not. ``None`` if a group is
-    no such whole row.
+    ``places``: ``(x, y)`` of the chip of every rank, one rank each. ``rows``: the number of chips
+    along x and along y, if the last is a neighbor of the first; otherwise 0. ``None`` if a group is
+    not a complete row that wraps around.
     """
     rings = []
     for group in groups:
@@ -278,7 +281,7 @@ def rings_of(
 
 
 def _row(places: Sequence[tuple[int, ...]], rows: Sequence[int]) -> list[int] | None:
-    """Numbers of ``places`` along the axis whose whole length they are, if it wraps around."""
+    """Indices of ``places`` along an axis, if they fill that axis and it wraps around."""
     for axis, length in enumerate(rows):
         along = {place[axis]: number for number, place in enumerate(places)}
         straight = len({place[1 - axis] for place in places}) == 1
@@ -290,17 +293,17 @@ def _row(places: Sequence[tuple[int, ...]], rows: Sequence[int]) -> list[int] | 
 def routes_for(
     kind: str, attributes: Sequence[Mapping[str, object]], how: str = "auto"
 ) -> Routes | None:
-    """The ways on the slice that a runtime describes, or None where that is none we know.
+    """The routes on the slice that a runtime describes, or None if the slice is not a known one.
 
     ``kind``: of its devices, such as "TPU v3". ``attributes``: of every device, in any order, such
-    as ``{"name": "TPU:3", "coords": [1, 0, 0], "core_on_chip": 1}``: what torch_xla's runtime has
-    (``global_runtime_device_attributes``). None as well if ranks are elsewhere than on a slice, and
-    where all is to go at once. ``how``: one of :data:`HOWS`.
+    as ``{"name": "TPU:3", "coords": [1, 0, 0], "core_on_chip": 1}``, as torch_xla's runtime returns
+    them (``global_runtime_device_attributes``). ``how``: one of :data:`HOWS`. Also None if ranks
+    are not on one slice, or if ``how`` leaves the route to the compiler.
     """
     if how == "default":
         return None
     if len({one.get("slice_index", 0) for one in attributes}) > 1:
-        return None  # the compiler itself goes over slices first, or last
+        return None  # over several slices the compiler itself makes stages
     devices = []
     for one in attributes:
         coords = one.get("coords")
@@ -313,8 +316,8 @@ def routes_for(
 
 @lru_cache(maxsize=4)
 def _routes_among(kind: str, devices: tuple[tuple[str, int, int, int, int], ...]) -> Routes | None:
-    """The ways between devices, each with its name, where it is, and its core. Every unit of a
-    model asks."""
+    """The routes between devices: name, coordinates and core of each. Cached, because every unit of
+    a model calls it."""
     chip = chip_of(kind)
     places = {}
     for name, *place in devices:
@@ -333,7 +336,7 @@ def _routes_among(kind: str, devices: tuple[tuple[str, int, int, int, int], ...]
 
 
 def attributes_of(slice: Slice) -> list[dict[str, object]]:
-    """What a runtime would say of the devices of ``slice``: see :func:`routes_for`."""
+    """The attributes that a runtime returns for devices of ``slice``: see :func:`routes_for`."""
     return [
         {"name": f"TPU:{rank}", "coords": [x, y, z], "core_on_chip": core, "slice_index": number}
         for rank, (number, (x, y, z, core)) in enumerate(
@@ -348,7 +351,7 @@ def _routes_of(name: str) -> Routes:
 
 
 def _orders(lengths: tuple[int, ...], cores: bool) -> Iterator[tuple[tuple[int, ...], _Stages]]:
-    """Digits (their lengths, slowest first), and the stages to take them in."""
+    """Yields digits (their lengths, slowest first), and the stages that use them."""
     digits = tuple(range(len(lengths)))
     for cuts in sorted(product((False, True), repeat=max(len(digits) - 1, 0)), key=sum):
         stages: list[tuple[int, ...]] = [digits[:1]]
@@ -358,8 +361,8 @@ def _orders(lengths: tuple[int, ...], cores: bool) -> Iterator[tuple[tuple[int, 
             else:
                 stages[-1] += (digit,)
         yield lengths, tuple(stages)
-    # Blocks of neighbours along one axis, whole along the others, then across the blocks. Inside a
-    # block with two axes a ring has two links a chip, where a line has one.
+    # Blocks of neighbors along one axis that extend over the other axes, then across the blocks. In
+    # a block of two axes, a ring uses two links a chip; in a line one.
     for axis, length in enumerate(lengths[: len(lengths) - cores]):
         for inner in range(2, length // 2 + 1):
             if length % inner == 0 and len(lengths) - cores > 1:
@@ -369,7 +372,7 @@ def _orders(lengths: tuple[int, ...], cores: bool) -> Iterator[tuple[tuple[int, 
 
 
 def _groups(ranks: Sequence[tuple[int, ...]], stage: Sequence[int]) -> Groups:
-    """Ranks that differ in the digits of ``stage`` only."""
+    """Groups of the ranks that differ only in the digits of ``stage``."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, digits in enumerate(ranks):
         key = tuple(digit for place, digit in enumerate(digits) if place not in stage)

@@ -1,6 +1,6 @@
 """The ranks a model is sharded over, and the collectives between them.
 
-This is the only module of the engine that emits XLA collectives. The routes that they take are data
+This is the only module of the engine that emits XLA collectives. Their routes are data
 (``routes.py``).
 
 All collectives are traced, not run: they take lazy tensors and return lazy tensors. They are true
@@ -26,26 +26,26 @@ from .host_data import as_data
 from .order import apart
 from .routes import Rings, Route, Routes, routes_for
 
-# Bytes of a large matrix's gradient.
+# From this many bytes on, the gradient of a matrix counts as large.
 _LARGE = 1 << 25
 
 
 @dataclass(frozen=True)
 class World:
-    """Who shares the shards of a parameter.
+    """The ranks that share the shards of a parameter.
 
     Attributes:
-        rank: this rank's place among the ``size`` ranks that hold one parameter together.
-        size: how many shards a parameter has.
-        groups: global ordinals of every sharding group, each of ``size`` ordinals.
-        replica_groups: ordinals that hold the *same* shard and average their gradients after the
-            reduce-scatter, or ``()`` where every shard exists once.
-        device: the XLA device of this rank. Autograd runs on threads of its own that do not know
-            it, hence it is kept here.
-        context: the rank's place in a CPU launch, which numbers its collectives; ``None`` on TPU.
-        device_kind: what the runtime calls the chip, such as "TPU v6 lite"; "" where unknown.
-        routes: the ways over the links where the group is a whole TPU slice; ``None`` elsewhere,
-            and all goes at once.
+        rank: this rank's index among the ``size`` ranks that share one copy of a parameter.
+        size: the number of shards of a parameter.
+        groups: global ordinals of every sharding group, ``size`` ordinals each.
+        replica_groups: ordinals that store the *same* shard and average their gradients after the
+            reduce-scatter, or ``()`` if every shard exists once.
+        device: the XLA device of this rank. Stored here because autograd's threads have another
+            default device.
+        context: the rank's state in a CPU launch, which numbers its collectives; ``None`` on TPU.
+        device_kind: the runtime's name of the chip, such as "TPU v6 lite"; "" if unknown.
+        routes: the routes over the links if the group is a complete TPU slice; otherwise ``None``,
+            and each collective is left to the compiler.
     """
 
     rank: int
@@ -76,8 +76,8 @@ class World:
         if sharding_groups is None:
             if sharding_rank is not None or sharding_world_size is not None:
                 raise ValueError(
-                    "sharding_rank and sharding_world_size need sharding_groups, which is None; "
-                    "leave all three out to shard over every rank"
+                    "sharding_rank and sharding_world_size need sharding_groups, which is None. "
+                    "Pass all three, or leave all three out to shard over all ranks"
                 )
             rank, size = xr.global_ordinal(), total
             groups: Groups = (tuple(range(total)),)
@@ -97,23 +97,24 @@ class World:
 
     @classmethod
     def to_reduce_over(cls, groups: Groups | None, device: torch.device) -> World:
-        """The ranks of ``groups``, or all of them, for reductions, which need no place among them.
+        """A world of the ranks of ``groups``, or of all ranks, for reductions only: it has no rank.
 
-        Works on autograd's threads too, which do not know which rank they are.
+        Works on autograd's threads too, which do not know their rank.
 
         Raises:
-            ValueError: ``groups`` do not name every rank once.
+            ValueError: ``groups`` do not contain every rank once.
         """
         total = xr.world_size()
         if groups is None:
             groups = (tuple(range(total)),)
         elif sorted(ordinal for group in groups for ordinal in group) != list(range(total)):
             raise ValueError(
-                f"groups must name each of the {total} ranks once, got {lists(groups)}"
+                f"groups must contain each of the {total} ranks once, got {lists(groups)}. Pass "
+                "lists of rank ordinals that together are all ranks"
             )
         return cls(0, len(groups[0]), groups, device, (), current_rank())
 
-    # Every collective needs these two; a step has hundreds.
+    # Cached: every collective needs these two, and a step has hundreds.
     @cached_property
     def _group_lists(self) -> list[list[int]]:
         return lists(self.groups)
@@ -127,26 +128,26 @@ class World:
 
     @property
     def replicas(self) -> int:
-        """How many ranks hold the same shard."""
+        """The number of ranks that store the same shard."""
         return len(self.replica_groups[0]) if self.replica_groups else 1
 
     @property
     def as_on_tpu(self) -> bool:
-        """Whether to trace what runs best on a TPU.
+        """Whether to trace the program that is best for TPUs.
 
-        XLA on a CPU drops barriers and gathers ahead what travels together, flattens contractions
-        again, with copies, and wants a number of its own for every collective.
+        XLA on CPUs drops barriers, starts gathers in one collective early, flattens contractions
+        with copies, and needs a separate number for every collective.
         """
         return self.context is None or self.context.as_on_tpu
 
     def gather_route(self, number_of_bytes: int) -> Route:
-        """How an all-gather goes that results in so many bytes on each rank."""
+        """The route of an all-gather that results in N bytes on each rank."""
         if self.routes is None or self.size == 1:
             return self._direct
         return self.routes.gather(number_of_bytes)
 
     def reduction_route(self, number_of_bytes: int, rows: int) -> Route:
-        """How a reduce-scatter goes of so many bytes in ``rows`` rows."""
+        """The route of a reduce-scatter of N bytes in ``rows`` rows."""
         if self.routes is None or self.size == 1:
             return self._direct
         return self.routes.reduction(number_of_bytes, rows)
@@ -156,8 +157,8 @@ class World:
         return Route((self.groups,))
 
     def overlaps_reductions(self, number_of_bytes: int) -> bool:
-        """Whether a gradient of so many bytes, if it is large, goes around rings, overlapped with
-        compute."""
+        """Whether a gradient of N bytes, if it is a large one, is reduced around rings, overlapped
+        with compute."""
         if self.routes is None:
             return False
         size = max(number_of_bytes, _LARGE)
@@ -169,7 +170,7 @@ class World:
     ) -> torch.Tensor:
         """Concatenates every rank's ``shard`` on dimension 0: ``(d, ...)`` to ``(size*d, ...)``.
 
-        ``route``: as :meth:`gather_route` gives it for this size, which is the default.
+        ``route``: default :meth:`gather_route` for this size.
         """
         if route is None:
             route = self.gather_route(self.size * shard.numel() * shard.element_size())
@@ -185,14 +186,13 @@ class World:
         scale: float = 1.0,
         route: Route | None = None,
     ) -> torch.Tensor:
-        """Sums ``full`` over the ranks, keeps this rank's rows of dimension 0, times ``scale``.
+        """Sums ``full`` over the ranks; returns this rank's rows of dimension 0, times ``scale``.
 
         Two ranks with ``[1, 2, 3, 4]`` and ``[5, 6, 7, 8]``: rank 0 gets ``[6, 8]`` (1+5, 2+6),
         rank 1 gets ``[10, 12]`` (3+7, 4+8). ``(size*d, ...)`` to ``(d, ...)``.
 
-        ``route``: as :meth:`reduction_route` gives it for this size, which is the default. Around
-        rings, sums are rounded to the dtype of ``full`` at every step, as they are in the
-        compiler's own ring.
+        ``route``: default :meth:`reduction_route` for this size. Around rings, sums are rounded to
+        the dtype of ``full`` at every step, as in the compiler's own ring.
         """
         if self.size == 1:
             return full if scale == 1.0 else full * scale
@@ -213,8 +213,8 @@ class World:
     def _around(self, full: torch.Tensor, rings: Rings, label: str) -> torch.Tensor:
         """This rank's rows of the sum within its ring."""
         named = _named("reduce_scatter", label)
-        # Behind a barrier, and the view after it: or the compiler would compute the gradient in the
-        # shape of its parts, in a layout that costs copies of activations.
+        # Behind a barrier, with the view after it. Otherwise the compiler would compute gradients
+        # in the shape of its parts, in a layout that needs copies of activations.
         parts = apart(full)
         halves = 2 * rings.size
         parts = parts.view(halves, full.shape[0] // halves, *full.shape[1:])
@@ -232,7 +232,7 @@ class World:
 
     def _ring_parts(self, rings: Rings) -> torch.Tensor:
         if rings not in self._tables:
-            # A table, not numbers: ranks must share one program.
+            # A table, not constants: all ranks must have the same program.
             self._tables[rings] = as_data(torch.tensor(rings.parts(self.rank)), self.device)
         return self._tables[rings]
 
@@ -249,7 +249,7 @@ class World:
         return self._all_reduce(value, self.groups, xm.REDUCE_MAX, label)
 
     def sum_over_replicas(self, value: torch.Tensor, label: str = "") -> torch.Tensor:
-        """The sum of a gradient shard over the ranks that hold the same shard; same shape."""
+        """The sum of a gradient shard over the ranks with the same shard; same shape."""
         return self._all_reduce(value, self.replica_groups, xm.REDUCE_SUM, label)
 
     @cached_property
@@ -268,8 +268,8 @@ class World:
             total = xm.all_reduce(kind, value, groups=lists(groups), pin_layout=False)
             del named
             return total  # type: ignore[return-value]  # a list of a list only
-        # torch_xla's all-reduce takes no channel id, without which ranks on one CPU cannot meet
-        # when they compile separately.
+        # torch_xla's all-reduce has no channel id. Without one, ranks on one CPU that compile
+        # separately cannot exchange data.
         rows = self._gather(value[None], lists(groups), label)
         return rows.sum(0) if kind == xm.REDUCE_SUM else rows.amax(0)
 
@@ -301,7 +301,7 @@ class World:
     def permute(
         self, shard: torch.Tensor, moves: Sequence[Sequence[int]], label: str = ""
     ) -> torch.Tensor:
-        """Sends every rank's ``shard`` to where ``moves`` (source, target) says; same shape."""
+        """Sends every rank's ``shard`` according to ``moves``, (sender, receiver); same shape."""
         if not moves:
             return shard
         named = _named("collective_permute", label)
@@ -315,13 +315,13 @@ class World:
         return xm.collective_permute(value, [list(pair) for pair in pairs])
 
     def _ordered(self, operand: torch.Tensor) -> torch.Tensor:
-        """``operand`` of a collective. On CPU ranks it depends on the collective before."""
+        """The ``operand`` of a collective. On CPU ranks it depends on the previous collective."""
         order = None if self.context is None else self.context.order
         if order is not None:
             return order.after_the_last(operand)
-        # torch_xla has every collective wait for the one before, through a token that it adds, as
-        # zero, to what is sent: no two overlap, and full gradients are rewritten. On TPU all ranks
-        # run one program, in one order.
+        # torch_xla orders every collective after the previous one by a token, which it adds to the
+        # data as a zero: so collectives could not overlap, and full gradients would be rewritten.
+        # On TPU all ranks run the same program, in the same order, so the token is not needed.
         xlac.set_collective_token(self._device_name, None)
         return operand
 
@@ -336,26 +336,26 @@ class World:
 
 
 def _named(kind: str, label: str) -> object:
-    """Names what is traced while the result is held, for whoever reads the compiled program."""
+    """While the result exists, names what is traced, for readers of the compiled program."""
     if not xlac.has_scopes():
         return None
     return xlac.scope(f"{kind}[{label}]")
 
 
 def _routes(kind: str, how: str) -> Routes | None:
-    """The ways over the slice that this process runs on, or is planned for."""
+    """The routes over the slice that this process runs on, or is planned for."""
     routes = routes_for(kind, xr.global_runtime_device_attributes(), how)
-    # A process that nobody launched is one rank, though it sees the whole slice.
+    # A process that was not launched is one rank, even if it sees the entire slice.
     return routes if routes is not None and routes.slice.devices == xr.world_size() else None
 
 
 def lists(groups: Groups) -> list[list[int]]:
-    """``groups`` as torch_xla wants them."""
+    """``groups`` in the type that torch_xla needs."""
     return [list(group) for group in groups]
 
 
 def _require_group_arguments(rank: int | None, size: int | None) -> tuple[int, int]:
-    """The place and the size that go with ``sharding_groups``; raises ValueError without them."""
+    """The rank and size for ``sharding_groups``; raises ValueError if one is missing."""
     if rank is None or size is None:
         raise ValueError(
             "sharding_groups needs sharding_rank and sharding_world_size as well, "
@@ -365,28 +365,28 @@ def _require_group_arguments(rank: int | None, size: int | None) -> tuple[int, i
     if not 0 <= rank < size:
         raise ValueError(
             f"sharding_rank must be in 0..{size - 1}, got {rank}. "
-            "Pass this rank's place in its group"
+            "Pass this rank's index in its group"
         )
     return rank, size
 
 
 def _require_place(groups: Groups, rank: int, total: int) -> None:
-    """Raises ValueError unless this rank is at place ``rank`` of one of ``groups``."""
-    # A process that only pretends to be one of many ranks may take any place.
+    """Raises ValueError unless this rank is at index ``rank`` of one of ``groups``."""
+    # A process that simulates one of many ranks may have any index.
     ordinal = xr.global_ordinal()
     if total > 1 and all(group[rank] != ordinal for group in groups):
         raise ValueError(
-            f"sharding_rank={rank}, but no group of sharding_groups has rank {ordinal}, which is "
-            f"this one, at that place: {lists(groups)}. Pass this rank's place in its group"
+            f"sharding_rank={rank}, but no group of sharding_groups has this rank, {ordinal}, at "
+            f"that index: {lists(groups)}. Pass this rank's index in its group"
         )
 
 
 def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None) -> Groups:
-    """``groups``, the argument called ``name``, of ``size`` ordinals each (``None``: of as many as
-    the first).
+    """Checks ``groups``, the argument ``name``: each must have ``size`` ordinals (``None``: as many
+    as the first).
 
     Raises:
-        ValueError: they are of other sizes, or an ordinal is in two.
+        ValueError: a group has another size, or an ordinal is in two groups.
     """
     checked = tuple(tuple(int(ordinal) for ordinal in group) for group in groups)
     size = len(checked[0]) if size is None and checked else size
@@ -398,20 +398,20 @@ def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None)
         )
     if len(set(flat)) != len(flat):
         raise ValueError(
-            f"{name} names an ordinal twice: {lists(checked)}. Each rank must be in one group"
+            f"{name} contains an ordinal twice: {lists(checked)}. Each rank must be in one group"
         )
     return checked
 
 
 def _require_replicas(replicas: Groups, groups: Groups) -> None:
-    """Raises ValueError unless each of ``replicas`` are ranks that hold the same shard, one in each
-    of some of ``groups``, and each rank of ``groups`` is in one."""
+    """Raises ValueError unless ``replicas`` contain each rank of ``groups`` once, and each of them
+    consists of ranks with the same shard, from different ``groups``."""
     place = {ordinal: number for group in groups for number, ordinal in enumerate(group)}
     flat = sorted(ordinal for group in replicas for ordinal in group)
     fit = all(len({place.get(ordinal) for ordinal in group}) == 1 for group in replicas)
     if flat != sorted(place) or not fit:
         raise ValueError(
-            f"replication_groups={lists(replicas)} must name each rank of sharding_groups="
-            f"{lists(groups)} once, and together those at the same place of their groups: "
-            "sharding_groups=[[0, 1], [2, 3]] go with replication_groups=[[0, 2], [1, 3]]"
+            f"replication_groups={lists(replicas)} must contain each rank of sharding_groups="
+            f"{lists(groups)} once, and each must consist of ranks at the same index of their "
+            "groups. For sharding_groups=[[0, 1], [2, 3]] pass replication_groups=[[0, 2], [1, 3]]"
         )

@@ -1,4 +1,4 @@
-"""Modules that know of sharding, and functions that compute without what would not fit."""
+"""Modules and functions that work on shards, or that avoid large intermediate tensors."""
 
 from .attention import scaled_dot_product_attention
 from .contraction import einsum

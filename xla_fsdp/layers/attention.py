@@ -1,11 +1,11 @@
-"""Scaled dot-product attention: a kernel on TPU, torch's own mathematics elsewhere.
+"""Scaled dot-product attention: a kernel on TPU, torch's implementation elsewhere.
 
-The kernel never writes out its scores: JAX's splash attention, forward and backward
+The kernel never stores the full scores: it is JAX's splash attention, forward and backward
 (``jax.experimental.pallas.ops.tpu.splash_attention``, version 0.7.1), after Dao et al.,
-"FlashAttention", arXiv 2205.14135. Blocks of the scores that a causal mask hides are left out;
-heads of queries share heads of keys and values without copies of those.
+"FlashAttention", arXiv 2205.14135. Blocks of scores that a causal mask hides are skipped. Several
+query heads share a key/value head without copies of it.
 
-Shapes: b batch, h heads of queries, g heads of keys and values (g divides h), s length of queries,
+Shapes: b batch, h query heads, g key/value heads (g divides h), s length of queries,
 t length of keys and values, d head dimension.
 """
 
@@ -29,15 +29,15 @@ from .jax_call import Cost, call
 from .keeping import ATTENTION, keeping
 
 Implementation = Literal["auto", "kernel", "math"]
-# As it is before anybody puts this one in its place.
+# torch's function, before this package may replace it.
 _torch_attention = F.scaled_dot_product_attention
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-# Multiples of this, and not more than that: what was compiled for v4, v5e and v6e.
+# Head dimensions are multiples of the first, up to the second: compiled for v4, v5e and v6e.
 _HEAD_DIM, _LARGEST_HEAD_DIM = 64, 256
 
-# The kernels' unit of lengths, which is also how wide the core's vector registers are.
+# Lengths must be multiples of this, the width of the core's vector registers.
 LANES = 128
-# Blocks of queries and of keys, 512 as in MaxText's configurations.
+# The largest block of queries and of keys: 512, as in MaxText's configurations.
 _LARGEST_BLOCK = 512
 _SUBLANES = 8
 _FLOAT = 4  # bytes
@@ -56,39 +56,40 @@ def scaled_dot_product_attention(
     segment_ids: torch.Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> torch.Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention``, without scores in memory on a TPU.
+    """``torch.nn.functional.scaled_dot_product_attention``, without full scores in TPU memory.
 
-    On a TPU, and in a plan for one, it is a Pallas kernel, forward and backward, JAX's splash
-    attention, which needs memory in proportion to the length and not to its square. It has one
-    gradient, not gradients of gradients.
+    On a TPU, and in a plan for one, it is a Pallas kernel, forward and backward: JAX's splash
+    attention, whose memory is proportional to the length instead of its square. It supports first
+    gradients, but not gradients of gradients.
 
-    ``implementation="auto"`` takes the kernel where it can and torch's mathematics elsewhere: off
-    TPUs, on v2 and v3, and for an ``attn_mask``, other dtypes than bfloat16 and float32, head
-    dimensions that are no multiple of 64 up to 256 or differ between keys and values, lengths that
-    are no multiple of 128, in SPMD mode, and for float32 where a matmul precision other than the
-    default was asked. ``"math"`` is always torch's; ``"kernel"`` raises where the kernel cannot be
-    had, and elsewhere than on a TPU interprets it, slowly, for tests.
+    ``implementation="auto"`` uses the kernel where it is supported and torch's implementation
+    otherwise: off TPUs; on v2 and v3; for an ``attn_mask``; for dtypes other than bfloat16 and
+    float32; for head dimensions that are not a multiple of 64 up to 256, or that differ between
+    keys and values; for lengths that are not a multiple of 128; in SPMD mode; and for float32 with
+    a matmul precision other than the default. ``"math"`` is always torch's. ``"kernel"`` raises if
+    the kernel is not supported; off TPUs it interprets the kernel, slowly, for tests.
 
     Args:
         query: (batch, heads, length, head dimension).
         key, value: (batch, key heads, key length, head dimension).
-        attn_mask: as torch's; booleans or what is added to the scores.
+        attn_mask: as in torch: booleans, or values that are added to the scores.
         dropout_p: must be 0.
-        is_causal: position i sees positions 0 to i.
-        scale: what scores are multiplied with; default 1 / sqrt(head dimension).
-        enable_gqa: heads of keys may be fewer and divide heads; each serves as many in a row.
-        segment_ids: (batch, length), integers: positions see those of the same number only. For
-            packed sequences, and for padding (one number for it, another for the rest), with query
-            and key of one length.
+        is_causal: position i attends to positions 0 to i.
+        scale: the factor of the scores; default 1 / sqrt(head dimension).
+        enable_gqa: the number of key heads may be smaller and must divide the number of query
+            heads; consecutive query heads share a key head.
+        segment_ids: (batch, length), integers: positions attend only to positions with the same
+            number. For packed sequences, and for padding (one number for it, another for the
+            rest). Query and key must have the same length.
 
     Returns:
         (batch, heads, length, head dimension), in the dtype of ``query``; under autocast in the
         dtype of autocast.
 
     Raises:
-        MissingExtraError: the kernel is to be used, and jax is not installed.
-        ValueError: dropout; shapes that do not go together; ``segment_ids`` or ``is_causal``
-            together with ``attn_mask``; ``implementation="kernel"`` where there is none.
+        MissingExtraError: the kernel is needed, but jax is not installed.
+        ValueError: ``dropout_p`` is not 0; shapes do not match; ``segment_ids`` or ``is_causal`` is
+            combined with ``attn_mask``; ``implementation="kernel"`` is not supported here.
     """
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, segment_ids)
     if implementation not in ("auto", "kernel", "math"):
@@ -102,7 +103,7 @@ def scaled_dot_product_attention(
         reason = _why_not(query, key, value, attn_mask)
         if implementation == "kernel" and reason:
             raise ValueError(
-                f"implementation='kernel' was asked, and {reason}; change that, or pass "
+                f"implementation='kernel' is not supported here: {reason}. Change that, or pass "
                 "implementation='auto' or 'math'"
             )
         if not reason and (implementation == "kernel" or _on_tpu(query.device)):
@@ -119,7 +120,7 @@ def scaled_dot_product_attention(
 
 
 def segment_mask(segment_ids: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """``segment_ids`` (batch, length) as a mask of booleans, (batch, 1, length, length)."""
+    """``segment_ids`` (batch, length) as a boolean mask, (batch, 1, length, length)."""
     mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     return mask.tril() if is_causal else mask
 
@@ -136,14 +137,14 @@ def _check(
 ) -> None:
     if dropout_p:
         raise ValueError(
-            f"dropout_p={dropout_p}: attention here is without dropout; pass 0, apply dropout to "
-            "the output, or call torch.nn.functional.scaled_dot_product_attention"
+            f"dropout_p={dropout_p} is not supported; it must be 0. Apply dropout to the output, "
+            "or call torch.nn.functional.scaled_dot_product_attention"
         )
     if misfit := _misfit(query, key, value, enable_gqa):
         raise ValueError(misfit)
     if attn_mask is not None and (is_causal or segment_ids is not None):
         raise ValueError(
-            "attn_mask goes neither with is_causal nor with segment_ids: put everything into the "
+            "attn_mask cannot be combined with is_causal or segment_ids. Put everything into the "
             "mask, or leave it out"
         )
     if segment_ids is not None:
@@ -154,35 +155,35 @@ def _check(
             )
         if query.shape[2] != key.shape[2]:
             raise ValueError(
-                "segment_ids are those of queries and keys, which must be of one length, and are "
-                f"{query.shape[2]} and {key.shape[2]}"
+                "segment_ids need queries and keys of the same length, got "
+                f"{query.shape[2]} and {key.shape[2]}. Use attn_mask instead"
             )
         if segment_ids.is_floating_point():
             raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
 
 
 def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
-    """Whether these shapes are some that attention here is for; torch broadcasts others too."""
+    """Whether these shapes are supported here; torch also broadcasts others."""
     return not _misfit(query, key, value, enable_gqa)
 
 
 def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
-    """What is wrong with the shapes, "" if nothing is."""
+    """What is wrong with the shapes; "" if they are supported."""
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
-        return f"(batch, heads, length, head dimension) are needed, got {shapes}"
+        return f"tensors must be (batch, heads, length, head dimension), got {shapes}"
     heads, groups = query.shape[1], key.shape[1]
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0]:
         return (
-            "key and value must agree in batch, heads and length, and query in batch with them: "
+            "key and value must have the same batch, heads and length, and query the same batch, "
             f"got {shapes}"
         )
     if query.shape[3] != key.shape[3]:
         return f"query and key must have the same head dimension, got {shapes}"
     if heads != groups and not (enable_gqa and groups and heads % groups == 0):
         return (
-            f"{heads} heads of queries, {groups} of keys: they must be equal or, with "
-            "enable_gqa=True, the heads of keys must divide those of queries"
+            f"{heads} query heads and {groups} key heads are not supported: they must be equal or, "
+            "with enable_gqa=True, key heads must divide query heads"
         )
     return ""
 
@@ -190,34 +191,34 @@ def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_
 def _why_not(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
 ) -> str:
-    """What the kernel cannot do, "" if it can do everything."""
+    """Why the kernel is not supported; "" if it is."""
     dtypes = {tensor.dtype for tensor in (query, key, value)}
     dim = query.shape[3]
     if not query.is_xla:  # type: ignore[attr-defined]
         return f"tensors are on {query.device}, not on an XLA device"
     if attn_mask is not None:
-        return "attn_mask is given, where the kernel takes is_causal and segment_ids only"
+        return "attn_mask was passed, but the kernel supports only is_causal and segment_ids"
     if len(dtypes) > 1 or not dtypes <= set(_KERNEL_DTYPES):
         names = ", ".join(sorted(map(str, dtypes)))
-        return f"dtypes are {names}, where the kernel takes all bfloat16 or all float32"
+        return f"dtypes are {names}, but the kernel supports all bfloat16 or all float32"
     if dim % _HEAD_DIM or dim > _LARGEST_HEAD_DIM or value.shape[3] != dim:
         return (
-            f"head dimensions are {dim} and {value.shape[3]} (of values), where the kernel takes "
+            f"head dimensions are {dim} and {value.shape[3]} (of values), but the kernel supports "
             f"equal multiples of {_HEAD_DIM} up to {_LARGEST_HEAD_DIM}"
         )
     if not query.numel() or not key.numel():
         return "a tensor is empty"
     if not block_of(query.shape[2]) or not block_of(key.shape[2]):
         return (
-            f"lengths are {query.shape[2]} and {key.shape[2]} (of keys), where the kernel takes "
+            f"lengths are {query.shape[2]} and {key.shape[2]} (of keys), but the kernel supports "
             f"multiples of {LANES}"
         )
     if (chip := _chip(query.device)) and not chip.attention_kernel:
-        return f"this is a {chip.device_kind}, which the kernel cannot be compiled for"
+        return f"the kernel cannot be compiled for this chip, a {chip.device_kind}"
     if xr.is_spmd():
-        return "this is SPMD mode, where the compiler cannot partition a kernel"
+        return "this is SPMD mode, in which the compiler cannot partition a kernel"
     if query.dtype == torch.float32 and torch_xla.backends.get_mat_mul_precision() != "default":
-        return "a matmul precision was set, which the kernel does not follow"
+        return "a matmul precision was set, which the kernel ignores"
     return ""
 
 
@@ -255,7 +256,7 @@ def _kernel(
 
 
 def _with_residuals(splash: Splash, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The output and the logarithms; neither is computed again by what takes them over."""
+    """The output and the logarithms. Where both are reused, neither is computed again."""
 
     def compute() -> Sequence[torch.Tensor]:
         return call(Forward(splash, residuals=True), tensors, _platform(splash))
@@ -295,13 +296,13 @@ def block_of(length: int) -> int | None:
 
 @dataclass(frozen=True)
 class Splash:
-    """What the kernels depend on, besides shapes and dtypes.
+    """The parameters of the kernels, besides shapes and dtypes.
 
     Attributes:
-        is_causal: position i of the queries sees positions up to i of the keys.
-        scale: what scores are multiplied with.
+        is_causal: position i of the queries attends to positions up to i of the keys.
+        scale: the factor of the scores.
         interpret: compute block by block on any device, instead of by a kernel.
-        matrix_unit: rows of a matrix unit of the chip; decides on the stated cost only.
+        matrix_unit: rows of a matrix unit of the chip; only the stated cost depends on it.
         itemsize: bytes of an element of queries, keys and values.
     """
 
@@ -335,13 +336,13 @@ class Splash:
         )
 
     def segments(self, ids: Sequence[Any]) -> Any:
-        """``ids`` of queries and of keys, or none, as the kernels take them."""
+        """``ids`` of queries and of keys, or none, in the form that the kernels take."""
         from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
         return SegmentIds(q=ids[0], kv=ids[0]) if ids else None
 
     def work(self, shapes: Sequence[tuple[int, ...]]) -> _Work:
-        """What the kernels go through for arguments of ``shapes``."""
+        """The work of the kernels for arguments of ``shapes``."""
         (b, h, s, d), (_, g, t, _) = shapes[:2]
         q, kv = block_of(s), block_of(t)
         assert q is not None and kv is not None, (s, t)
@@ -365,12 +366,13 @@ class Splash:
 
 @dataclass(frozen=True)
 class _Work:
-    """What one pass over the scores takes.
+    """The work of one pass over the scores.
 
-    ``heads`` and ``groups`` are those of queries and of keys, times the batch. ``visited`` counts
-    blocks of one head. ``model`` and ``executed`` are FLOPs of one product with the scores: as the
-    mathematics asks, and with the hidden part of visited blocks and a head dimension that fills the
-    rows of a matrix unit. ``row`` is bytes of one position of one head, which fills registers.
+    ``heads`` and ``groups`` are the numbers of query and of key heads, times the batch. ``visited``
+    is the number of blocks of one head. ``model`` and ``executed`` are FLOPs of one matmul over the
+    scores: ``model`` as the formula needs, ``executed`` with the masked part of visited blocks and
+    the head dimension padded to the rows of a matrix unit. ``row`` is the number of bytes of one
+    position of one head, padded to registers.
     """
 
     heads: int
@@ -385,19 +387,19 @@ class _Work:
     executed: int
 
     def cost(self, products: int, counted: int, bytes_: int) -> Cost:
-        """``products`` with the scores, of which ``counted`` count for the model."""
+        """The cost of N = ``products`` matmuls over the scores; ``counted`` are model FLOPs."""
         exponentials = self.heads * self.visited * self.block_q * self.block_kv
         return Cost(products * self.executed, bytes_, exponentials, counted * self.model)
 
     def by_queries(self, read: int, written: int) -> int:
-        """Bytes of a kernel that holds a block of queries while it goes through keys and values:
+        """Bytes of a kernel that keeps a block of queries while it loops over keys and values:
         ``read`` and ``written`` for each query, and keys and values once for every block."""
         streamed = self.heads * self.visited * self.block_kv * 2 * self.row
         return self.heads * self.queries * (read + written) + streamed
 
     def by_keys(self, read: int) -> int:
-        """Bytes of a kernel that holds a block of keys while it goes through queries: ``read`` for
-        each query of a visited block; keys and values are read for every head of queries and their
+        """Bytes of a kernel that keeps a block of keys while it loops over queries: ``read`` for
+        each query of a visited block; for every query head, keys and values are read and their
         gradients written."""
         streamed = self.heads * self.visited * self.block_q * read
         return streamed + (self.heads + self.groups) * self.keys * 2 * self.row
@@ -433,7 +435,7 @@ class Forward:
 @dataclass(frozen=True)
 class Backward:
     """(q, k, v, output, logarithm, gradient of the output, segment ids or nothing) to the gradients
-    of q, k and v. Model FLOPs: four products, twice the forward's; the scores again do not count.
+    of q, k and v. Model FLOPs: four matmuls, twice the forward's; recomputed scores do not count.
     """
 
     splash: Splash
@@ -472,8 +474,8 @@ class Backward:
         work = self.splash.work(shapes)
         read = 2 * work.row
         return {
-            # Scores, their gradient, and a product with each for those of values and keys.
+            # Scores, their gradient, and one matmul each for the gradients of values and keys.
             "splash_mha_dkv": work.cost(4, 3, work.by_keys(read + 2 * _SUBLANES * _FLOAT)),
-            # Scores, their gradient, and the product that makes the gradient of queries.
+            # Scores, their gradient, and one matmul for the gradient of queries.
             "splash_mha_dq": work.cost(3, 1, work.by_queries(read + 2 * _FLOAT, work.row)),
         }

@@ -1,14 +1,14 @@
-"""Batch normalisation by the statistics of the whole batch, which is spread over the ranks.
+"""Batch normalization with the statistics of the full batch, which is sharded over the ranks.
 
-Sums of x and of its square would do in one pass and one all-reduce, were it not for the difference
-of large squares that they end in: float32 data of mean 4000 and deviation 1 keeps no correct digit
-of its variance. So each rank computes its own mean and variance in two passes, one small gather
-tells them to all, and every rank combines them (Chan, Golub and LeVeque, *Algorithms for computing
-the sample variance*, 1983: corrected two-pass algorithm, and the combination of parts). Only
-distances from a mean are ever squared. The second pass reads the input once more: by the TPU
-compiler's estimate an eighth more compute in a small ResNet of 64 channels on v3. The gather's size
-grows with the ranks, but two all-reduces, of the mean and then of distances from it, are slower
-even on 128 ranks of v3 by the planner's model.
+Sums of x and of its square would need only one pass and one all-reduce. But the variance would then
+be a difference of large squares: for float32 data with mean 4000 and deviation 1, no digit of it is
+correct. So each rank computes its mean and variance in two passes, a small gather sends them to all
+ranks, and every rank combines them (Chan, Golub and LeVeque, *Algorithms for computing the sample
+variance*, 1983: corrected two-pass algorithm, and the combination of parts). Only distances from a
+mean are squared. The second pass reads the input once more: by the TPU compiler's estimate an
+eighth more compute in a small ResNet of 64 channels on v3. The size of the gather grows with the
+ranks, but two all-reduces, of the mean and then of distances from it, are slower even on 128 ranks
+of v3 by the planner's model.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from ..tpu.slices import Groups
 class SyncBatchNorm(_BatchNorm):
     """``nn.BatchNorm1d``, ``2d`` and ``3d`` with the statistics of the batch of all ranks.
 
-    Takes what ``torch.nn.SyncBatchNorm`` takes, on XLA, and has the parameters, buffers and state
-    dict of ``nn.BatchNorm``. N ranks with a part of the batch each compute what ``nn.BatchNorm``
-    computes on the whole. Gradients of weight and bias are the rank's own, for FSDP to average.
+    Supports the inputs of ``torch.nn.SyncBatchNorm``, on XLA, and has the parameters, buffers and
+    state dict of ``nn.BatchNorm``. N ranks with a part of the batch each compute what
+    ``nn.BatchNorm`` computes on the full batch. Gradients of weight and bias are local to the rank;
+    FSDP averages them.
 
-    Statistics, and everything between input and output, are in float32 at least. Running statistics
-    keep their dtype inside FSDP whatever ``compute_dtype`` and ``buffer_dtype`` say: in bfloat16
-    they would stop moving, since a tenth of a small difference is rounded away.
+    Statistics, and everything between input and output, are at least in float32. Running statistics
+    keep their dtype inside FSDP whatever ``compute_dtype`` and ``buffer_dtype`` are: in bfloat16
+    they would stop changing, because a tenth of a small difference is rounded away.
 
-    Batch statistics are used in training, and in evaluation if there are no running statistics:
-    then every rank of a group must call the module, equally often and with equal shapes, as the
-    ranks of one XLA program do. With running statistics evaluation needs no collective.
+    Batch statistics are used in training, and in evaluation if there are no running statistics.
+    Then every rank of a group must call the module the same number of times with equal shapes, as
+    the ranks of one XLA program do. With running statistics, evaluation needs no collective.
 
     Args:
         num_features: C, the size of the input's dimension 1.
@@ -55,12 +56,12 @@ class SyncBatchNorm(_BatchNorm):
     Shape: ``(N, C, ...)`` to the same, in the dtype of the input.
 
     Raises:
-        ValueError: ``groups`` that overlap or differ in size; in the forward, if they miss a rank,
-            if the input has less than two dimensions, not C channels or, for batch statistics, one
-            value a channel on all ranks of a group together, or if it is not on an XLA device.
+        ValueError: ``groups`` overlap or have different sizes. In the forward: ``groups`` lack a
+            rank; the input has fewer than two dimensions, not C channels, only one value a channel
+            on all ranks of a group together (for batch statistics), or is not on an XLA device.
     """
 
-    # Seen by wrappers: running statistics in bfloat16 would stop moving.
+    # Read by wrappers: in bfloat16, running statistics would stop changing.
     fsdp_keeps_buffer_dtypes = True
     groups: Groups | None
 
@@ -82,16 +83,16 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, groups: Sequence[Sequence[int]] | None = None
     ) -> nn.Module:
-        """Makes every ``nn.BatchNorm1d``, ``2d`` and ``3d`` in ``module`` one of this class.
+        """Changes every ``nn.BatchNorm1d``, ``2d`` and ``3d`` in ``module`` to this class.
 
-        In place: each stays the object that it is, with its parameters, buffers, mode, hooks and
-        other attributes, and only its class changes. Returns ``module``. Convert before wrapping
-        and before ``checkpoint_module``.
+        In place: each stays the same object, with its parameters, buffers, mode, hooks and other
+        attributes, and only its class changes. Returns ``module``. Convert before wrapping and
+        before ``checkpoint_module``.
 
         Raises:
-            ValueError: a batch norm is wrapped already, has a forward of its own (a subclass, or
-                one replaced by ``checkpoint_module``), or has no shape yet (lazy); ``groups`` as in
-                the constructor.
+            ValueError: a batch norm is wrapped already, overrides forward (in a subclass, or by
+                ``checkpoint_module``), or has no shape yet (lazy); ``groups`` as in the
+                constructor.
             TypeError: ``module`` is not a module.
         """
         if not isinstance(module, nn.Module):
@@ -103,7 +104,7 @@ class SyncBatchNorm(_BatchNorm):
             if isinstance(one, _BatchNorm) and not isinstance(one, SyncBatchNorm):
                 _require_convertible(name, one, wrappers)
                 found.append(one)
-        # All were looked at before: an error leaves the module as it was.
+        # All have been checked before: after an error the module is unchanged.
         for one in found:
             one.__class__ = cls
             vars(one)["groups"] = checked
@@ -126,16 +127,16 @@ class SyncBatchNorm(_BatchNorm):
                 self._track(mean, variance * (batch.count / (batch.count - 1)))
         else:
             running_var = self.running_var
-            assert running_var is not None  # there are both or none
+            assert running_var is not None  # both exist or none
             mean, variance = wide(self.running_mean), wide(running_var)
         inverse = torch.rsqrt(variance + self.eps)
         return Normalized.apply(x, self.weight, self.bias, mean, inverse, batch)
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Moves the running statistics, ``(C,)``, towards those of a batch."""
+        """Updates the running statistics, ``(C,)``, with those of a batch."""
         count = self.num_batches_tracked
-        assert count is not None  # there are all three or none
+        assert count is not None  # all three exist or none
         count.add_(1)
         momentum: float | torch.Tensor | None = self.momentum
         if momentum is None:  # stays on the device: no number is fetched
@@ -157,23 +158,23 @@ def _require_convertible(name: str, module: nn.Module, wrappers: Sequence[str]) 
     what = f"{type(module).__name__} {name!r}"
     if any(not w or name == w or name.startswith(f"{w}.") for w in wrappers):
         raise ValueError(
-            f"{what} is in a wrapped module, which may have cast its running statistics already; "
-            "call convert_sync_batchnorm before wrapping"
+            f"{what} is in a wrapped module, which may have cast its running statistics already. "
+            "Call convert_sync_batchnorm before wrapping"
         )
     if isinstance(module, LazyModuleMixin):
         raise ValueError(
-            f"{what} has no shape yet; run the model once before convert_sync_batchnorm"
+            f"{what} has no shape yet. Run the model once before convert_sync_batchnorm"
         )
     if getattr(module, "process_group", None) is not None:
         raise ValueError(
-            f"{what} has a process_group, which XLA does not know; set it to None and give "
-            "convert_sync_batchnorm the groups of ranks"
+            f"{what} has a process_group, which XLA does not support. Set it to None and pass "
+            "groups of ranks to convert_sync_batchnorm"
         )
     own = type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
     if own or "forward" in vars(module):
         raise ValueError(
-            f"{what} has a forward of its own, which a conversion would lose; convert before "
-            "checkpoint_module, and use xla_fsdp.SyncBatchNorm itself in classes of your own"
+            f"{what} overrides forward, which a conversion would drop. Convert before "
+            "checkpoint_module, and use xla_fsdp.SyncBatchNorm as base class of your classes"
         )
 
 
@@ -182,15 +183,15 @@ class Batch:
 
     Attributes:
         world: the ranks that share their statistics.
-        count: values a channel on all of them. Shapes are static and the same on all ranks, so
-            there is nothing to communicate.
+        count: values a channel on all of them. Shapes are static and the same on all ranks, so it
+            needs no communication.
     """
 
     def __init__(self, x: torch.Tensor, groups: Groups | None):
         if x.device.type != "xla":
             raise ValueError(
-                f"batch statistics of all ranks need an input on an XLA device, got {x.device}; "
-                "move model and input there, or call eval() to use running statistics"
+                f"batch statistics of all ranks need an input on an XLA device, got {x.device}. "
+                "Move model and input there, or call eval() to use running statistics"
             )
         self.world = World.to_reduce_over(groups, x.device)
         own = x.numel() // max(x.shape[1], 1)
@@ -198,9 +199,9 @@ class Batch:
         if self.count < 2:
             raise ValueError(
                 "Expected more than 1 value per channel for batch statistics, got an input of "
-                f"{tuple(x.shape)} on {self.world.size} rank(s); use larger batches, or eval()"
+                f"{tuple(x.shape)} on {self.world.size} rank(s). Use larger batches, or eval()"
             )
-        # CPU ranks with inputs of other shapes get an error that shows this, not wrong statistics.
+        # With it, CPU ranks with other input shapes raise an error instead of wrong statistics.
         self._label = f"batch norm of {own} values a channel"
 
     @torch.no_grad()
@@ -209,19 +210,19 @@ class Batch:
         x, own = wide(x), self.count // self.world.size
         (shift,) = _sums(x) / own
         distance = x - _like(shift, x)
-        # The mean distance is nought but for what rounding did to the shift.
+        # The mean distance is 0 except for the rounding of the shift.
         offset, square = _sums(distance, distance * distance) / own
         mine = torch.stack([shift, offset, square - offset * offset])
         # (ranks, 3, C): 12 bytes a channel from every rank.
         shifts, offsets, variances = self.world.all_gather(mine[None], self._label).unbind(1)
-        # Seen from one of the shifts, which is close, means keep digits that they have no room for.
+        # Relative to one of the shifts, which is close to all, means keep more digits.
         means = (shifts - shifts[0]) + offsets
         mean = means.mean(0)
         variance = (variances + (means - mean).square()).mean(0)
         return shifts[0] + mean, variance.clamp(min=0.0)
 
     def mean(self, sums: torch.Tensor) -> torch.Tensor:
-        """``sums`` over this rank's values, ``(k, C)``, to means over those of all ranks."""
+        """Means over all ranks of the values that ``sums``, ``(k, C)``, are sums of here."""
         return self.world.all_reduce_sum(sums, self._label) / self.count
 
 
@@ -231,7 +232,7 @@ class Normalized(torch.autograd.Function):
     The backward is that of Ioffe and Szegedy, *Batch normalization*, 2015, section 3: with
     x' = (x - mean) * inverse, the gradient of x is
     ``inverse * weight * (dy - mean(dy) - x' * mean(dy * x'))``, where means are over all ranks.
-    Until then it keeps x in its own dtype, the weight, and the statistics.
+    Until then it stores x in the dtype of x, the weight, and the statistics.
     """
 
     @staticmethod
@@ -279,11 +280,11 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(*values: torch.Tensor) -> torch.Tensor:
-    """Of each of ``values``, ``(N, C, ...)``, the sum by channel: ``(len(values), C)``."""
+    """The sum by channel of each of ``values``, ``(N, C, ...)``: ``(len(values), C)``."""
     dims = [0, *range(2, values[0].dim())]
     return torch.stack([value.sum(dims) for value in values])
 
 
 def _like(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """``(C,)`` in a shape that goes with x."""
+    """``(C,)`` in a shape that broadcasts with x."""
     return value.view(-1, *[1] * (x.dim() - 2))

@@ -1,9 +1,10 @@
-"""Products of tensors over any of their dimensions, as the TPU's compiler takes them.
+"""Contractions of tensors over any of their dimensions, in the form that the TPU compiler supports.
 
-PyTorch computes ``nn.Linear`` and ``torch.einsum`` as products of matrices: what is not contracted
-is flattened, and what has to be transposed for that is copied. XLA lays tensors out freely,
-(batch, sequence, width) often with the sequence last, but a reshape forces the plain order on it:
-a copy of every activation. A contraction over the dimensions as they are leaves it its choice.
+PyTorch computes ``nn.Linear`` and ``torch.einsum`` as matmuls: it flattens the dimensions that are
+not contracted, and copies tensors that must be transposed for that. XLA chooses the layout of
+tensors freely, for (batch, sequence, width) often with the sequence last, but a reshape requires
+the plain layout: a copy of every activation. A contraction over the original dimensions leaves
+the choice to XLA.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from torch.autograd import forward_ad
 from .. import xlac
 from ..collectives.order import after
 
-# Dimensions of both factors and of the product: a letter each.
+# The dimensions of both factors and of the result: one letter each.
 Equation = tuple[str, str, str]
 
 
 def einsum(equation: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """``torch.einsum`` of two factors, without flattening or transposing them on a TPU.
 
-    For heads of attention made where they are needed: with ``x`` (b, s, w) and a weight (h, d, w),
-    ``einsum("bsw,hdw->bhsd", x, weight)`` are queries of all heads, which both products of
-    attention take as they are. Workload S with heads made so, beside ``nn.Linear`` and views:
-    docs/design/benchmarks.md.
+    For example, attention heads in the layout in which they are used: with ``x`` (b, s, w) and a
+    weight (h, d, w), ``einsum("bsw,hdw->bhsd", x, weight)`` gives the queries of all heads, and
+    both matmuls of attention can read them directly. docs/design/benchmarks.md compares this with
+    ``nn.Linear`` and views on workload S.
 
-    An equation that is no contraction of this kind (a letter twice in one factor, or in one factor
-    alone and not in the product; an ellipsis; no product stated), factors of two dtypes, autocast
-    and everything off XLA are ``torch.einsum``'s.
+    All other cases call ``torch.einsum``: an equation that is not such a contraction (a letter
+    twice in one factor, or in one factor only and not in the result; an ellipsis; no result given),
+    factors of two dtypes, autocast, and tensors that are not on XLA.
 
     Args:
         equation: such as ``"bqhd,bkhd->bhqk"``.
 
     Raises:
-        ValueError: the equation does not fit the factors, which torch_xla's does not notice.
+        ValueError: the equation does not match the factors (torch_xla's einsum does not check it).
     """
     letters = _letters(equation, x, y)
     if letters is None or not contracts(x, y):
@@ -48,21 +49,21 @@ def einsum(equation: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def contracts(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether ``Product`` computes what torch would."""
+    """Whether ``Product`` supports these tensors with the same result as torch."""
     return (
         x.is_xla  # type: ignore[attr-defined]  # not in torch's stubs
         and y.is_xla  # type: ignore[attr-defined]
         and x.dtype == y.dtype
         and x.dtype.is_floating_point
         and not torch.is_autocast_enabled("xla")
-        # torch_xla's contraction would ignore it.
+        # torch_xla's contraction would ignore another precision.
         and torch_xla.backends.get_mat_mul_precision() == "default"
         and forward_ad._current_level < 0
     )
 
 
 def _letters(equation: str, x: torch.Tensor, y: torch.Tensor) -> Equation | None:
-    """What ``equation`` says, if it is a contraction and fits ``x`` and ``y``."""
+    """The letters of ``equation``, if it is a supported contraction and fits ``x`` and ``y``."""
     factors, arrow, output = equation.replace(" ", "").partition("->")
     of_x, comma, of_y = factors.partition(",")
     each = of_x, of_y, output
@@ -70,13 +71,13 @@ def _letters(equation: str, x: torch.Tensor, y: torch.Tensor) -> Equation | None
         return None
     what = f"einsum({equation!r}) of factors of {tuple(x.shape)} and {tuple(y.shape)}"
     if (x.dim(), y.dim()) != (len(of_x), len(of_y)):
-        raise ValueError(f"{what}: each needs a letter for each of its dimensions")
+        raise ValueError(f"{what}: each needs one letter for each of its dimensions")
     of_second = dict(zip(of_y, y.shape, strict=True))
     broadcast = False
     for letter, size in zip(of_x, x.shape, strict=True):
         other = of_second.get(letter, size)
         if size != other and 1 not in (size, other):
-            raise ValueError(f"{what}: {letter!r} has two sizes")
+            raise ValueError(f"{what}: {letter!r} has two sizes, which must be equal")
         broadcast |= size != other
     return None if broadcast or any(_alone(letters, each) for letters in each) else each
 
@@ -86,15 +87,15 @@ def _once(letters: str) -> bool:
 
 
 def _alone(letters: str, each: Equation) -> bool:
-    """Whether one of ``letters`` is in no other of ``each``."""
+    """Whether one of ``letters`` occurs only once in ``each``."""
     return any(sum(letter in other for other in each) < 2 for letter in letters)
 
 
 class Product(torch.autograd.Function):
     """``apply(x, y, equation, frees)``: a contraction, differentiable any number of times.
 
-    ``frees``: the backward computes the gradient of ``x`` only once that of ``y`` is there, which
-    is the last to read ``x``.
+    ``frees``: the backward computes the gradient of ``x`` only after that of ``y``, which is the
+    last operation that reads ``x``.
     """
 
     @staticmethod
@@ -120,12 +121,12 @@ class Product(torch.autograd.Function):
 
 
 def _contracted(x: torch.Tensor, y: torch.Tensor, equation: Equation) -> torch.Tensor:
-    """The sum over what ``x`` and ``y`` share and the product has not. Not ``torch.einsum``, which
-    costs the host four times as much in every step."""
+    """The sum over the dimensions that ``x`` and ``y`` share and the result lacks. Not
+    ``torch.einsum``, which takes four times as much host time in every step."""
     of_x, of_y, output = equation
     batch = [letter for letter in of_x if letter in of_y and letter in output]
     rest = [letter for letter in output if letter not in batch]
-    if rest and rest[0] not in of_x:  # what is left of the first factor comes first
+    if rest and rest[0] not in of_x:  # the remaining dimensions of the first factor come first
         x, of_x, y, of_y = y, of_y, x, of_x
     shared = [letter for letter in of_x if letter in of_y and letter not in output]
     contracting = _dims(of_x, shared), _dims(of_y, shared)

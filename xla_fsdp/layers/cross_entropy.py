@@ -1,9 +1,10 @@
-"""The cross entropy of a linear layer's outputs, which never exist whole.
+"""The cross entropy of a linear layer's outputs, without storing all of these outputs.
 
-Of a language model's memory the logits are often the largest part: 8192 tokens of a vocabulary of
-128,256 take 4 GiB in float32, and their gradient as much. Here a loop goes over parts of the
-vocabulary, and keeps of each the sum of exponentials only (Milakov and Gimelshein, "Online
-normalizer calculation for softmax", arXiv 1805.02867); the backward computes each part again.
+The logits are often the largest part of a language model's memory: 8192 tokens with a vocabulary
+of 128,256 take 4 GiB in float32, and their gradient as much. Here a loop computes the logits of one
+chunk of the vocabulary at a time, and stores only the sum of exponentials (Milakov and Gimelshein,
+"Online normalizer calculation for softmax", arXiv 1805.02867). The backward computes each chunk
+again.
 
 Shapes: t tokens, n width, m size of the vocabulary, c of a chunk.
 """
@@ -35,32 +36,32 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """``F.cross_entropy(F.linear(hidden, weight).float(), labels)``, a part of the vocabulary at a
-    time.
+    """``F.cross_entropy(F.linear(hidden, weight).float(), labels)``, computed for one chunk of the
+    vocabulary at a time.
 
-    Costs one product more than the three of a linear layer's step: the logits again, in the
-    backward. Products add up in float32. Has one gradient, not gradients of gradients.
-    Inside a wrapped module ``weight`` is read like any other parameter: call it in the forward of
-    the module whose wrapper holds the weight, or of one within.
+    It needs one matmul more than the three of a linear layer's step: the backward computes the
+    logits again. Matmuls accumulate in float32. It supports first gradients, but not gradients of
+    gradients. Inside a wrapped module, ``weight`` is read like any other parameter: call it in the
+    forward of the module whose wrapper shards the weight, or of a module inside.
 
     Args:
-        hidden: (..., n), what goes into the last linear layer, on an XLA device (elsewhere the
-            logits are computed whole).
-        weight: (m, n), that layer's weight, of the dtype of ``hidden``.
-        labels: (...), integers from 0 to m - 1, or ``ignore_index``. For others, which torch
-            refuses on a CPU, the loss and its gradients are NaN: a device cannot raise.
-        chunk: c, logits of a token that exist at once.
-        ignore_index: of tokens that count nothing.
-        label_smoothing: share of the target that is spread over the vocabulary, 0 to 1.
+        hidden: (..., n), the input of the last linear layer, on an XLA device (on other devices all
+            logits are computed together).
+        weight: (m, n), the weight of that layer, in the dtype of ``hidden``.
+        labels: (...), integers from 0 to m - 1, or ``ignore_index``. For other labels, for which
+            torch raises on a CPU, the loss and its gradients are NaN: a device cannot raise.
+        chunk: c, how many logits of a token are in memory at a time.
+        ignore_index: the label of tokens that do not count.
+        label_smoothing: share of the target that is distributed over the vocabulary, 0 to 1.
         reduction: ``"mean"`` over the tokens that count (NaN if none does), ``"sum"`` or
             ``"none"``: (...).
 
     Returns:
-        The loss, in float32 at least.
+        The loss, at least in float32.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together; an argument outside of its range.
-        MissingExtraError: jax, which the loop is written in, is not installed.
+        ValueError: shapes or dtypes do not match; an argument is out of its range.
+        MissingExtraError: jax, in which the loop is written, is not installed.
         RuntimeError: on v5e and v6e, an option is set with which the compiler crashes on loops.
     """
     _check(hidden, weight, labels, chunk, label_smoothing, reduction)
@@ -77,13 +78,13 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     if hidden.dtype != weight.dtype or hidden.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}: both must be float32 or both "
-            "bfloat16; cast one (hidden.to(weight.dtype))"
+            f"hidden is {hidden.dtype} and weight {weight.dtype}, but both must be float32 or both "
+            "bfloat16. Cast one (hidden.to(weight.dtype))"
         )
     require_loops_compile(xm.xla_device_kind(hidden.device))
     platform = "tpu" if xm.xla_device_hw(hidden.device) == "TPU" else "cpu"
     settings = _Settings(min(chunk, weight.shape[0]), ignore_index, label_smoothing, platform)
-    if labels.dtype is torch.int64:  # what has no room in 32 bits would become another number
+    if labels.dtype is torch.int64:  # labels beyond 32 bits would wrap to another number
         labels = labels.clamp(-(2**31), 2**31 - 1)
     flat = labels.flatten().to(torch.int32)
     losses = _LinearCrossEntropy.apply(settings, hidden.flatten(0, -2), weight, flat)
@@ -103,8 +104,8 @@ def _check(
 ) -> None:
     if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"hidden (..., n) and weight (m, n) are needed, got {tuple(hidden.shape)} and "
-            f"{tuple(weight.shape)}; a sharded weight is whole only in its wrapper's forward"
+            f"hidden must be (..., n) and weight (m, n), got {tuple(hidden.shape)} and "
+            f"{tuple(weight.shape)}. A sharded weight is full only in its wrapper's forward"
         )
     if labels.shape != hidden.shape[:-1] or labels.is_floating_point():
         raise ValueError(
@@ -151,14 +152,14 @@ class _Settings:
     platform: str
 
     def counted(self, labels: Any, values: Any, vocabulary: int) -> Any:
-        """``values`` of tokens: 0 of those that count nothing, NaN where there is no such label."""
+        """``values`` of tokens: 0 for those that do not count, NaN for labels out of range."""
         import jax.numpy as jnp
 
         known = jnp.where((labels >= 0) & (labels < vocabulary), values, jnp.nan)
         return jnp.where(labels == self.ignore_index, 0, known)
 
     def over_chunks(self, step: Any, carry: Any, vocabulary: int) -> Any:
-        """``carry = step(carry, first row, rows)`` for every chunk."""
+        """Computes ``carry = step(carry, first row, rows)`` for every chunk."""
         import jax
 
         whole = vocabulary // self.chunk

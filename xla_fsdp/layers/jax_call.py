@@ -1,11 +1,11 @@
 """Functions of JAX, Pallas kernels included, as operators of torch_xla's graph.
 
-A function is exported for the platform that the tensors are on, or that a plan pretends, and its
-StableHLO becomes an XLA computation that the graph calls. No JAX backend takes part, and no TPU has
-to be there: ``jax.export`` lowers for any platform. Exported code is meant to be run by compilers
-older than the JAX that made it, so kernels are written in a form of Mosaic (7) that libtpu 0.0.21,
-which torch_xla 2.9 pins, reads. Lowered by ``jax.jit`` on a machine without a TPU they would have
-the newest one (8), which it refuses. That holds for the releases in :data:`KNOWN_JAX` only.
+A function is exported for the platform that the tensors are on, or that a plan simulates, and its
+StableHLO becomes an XLA computation that the graph calls. No JAX backend is used, and no TPU is
+needed: ``jax.export`` lowers for any platform. Exported code must run with compilers older than the
+JAX that made it, so kernels are written in a format of Mosaic (7) that libtpu 0.0.21, which
+torch_xla 2.9 pins, can read. ``jax.jit`` on a machine without a TPU would write the newest format
+(8), which that libtpu does not read. This holds for the releases in :data:`KNOWN_JAX` only.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.int32: "int32",
 }
-# Read by planning, which counts what no matrix product in the program shows.
+# Read by planning: model FLOPs of kernels, which no matmul in the program shows.
 MODEL_FLOPS = "xla_fsdp_model_flops"
 _KERNEL = "tpu_custom_call"
-# A line of MLIR's text that names a file, line and column.
+# A line of MLIR text that contains a file, line and column.
 _PLACE = re.compile(r'^(#loc\d* = loc\()"(?:[^"\\]|\\.)*":\d.*\)$', re.MULTILINE)
-# torch_xla's way to have JAX beside it changes the environment for a moment.
+# torch_xla's import of JAX changes the environment for a short time.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 class UnknownJaxError(ImportError):
-    """The installed jax is of a release whose kernels nobody has tried with this libtpu."""
+    """Raised for a release of jax whose kernels are not tested with this libtpu."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call of a kernel takes, in the terms of Pallas' ``CostEstimate``.
+    """The cost of one call of a kernel, in the terms of Pallas' ``CostEstimate``.
 
     Attributes:
-        flops: floating-point operations of the matrix units, with whatever padding they need.
+        flops: floating-point operations of the matrix units, including padding.
         bytes: bytes moved between HBM and the core.
-        transcendentals: exponentials and the like.
-        model_flops: those of ``flops`` that the mathematics asks for.
+        transcendentals: exponentials and similar functions.
+        model_flops: the part of ``flops`` that the formula needs.
     """
 
     flops: int
@@ -63,7 +63,7 @@ class Cost:
 
 
 class JaxFunction(Protocol):
-    """A function of JAX arrays. Hashable: equal ones trace the same program."""
+    """A function of JAX arrays. Hashable: equal ones have the same trace."""
 
     @property
     def name(self) -> str: ...
@@ -73,40 +73,40 @@ class JaxFunction(Protocol):
     def __call__(self, *arrays: Any) -> tuple[Any, ...]: ...
 
     def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
-        """By how names of kernels begin. ``shapes``: those of the arguments."""
+        """Costs by prefix of the kernels' names. ``shapes``: those of the arguments."""
         ...
 
 
 def call(
     function: JaxFunction, tensors: Sequence[torch.Tensor], platform: str
 ) -> list[torch.Tensor]:
-    """What ``function`` returns for ``tensors``. Not an operator with a gradient.
+    """The result of ``function`` for ``tensors``. The call has no gradient.
 
     Args:
         tensors: on an XLA device, of the dtypes in :data:`DTYPES`.
-        platform: ``"tpu"`` or ``"cpu"``, where the program is going to run.
+        platform: ``"tpu"`` or ``"cpu"``, where the program will run.
 
     Raises:
         MissingExtraError: jax is not installed.
-        UnknownJaxError: another jax than one in :data:`KNOWN_JAX` is.
+        UnknownJaxError: the installed jax is not in :data:`KNOWN_JAX`.
     """
     shapes = tuple((tuple(tensor.shape), DTYPES[tensor.dtype]) for tensor in tensors)
     with _ONE_AT_A_TIME:
-        # Ranks that are threads get the same one. Each torch_xla computation counts as another,
-        # whatever is in it: the ranks would compile a program each, and these may meet in
-        # different orders, for ever.
+        # Ranks that are threads share one computation. torch_xla counts each computation object as
+        # different, even with equal contents: the ranks would compile a program each, and their
+        # collectives could wait for each other in different orders, forever.
         computation = _computation(function, shapes, platform)
     return xlac.call_computation(f"xla::{function.name}", list(tensors), computation)
 
 
 def require_jax() -> None:
-    """Raises unless there is a jax that is known to go with this libtpu."""
+    """Raises unless a jax is installed that is known to work with this libtpu."""
     extras.require_extra("plan", "a kernel written in JAX", ("jax", "jaxlib"))
     found = version("jax")
     if found not in KNOWN_JAX:
         raise UnknownJaxError(
-            f"jax {found} is installed; kernels are exported in a form that libtpu 0.0.21 reads by "
-            f"jax {', '.join(KNOWN_JAX)} only: pip install 'jax=={KNOWN_JAX[-1]}' 'jaxlib=="
+            f"jax {found} is installed, but libtpu 0.0.21 can read only kernels that are exported "
+            f"by jax {', '.join(KNOWN_JAX)}. Run pip install 'jax=={KNOWN_JAX[-1]}' 'jaxlib=="
             f"{KNOWN_JAX[-1]}', or pass implementation='math'"
         )
 
@@ -151,8 +151,8 @@ def _exported(
 
 
 def _complete_kernels(ir: Any, module: Any, costs: Mapping[str, Cost]) -> None:
-    """Writes into every kernel what it takes, and takes out of it where it was written: files and
-    lines of all that called it, by which programs would differ that compile to the same."""
+    """Writes its cost into every kernel, and removes source locations: the files and lines of all
+    callers, which would make programs differ that compile to the same."""
 
     def complete(operation: Any) -> Any:
         attributes = operation.attributes
@@ -185,10 +185,10 @@ def _without_places(kernel: bytes) -> bytes:
     from jaxlib.mlir.passmanager import PassManager
 
     with mlir.make_ir_context() as context:
-        context.allow_unregistered_dialects = True  # Mosaic's serialized form is none that is known
+        context.allow_unregistered_dialects = True  # MLIR does not know Mosaic's serialized dialect
         module = ir.Module.parse(kernel)
         PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
         written = io.BytesIO()
-        # As JAX writes it.
+        # The same version as JAX writes.
         module.operation.write_bytecode(written, desired_version=0)
     return written.getvalue()

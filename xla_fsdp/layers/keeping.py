@@ -1,8 +1,8 @@
-"""Values of a block that its recomputation takes over from the forward.
+"""Values of a block that are saved in the forward, so that the backward need not recompute them.
 
-What a recomputation takes over it need not compute: the operations before it are traced again, as
-gradients go through them, but nobody uses what they return, so the compiler leaves them out. In JAX
-such values have a ``checkpoint_name`` and a policy that saves it.
+A recomputation reuses these values. It still traces the operations before them, because gradients
+flow through them, but their results are not used, so the compiler removes them. In JAX such values
+have a ``checkpoint_name`` and a policy that saves it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-# The name of what ``scaled_dot_product_attention`` returns, by the kernel or not.
+# The name of the result of ``scaled_dot_product_attention``, from the kernel or not.
 ATTENTION = "attention"
 
 
 class Keeping:
-    """One pass over a block: the forward, which records values, or the recomputation, which gets
+    """One pass over a block: the forward, which records values, or the recomputation, which reuses
     them in the order in which they were recorded.
 
     Args:
-        names: submodules of the block, whose outputs are kept, and :data:`ATTENTION`.
+        names: submodules of the block, whose outputs are saved, and :data:`ATTENTION`.
         recorded: the values, in a recomputation.
     """
 
@@ -38,7 +38,7 @@ class Keeping:
 
     @contextlib.contextmanager
     def over(self, block: nn.Module) -> Iterator[None]:
-        """Within, calls of ``block`` in this thread record or get."""
+        """Within, calls of ``block`` in this thread record or reuse values."""
         named = [name for name in self.names if name != ATTENTION]
         handles = [
             block.get_submodule(name).register_forward_hook(partial(self._of_module, name))
@@ -53,15 +53,16 @@ class Keeping:
                 handle.remove()
 
     def require_met(self) -> None:
-        """What never came would be computed again without a word.
+        """Raises for a name that did not occur: without an error it would silently be recomputed.
 
         Raises:
-            ValueError: the block did not call what it is to keep.
+            ValueError: the block did not call a submodule that ``keep`` names.
         """
         for name in sorted(self.names - self.met):
             what = "scaled_dot_product_attention of xla_fsdp.layers" if name == ATTENTION else name
             raise ValueError(
-                f"keep={name!r}: the forward of a block does not call {what}; name what it calls"
+                f"keep={name!r}, but the forward of a block does not call {what}. Name submodules "
+                "that it calls"
             )
 
     def computed(
@@ -77,18 +78,18 @@ class Keeping:
         return made
 
     def of_tensor(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """``value``; in a recomputation with the graph of ``value`` and what was recorded."""
+        """``value``; in a recomputation the recorded value with the graph of ``value``."""
         self.met.add(name)
         if self._recorded is not None:
             return _Recorded.apply(value, next(self._recorded))
-        self.values.append(value.clone())  # what changes ``value`` in place does not change this
+        self.values.append(value.clone())  # not affected by later in-place changes of ``value``
         return value
 
     def _of_module(self, name: str, module: nn.Module, args: Any, output: Any) -> torch.Tensor:
         if not isinstance(output, torch.Tensor):
             raise TypeError(
-                f"keep={name!r}: {type(module).__name__} returns {type(output).__name__}, where a "
-                "tensor is needed; name submodules that return one"
+                f"keep={name!r}, but {type(module).__name__} returns {type(output).__name__} "
+                "instead of a tensor. Name submodules that return a tensor"
             )
         return self.of_tensor(name, output)
 
@@ -97,7 +98,7 @@ _current: ContextVar[Keeping | None] = ContextVar("xla_fsdp_keeping", default=No
 
 
 def keeping(name: str) -> Keeping | None:
-    """What goes on in this thread, if it keeps ``name``."""
+    """The current pass of this thread, if it saves ``name``."""
     current = _current.get()
     return current if current is not None and name in current.names else None
 

@@ -1,8 +1,9 @@
 """``nn.Linear`` on inputs of three and more dimensions, without flattening them.
 
-PyTorch makes the leading dimensions one, and the gradient of the weight contracts over it; here
-(``contraction.py``) over all leading dimensions at once. Workload S on v5e:2x4: 46.5 to 39.4
-million cycles, and 93 MiB less of temporaries (benchmarks/LOG.md).
+PyTorch flattens the leading dimensions into one, and contracts over it for the gradient of the
+weight; this module contracts over all leading dimensions in one operation (``contraction.py``).
+Workload S on v5e:2x4: 46.5 to 39.4 million cycles, and 93 MiB less of temporaries
+(benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ..collectives.world import World
 from ..tpu.chips import chip_of
 from .contraction import Product, contracts
 
-# Elements of a weight from which on :func:`frees_input` holds.
+# From this many elements of a weight on, :func:`frees_input` applies.
 LARGE = 1 << 21
 
 
-# What transformers, and others, call the layers of attention, and the size of a head.
+# Names of the layers of attention in transformers and other libraries.
 _MAKE_HEADS = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v")
 _TAKE_HEADS = ("o_proj", "out_proj", "dense", "o", "out")
 _SIZES = ("head_dim", "attention_head_size")
@@ -35,15 +36,15 @@ _SIZES = ("head_dim", "attention_head_size")
 
 @dataclass(frozen=True)
 class Heads:
-    """A layer of attention whose outputs, or else inputs, are heads of ``size`` elements, side by
-    side. What makes them views of heads comes after the layer, or before it: said in the product,
-    it costs no copy (docs/how-to/attention.md)."""
+    """Marks a linear layer of attention whose outputs (or inputs) are heads of ``size`` elements
+    each. The views that split or join heads come after (or before) the layer. Inside the
+    contraction they need no copy (docs/how-to/attention.md)."""
 
     size: int
     made: bool
 
     def fit(self, weight: torch.Tensor) -> bool:
-        """Whether a ``weight`` (m, n) makes, or takes, whole heads."""
+        """Whether the rows (or columns) of a ``weight`` (m, n) are complete heads."""
         return weight.shape[0 if self.made else 1] % self.size == 0
 
 
@@ -54,16 +55,16 @@ def linear(
     frees: bool = False,
     heads: Heads | None = None,
 ) -> torch.Tensor:
-    """What ``module`` computes of ``input`` ``(..., n)``: ``(..., m)``.
+    """The result of ``module`` for ``input`` ``(..., n)``: ``(..., m)``.
 
-    ``keep``: with ``input`` in memory until the backward, if there will be one. ``frees``: and not
-    after the backward of this layer. ``heads``: what the last dimension of one of them is.
+    ``keep``: if there will be a backward, store ``input`` until then. ``frees``: free it after this
+    layer's backward. ``heads``: the heads in the last dimension of the input or output.
     """
     weight, bias = module.weight, module.bias
-    # A wrong width is for PyTorch to tell.
+    # PyTorch raises the error for a wrong width.
     if input.dim() > 2 and contracts(input, weight) and input.shape[-1] == weight.shape[1]:
-        # The gradient of a frozen weight, which reads the input once more, is not computed. A
-        # parameter is gathered again instead.
+        # The gradient of a frozen weight, which would need the input again, is not computed. A
+        # parameter is not stored but gathered again.
         own = input if input._base is None else input._base
         keep = keep and not isinstance(own, nn.Parameter)
         if keep and torch.is_grad_enabled() and weight.requires_grad:
@@ -83,12 +84,12 @@ def linear(
     return F.linear(input, weight, bias)
 
 
-# Layers that compute so, and what is known of each.
+# The linear layers of a module that are computed here, with the heads of each.
 Layers = dict[nn.Linear, Heads | None]
 
 
 def layers_in(modules: Iterable[nn.Module]) -> Layers:
-    """Those of ``modules`` that :func:`linear` may compute, and what it is to know of each."""
+    """The ``modules`` that :func:`linear` can compute, with the heads of each."""
     modules = list(modules)
     found: Layers = {m: None for m in modules if applies_to(m)}
     for parent in modules:
@@ -103,9 +104,9 @@ def layers_in(modules: Iterable[nn.Module]) -> Layers:
 
 
 def applies_to(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether ``module`` computes what :func:`linear` does, and not something of its own.
+    """Whether the forward of ``module`` is that of ``nn.Linear``, and can be replaced.
 
-    Parametrized weights (LoRA, spectral norm) are computed anew whenever they are looked at.
+    Not for parametrized weights (LoRA, spectral norm), which are computed again at every access.
     """
     return (
         isinstance(module, nn.Linear)
@@ -115,24 +116,24 @@ def applies_to(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def keeps_input(module: nn.Linear, world: World) -> bool:
-    """Whether what goes into ``module`` is better kept for the backward than computed again.
+    """Whether storing the input of ``module`` until the backward is faster than recomputing it.
 
-    What a layer narrows is the result of an activation function. The compiler likes to compute that
-    again, inside of each product that reads it. The chip's product of matrices is so fast in
-    relation to its other arithmetic (``Chip.stores_linear_inputs``) that the products wait for it.
+    The input of a layer that reduces the width is the result of an activation function. The
+    compiler tends to recompute that inside each matmul that reads it. On some chips, matmuls are so
+    fast relative to other arithmetic (``Chip.stores_linear_inputs``) that they wait for it.
     """
     chip = chip_of(world.device_kind)
     return chip is not None and chip.stores_linear_inputs and _narrows(module)
 
 
 def frees_input(module: nn.Linear) -> bool:
-    """Whether, where a block is recomputed, the gradient of the weight should come first.
+    """Whether, in a recomputed block, the gradient of the weight should be computed first.
 
-    The compiler puts off gradients of weights, which nothing waits for, and what they are made of
-    stays: an MLP's activations during the attention's backward. 32 scanned blocks of workload S on
-    v3-8: 975 MiB instead of 1,047. Outside of loops it does so with what :func:`keeps_input` keeps
-    only: four checkpointed blocks on v5p-128, 586 MiB instead of 650, and no gain on v3, v4 and
-    v5e. Small layers lose by the barrier (benchmarks/LOG.md).
+    The compiler delays gradients of weights, because no other operation waits for them, so their
+    inputs stay in memory: an MLP's activations during the attention's backward. 32 scanned blocks
+    of workload S on v3-8: 975 MiB instead of 1,047. Outside of loops this happens only to inputs
+    that :func:`keeps_input` stores: four checkpointed blocks on v5p-128, 586 MiB instead of 650,
+    and no gain on v3, v4 and v5e. For small layers the barrier costs more (benchmarks/LOG.md).
     """
     return _narrows(module) and module.in_features * module.out_features >= LARGE
 
@@ -146,7 +147,7 @@ _recomputed: ContextVar[bool] = ContextVar("xla_fsdp_recomputed", default=False)
 
 @contextlib.contextmanager
 def recomputed_later() -> Iterator[None]:
-    """Within, what this thread computes is computed again by the backward, not kept for it."""
+    """Within, the backward recomputes what this thread computes, instead of storing it."""
     token = _recomputed.set(True)
     try:
         yield
@@ -155,8 +156,8 @@ def recomputed_later() -> Iterator[None]:
 
 
 def replace_forwards(layers: Layers, world: World, in_loop: bool = False) -> None:
-    """Has ``layers`` compute with :func:`linear` until :func:`restore_forwards`, but those of which
-    somebody else replaced the forward. ``in_loop``: over blocks, which recomputes each."""
+    """Makes ``layers`` compute with :func:`linear` until :func:`restore_forwards`, except those
+    whose forward other code replaced. ``in_loop``: in scanned blocks, which recompute each."""
     for module, heads in layers.items():
         keep, frees = keeps_input(module, world), in_loop and frees_input(module)
         module.__dict__.setdefault("forward", _Contraction(module, keep, frees, heads))
@@ -170,7 +171,7 @@ def restore_forwards(layers: Layers) -> None:
 
 
 class _Contraction:
-    """The forward of a module, while it is replaced."""
+    """The forward of a module while it is replaced."""
 
     def __init__(self, module: nn.Linear, keep: bool, frees: bool, heads: Heads | None) -> None:
         self.module = module

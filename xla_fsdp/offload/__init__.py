@@ -1,1 +1,1 @@
-"""Parameters, gradients and the optimizer's work on the host: docs/how-to/cpu-offload.md."""
+"""Parameters, gradients and the optimizer update on the host: docs/how-to/cpu-offload.md."""

@@ -1,4 +1,4 @@
-"""Giving a unit whose shards are on the host what it needs to compute on the device."""
+"""Connects a unit whose shards are on the host with its copies and gradients on the device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .streaming import Stream
 
 
 def attach(unit: FSDPState) -> None:
-    """Gives every shard of ``unit`` that lies on the host a copy on the device, and its gradient a
-    way back. Nothing, if ``unit`` offloads nothing.
+    """Gives every shard of ``unit`` on the host a copy on the device, and a way for its gradient to
+    the host. Does nothing if ``unit`` does not offload.
 
     Raises:
-        ValueError: a parameter that another wrapper has as well (tied weights) is offloaded by one
-            of the two only.
+        ValueError: a parameter is shared with another wrapper (tied weights), and only one of the
+            two wrappers offloads it.
     """
     how = unit.options.cpu_offload
     offloads = how is not None
@@ -24,7 +24,7 @@ def attach(unit: FSDPState) -> None:
             ours, theirs = ("is", "not") if offloads else ("not", "is")
             raise ValueError(
                 f"parameter {tensor.key!r} is shared with another wrapper (tied weights), and "
-                f"{ours} offloaded here but {theirs} there: give both wrappers the same cpu_offload"
+                f"{ours} offloaded here but {theirs} there. Pass the same cpu_offload to both"
             )
     if how is None:
         return
@@ -34,11 +34,11 @@ def attach(unit: FSDPState) -> None:
         unit.stream = Stream(unit, gradients)
     for tensor in unit.stored:
         shard = tensor.shard
-        assert isinstance(shard, HostShard)  # looked at above
+        assert isinstance(shard, HostShard)  # checked above
         if tensor.copy is None:
             computed = None if tensor.wide else unit.options.compute_dtype
             tensor.copy = ShardCopy(shard, computed, uploads)
         elif tensor.copy.dtype is not tensor.spec.compute_dtype(unit.options.compute_dtype):
-            # Tied, and the other wrapper computes otherwise.
+            # Tied, and the other wrapper has another compute dtype.
             tensor.copy = ShardCopy(shard, None, uploads)
         tensor.widens = True

@@ -1,7 +1,7 @@
-"""What the device has of shards that lie on the host: copies, sent when they are needed.
+"""Copies on the device of shards that are on the host, sent when they are needed.
 
-A copy is made anew when its shard has changed, by an optimizer, a load or a hand. Nothing is
-computed on the device for it: a transfer is no program, so none is compiled.
+A copy is sent again after its shard has changed, by an optimizer, a load or the user. This needs no
+computation on the device: a transfer is no program, so nothing is compiled.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ..sharding.cpu_offload import HostShard, unwritten
 from ..sharding.layout import computed_in
 from ..sharding.sharded_parameter import local
 
-# Bytes that may be on their way to the device before somebody waits for them, unless one tensor
-# has more. Until then there is a copy of them on the host.
+# Bytes that may be in transfer to the device before the next send waits, unless one tensor has
+# more. During a transfer there is a second copy of them on the host.
 STAGED_BYTES = 1 << 28
 
 
 class Uploads:
-    """Sends to ``device``, at most ``most`` bytes at a time.
+    """Sends tensors to ``device``, at most ``most`` bytes at a time.
 
     Attributes:
-        sent: bytes so far.
+        sent: bytes sent so far.
     """
 
     def __init__(self, device: torch.device, most: int = STAGED_BYTES) -> None:
@@ -38,7 +38,7 @@ class Uploads:
     def send(self, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``value``, which is on the CPU, as ``dtype`` on the device.
 
-        Returns while it is under way; ``value`` may be changed at once.
+        Returns during the transfer; ``value`` may be changed immediately.
         """
         size = value.numel() * dtype.itemsize
         if self._under_way and self._under_way + size > self.most:
@@ -50,7 +50,7 @@ class Uploads:
         return as_data(value.to(dtype), self.device)
 
     def _wait(self) -> None:
-        """Until all that was sent is there: what is sent after it is, and comes back."""
+        """Waits for all earlier transfers: sends one more value, and fetches it."""
         self._under_way = 0
         if not is_pretending():
             last = as_data(torch.zeros(1, device="cpu"), self.device)
@@ -58,11 +58,11 @@ class Uploads:
 
 
 class ShardCopy:
-    """The copy of one shard.
+    """The device copy of one shard.
 
     Args:
-        dtype: what is asked for, see :func:`computed_in`.
-        uploads: what sends it.
+        dtype: the compute dtype, see :func:`computed_in`.
+        uploads: sends the copy.
     """
 
     def __init__(self, shard: HostShard, dtype: torch.dtype | None, uploads: Uploads) -> None:
@@ -74,32 +74,32 @@ class ShardCopy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it is gathered."""
+        """The dtype in which the shard is gathered."""
         return computed_in(self._shard.dtype, self._dtype)
 
     @property
     def value(self) -> torch.Tensor:
-        """On the device, of the shape of the shard."""
+        """The copy on the device, in the shape of the shard."""
         return self.send()
 
     @property
     def held(self) -> torch.Tensor | None:
-        """What is on the device, whether or not the shard has changed since."""
+        """The copy on the device, even if the shard has changed since; ``None`` if dropped."""
         return self._value
 
     def drop(self) -> None:
-        """Lets go of what is on the device: the next use sends anew."""
+        """Frees the copy; the next use sends it again."""
         self._value = self._made_of = None
 
     def send(self) -> torch.Tensor:
         """Starts the transfer, if the shard has changed since the last one."""
         state = self._shard.state()
         if self._value is None or state != self._made_of:
-            self._value = None  # before the next one is there: one of them in device memory
+            self._value = None  # free it before the next one, so only one is in device memory
             self._value = self.uploads.send(local(self._shard), self.dtype)
             self._made_of = state
         return self._value
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a deep copy has: not the tensor, which is made of another shard."""
+        """State for deep copies: without the tensor, which belongs to another shard."""
         return {**vars(self), "_value": None, "_made_of": None}

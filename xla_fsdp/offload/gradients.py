@@ -1,8 +1,8 @@
-"""Gradients of shards, from the device to the host, at the end of a backward.
+"""Moves gradients of shards from the device to the host at the end of a backward.
 
-The results of a program are there when all of it has run. So the backward ends with a cut: the
-program starts, and gradients are fetched in pieces as soon as it is over, one piece while the one
-before is added up on the host.
+The results of a program exist only when all of it has run. So the backward ends with a cut: the
+program starts, and when it is done, gradients are fetched in pieces. While one piece is fetched,
+the piece before is added up on the host.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Pending = tuple[torch.Tensor, torch.Tensor]
 
 
 class HostGradients:
-    """Those of one unit.
+    """The gradients of one unit that go to the host.
 
     Attributes:
         pending: shards and their gradients, on the device.
-        received: bytes so far.
+        received: bytes received so far.
     """
 
     def __init__(self, device: torch.device, most: int = FETCHED_BYTES) -> None:
@@ -36,11 +36,11 @@ class HostGradients:
         self.most = most
         self.pending: list[Pending] = []
         self.received = 0
-        self._told: int | None = None  # the backward whose end calls us
+        self._told: int | None = None  # the backward at whose end `arrive` is called
 
     def take(self, shard: torch.Tensor, grad: torch.Tensor) -> None:
         """Adds ``grad`` to that of ``shard`` once the backward is over."""
-        assert isinstance(shard, HostShard)  # what an optimizer has, nothing like it
+        assert isinstance(shard, HostShard)  # the object that the optimizer has
         self.pending.append((shard, grad))
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._told):
@@ -48,11 +48,11 @@ class HostGradients:
             torch.autograd.Variable._execution_engine.queue_callback(self.arrive)
 
     def forget(self) -> None:
-        """Drops what a backward that failed has left."""
+        """Drops gradients that a failed backward left."""
         self.pending.clear()
 
     def arrive(self) -> None:
-        """Runs what was traced, and gives every shard its gradient, in the shard's dtype."""
+        """Runs the traced program, and gives every shard its gradient, in the shard's dtype."""
         self._told = None
         if not self.pending:
             return
@@ -60,7 +60,7 @@ class HostGradients:
         self.depart(lambda give: give())
 
     def depart(self, run: Callable[[Callable[[], None]], None]) -> None:
-        """Has ``run`` give every shard its gradient. The program that computes them has started."""
+        """Makes ``run`` give every shard its gradient, once their program has started."""
         pending, self.pending = self.pending, []
         if not pending:
             return
@@ -79,7 +79,7 @@ class HostGradients:
     def _fetched(
         self, pending: list[Pending]
     ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Shards and their gradients on the CPU, piece by piece; empties ``pending``."""
+        """Yields shards and their gradients on the CPU, in pieces; empties ``pending``."""
         pieces = self._pieces(pending)
         if len(pieces) == 1:
             yield _fetch(pieces.pop())
@@ -93,7 +93,7 @@ class HostGradients:
             yield following.result()
 
     def _pieces(self, pending: list[Pending]) -> list[list[Pending]]:
-        """The last of them first."""
+        """Pieces of ``pending``, the last gradients first."""
         pieces: list[list[Pending]] = []
         size = 0
         while pending:
@@ -112,12 +112,12 @@ def _bytes(one: Pending) -> int:
 
 def _fetch(piece: list[Pending]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     shards, values = [shard for shard, _ in piece], [value for _, value in piece]
-    piece.clear()  # with `values` they leave the device's memory
+    piece.clear()  # frees them on the device, together with `values`
     return shards, xlac.copy_to_host(values)
 
 
 def _pretend(shards: list[torch.Tensor]) -> None:
-    """Gives each a gradient."""
+    """Gives each shard a gradient without values, for a plan."""
     for shard in shards:
         if shard.grad is None:
             with on_local_parts():

@@ -1,10 +1,10 @@
 """Units whose parameters are on the device only while they compute: docs/how-to/cpu-offload.md,
 "Stream parameters".
 
-A program of torch_xla takes its arguments from the device's memory and leaves its results there
-when it is over. So that less than the whole model is there, the step is cut into programs, one for
-each unit's forward and one for its backward. While one runs, the host traces the next, casts the
-copies of its shards and sends them, and fetches the gradients of the one before. At most two units'
+A torch_xla program takes its arguments from device memory and leaves its results there. So that
+device memory need not hold the entire model, the step is cut into programs, one for each unit's
+forward and one for its backward. While one program runs, the host traces the next, casts and sends
+the copies of its shards, and fetches the gradients of the program before. At most two units'
 copies, and three units' gradients, are on the device.
 """
 
@@ -25,12 +25,12 @@ from ..sharding.state import FSDPState
 from ..tree import map_tensors, tensors_in
 from .gradients import HostGradients
 
-# Units whose gradients may be on their way to the host.
+# The number of units whose gradients may be in transfer to the host.
 _FETCHING = 2
 
 
 class Traffic:
-    """What the streamed units of one model have under way.
+    """The current transfers and programs of the streamed units of one model.
 
     Lifetime of the thread: from the first gradients of a backward to its end.
     """
@@ -41,18 +41,18 @@ class Traffic:
         self._pool: ThreadPoolExecutor | None = None
 
     def __deepcopy__(self, memo: dict) -> Traffic:
-        """A copy of a model is not under way."""
+        """A copied model has no current transfers."""
         return memo.setdefault(id(self), Traffic(self.device))
 
     def cut(self) -> None:
-        """Runs what was traced, once what ran before is over and its memory free."""
+        """Starts the traced program, after the previous one is done and its memory free."""
         if not is_pretending():
             xm.wait_device_ops(xm.xla_real_devices([self.device]))
         xlac.start_program(self.device)
 
     def fetch(self, task: Callable[[], None]) -> None:
-        """Has ``task`` run behind those before it, which one thread does: two units may have
-        gradients of one shard."""
+        """Queues ``task`` for the thread that runs all tasks in order: two units may have gradients
+        of the same shard."""
         while len(self._fetching) >= _FETCHING:
             self._fetching.pop(0).result()
         if self._pool is None:
@@ -60,10 +60,10 @@ class Traffic:
         self._fetching.append(self._pool.submit(task))
 
     def wait(self) -> None:
-        """Until every gradient is on the host.
+        """Waits until every gradient is on the host.
 
         Raises:
-            Exception: what a hook on a shard raised.
+            Exception: a hook on a shard raised it.
         """
         try:
             while self._fetching:
@@ -76,10 +76,10 @@ class Traffic:
 
 
 class Stream:
-    """When the copies of one unit come and go.
+    """Decides when the copies of one unit are sent and freed.
 
     Attributes:
-        traffic: of the model, once its root is known; the unit's own before.
+        traffic: of the model, once its root is known; before that a separate one.
     """
 
     def __init__(self, unit: FSDPState, gradients: HostGradients) -> None:
@@ -89,42 +89,42 @@ class Stream:
 
     @property
     def _passing(self) -> bool:
-        """Whether the unit's copies go now: not the root's, in which the others compute, and not
-        in a recomputation, whose backward follows at once."""
+        """Whether to free the unit's copies now: not those of the root, during which the other
+        units compute, and not in a recomputation, whose backward follows immediately."""
         return not self._unit.is_root and torch._C._current_graph_task_id() == -1
 
     def entering(self, inputs: Any) -> Any:
-        """``inputs`` of the forward, with a graph that knows when their gradients are there."""
+        """``inputs`` of the forward, with a graph node that runs when their gradients exist."""
         if self._unit.is_root or not torch.is_grad_enabled():
             return inputs
         tensors = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
-        if not tensors:  # then the backward's end is this unit's
+        if not tensors:  # then this unit's backward ends with the model's
             return inputs
         passed = dict(zip(tensors, _Entrance.apply(self, *tensors.values()), strict=True))
         return map_tensors(lambda t: passed.get(id(t), t), inputs)
 
     def forward_over(self) -> None:
-        """The unit has computed: that runs, and its copies go."""
+        """After the unit's forward: runs its program, and frees its copies."""
         if self._passing:
             self._unit.order.end_forward()
             self.traffic.cut()
             self._drop()
 
     def backward_over(self) -> None:
-        """All of the unit's gradients were traced, and those of its inputs."""
-        # What is full, or waited for, would be a result of the program.
+        """After all gradients of the unit and of its inputs were traced: runs the program."""
+        # Full parameters and pending gradients would be results of the program.
         self._unit.leave_backward()
         self.traffic.cut()
         self._drop()
         self._gradients.depart(self.traffic.fetch)
 
     def arrive(self) -> None:
-        """The backward through the model is over."""
+        """Called when the backward through the model is done."""
         self.traffic.wait()
 
     def forget(self) -> None:
-        """A backward failed."""
-        with contextlib.suppress(Exception):  # it was told already
+        """Called after a backward failed."""
+        with contextlib.suppress(Exception):  # the user has already seen the error
             self.traffic.wait()
 
     def _drop(self) -> None:
@@ -134,8 +134,8 @@ class Stream:
 
 
 class _Entrance(torch.autograd.Function):
-    """What a unit's forward starts from. It is the unit's oldest node, so autograd comes to it when
-    all others of the unit are done: parameters have had their gradients."""
+    """The first node of a unit's forward. It is the unit's oldest node, so autograd runs it after
+    all others of the unit: all parameters have their gradients by then."""
 
     @staticmethod
     def forward(ctx: Any, stream: Stream, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,6 +1,6 @@
-"""Optimizers that need more of a parameter than an element at a time, on shards.
+"""Optimizers for shards whose update is not elementwise.
 
-docs/how-to/optimizers.md has a table of what each sends and keeps.
+docs/how-to/optimizers.md has a table of what each communicates and stores.
 """
 
 from .adafactor import Adafactor

@@ -1,8 +1,8 @@
-"""Adafactor: second moments as one number a row and one a column.
+"""Adafactor: stores second moments as one number for each row and one for each column.
 
-Sums over rows and columns are of matrices of which a rank has some elements. Shape letters: ``d``
-blocks of a stack, ``k`` runs of ``w`` elements in this rank's shard: whole rows of a matrix where
-shards are made of them, else single elements.
+Sums over rows and columns are computed for matrices of which a rank has some elements. Shape
+letters: ``d`` blocks of a stack, ``k`` runs of ``w`` elements in this rank's shard: complete rows
+of a matrix if the shard consists of rows, otherwise single elements.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from .saved import Made, chunks, require_keys, require_shape
 
 
 class Adafactor(ShardedOptimizer):
-    """``torch.optim.Adafactor``, with rows, columns and norms of whole matrices.
+    """``torch.optim.Adafactor``, with the rows, columns and norms of full matrices.
 
     Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018 (arXiv
     1804.04235). Options, their defaults and formulas are those of torch, which factors the last two
-    dimensions, bounds the relative step by ``lr`` and takes ``eps[0]`` as a lower bound.
+    dimensions, bounds the relative step by ``lr`` and uses ``eps[0]`` as a lower bound.
 
     A step sends the sums of each matrix's rows and columns and the parameters' norms in one
-    all-reduce, and the updates' norms in another. Rows and columns are kept whole on every rank, in
-    float32. Where the shards of a matrix are not made of whole rows its elements are added up one
-    by one, which TPUs are slow at: keep to ``shard_param_on_dim_0`` or to sizes that divide.
+    all-reduce, and the updates' norms in another. Rows and columns are replicated on every rank, in
+    float32. If the shards of a matrix do not consist of complete rows, its elements are added up
+    one by one, which is slow on TPUs: use ``shard_param_on_dim_0`` or sizes that divide evenly.
 
     Args:
         params: parameters, or groups of them.
         lr: the bound of the relative step, and the factor of the weight decay.
         beta2_decay: the exponent with which the rate of the means falls.
-        eps: the least second moment (its root; ``None``: the parameter's rounding), and the least
-            norm of a parameter that its step is relative to.
+        eps: the minimum of the second moment (its root; ``None``: the parameter's rounding), and
+            the minimum of the parameter norm that a step is relative to.
         d: the bound of an update's root mean square.
-        weight_decay: decoupled.
+        weight_decay: decoupled weight decay.
 
     Raises:
         ValueError: an option is out of range.
@@ -56,7 +56,7 @@ class Adafactor(ShardedOptimizer):
         require_range("lr", lr, 0)
         require_range("-beta2_decay", -beta2_decay, 0)
         if eps[0] is not None:
-            require_range("eps[0]", eps[0], 0, open_low=True)  # padding would be divided by 0
+            require_range("eps[0]", eps[0], 0, open_low=True)  # otherwise padding divides by 0
         require_range("eps[1]", eps[1], 0)
         require_range("d", d, 1)
         require_range("weight_decay", weight_decay, 0)
@@ -81,13 +81,13 @@ class Adafactor(ShardedOptimizer):
         for one, norm, update in zip(own, found, updates, strict=True):
             one.move(update, norm)
 
-    # Each matrix has rows and columns of its own, see SavesItself.
+    # Each matrix has separate rows and columns, see SavesItself.
     member_state = frozenset({"row_var", "col_var"})
 
     def saved_state(
         self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """For checkpoints: rows and columns of each matrix, and an element of each other."""
+        """For checkpoints: rows and columns of each matrix, and one element for each other."""
         part = Parts(parameter)
         lengths = _lengths(part.shapes)
         vectors = any(not _lengths([shape]) for shape in part.shapes)
@@ -117,7 +117,7 @@ class Adafactor(ShardedOptimizer):
     def load_saved_state(
         self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The reverse, the same on any number of ranks."""
+        """The reverse of :meth:`saved_state`, the same on any number of ranks."""
         part, device = Parts(parameter), parameter.device
         state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]), device=device)}
         if any(not _lengths([shape]) for shape in part.shapes):
@@ -137,23 +137,23 @@ class Adafactor(ShardedOptimizer):
 
 
 def _lengths(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Of each matrix among ``shapes``: how many rows, how many columns."""
+    """The number of rows, or of columns, of each matrix among ``shapes``."""
     sizes = [(torch.Size(shape).numel(), shape) for shape in shapes if len(shape) > 1]
     return [n // length for n, shape in sizes if n for length in (shape[-1], shape[-2])]
 
 
 def _factor_shapes(part: Parts, parameter: torch.Tensor) -> dict[str, list[int]]:
-    """The state that has the rows and columns of what is in ``parameter``, and its shapes."""
-    if part.world is None:  # as torch.optim.Adafactor has it
+    """The state with the rows and columns of the matrices in ``parameter``, and its shapes."""
+    if part.world is None:  # the format of torch.optim.Adafactor
         *batch, height, width = parameter.shape
         return {"row_var": [*batch, height, 1], "col_var": [*batch, 1, width]}
-    # More dimensions than a parameter has: nobody may take it for a value an element.
+    # More dimensions than a parameter has, so that it is not mistaken for elementwise state.
     shape = [*[1] * parameter.dim(), part.depth, sum(_lengths(part.shapes))]
     return {"row_and_col_var": shape}
 
 
 class _Own:
-    """One tensor of the optimizer in one step."""
+    """One tensor of the optimizer during one step."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _Own:
         part: Parts,
         group: dict[str, Any],
     ):
-        assert parameter.grad is not None  # those without were left out
+        assert parameter.grad is not None  # parameters without gradient are skipped before
         self.state, self.parameter, self.part, self.group = state, parameter, part, group
         self.grad = parameter.grad.float()
         self.factors = factors_of(part, parameter)
@@ -180,20 +180,20 @@ class _Own:
 
     @property
     def _lengths(self) -> list[int]:
-        """Of each matrix: how many rows, how many columns."""
+        """The number of rows, or of columns, of each matrix."""
         found = [factors for factors in self.factors if factors is not None]
         return [length for factors in found for length in (factors.rows, factors.columns)]
 
     @property
     def _scale(self) -> float | torch.Tensor:
-        """What a norm is multiplied with for the root mean square."""
+        """The factor from a norm to the root mean square."""
         scales = [max(numel, 1) ** -0.5 for numel in self.part.numels]
         if len(self.part.shapes) == 1:
             return scales[0]
         return torch.tensor(scales, device=self.parameter.device)
 
     def sums(self) -> torch.Tensor:
-        """What all ranks' are added: the parameters' squares, then rows and columns; flat."""
+        """What is summed over the ranks: squares of parameters, then rows and columns; flat."""
         weights = self.parameter.float()
         pieces = [self.part.sums(weights * weights)]
         squares = self.grad * self.grad
@@ -216,13 +216,13 @@ class _Own:
             own = factors.spread(rows, columns, eps)
             mask = factors.mask
             estimate = own if mask is None or estimate is None else torch.where(mask, own, estimate)
-        assert estimate is not None  # every parameter is a matrix or none
+        assert estimate is not None  # all parameters are matrices, or none is
         return estimate.clamp(min=eps * eps).rsqrt() * self.grad
 
     def _moved(
         self, totals: torch.Tensor, rate: torch.Tensor
     ) -> Iterator[tuple[Factors, tuple[torch.Tensor, torch.Tensor]]]:
-        """The means of rows and columns of each matrix, moved on to this step's."""
+        """The means of rows and columns of each matrix, updated for this step."""
         found = [factors for factors in self.factors if factors is not None]
         if not found:
             return
@@ -235,7 +235,7 @@ class _Own:
         yield from zip(found, zip(pieces[::2], pieces[1::2], strict=True), strict=True)
 
     def move(self, update: torch.Tensor, norm: torch.Tensor) -> None:
-        """Takes the step; ``norm``: of the whole updates."""
+        """Applies the update; ``norm``: of the full updates."""
         group, step = self.group, self.state["step"]
         rate = step.rsqrt().clamp(max=group["lr"])
         reach = self.length.clamp(min=group["eps"][1]) * rate
@@ -247,7 +247,7 @@ class _Own:
 
 
 def factors_of(part: Parts, like: torch.Tensor) -> list[Factors | None]:
-    """For each parameter in ``part`` its rows and columns, ``None`` if it is no matrix."""
+    """For each parameter in ``part`` its rows and columns, ``None`` if it is not a matrix."""
     return [
         Factors(part, number, like) if len(shape) > 1 and torch.Size(shape).numel() else None
         for number, shape in enumerate(part.shapes)
@@ -258,8 +258,8 @@ class Factors:
     """The last two dimensions of one parameter, of which this rank has some elements.
 
     Attributes:
-        rows, columns: how many there are in all, those of all leading dimensions together.
-        mask: which of the shard's elements are this parameter's; ``None`` for all.
+        rows, columns: their total numbers, for all leading dimensions together.
+        mask: which elements of the shard belong to this parameter; ``None`` for all.
     """
 
     def __init__(self, part: Parts, number: int, like: torch.Tensor):
@@ -273,7 +273,7 @@ class Factors:
         self.mask = ((at >= 0) & (at < numel)) if several else None
         aligned = not several and at.numel() % self._width == 0
         self._run = self._width if aligned else 1
-        # Padding counts as the last element: its squares are 0, and its updates too.
+        # Padding counts as the last element: its squares and updates are 0.
         first = at.view(-1, self._run)[:, 0].clamp(0, numel - 1)
         self._row_of = torch.div(first, self._width, rounding_mode="floor")
         self._cell_of = torch.div(first, self._width * self._height, rounding_mode="floor")
@@ -298,7 +298,7 @@ class Factors:
         return rows / self._width, columns / self._height
 
     def spread(self, rows: torch.Tensor, columns: torch.Tensor, eps: float) -> torch.Tensor:
-        """The product of rows and columns over the rows' mean, for each element of the shard."""
+        """``rows * columns / mean(rows)`` for each element of the shard."""
         depth = self._part.depth
         means = rows.view(depth, self.batch, -1).mean(2, keepdim=True).clamp(min=eps)
         rows = (rows.view(depth, self.batch, -1) / means).view(depth, -1)

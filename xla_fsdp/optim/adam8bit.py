@@ -1,13 +1,13 @@
-"""AdamW whose two moments take a byte each, with a scale for every block of elements.
+"""AdamW whose two moments take one byte each, with a scale for every block of elements.
 
-Dynamic tree quantisation of Dettmers, "8-Bit Approximations for Parallelism in Deep Learning",
+Dynamic tree quantization of Dettmers, "8-Bit Approximations for Parallelism in Deep Learning",
 2015 (arXiv 1511.04561), by blocks as in Dettmers et al., "8-bit Optimizers via Block-wise
 Quantization", 2021 (arXiv 2110.02861): a block is divided by its largest magnitude, and each
-element becomes the nearest of 256 values. Those are 0, 1, and in each of the seven decades below
-1 evenly spaced ones, half as many in a decade as in the one above. Signed values have 64 in the
-highest decade, for each sign; unsigned ones 128.
+element becomes the nearest of 256 values. These are 0, 1, and evenly spaced values in each of the
+seven decades below 1, half as many in a decade as in the next higher one. Signed values have 64 in
+the highest decade, for each sign; unsigned ones 128.
 
-Which value is nearest is computed instead of looked up: tables are slow on TPUs.
+The nearest value is computed instead of looked up, because tables are slow on TPUs.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class AdamW8bit(ShardedOptimizer):
     """``torch.optim.AdamW`` with moments in 8 bits, by blocks of 2048 elements of the shard.
 
     Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (arXiv 2110.02861). The
-    moments are made float32 for their update and encoded again, see
+    moments are decoded to float32 for their update and encoded again, see
     :mod:`xla_fsdp.optim.adam8bit`. Which elements share a block depends on the ranks and the
-    layout, so steps on other numbers of ranks are equal within the error of the encoding.
+    layout, so steps with another number of ranks are equal within the error of the encoding.
 
-    A step sends nothing.
+    A step needs no communication.
 
     Args:
         params: parameters, or groups of them.
-        lr, betas, eps, weight_decay: as of ``torch.optim.AdamW``.
-        min_8bit_size: shards of fewer elements keep float32 moments, as the authors do.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+        min_8bit_size: shards with fewer elements use float32 moments, as in the paper.
 
     Raises:
         ValueError: an option is out of range.
@@ -58,7 +58,7 @@ class AdamW8bit(ShardedOptimizer):
         require_range("lr", lr, 0)
         require_range("betas[0]", betas[0], 0, 1)
         require_range("betas[1]", betas[1], 0, 1)
-        require_range("eps", eps, 0, open_low=True)  # padding would be divided by 0
+        require_range("eps", eps, 0, open_low=True)  # otherwise padding divides by 0
         require_range("weight_decay", weight_decay, 0)
         require_range("min_8bit_size", min_8bit_size, 0)
         super().__init__(
@@ -74,7 +74,7 @@ class AdamW8bit(ShardedOptimizer):
 
     def _update(self) -> None:
         for group, parameter, _ in self._trained():
-            assert parameter.grad is not None  # those without were left out
+            assert parameter.grad is not None  # parameters without gradient are skipped before
             grad, state = parameter.grad.float(), self.state[parameter]
             if not state:
                 _begin(state, parameter, parameter.numel() < group["min_8bit_size"])
@@ -91,13 +91,13 @@ class AdamW8bit(ShardedOptimizer):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.sub_((update * group["lr"]).to(parameter.dtype))
 
-    # No value is a single parameter's own, see SavesItself.
+    # No value belongs to a single parameter, see SavesItself.
     member_state: frozenset[str] = frozenset()
 
     def saved_state(
         self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """For checkpoints: numbers and scales of each element; float32 of small parameters."""
+        """For checkpoints: code and scale of each element; float32 moments of small parameters."""
         shape, names = parameter.shape, [name for name, _ in _MOMENTS]
         encoded = "scales" in state
         require_keys(state, ["step", *names, *(["scales"] if encoded else [])])
@@ -116,7 +116,7 @@ class AdamW8bit(ShardedOptimizer):
             def scales(number: int = number) -> torch.Tensor:
                 return scales_of_elements(kept.float().cpu().view(2, -1)[number], shape)
 
-            # torch's load_state_dict makes other dtypes of it.
+            # torch's load_state_dict would cast other dtypes.
             own[f"{name}_numbers"] = Made(torch.uint8, moment.to(torch.uint8).cpu)
             own[f"{name}_scales"] = Made(torch.float32, scales)
         return [own] * Parts(parameter).count
@@ -124,9 +124,10 @@ class AdamW8bit(ShardedOptimizer):
     def load_saved_state(
         self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The reverse. Blocks that are what they were get the very bits; others, of other ranks or
-        another wrapping, are decoded and encoded anew: each element is then off by half the
-        distance between two of the 256 values at most, as in any step."""
+        """The reverse of :meth:`saved_state`. Blocks that have the same elements as before get
+        exactly the same bits. Others (another number of ranks, or another wrapping) are decoded and
+        encoded again: then each element has an error of at most half the distance between two of
+        the 256 values, as in any step."""
         state: dict[str, Any] = {}
         _begin(state, parameter, parameter.numel() < group["min_8bit_size"])
         state["step"].fill_(float(saved["step"]))
@@ -150,8 +151,8 @@ class AdamW8bit(ShardedOptimizer):
 
 
 def _shape_of_scales(parameter: torch.nn.Parameter) -> list[int]:
-    """Of both moments. More dimensions than a parameter has, and more numbers than one: no
-    checkpoint may take it for a value an element, or for one of the whole parameter."""
+    """The shape of the scales of both moments. It has more dimensions than a parameter and more
+    than one number, so that checkpoints treat it neither as elementwise nor as one value."""
     return [*[1] * parameter.dim(), 2, -(-parameter.numel() // BLOCK)]
 
 
@@ -180,20 +181,20 @@ def _keep(state: dict[str, Any], *moments: torch.Tensor) -> None:
         scales = torch.stack([scales for _, scales in encoded])
         state["scales"].copy_(scales.view(state["scales"].shape))
     for (name, _), value in zip(_MOMENTS, kept, strict=True):
-        if state[name].dtype is not value.dtype:  # load_state_dict casts to the parameter's
+        if state[name].dtype is not value.dtype:  # load_state_dict casts to the parameter's dtype
             state[name] = state[name].to(value.dtype)
         state[name].copy_(value)  # in place, so that the program reuses its memory
 
 
-# The state's names, and whether they have a sign.
+# The names of the moments, and whether they have a sign.
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 
 
 def encode(value: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """``value``, float32, as numbers of values, uint8 of its shape, and the blocks' scales."""
+    """Encodes float32 ``value``: codes, uint8 in its shape, and the scales of the blocks."""
     blocks = _in_blocks(value)
     scales = blocks.abs().amax(1)
-    # Of a block of zeros all is 0.
+    # In a block of zeros all codes are 0.
     ratio = blocks / torch.where(scales > 0, scales, torch.ones_like(scales))[:, None]
     size = ratio.abs()
     number = (size > _middle(0.0, _value(0, 0, signed))).to(size.dtype)
@@ -210,36 +211,36 @@ def encode(value: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tenso
     one = _first(_DECADES, signed)
     number = torch.where(size > _middle(last, 1.0), torch.full_like(number, one), number)
     if signed:
-        # 1 is there only with the sign +.
+        # The value 1 exists only with a positive sign.
         number = torch.where(ratio < 0, -number.clamp(max=one - 1), number) + (one - 1)
     return number.reshape(-1)[: value.numel()].view(value.shape).to(torch.uint8), scales
 
 
 def decode(numbers: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The float32 values that :func:`encode` chose."""
+    """The float32 values of the codes that :func:`encode` chose."""
     blocks = _in_blocks(_ratios(numbers, signed)) * scales[:, None]
     return blocks.reshape(-1)[: numbers.numel()].view(numbers.shape)
 
 
 def decode_each(numbers: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The same, bit for bit, with a scale for each element: see :func:`scales_of_elements`."""
+    """The same bits as :func:`decode`, with one scale for each element."""
     return _ratios(numbers, signed) * scales
 
 
 def scales_of_elements(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The blocks' scales, for each element of a tensor of this shape."""
+    """The scale of its block for each element of a tensor of this shape."""
     return scales.repeat_interleave(BLOCK)[: shape.numel()].view(shape)
 
 
 def encode_again(
     value: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, signed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`encode`; what was a block before is encoded as it was, bit for bit.
+    """Does :func:`encode`, but keeps the codes of unchanged blocks, bit for bit.
 
     Args:
         value: float32.
-        numbers, scales: what ``value`` was encoded as, with a scale for each element; 0 where it
-            was not, or was in a block of zeros.
+        numbers, scales: the earlier codes of ``value``, with a scale for each element; 0 if there
+            was none, or in a block of zeros.
     """
     anew, scales_anew = encode(value, signed)
     before, own = _in_blocks(scales), _in_blocks(value)
@@ -252,7 +253,7 @@ def encode_again(
 
 
 def _ratios(numbers: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The encoded values over the scale."""
+    """The encoded values divided by the scale."""
     number = numbers.float()
     one = _first(_DECADES, signed)
     if signed:
@@ -268,7 +269,7 @@ def _ratios(numbers: torch.Tensor, signed: bool) -> torch.Tensor:
 
 
 def values(signed: bool) -> torch.Tensor:
-    """All 256 values, ascending, as encoded numbers count them."""
+    """All 256 values, ascending: a code is an index into them."""
     numbers = torch.arange(256, dtype=torch.uint8)
     return torch.cat([decode(one[None], torch.ones(1), signed) for one in numbers])
 
@@ -282,17 +283,17 @@ def _in_blocks(value: torch.Tensor) -> torch.Tensor:
 
 
 def _count(decade: int, signed: bool) -> int:
-    """How many values of one sign a decade has."""
+    """The number of values of one sign in a decade."""
     return 2**decade if signed else 2 ** (decade + 1)
 
 
 def _first(decade: int, signed: bool) -> int:
-    """The number of a decade's smallest value; 0 is 0."""
+    """The code of a decade's smallest value, relative to that of 0."""
     return 1 + sum(_count(below, signed) for below in range(decade))
 
 
 def _width(decade: int, signed: bool) -> float:
-    """The distance between two values of a decade."""
+    """The distance between neighboring values of a decade."""
     return 0.9 * 10.0 ** (decade + 1 - _DECADES) / _count(decade, signed)
 
 

@@ -1,4 +1,4 @@
-"""What the optimizers here have in common."""
+"""Base classes of the optimizers in this package."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class KeepsDtypes(Optimizer):
     """An optimizer whose state keeps its dtype when it is loaded."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer; state keeps its dtype, where torch would cast it to the
-        parameters'."""
+        """As for any optimizer, but state keeps its dtype, where torch would cast it to that of the
+        parameters."""
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
@@ -33,16 +33,16 @@ class KeepsDtypes(Optimizer):
 
 
 class ShardedOptimizer(KeepsDtypes):
-    """An optimizer that needs to know more of a parameter than one element at a time.
+    """An optimizer whose update of a parameter is not elementwise.
 
-    Takes what ``model.parameters()`` of a wrapped model gives, and plain parameters as well.
+    Accepts ``model.parameters()`` of a wrapped model, and parameters that are not sharded.
     """
 
-    # Plans leave its tensors as they are, see planning/tracing/host_step.py.
+    # Plans do not replace its tensors, see planning/tracing/host_step.py.
     knows_shards = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of any optimizer.
+        """As for any optimizer.
 
         Raises:
             ValueError: a parameter is offloaded to the host.
@@ -52,18 +52,17 @@ class ShardedOptimizer(KeepsDtypes):
             home = home_of(parameter)
             if home is not None and home.copy is not None:
                 raise ValueError(
-                    f"{type(self).__name__} asks all ranks about {home.key!r}, which needs it on "
-                    "the device; cpu_offload keeps it on the host. Take an optimizer of torch that "
-                    "works on elements (torch.optim.AdamW(parameters, fused=True)), or wrap "
-                    "without cpu_offload"
+                    f"{type(self).__name__} needs {home.key!r} on the device, because it "
+                    "communicates with all ranks, but cpu_offload stores it on the host. Use an "
+                    "elementwise optimizer of torch (torch.optim.AdamW(parameters, fused=True)), "
+                    "or wrap without cpu_offload"
                 )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; ``closure`` computes the loss again, which is returned.
 
-        Collectives are traced in here: all ranks must call it, with gradients for the same
-        parameters.
+        It traces collectives: all ranks must call it, with gradients for the same parameters.
         """
         loss = None
         if closure is not None:
@@ -77,7 +76,7 @@ class ShardedOptimizer(KeepsDtypes):
         raise NotImplementedError
 
     def _trained(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter, Parts]]:
-        """All parameters with a gradient and with elements, and their groups."""
+        """All parameters that have a gradient and elements, with their groups."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 grad = parameter.grad
@@ -86,8 +85,8 @@ class ShardedOptimizer(KeepsDtypes):
                 if grad.is_sparse or grad.is_complex():
                     kind = "sparse" if grad.is_sparse else "complex"
                     raise RuntimeError(
-                        f"{type(self).__name__} takes real, dense gradients; "
-                        f"{Parts(parameter).name} has a {kind} one: give it to another optimizer"
+                        f"{type(self).__name__} needs real, dense gradients, but "
+                        f"{Parts(parameter).name} has a {kind} one. Use another optimizer for it"
                     )
                 yield group, parameter, Parts(parameter)
 

@@ -1,4 +1,4 @@
-"""Any optimizer, computing in float32 on parameters that are stored in fewer bits."""
+"""Any optimizer, computing in float32 on parameters that are stored in a narrower dtype."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class InFloat32(KeepsDtypes):
-    """Has an optimizer of float32 tensors step for parameters in bfloat16 or float16.
+    """Makes an optimizer of float32 tensors step for parameters in bfloat16 or float16.
 
-    The state of the inner optimizer is this one's, so that it is saved and loaded as any other's.
-    Parameters in other dtypes the inner optimizer has itself.
+    The state of the inner optimizer is the state of this one, so that it is saved and loaded like
+    that of any optimizer. Parameters in other dtypes are passed to the inner optimizer directly.
 
     Args:
         params: parameters, or groups of them.
-        optimizer_class: of the inner one, called with groups of parameters and ``options``.
-        options: its options, which become those of the groups here, and may be changed there.
+        optimizer_class: of the inner optimizer, called with groups of parameters and ``options``.
+        options: its options. They become options of the groups here, and can be changed there.
         own: further options of the groups, which the inner optimizer does not know.
 
     Raises:
-        TypeError: ``optimizer_class`` makes no optimizer.
+        TypeError: ``optimizer_class`` does not make an optimizer.
     """
 
-    # Plans leave its tensors as they are, see planning/tracing/host_step.py.
+    # Plans do not replace its tensors, see planning/tracing/host_step.py.
     knows_shards = True
 
     def __init__(
@@ -65,7 +65,7 @@ class InFloat32(KeepsDtypes):
                 f"optimizer_class must make a torch.optim.Optimizer, got {type(inner).__name__}"
             )
         self._inner = inner
-        # The kind of the inner optimizer goes with its options into checkpoints.
+        # The name of the inner optimizer's class is saved in checkpoints, with its options.
         self._own = {"optimizer": type(inner).__name__, **own}
         self.defaults = {**inner.defaults, **self._own}
         for group, theirs in zip(self.param_groups, inner.param_groups, strict=True):
@@ -84,14 +84,14 @@ class InFloat32(KeepsDtypes):
         """One step; ``closure`` computes the loss again, which is returned.
 
         Raises:
-            RuntimeError: options and state are of another kind of optimizer.
+            RuntimeError: loaded options and state belong to another kind of optimizer.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         inner = self._inner
-        assert inner is not None  # there once it is made
+        assert inner is not None  # set by the constructor
         pairs = list(self._pairs())
         for parameter, wide in pairs:
             own = self.state.get(parameter) or {}
@@ -107,7 +107,7 @@ class InFloat32(KeepsDtypes):
                     with on_local_parts():
                         self._begin(parameter, wide, own)
                         wide.grad = grad.to(wide.dtype)
-        # Without the hooks of all optimizers: they are called for this one.
+        # Without the global optimizer hooks: they are called for this optimizer.
         step: Any = type(inner).step
         (step.__wrapped__ if getattr(step, "hooked", False) else step)(inner)
         for parameter, wide in pairs:
@@ -121,35 +121,34 @@ class InFloat32(KeepsDtypes):
             self.state[parameter] = {**inner.state.get(wide, {}), **extra}
         return loss
 
-    # Keys of the state that the inner optimizer does not know: with a value for each element, and
-    # with one.
+    # Keys of state that the inner optimizer does not know: elementwise state, and single values.
     _element_keys: tuple[str, ...] = ()
     _single_keys: tuple[str, ...] = ()
-    # Attributes that a copy needs.
+    # Attributes that copies need.
     _copied: frozenset[str] = frozenset({"_inner", "_wide", "_own"})
 
     def _begin(
         self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> None:
-        """Sees to it that ``wide`` has the value to step from."""
+        """Prepares ``wide``, the value to step from."""
         raise NotImplementedError
 
     def _finish(
         self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter
     ) -> dict[str, torch.Tensor]:
-        """Gives ``parameter`` its new value; returns state of its own."""
+        """Gives ``parameter`` its new value; returns additional state."""
         raise NotImplementedError
 
     @property
     def saver(self) -> SavesItself | None:
-        """What says in checkpoints what the state is, if the inner optimizer's is its own kind."""
+        """Describes the state for checkpoints, if the inner optimizer's state needs that."""
         inner = saver_of(self._inner)
         if inner is None:
             return None
         return SavesMore(inner, self._element_keys, self._single_keys)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What torch copies and pickles of an optimizer, and what this one steps with."""
+        """The state that torch copies and pickles for an optimizer, and attributes of this one."""
         more = {key: value for key, value in vars(self).items() if key in self._copied}
         return {**super().__getstate__(), **more}
 
@@ -166,45 +165,45 @@ class InFloat32(KeepsDtypes):
         group.update(self._own)
 
     def _pairs(self) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        """All parameters and what the inner optimizer has for them; it gets the options first."""
-        assert self._inner is not None  # there once it is made
+        """All parameters with the inner optimizer's counterparts. Updates its options first."""
+        assert self._inner is not None  # set by the constructor
         for group, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             changed = [key for key, value in self._own.items() if group.get(key) != value]
             if changed:
                 raise RuntimeError(
-                    f"the groups of this {type(self).__name__} have {changed[0]}="
-                    f"{group.get(changed[0])!r}, and it was made with {self._own[changed[0]]!r}: "
-                    "what was loaded is of another optimizer; make this one alike"
+                    f"the loaded groups of this {type(self).__name__} have {changed[0]}="
+                    f"{group.get(changed[0])!r}, but it was made with {self._own[changed[0]]!r}. "
+                    "Make the optimizer with the class and options of the saved one"
                 )
             options = {k: v for k, v in group.items() if k != "params" and k not in self._own}
             theirs.update(options)
             for parameter, wide in zip(group["params"], theirs["params"], strict=True):
                 if wide is not parameter:
-                    _same_home(parameter, wide)  # copies have none
+                    _same_home(parameter, wide)  # copies have lost their home
                 yield parameter, wide
 
 
 class MasterWeights(InFloat32):
-    """Keeps a float32 copy of parameters in bfloat16 or float16, and steps on that.
+    """Stores a float32 copy of parameters in bfloat16 or float16, and updates the copy.
 
-    Micikevicius et al., "Mixed Precision Training", 2017 (arXiv 1710.03740): a small step is not
-    lost to rounding, since the copy takes it in full; parameters are the copy, rounded. The copy is
-    the state ``master``: sharded, saved and loaded like moments. ``optimizer_class`` is any of
-    torch or of :mod:`xla_fsdp.optim`; its own state is float32 too::
+    Micikevicius et al., "Mixed Precision Training", 2017 (arXiv 1710.03740): small updates are not
+    lost to rounding, because the copy is float32; parameters are the rounded copy. The copy is the
+    state ``master``: sharded, saved and loaded like moments. ``optimizer_class`` is any optimizer
+    of torch or of :mod:`xla_fsdp.optim`; its state is float32 too::
 
         model = FSDP(model.bfloat16())
         optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=3e-4)
 
-    Where somebody else changes a parameter (a load of weights alone, an average), its copy is the
-    new value from then on, element by element; elements that are the rounded copy keep it.
+    If other code changes a parameter (a load of weights alone, an average), the new values are
+    copied to ``master``, element by element; elements that still equal the rounded copy keep it.
 
     Args:
         params: parameters, or groups of them.
-        optimizer_class: of what steps on the copies.
+        optimizer_class: the class of the optimizer that updates the copies.
         options: its options.
 
     Raises:
-        TypeError: ``optimizer_class`` makes no optimizer.
+        TypeError: ``optimizer_class`` does not make an optimizer.
     """
 
     _element_keys = ("master",)
@@ -217,13 +216,13 @@ class MasterWeights(InFloat32):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._left = {}  # stamps are of the tensors that were copied
+        self._left = {}  # empty: stamps belong to the tensors that were copied
 
     def _begin(
         self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> None:
         master = state.get("master")
-        if master is not None and master is not wide:  # loaded
+        if master is not None and master is not wide:  # state was loaded
             wide.copy_(master)
         if _stamp(parameter) != self._left.get(parameter):
             same = wide.to(parameter.dtype) == parameter
@@ -238,7 +237,7 @@ class MasterWeights(InFloat32):
 
 
 def _same_home(parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> None:
-    """Has ``wide`` be the shard that ``parameter`` is, for optimizers that ask all ranks."""
+    """Makes ``wide`` the shard that ``parameter`` is, for optimizers that use collectives."""
     home = home_of(parameter)
     if home is not None and home_of(wide) is None:
         set_home(wide, replace(home, shard=wide))
@@ -248,7 +247,7 @@ def _same_home(parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> None:
 
 
 def _stamp(tensor: torch.Tensor) -> Stamp:
-    """Something that changes whenever the tensor's value does."""
+    """A value that changes whenever the tensor's value does."""
     if tensor.device.type == "xla":
         return stamps([tensor])[0]
     return tensor.data_ptr(), tensor._version

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal before they are a step."""
+"""Muon: momentum, with each matrix made orthogonal before it is used as a step."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from .parts import Parts
 
 
 class Muon(ShardedOptimizer):
-    """``torch.optim.Muon``, on whole matrices wherever their elements are.
+    """``torch.optim.Muon`` on full matrices, although each rank has only some of their elements.
 
     Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: the momentum of
     each matrix is replaced by a matrix with the same singular vectors and singular values of about
     1, by Newton-Schulz iterations. Options, their defaults and formulas are those of torch.
 
-    A step gathers all momenta in ``compute_dtype``. The matrices of one shape are dealt round the
-    ranks, each makes its share orthogonal, and the results are gathered: two bytes times two for
-    each element, as much as two gathers of the weights in bfloat16, and 1/N of the arithmetic.
-    Where there are fewer matrices of a shape than two, every rank computes it, and only the first
-    gather is sent. While they are computed with, all matrices of one shape are whole on the device.
+    A step gathers all momenta in ``compute_dtype``. The matrices of one shape are distributed over
+    the ranks, each rank makes its share orthogonal, and the results are gathered: two gathers of
+    two bytes for each element, as for the weights in bfloat16, and 1/N of the arithmetic. If there
+    is only one matrix of a shape, every rank computes it, and only the first gather is sent. During
+    the computation, all full matrices of one shape are on the device.
 
     Args:
         params: matrices (in the unsharded model), or groups of them; see :func:`split_matrices`.
-        lr, weight_decay, momentum, nesterov: as of SGD; weight decay is decoupled.
+        lr, weight_decay, momentum, nesterov: as in SGD; weight decay is decoupled.
         ns_coefficients, ns_steps, eps: of the iteration.
         adjust_lr_fn: ``None`` or ``"original"``: times ``sqrt(max(1, rows / columns))``;
             ``"match_rms_adamw"``: times ``0.2 * sqrt(max(rows, columns))``.
-        compute_dtype: in which matrices travel, and are iterated on.
+        compute_dtype: the dtype in which matrices are sent and iterated on.
 
     Raises:
-        ValueError: an option is out of range; a parameter is no matrix in the unsharded model.
+        ValueError: an option is out of range; a parameter is not a matrix in the unsharded model.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Muon(ShardedOptimizer):
                 "eps": eps,
                 "ns_steps": ns_steps,
                 "adjust_lr_fn": adjust_lr_fn,
-                # By name: groups are saved in checkpoints, which know plain values only.
+                # As a string: groups are saved in checkpoints, which support plain values only.
                 "compute_dtype": str(compute_dtype).removeprefix("torch."),
             },
         )
@@ -89,10 +89,10 @@ class Muon(ShardedOptimizer):
             if wrong:
                 self.param_groups.pop()
                 raise ValueError(
-                    f"Muon is for matrices, but {part.name} is (or has in it) a parameter of shape "
-                    f"{list(wrong[0])}: give others to another optimizer, as "
-                    "xla_fsdp.optim.split_matrices does. In a flattened vector they can not be "
-                    "told apart: wrap without flatten_parameters"
+                    f"Muon supports only matrices, but {part.name} is (or contains) a parameter of "
+                    f"shape {list(wrong[0])}. Use another optimizer for it, as in "
+                    "xla_fsdp.optim.split_matrices; parameters in a flattened vector cannot be "
+                    "separated, so wrap without flatten_parameters"
                 )
 
     def _update(self) -> None:
@@ -111,9 +111,9 @@ class Muon(ShardedOptimizer):
                 parameter.sub_(part.cut(scaled) * group["lr"])
 
     def _momentum(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> torch.Tensor:
-        """What is to be made orthogonal, of this rank's elements."""
+        """This rank's elements of the matrices to make orthogonal."""
         state, grad = self.state[parameter], parameter.grad
-        assert grad is not None  # those without were left out
+        assert grad is not None  # parameters without gradient are skipped before
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         mean = state["momentum_buffer"]
@@ -124,7 +124,7 @@ class Muon(ShardedOptimizer):
     def _orthogonalise(
         self, group: dict[str, Any], parts: list[Parts], wholes: list[list[torch.Tensor]]
     ) -> None:
-        """Replaces all matrices, in ``wholes``."""
+        """Replaces all matrices in ``wholes`` by orthogonal ones."""
         alike: dict[tuple[World | None, tuple[int, ...]], list[tuple[int, int]]] = {}
         for number, part in enumerate(parts):
             for member, shape in enumerate(part.shapes):
@@ -140,9 +140,9 @@ class Muon(ShardedOptimizer):
 def split_matrices(
     parameters: Iterable[torch.nn.Parameter],
 ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Parameters that are matrices in the unsharded model, and the others.
+    """The parameters that are matrices in the unsharded model, and the others.
 
-    A shard does not show it: it may be a vector.
+    The shape of a shard does not show it: a shard may be a vector.
     """
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
@@ -153,7 +153,7 @@ def split_matrices(
 
 
 def _dealt(matrices: torch.Tensor, world: World | None, group: dict[str, Any]) -> torch.Tensor:
-    """``(k, rows, columns)``, the same on all ranks, each made orthogonal."""
+    """``(k, rows, columns)``, the same on all ranks, each matrix made orthogonal."""
     count = matrices.shape[0]
     if world is None or world.size == 1 or count < 2:
         return _newton_schulz(matrices, group)

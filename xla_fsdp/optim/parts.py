@@ -1,12 +1,13 @@
-"""The parameters of the unsharded model that an optimizer's tensor holds elements of.
+"""The parameters of the unsharded model to which the elements of an optimizer's tensor belong.
 
-An optimizer sees shards: of one parameter, of several one after the other
-(``flatten_parameters``), or of one parameter of all scanned blocks. What an optimizer needs of the
-whole parameters, their norms or their matrices, is asked for here. Shape letters: ``d`` blocks of a
-stack (1 if it is none), ``m`` parameters in the tensor (``d`` times its members), ``s`` the shape
-of one shard, ``p`` the shape of all shards of a parameter put together, with padding.
+An optimizer sees shards: of one parameter, of several joined ones (``flatten_parameters``), or of
+one parameter of all scanned blocks. If it needs the norms or matrices of full parameters, this
+module computes them. Shape letters: ``d`` blocks of a stack (1 if it is none), ``m`` parameters in
+the tensor (``d`` times its members), ``s`` the shape of one shard, ``p`` the shape of all shards of
+a parameter together, with padding.
 
-Which elements are here differs from rank to rank, and the program must not: the rank is data in it.
+Each rank has different elements, but all ranks must have the same program, so the rank is data in
+it.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from ..sharding.layout import LANES, Layout
 from ..sharding.sharded_parameter import local
 from ..sharding.sharded_tensor import home_of
 
-# Positions beyond do not fit int32, which TPUs are faster with.
+# Positions from here on do not fit int32, which is faster than int64 on TPUs.
 _INT32 = 1 << 31
 
 
 class Parts:
-    """What ``parameter``, a shard or a whole parameter, holds elements of.
+    """The full parameters whose elements ``parameter``, a shard or a full parameter, contains.
 
     Attributes:
-        world: who has the other shards; ``None`` where the parameter is whole.
-        shapes: of the unsharded parameters in it; of a stack, those of one block.
-        depth: how many blocks are stacked, else 1.
-        name: what the wrapper calls it, for messages.
+        world: the ranks with the other shards; ``None`` if the parameter is not sharded.
+        shapes: of the unsharded parameters in it; for a stack, those of one block.
+        depth: the number of stacked blocks, else 1.
+        name: its name in the wrapper, for messages.
     """
 
     def __init__(self, parameter: torch.Tensor):
@@ -43,7 +44,7 @@ class Parts:
         self.depth = 1
         self.name = "a parameter that is not sharded"
         if home is None:
-            # The layout of one rank, but without the padding.
+            # The layout of one rank, without padding.
             self._layout = Layout.rows(torch.Size((1, *parameter.shape)), 1)
             self.shapes: tuple[tuple[int, ...], ...] = (tuple(parameter.shape),)
             return
@@ -54,23 +55,23 @@ class Parts:
 
     @property
     def count(self) -> int:
-        """``m``, how many parameters of the unsharded model these are."""
+        """``m``, the number of parameters of the unsharded model."""
         return self.depth * len(self.shapes)
 
     @property
     def offsets(self) -> list[int]:
-        """Where each parameter of a block begins in the flattened ``p``."""
+        """The offset of each parameter of a block in the flattened ``p``."""
         return [member.offset for member in self._layout.members]
 
     @property
     def numels(self) -> list[int]:
-        """Elements of each of them, all ranks together; ``m`` numbers."""
+        """The number of elements of each parameter, on all ranks together; ``m`` numbers."""
         return [torch.Size(shape).numel() for shape in self.shapes] * self.depth
 
     def sums(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum over each parameter: ``(m,)``, of a tensor of our shape.
+        """This rank's part of the sum over each parameter: ``(m,)``, for a tensor of shape ``s``.
 
-        Whatever is in the padding (``nn.init.ones_(parameter)`` fills it too) does not count.
+        Values in the padding (``nn.init.ones_(parameter)`` fills it too) do not count.
         """
         if len(self.shapes) == 1:
             value = value.reshape(self.depth, value.numel() // self.depth)
@@ -82,7 +83,7 @@ class Parts:
         return torch.stack([torch.where(own, value, zero).sum() for own in self._masks(value)])
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """``(m,)`` values, each for all elements of its parameter: to multiply our shape with."""
+        """Repeats ``(m,)`` values for all elements of each parameter, to multiply shards with."""
         if len(self.shapes) == 1:
             return values[0] if self.depth == 1 else values.view(-1, *[1] * (len(self.shape) - 1))
         spread = values.new_zeros(self.shape)
@@ -91,7 +92,7 @@ class Parts:
         return spread
 
     def gather(self, value: torch.Tensor, label: str) -> list[torch.Tensor]:
-        """Every parameter whole, ``(d, *shape)`` each, of a tensor of our shape on all ranks."""
+        """Every full parameter, ``(d, *shape)`` each, from a tensor of shape ``s`` on all ranks."""
         if self.world is None:
             return [value[None]]
         layout, size = self._layout, self.world.size
@@ -109,7 +110,7 @@ class Parts:
         ]
 
     def cut(self, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The reverse: this rank's elements of whole parameters, in our shape."""
+        """The reverse of :meth:`gather`: this rank's elements of full parameters."""
         if self.world is None:
             return wholes[0][0]
         layout = self._layout
@@ -125,9 +126,10 @@ class Parts:
         return torch.index_select(shards, 1, self.world.rank_on_device).reshape(self.shape)
 
     def positions(self, like: torch.Tensor) -> torch.Tensor:
-        """Of each of this rank's elements its place in the flattened ``p``; shape ``s``, flattened.
+        """For each of this rank's elements its position in the flattened ``p``; shape ``s``,
+        flattened.
 
-        Of a stack: those of one block.
+        For a stack: those of one block.
         """
         length = torch.Size(self._layout.shard_shape).numel()
         size = 1 if self.world is None else self.world.size
@@ -136,7 +138,7 @@ class Parts:
         return here if self.world is None else here + self.world.rank_on_device.to(dtype) * length
 
     def _masks(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Of each member, which of our elements are its."""
+        """For each member, a mask of the elements that belong to it."""
         at = self.positions(like)
         members = self._layout.members
         return [(at >= one.offset) & (at < one.offset + one.numel) for one in members]
@@ -164,8 +166,8 @@ def reduced(
 
 
 def norms(parts: Sequence[Parts], values: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
-    """The 2-norms of the whole parameters that ``values`` are this rank's elements of: ``(m,)``
-    for each, in float32 at least."""
+    """The 2-norms of the full parameters whose local elements are ``values``: ``(m,)`` for each, at
+    least in float32."""
     wide = [value if value.dtype is torch.float64 else value.float() for value in values]
     sums = [part.sums(value * value) for part, value in zip(parts, wide, strict=True)]
     return [total.sqrt() for total in reduced(parts, sums, label)]

@@ -1,8 +1,8 @@
-"""State of optimizers in checkpoints, where what is kept depends on matrices, blocks or ranks.
+"""Optimizer state in checkpoints, for state that depends on matrices, blocks or ranks.
 
-Checkpoints know what has a value for each element of a parameter of the unsharded model, which any
-ranks cut anew, and what is a plain value of such a parameter. An optimizer whose state is something
-else says it in these words (:class:`SavesItself`), and takes it back from them.
+Checkpoints support elementwise state of a parameter of the unsharded model, which can be cut for
+any number of ranks, and plain values of such a parameter. An optimizer with other state converts it
+to this form (:class:`SavesItself`) and back.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 from ..sharding.sharded_parameter import local
 
-# Elements of float32 in one value of a checkpoint's manifest, which takes 1 MiB.
+# The number of float32 elements in one value of a checkpoint's manifest, which takes 1 MiB.
 _CHUNK = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """A value for each element of an optimizer's tensor, computed when it is asked for.
+    """Elementwise state of an optimizer's tensor, computed when it is needed.
 
-    ``make()`` gives it on the CPU, of the tensor's shape, in ``dtype``.
+    ``make()`` returns it on the CPU, in the tensor's shape and ``dtype``.
     """
 
     dtype: torch.dtype
@@ -32,14 +32,14 @@ class Made:
 
 @runtime_checkable
 class SavesItself(Protocol):
-    """An optimizer with state of its own kind.
+    """An optimizer that converts its state for checkpoints.
 
-    Of ``parameter`` these ask shape, device and what it is a shard of: it may stand for the
-    parameter of the unsharded model, whose state is then the one of this optimizer there.
+    The methods use only shape, device and home of ``parameter``. It may represent a parameter of
+    the unsharded model; then the state is the one that this optimizer has there.
 
     Attributes:
-        member_state: keys of plain values that each parameter of the unsharded model has of its
-            own; others are the same for all that are in one tensor.
+        member_state: keys of plain values that are separate for each parameter of the unsharded
+            model; other values are the same for all parameters in one tensor.
     """
 
     member_state: frozenset[str]
@@ -47,34 +47,34 @@ class SavesItself(Protocol):
     def saved_state(
         self, parameter: torch.nn.Parameter, state: Mapping[str, Any]
     ) -> Sequence[Mapping[str, Any]]:
-        """For each parameter of the unsharded model in ``parameter`` (``Parts.count``; of a stack
+        """For each parameter of the unsharded model in ``parameter`` (``Parts.count``; for a stack
         block by block): :class:`Made` or plain values, by key.
 
         Raises:
-            ValueError: ``state`` is none of such a parameter.
+            ValueError: ``state`` is not the state of such a parameter.
         """
 
     def load_saved_state(
         self, parameter: torch.nn.Parameter, saved: Mapping[str, Any], group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The state of ``parameter`` from that: tensors of its shape on the CPU (0 where nothing
-        was saved), plain values, and for ``member_state`` lists of them with ``None``; ``group``:
-        the options it is trained with."""
+        """The state of ``parameter`` from saved values: tensors of its shape on the CPU (0 where
+        nothing was saved), plain values, and for ``member_state`` lists of these with ``None``.
+        ``group``: its options."""
 
 
 def saver_of(optimizer: object) -> SavesItself | None:
-    """Who puts the state of ``optimizer`` into words, itself or what it has for that (``saver``);
-    ``None`` if its state is of the parameters' shapes, and plain values."""
+    """The object that converts the state of ``optimizer``: itself or its attribute ``saver``.
+    ``None`` if the state consists of tensors of the parameters' shapes and of plain values."""
     saver = getattr(optimizer, "saver", optimizer)
     return saver if isinstance(saver, SavesItself) else None
 
 
 class SavesMore:
-    """Words of an optimizer around another.
+    """Converts the state of an optimizer that contains another one.
 
     Args:
-        inner: says what the state of the other one is.
-        elements: keys of further state that has a value for each element.
+        inner: converts the state of the contained optimizer.
+        elements: keys of further elementwise state.
         singles: keys of further state that is one value.
     """
 
@@ -116,11 +116,11 @@ def require_shape(key: str, value: Any, shape: Sequence[int]) -> None:
 
 
 def require_keys(state: Mapping[str, Any], expected: Sequence[str]) -> None:
-    """Raises ValueError unless ``state`` has just these keys."""
+    """Raises ValueError unless ``state`` has exactly these keys."""
     if state.keys() != set(expected):
-        raise ValueError(f"there are {sorted(state)}, expected {sorted(expected)}")
+        raise ValueError(f"the state has keys {sorted(state)}, expected {sorted(expected)}")
 
 
 def chunks(value: torch.Tensor) -> list[torch.Tensor]:
-    """A vector in pieces that fit into a manifest, on the CPU."""
+    """Splits a vector into pieces, on the CPU, that fit into a manifest."""
     return [piece.clone() for piece in value.detach().cpu().split(_CHUNK)]

@@ -1,4 +1,4 @@
-"""Parameters in bfloat16 without a second copy: rounded up or down at random."""
+"""bfloat16 parameters without a float32 copy: rounded up or down at random."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from .base import require_range
 from .in_float32 import InFloat32
 from .parts import Parts
 
-# The bits that a bfloat16 lacks of a float32.
+# The low bits of a float32 that a bfloat16 does not have.
 _LOW = 0xFFFF
 
 
 class StochasticRounding(InFloat32):
     """Steps in float32 on parameters in bfloat16, and rounds them at random.
 
-    A value between two of bfloat16 becomes the upper one with the probability of its distance from
-    the lower: on average it is what it was, and steps too small for bfloat16 add up. Gupta et al.,
-    "Deep Learning with Limited Numerical Precision", 2015 (arXiv 1502.02551). No copy is kept;
-    the state of ``optimizer_class`` is float32. ::
+    A value between two bfloat16 values is rounded up with a probability proportional to its
+    distance from the lower one. So on average nothing is lost, and steps too small for bfloat16 add
+    up. Gupta et al., "Deep Learning with Limited Numerical Precision", 2015 (arXiv 1502.02551). No
+    copy is stored; the state of ``optimizer_class`` is float32. ::
 
         model = FSDP(model.bfloat16())
         optimizer = StochasticRounding(model.parameters(), torch.optim.AdamW, seed=1, lr=3e-4)
 
-    The random bits are made of ``seed``, the step, the number of the parameter in the optimizer and
-    the number of the element in the parameter, whichever rank has it: N ranks round like one, and
-    a resumed run like one that went on. (In a flattened vector or a stack of blocks elements count
-    through all of it, so that other wrappings round otherwise.)
+    The random bits are computed from ``seed``, the step, the number of the parameter in the
+    optimizer and the number of the element in the parameter. They do not depend on the rank: N
+    ranks round like one, and a resumed run like an uninterrupted one. (In a flattened vector or a
+    stack of blocks, elements are numbered through all of it, so other wrappings round differently.)
 
     Args:
-        params: parameters in bfloat16, or groups of them; those in float32 step as they are.
-        optimizer_class: of what steps.
+        params: parameters in bfloat16, or groups of them; parameters in float32 are not rounded.
+        optimizer_class: the class of the optimizer that steps.
         seed: of the random bits, an int >= 0 and < 2**31.
         options: those of ``optimizer_class``.
 
     Raises:
-        TypeError: ``optimizer_class`` makes no optimizer, or a parameter is float16.
+        TypeError: ``optimizer_class`` does not make an optimizer, or a parameter is float16.
         ValueError: ``seed`` is out of range.
     """
 
@@ -73,8 +73,8 @@ class StochasticRounding(InFloat32):
     def _widened(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         if parameter.dtype is torch.float16:
             raise TypeError(
-                f"StochasticRounding is for bfloat16, and {Parts(parameter).name} is float16: use "
-                "MasterWeights, or bfloat16"
+                f"StochasticRounding supports bfloat16, but {Parts(parameter).name} is float16. "
+                "Use MasterWeights, or bfloat16"
             )
         if parameter.dtype is torch.bfloat16:
             self._numbers[parameter] = len(self._numbers)
@@ -82,7 +82,7 @@ class StochasticRounding(InFloat32):
 
     @staticmethod
     def _drop(*wide: torch.nn.Parameter) -> None:
-        """Between steps there are no values in float32."""
+        """Frees float32 values: they are not stored between steps."""
         for one in wide:
             with on_local_parts():
                 one.data = one.detach().new_zeros(0)
@@ -109,12 +109,12 @@ class StochasticRounding(InFloat32):
 
 
 def elements_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The number of each element in what it is a shard of: int32, of the parameter's shape."""
+    """The number of each element in the full tensor: int32, in the parameter's shape."""
     part = Parts(parameter)
     at = part.positions(parameter).to(torch.int32)
     if part.depth > 1:
         blocks = torch.arange(part.depth, dtype=torch.int32, device=parameter.device)
-        at = at[None] + blocks[:, None] * 0x632BE5A7  # other bits in every block; wraps
+        at = at[None] + blocks[:, None] * 0x632BE5A7  # different bits in every block; wraps
     return at.reshape(parameter.shape)
 
 
@@ -127,16 +127,16 @@ def random_bits(elements: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """float32 ``value`` as bfloat16: one of its two neighbours, the nearer the likelier.
+    """float32 ``value`` as bfloat16: one of its two neighbors, the nearer one more likely.
 
-    ``bits``: int32, of its shape; the lowest 16 decide, as many as bfloat16 lacks: the
-    probabilities are exact. What bfloat16 can say stays; infinity, NaN and what is within a factor
-    of 2**18 of overflow is rounded to the nearest.
+    ``bits``: int32, in its shape. The lowest 16 bits decide, as many as bfloat16 lacks, so the
+    probabilities are exact. Values that bfloat16 can represent stay the same. Infinity, NaN and
+    values within a factor of 2**18 of overflow are rounded to the nearest.
     """
     nearest = _nearest(value)
     rest = value - nearest  # exact
     outwards = (rest > 0) == (nearest > 0)
-    # From 0.6 to 1.3 times the distance to the neighbour, wherever between two powers of two.
+    # From 0.6 to 1.3 times the distance to the neighbor, at any place between two powers of two.
     step = nearest * (1.25 * 2.0**-8)
     other = _nearest(torch.where(outwards, nearest + step, nearest - step))
     share = (bits & _LOW).to(torch.float32) * 2.0**-16
@@ -147,7 +147,7 @@ def rounded(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 def _nearest(value: torch.Tensor) -> torch.Tensor:
     """float32 rounded to the 8 digits of a bfloat16, still float32: Veltkamp's splitting.
 
-    Not by a cast and back, which compilers may leave out.
+    Not by a cast and back, which compilers may remove.
     """
     scaled = value * (2.0**16 + 1)
     return scaled - (scaled - value)
@@ -162,14 +162,14 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 def _shifted(x: torch.Tensor, places: int) -> torch.Tensor:
     """int32 ``x``, 32 bits without a sign, shifted to the right.
 
-    Not by >>, of which torch_xla makes a division, nor by a number, which it makes an int64.
+    Not by >>, which torch_xla turns into a division, nor by a number, which it makes an int64.
     """
     low = (1 << (32 - places)) - 1
     return torch.bitwise_right_shift(x, torch.full_like(x, places)) & low
 
 
 def _mixed_number(x: int) -> int:
-    """The same of a Python number."""
+    """The same for a Python number."""
     x &= 0xFFFFFFFF
     x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
     x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF

@@ -1,1 +1,1 @@
-"""Equal blocks, traced and compiled once, in one loop."""
+"""Equal blocks that are traced and compiled once, as one loop."""

@@ -1,4 +1,4 @@
-"""``scan_blocks``: equal blocks traced and compiled once, whatever their number."""
+"""``scan_blocks``: equal blocks, traced and compiled once for any number of them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Scan(torch.autograd.Function):
         y, *kept = run.forward(x, run.unit.sources)
         if kept:
             ctx.run, ctx.number, ctx.kept = run, number, len(kept)
-            # Not the shards: torch forgets the hooks on a leaf that a custom function saves while
-            # saved tensors have hooks, as they have within a wrapper.
+            # Not the shards: torch drops the hooks of a leaf that a custom function saves while
+            # saved-tensor hooks are active, as they are within a wrapper.
             ctx.save_for_backward(*kept, *tensors[:number])
         return y
 
@@ -52,57 +52,58 @@ class Scan(torch.autograd.Function):
             constants,
             (needs[:number], needs[number:]),
         )
-        # What autograd saved may be other objects with the same values.
+        # Autograd may have saved other tensor objects with the same values.
         of_stacks = ctx.run.unit.gradients.given(ctx.run.unit.shards, of_stacks)
         return None, of_x, None, *of_constants, *of_stacks
 
 
 @takes_options(SCAN)
 def scan_blocks(blocks: Iterable[nn.Module], **options: Any) -> ScannedBlocks:
-    """Shards equal blocks and runs them one after the other in a loop of the compiled program.
+    """Shards equal blocks and runs them one after the other, as a loop of the compiled program.
 
-    The program has one block's forward and one block's backward in it however many blocks there
-    are, so that neither tracing nor compiling takes longer with depth. An iteration gathers a
-    block's parameters, computes, frees them; the backward does so again, recomputes the block
-    and reduce-scatters its gradients. Of the activations only the blocks' inputs are kept, as if
+    The program contains one block's forward and one block's backward for any number of blocks, so
+    neither tracing nor compiling takes longer with depth. An iteration gathers a block's
+    parameters, computes, and frees them. The backward does so again, recomputes the block and
+    reduce-scatters its gradients. Of the activations only the blocks' inputs are stored, as if
     every block were ``FSDP(checkpoint_module(block))``.
 
-    ``x = scan_blocks(...)(x)``. Further arguments go to every block: ``blocks(x, mask)``. Tensors
-    among them may need gradients. Inside a wrapped model the result is a wrapper like any other::
+    ``x = scan_blocks(...)(x)``. Further arguments are passed to every block: ``blocks(x, mask)``.
+    Tensors among them may require gradients. Inside a wrapped model the result is a wrapper like
+    any other::
 
         model.blocks = scan_blocks((Block() for _ in range(32)), compute_dtype=torch.bfloat16)
         model = XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
 
     State dicts and shard metadata name every block's parameters (``blocks.3.up.weight``), as if
-    the blocks were wrapped singly, and can be exchanged with those of such a model. The parameters
-    themselves are stacked, ``(len(blocks), shard)``, and ``named_parameters()`` calls them
-    ``blocks.up.weight``; optimizer state has their shape.
+    each block were wrapped separately, and can be exchanged with those of such a model. The
+    parameters themselves are stacked, ``(len(blocks), shard)``, and ``named_parameters()`` calls
+    them ``blocks.up.weight``; optimizer state has their shape.
 
     Args:
         blocks: modules that take a tensor and return one of the same shape and dtype, equal in
-            all but the values of their parameters and buffers. A generator is taken block by
-            block, so that only one exists in full. May be on CPU, XLA or meta device.
+            all but the values of their parameters and buffers. A generator is consumed one block
+            at a time, so that only one full block exists. May be on CPU, XLA or meta device.
         options: those of :class:`~xla_fsdp.FSDPOptions`; ``ignore``, ``offload``, ``prefetch`` and
-            ``keep`` are of this function only. Not possible are ``reshard_after_forward=False`` and
-            ``flatten_parameters=True``. Barriers and the wrapper's options for prefetch have no
-            effect: see ``prefetch``. Nor has ``no_sync()``: a backward always reduces, which gives
-            the same gradients.
+            ``keep`` exist only for this function. ``reshard_after_forward=False`` and
+            ``flatten_parameters=True`` are not supported. Barriers and the wrapper's options for
+            prefetching have no effect: see ``prefetch``. ``no_sync()`` has no effect either: a
+            backward always reduces, which gives the same gradients.
 
     Raises:
-        ValueError: blocks differ (the message says in what), share parameters, are wrapped, or have
-            hooks or recurrent modules in them; an option that is not possible. In the first
-            forward: a block returns something else than a tensor like its input, or does not call
-            what it is to keep.
-        TypeError: a block is not a module; ``offload`` or ``prefetch`` is no bool; ``ignore`` or
-            ``keep`` is a string; a submodule to ``keep`` returns no tensor; an unknown option.
-        RuntimeError: on v5e and v6e, where the compiler would crash: the message says what has to
-            be called before ``launch``.
+        ValueError: blocks differ (the message says where), share parameters, are wrapped, or
+            contain hooks or recurrent modules; or an option is not supported. In the first forward:
+            a block does not return a tensor like its input, or does not call a submodule named in
+            ``keep``.
+        TypeError: a block is not a module; ``offload`` or ``prefetch`` is not a bool; ``ignore`` or
+            ``keep`` is a string; a submodule in ``keep`` returns no tensor; an option is unknown.
+        RuntimeError: on v5e and v6e, where the compiler would crash: the message says what to call
+            before ``launch``.
     """
     return ScannedBlocks(blocks, FSDPOptions.of(SCAN, **options))
 
 
 class ScannedBlocks(XlaFullyShardedDataParallel):
-    """What :func:`scan_blocks` returns. ``module`` is the block that is traced for all."""
+    """The result of :func:`scan_blocks`. ``module`` is the block that is traced for all blocks."""
 
     _unit: ScanUnit
 
@@ -120,20 +121,21 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         self.register_load_state_dict_pre_hook(_put_together)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """All blocks on ``x``; ``args`` and ``kwargs`` go to each."""
+        """Runs all blocks on ``x``; ``args`` and ``kwargs`` are passed to each."""
         require_plain_call(type(self).__name__)
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             raise TypeError(
-                "scanned blocks take a floating-point tensor first, got "
-                f"{x.dtype if isinstance(x, torch.Tensor) else type(x).__name__}"
+                "scanned blocks need a floating-point tensor as first argument, got "
+                f"{x.dtype if isinstance(x, torch.Tensor) else type(x).__name__}. Pass other "
+                "inputs after it"
             )
         unit = self._unit
         inputs, kwargs = unit.cast_inputs((x, *args), kwargs)
         x, args = inputs[0], inputs[1:]
-        require_values([("", unit)], "the first forward came")
+        require_values([("", unit)], "the first forward was called")
         try:
             run = Run(unit, x, (args, kwargs))
-            # Nothing is gathered early for what comes next: it would be there during all the loop.
+            # Gather nothing early for the next unit: it would stay in memory during the loop.
             unit.order.end_forward()
             return Scan.apply(run, x, len(run.constants), *run.constants, *unit.shards)
         except RuntimeError as error:
@@ -145,8 +147,8 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
 
     def __getitem__(self, key: Any) -> NoReturn:
         raise TypeError(
-            "scanned blocks do not exist one by one; call all of them, x = blocks(x), instead of "
-            "looping over them"
+            "scanned blocks are one module and cannot be iterated or indexed. Call all of them, "
+            "x = blocks(x)"
         )
 
     def __iter__(self) -> NoReturn:
@@ -157,22 +159,23 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
 
 
 def _require_scannable(options: FSDPOptions) -> None:
-    """Raises ValueError if the wrapper can do what ``options`` say, and a loop cannot."""
+    """Raises ValueError if ``options`` contain something that a wrapper supports but a loop does
+    not."""
     if not options.reshard_after_forward:
         raise ValueError(
-            "reshard_after_forward=False is not possible in scan_blocks: the loop of the forward "
-            "would have to hand the full parameters of all blocks to the loop of the backward. "
-            "Wrap the blocks singly, or give a number of ranks from 2 on, which keeps a part"
+            "reshard_after_forward=False is not supported in scan_blocks, because the loop of the "
+            "forward would return the full parameters of all blocks. Wrap each block separately, "
+            "or pass a number of ranks >= 2, which stores a part of them"
         )
     if options.flatten_parameters:
         raise ValueError(
-            "flatten_parameters=True is not possible in scan_blocks, and not needed: small "
-            "parameters travel together anyway"
+            "flatten_parameters=True is not supported in scan_blocks. Leave it out; small "
+            "parameters share a collective anyway"
         )
     if options.cpu_offload is not None and options.cpu_offload.stream:
         raise ValueError(
-            "CPUOffload(stream=True) is not possible in scan_blocks: a loop is one program, which "
-            "has all blocks' shards on the device. Wrap the blocks one by one"
+            "CPUOffload(stream=True) is not supported in scan_blocks, because a loop is one "
+            "program that has all blocks' shards on the device. Wrap each block separately"
         )
 
 
@@ -183,7 +186,7 @@ def _take_apart(
     prefix: str,
     local_metadata: dict[str, Any],
 ) -> None:
-    """State-dict hook: stacked tensors become every block's own, block by block."""
+    """State-dict hook: splits stacked tensors into a tensor for each block, block by block."""
     by_name = _by_name(module)
     inside = prefix + WRAPPED_PREFIX
     rows: dict[str, list[torch.Tensor]] = {}
@@ -191,13 +194,13 @@ def _take_apart(
         name = key.removeprefix(inside)
         value = local(state_dict.pop(key))
         each = [value] * len(module) if by_name[name].shared else value.unbind(0)
-        # Not views, of which each would keep the stack.
+        # No views: each would keep the entire stack in memory.
         rows[name] = [torch.view_copy(row, row.shape) for row in each]
     for number in range(len(module)):
         for name, own in rows.items():
             state_dict[prefix + dotted(str(number), name)] = own[number]
     if rows:
-        # In one program, instead of one for every tensor when it is copied to the host.
+        # Compute all in one program, instead of one program for each copy to the host.
         every = [row for own in rows.values() for row in own if row.device.type == "xla"]
         if every:
             xlac.start_tensors(every)
@@ -214,7 +217,7 @@ def _put_together(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Load hook: the reverse."""
+    """Load hook: the reverse of :func:`_take_apart`."""
     metadata.rename_loaded(
         state_dict, prefix, local_metadata, "the stacked shards", lambda name: name
     )

@@ -1,4 +1,4 @@
-"""Turning equal blocks into one template and stacked shards."""
+"""Turns equal blocks into one template module and stacked shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .unit import ParameterStack, ScanUnit, Stack
 
 
 class ScanBuilder:
-    """Takes blocks one by one, so that only one of them need exist in full."""
+    """Takes blocks one at a time, so that only one full block must exist."""
 
     def __init__(self, options: FSDPOptions, world: World):
         self.options = options
@@ -37,7 +37,7 @@ class ScanBuilder:
         self._described: dict = {}
         self._stacks: dict[str, Stack] = {}
         self._pieces: dict[str, list[torch.Tensor]] = {}  # by block
-        self._attributes: dict[str, dict] = {}  # that users hung on the first block's parameters
+        self._attributes: dict[str, dict] = {}  # that users set on the first block's parameters
         self._cast: dict[str, torch.dtype] = {}
         self._late: dict[str, dict[Key, str]] = {}  # by stack, what has no values
         self._wide: set[nn.Module] = set()  # of the template, whose tensors are not cast
@@ -50,13 +50,13 @@ class ScanBuilder:
             self._checked(block, number) for number, block in enumerate(blocks)
         )
         if not isinstance(blocks, Iterator):
-            checked = list(checked)  # if one is refused, none has been taken apart
+            checked = list(checked)  # check all first: if one raises, no block has been changed
         depth = 0
         for block in checked:
             self._take(block, depth)
             depth += 1
         if self._template is None:
-            raise ValueError("scan_blocks needs at least one block, got none")
+            raise ValueError("scan_blocks needs at least one block, got none. Pass the blocks")
         unit = ScanUnit(self.options, self.world, self._template)
         for name, stack in self._stacks.items():
             if isinstance(stack, ParameterStack):
@@ -75,20 +75,19 @@ class ScanBuilder:
         return unit
 
     def _checked(self, block: nn.Module, number: int) -> nn.Module:
-        """``block``, if it can be scanned with those before it."""
+        """Returns ``block`` if it can be scanned together with the blocks before it."""
         self._require_block(block, number)
         for name, parameter in block.named_parameters():
             if home_of(parameter) is not None:
                 raise ValueError(
-                    f"block {number} shares the parameter {name} with a module that is wrapped; "
-                    "scanned blocks must have parameters of their own. Untie it, or wrap the "
-                    "blocks singly"
+                    f"block {number} shares the parameter {name} with a wrapped module, which "
+                    "scanned blocks do not support. Untie it, or wrap each block separately"
                 )
             other = self._seen.setdefault(parameter, number)
             if other != number:
                 raise ValueError(
-                    f"blocks {other} and {number} share the parameter {name}; scanned blocks must "
-                    "have parameters of their own. Wrap the blocks singly"
+                    f"blocks {other} and {number} share the parameter {name}, which scanned blocks "
+                    "do not support. Wrap each block separately"
                 )
         for path, module in block.named_modules():
             require_parameters_here(dotted(str(number), path), module)
@@ -98,7 +97,7 @@ class ScanBuilder:
             known = {ATTENTION, *(name for name, _ in block.named_modules() if name)}
             if unknown := [name for name in self.options.keep if name not in known]:
                 raise ValueError(
-                    f"keep={unknown[0]!r}: the blocks have no such submodule; there are "
+                    f"keep={unknown[0]!r} is not a submodule of the blocks. Allowed are "
                     f"{', '.join(sorted(known))}"
                 )
         require_same(self._described, described, number)
@@ -108,7 +107,7 @@ class ScanBuilder:
         self.on_device |= any(p.device.type == "xla" for p in block.parameters())
         for _ in materialize(block, lambda module: False, self.options.param_init_fn):
             pass
-        assert self._template is not None  # found while the blocks were checked
+        assert self._template is not None  # at least one block has been checked
         require_same_attributes(self._template, block, number, self.ignore)
         if block is self._template:
             self._find_stacks(block)
@@ -122,7 +121,7 @@ class ScanBuilder:
                 self._pieces[name].append(block.get_buffer(name))
 
     def _note_late(self, tensor: torch.Tensor, name: str, first: int) -> None:
-        """Notes that ``tensor``, which begins at ``first`` in its stack, comes with a load."""
+        """Records that ``tensor``, at offset ``first`` in its stack, gets values by a load."""
         if comes_later(tensor):
             block = len(self._late.setdefault(name, {}))
             self._late[name][first, 0] = dotted(str(block), name)
@@ -133,14 +132,14 @@ class ScanBuilder:
             raise TypeError(f"block {number} must be a torch.nn.Module, got {type(block).__name__}")
         if any(is_wrapper(module) for module in block.modules()):
             raise ValueError(
-                f"block {number} is wrapped, or has wrapped modules in it; scan_blocks shards the "
-                "blocks itself, give it plain ones"
+                f"block {number} is wrapped, or contains wrapped modules, but scan_blocks shards "
+                "the blocks itself. Pass blocks that are not wrapped"
             )
         if "forward" in vars(block):
             raise ValueError(
-                f"the forward of block {number} was replaced ({vars(block)['forward']!r}); give "
-                "scan_blocks plain blocks. It recomputes each in the backward as checkpoint_module "
-                "would"
+                f"the forward of block {number} was replaced ({vars(block)['forward']!r}), which "
+                "scan_blocks does not support. Pass the original blocks: scan_blocks recomputes "
+                "each in the backward, as checkpoint_module does"
             )
 
     def _find_stacks(self, block: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What one block, traced for all of them, must not do, because it would be lost or wrong."""
+"""Operations that a scanned block must not do: they would be lost, or give wrong results."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _DRAWS = frozenset(
 
 
 def require_as_built(unit: ScanUnit) -> None:
-    """Before a forward: raises RuntimeError if a parameter came into the blocks, or went, since
-    they were given to ``scan_blocks``, and ValueError if a hook came."""
+    """Before a forward: raises RuntimeError if a parameter was added to the blocks or removed since
+    they were passed to ``scan_blocks``, and ValueError if a hook was added."""
     unit.require_resting()
     known = {spot for stack in unit.parameters for spot in stack.spots}
     for path, module in unit.module.named_modules():
@@ -41,9 +41,9 @@ def require_as_built(unit: ScanUnit) -> None:
 @contextlib.contextmanager
 def nothing_lost(unit: ScanUnit, full: Sequence[torch.Tensor], given: Collection[int]) -> Iterator:
     """Around the call of the template: raises RuntimeError if it changes or replaces one of its
-    parameters, which are ``full``, and ValueError if it keeps a tensor.
+    parameters ``full``, and ValueError if it stores a computed tensor in an attribute.
 
-    ``given``: what :func:`inputs_of` says of the tensors that it computes with.
+    ``given``: the result of :func:`inputs_of` for its input tensors.
     """
     before, attributes = stamps(full), _attributes(unit)
     yield
@@ -55,18 +55,18 @@ def nothing_lost(unit: ScanUnit, full: Sequence[torch.Tensor], given: Collection
         new = [tensor for tensor in tensors if id(tensor) not in known]
         if inputs_of(new) & set(given):
             path, name = key
-            free_(new, unit.placeholder)  # torch_xla would try to compute what is kept
+            free_(new, unit.placeholder)  # otherwise torch_xla would try to compute it
             raise ValueError(
-                f"the forward of {type(unit.module).__name__} keeps what it computes in "
+                f"the forward of {type(unit.module).__name__} stores a computed tensor in "
                 f"{dotted(path, name)!r}. Scanned blocks are traced once for all, so it would have "
-                "no value there: return it in the tensor that the next block takes, register a "
-                "buffer for numbers that need no gradient, or wrap the blocks singly"
+                "no value there: add it to the tensor that the block returns, register a buffer "
+                "for numbers that need no gradient, or wrap each block separately"
             )
 
 
 def inputs_of(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """Numbers of the values on the device that ``tensors`` are computed from, but single numbers,
-    which may be constants that have nothing to do with each other."""
+    """Ids of the device values that ``tensors`` are computed from, except single numbers, which may
+    be unrelated constants."""
     on_device = [tensor for tensor in tensors if tensor.device.type == "xla"]
     if not on_device:
         return set()
@@ -87,8 +87,8 @@ def _attributes(unit: ScanUnit) -> dict[tuple[str, str], list[torch.Tensor]]:
 
 
 def require_known_graph(block: nn.Module, y: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError if ``y``, which ``block`` made, depends on more that needs a gradient than
-    ``leaves``: the loop would give it none."""
+    """Raises ValueError if ``y``, made by ``block``, depends on a tensor that needs a gradient and
+    is not in ``leaves``: the loop would not give it a gradient."""
     known = {id(leaf) for leaf in leaves}
     edges, seen = [(y.grad_fn, 0)], set()
     while edges:
@@ -100,32 +100,32 @@ def require_known_graph(block: nn.Module, y: torch.Tensor, leaves: Sequence[torc
         source = node.source() if isinstance(node, GatherNode) else None
         what = ""
         if source is not None:
-            what = f"made of {source.unit.name_of(output)!r}"
+            what = f"computed from {source.unit.name_of(output)!r}"
         elif leaf is not None and id(leaf) not in known:
             home = home_of(leaf)
             what = f"a tensor of shape {tuple(leaf.shape)}" if home is None else repr(home.key)
         if what:
             raise ValueError(
-                f"the forward of {type(block).__name__} uses something from outside of the block "
-                f"that needs a gradient, {what}, by an attribute or a closure. Scanned blocks are "
-                "traced once for all and give gradients to their parameters and arguments only: "
-                "pass it as an argument, blocks(x, it), or detach() it"
+                f"the forward of {type(block).__name__} uses a tensor from outside of the block "
+                f"that needs a gradient, {what}, through an attribute or a closure. Scanned blocks "
+                "give gradients only to their parameters and arguments: pass it as an argument, "
+                "blocks(x, it), or detach() it"
             )
         edges += node.next_functions
 
 
 def require_no_graph(block: nn.Module, name: str, buffer: torch.Tensor) -> None:
-    """Raises ValueError if a buffer that ``block`` has updated would hand on a gradient."""
+    """Raises ValueError if the new value of a buffer of ``block`` has a graph."""
     if buffer.requires_grad:
         raise ValueError(
             f"the forward of {type(block).__name__} gives its buffer {name!r} a value that needs "
-            "a gradient, which scanned blocks give through the tensor that they return only: "
-            "detach() it, add what it stands for to that tensor, or wrap the blocks singly"
+            "a gradient, but in scanned blocks gradients flow only through the returned tensor. "
+            "Call detach() on it, add its effect to that tensor, or wrap each block separately"
         )
 
 
 class NothingDrawnOnHost(TorchFunctionMode):
-    """Around the call of ``block``: random numbers on the host are a ValueError."""
+    """Around the call of ``block``: random numbers drawn on the host raise ValueError."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class NothingDrawnOnHost(TorchFunctionMode):
             raise ValueError(
                 f"the forward of {type(self._block).__name__} draws random numbers on the host "
                 f"({name}). Scanned blocks are traced once for all, so all would get the same, and "
-                "their backward others: draw on the device of the input (torch.rand((), "
-                "device=x.device)) and choose by torch.where, or wrap the blocks singly"
+                "their backward different ones: draw on the device of the input (torch.rand((), "
+                "device=x.device)) and choose by torch.where, or wrap each block separately"
             )
         return found

@@ -1,4 +1,4 @@
-"""Whether blocks are equal but for the values of their parameters and buffers."""
+"""Whether blocks are equal except for the values of their parameters and buffers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-# What this package notes on parameters is about this package.
+# The prefix of attributes that this package sets on parameters; they are not compared.
 _OURS = "_xla_fsdp"
 _BY_VALUE = (bool, int, str, bytes, range, torch.dtype, torch.device, types.CodeType)
 
 
 def describe(block: nn.Module) -> Described:
-    """What stacking takes of a block, by dotted name in the block.
+    """The properties of a block that stacking depends on, by dotted name in the block.
 
     Classes of modules; names, shapes, dtypes and ``requires_grad`` of parameters; which of them are
     shared; names, shapes and dtypes of buffers.
@@ -37,7 +37,7 @@ def describe(block: nn.Module) -> Described:
     found: Described = {}
     first: dict[int, str] = {}
     for path, module in block.named_modules(remove_duplicate=False):
-        # A parametrized module has a class of its own.
+        # parametrize gives each module a new class.
         found[path or "the block"] = parametrize.type_before_parametrizations(module)
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
@@ -49,8 +49,8 @@ def describe(block: nn.Module) -> Described:
         require_no_hooks(path, module)
         if isinstance(module, nn.RNNBase):
             raise ValueError(
-                f"module {path!r} of a block is an {type(module).__name__}; recurrent modules "
-                "cannot be scanned, wrap the blocks singly"
+                f"module {path!r} of a block is a recurrent {type(module).__name__}, which "
+                "scan_blocks does not support. Wrap each block separately"
             )
     return found
 
@@ -62,36 +62,36 @@ def require_no_hooks(path: str, module: nn.Module) -> None:
         if not all(map(is_widening, registered.values())):
             raise ValueError(
                 f"module {path or type(module).__name__!r} of a block has hooks "
-                f"({hooks.strip('_')}); scanned blocks are traced once for all, so a hook "
-                "would see one block only. Remove it, or wrap the blocks singly"
+                f"({hooks.strip('_')}). Scanned blocks are traced once for all, so a hook would be "
+                "called for one block only: remove it, or wrap each block separately"
             )
 
 
 def require_same(first: Described, other: Described, number: int) -> None:
-    """Raises ValueError naming the first difference between block 0 and block ``number``."""
+    """Raises ValueError that names the first difference between block 0 and block ``number``."""
     for name in [*first, *(name for name in other if name not in first)]:
         a, b = first.get(name, _ABSENT), other.get(name, _ABSENT)
         if a != b:
             raise ValueError(
-                f"blocks must be equal in all but the values of parameters and buffers; {name}: "
-                f"{_shown(a)} in block 0, {_shown(b)} in block {number}. Make them equal, or wrap "
-                "the blocks singly"
+                "blocks must be equal in all but the values of parameters and buffers; "
+                f"{name}: {_shown(a)} in block 0, {_shown(b)} in block {number}. Make them equal, "
+                "or wrap each block separately"
             )
     if [*first] != [*other]:
         raise ValueError(
             f"blocks must be equal in all but the values of parameters and buffers; block {number} "
             "has its modules or parameters in another order than block 0. Make them equal, or wrap "
-            "the blocks singly"
+            "each block separately"
         )
 
 
 def require_same_attributes(
     first: nn.Module, other: nn.Module, number: int, ignore: Collection[str]
 ) -> None:
-    """Raises ValueError unless ``first`` and ``other``, which is block ``number``, are known to be
-    equal in the attributes of their modules, parameters and buffers.
+    """Raises ValueError unless the attributes of modules, parameters and buffers of ``first`` and
+    of ``other``, which is block ``number``, are known to be equal.
 
-    Attributes called as in ``ignore`` are left out. Numbers, strings, tensors on the host and
+    Attributes named in ``ignore`` are left out. Numbers, strings, tensors on the host and
     containers are compared by value; functions by their code, defaults and closures; every other
     object by what pickle would store of it.
     """
@@ -116,13 +116,13 @@ def require_same_attributes(
 
 
 class _Comparison:
-    """Compares what is in an attribute of block 0 and of block ``number``, and raises ValueError
-    unless it is equal."""
+    """Compares an attribute of block 0 with that of block ``number``, and raises ValueError unless
+    they are equal."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.attribute = ""
-        # Modules, parameters and buffers of either block, with those of the other.
+        # Maps modules, parameters and buffers of either block to their counterparts in the other.
         self._partners: dict[int, Any] = {}
         # Pairs whose comparison has begun: objects may contain themselves.
         self._begun: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -158,7 +158,7 @@ class _Comparison:
                 self.require_equal(part, x, y)
 
     def _contents(self, name: str, value: Any) -> list[tuple[str, Any]]:
-        """What makes ``value`` what it is, each with a name."""
+        """The named parts that define ``value``."""
         if type(value) is dict:
             keys = list(value)
             if all(type(key) is str for key in keys):
@@ -183,7 +183,7 @@ class _Comparison:
             self._cannot_compare(name, value)
         parts = []
         for one in stored:
-            if isinstance(one, Iterator):  # over what it holds if it is a list or a dict
+            if isinstance(one, Iterator):  # of the items, for subclasses of list or dict
                 one = list(one)
             parts.append((name, one))
         return parts
@@ -203,8 +203,8 @@ class _Comparison:
     @property
     def _remedy(self) -> str:
         return (
-            "Give all blocks the same object, or wrap the blocks singly; if it does not matter for "
-            f"the forward, name it in ignore=[{self.attribute!r}]"
+            "Give all blocks the same object, or wrap each block separately; if the forward does "
+            f"not depend on it, name it in ignore=[{self.attribute!r}]"
         )
 
 
@@ -226,7 +226,7 @@ def _without(attributes: dict[str, Any], names: Collection[str]) -> dict[str, An
 
 class _Absent:
     def __repr__(self) -> str:
-        return "nothing of that name"
+        return "missing"
 
 
 _ABSENT = _Absent()
@@ -255,12 +255,12 @@ def require_like(y: Any, x: torch.Tensor, block: nn.Module) -> None:
     """Raises ValueError unless ``y``, which ``block`` made of ``x``, is a tensor like ``x``."""
     if not isinstance(y, torch.Tensor):
         raise ValueError(
-            f"scanned blocks must return one tensor, {type(block).__name__} returned a "
-            f"{type(y).__name__}; have its forward return the tensor that the next block takes"
+            f"scanned blocks must return one tensor, but {type(block).__name__} returned a "
+            f"{type(y).__name__}. Make its forward return the tensor that the next block takes"
         )
     if y.shape != x.shape or y.dtype != x.dtype:
         raise ValueError(
-            "scanned blocks must return a tensor like the one they take, since it is what the next "
-            f"one takes: {type(block).__name__} made {tuple(y.shape)}, {y.dtype} of "
-            f"{tuple(x.shape)}, {x.dtype}"
+            f"scanned blocks must return a tensor like their input, but {type(block).__name__} "
+            f"returned {tuple(y.shape)}, {y.dtype} for an input of {tuple(x.shape)}, {x.dtype}. "
+            "Make its forward return a tensor that the next block can take"
         )

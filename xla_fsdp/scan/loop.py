@@ -1,8 +1,8 @@
 """A Python function as the body of an XLA while loop.
 
-The body is called once, on placeholders, and what it traces becomes one computation that the
-compiled program runs ``depth`` times. It may use collectives and draw random numbers. The loop is
-a node of the lazy graph like any operator: nothing here knows of gradients.
+The body is called once, on placeholders, and its trace becomes one computation that the compiled
+program runs ``depth`` times. It may use collectives and draw random numbers. The loop is a node of
+the lazy graph like any operator, and has no gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..sharding.trace_cache import Tensors, Traced, placeholder, twin
 # (carry, slices, constants) -> (carry, results)
 Body = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
 
-# What the seeds of one iteration and the next differ by: 2**64 over the golden ratio, odd.
+# The difference between the seeds of consecutive iterations: 2**64 over the golden ratio, odd.
 _SEED_STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -45,23 +45,23 @@ def loop(
     """Runs ``carry, results[i] = body(carry, [s[i] for s in stacked], constants)`` for every i.
 
     Args:
-        body: traced once. Must return a carry of the shapes and dtypes it got. What it uses of
-            tensors around it must be here, among the arguments: the whole computation of a pending
-            tensor would become part of the body.
-        carry: what iterations hand on.
+        body: traced once. Must return a carry of the shapes and dtypes it got. All tensors that it
+            uses must be arguments: otherwise the full computation of a pending tensor would become
+            part of the body.
+        carry: the values that each iteration passes to the next.
         stacked: at least one tensor, ``(depth, ...)`` each.
         constants: the same in every iteration.
-        device: the XLA device of all of them; autograd's threads have another default.
-        seed: random numbers in iteration i start from a seed made of this one and i, whichever
-            way the loop runs. Default: the device's random state, which moves on.
+        device: the XLA device of all of them; autograd's threads have another default device.
+        seed: random numbers in iteration i start from a seed computed from this one and i, in
+            either direction of the loop. Default: the device's random state, which advances.
         reverse: from the last i to the first.
-        ahead: of these ``stacked`` tensors, by number, an iteration gets the row of the iteration
-            after it; the last one gets its own.
-        memory: what ``body`` asks it for are further tensors that are ``stacked``; where it writes
-            a row, they change in place.
-        unroll: how often an iteration of the compiled loop runs the body, for another i each time;
-            what is left of them runs behind the loop. A carry that is computed anew needs two
-            places in memory, and with one body an iteration a copy from one to the other.
+        ahead: numbers of ``stacked`` tensors of which an iteration gets the row of the iteration
+            after it; the last iteration gets its own row.
+        memory: the tensors that ``body`` recalls from it are also ``stacked``; where ``body``
+            writes a row, they change in place.
+        unroll: how many times one iteration of the compiled loop runs the body, each time for
+            another i; the remaining ones run after the loop. A recomputed carry needs two places in
+            memory; with one body for each iteration it is copied from one to the other.
 
     Returns:
         The last carry, and the results stacked, ``(depth, ...)`` each.
@@ -73,8 +73,8 @@ def loop(
         try:
             traced = _traced(body, shapes, len(carry), len(stacked), memory)
         except Exception as error:
-            # What the frames hold has no value. Whoever keeps the exception would keep it, too, and
-            # torch_xla ends the process when it computes what is there.
+            # Tensors in the frames have no value. An exception that is stored would keep them, and
+            # torch_xla ends the process when it computes them.
             traceback.clear_frames(error.__traceback__)
             if memory is not None:
                 memory.clear()
@@ -114,7 +114,7 @@ def _traced(
     stacked: int,
     memory: BlockMemory | None,
 ) -> _Traced:
-    """``body``, traced on arguments of these shapes, and on what it asks ``memory`` for."""
+    """``body``, traced on arguments of these shapes, and on tensors recalled from ``memory``."""
     arguments = [placeholder(*shape) for shape in shapes]
     given = [twin(argument) for argument in arguments]
     first, second = carried, carried + stacked
@@ -140,10 +140,10 @@ class _While:
     """The loop around a traced body.
 
     Args:
-        depth: iterations.
+        depth: the number of iterations.
         reverse: from the last iteration's slices to the first's.
-        ahead: numbers of the slices that are those of the next iteration.
-        unroll: bodies in one iteration of the compiled loop.
+        ahead: numbers of the slices that belong to the next iteration.
+        unroll: how many times one iteration of the compiled loop runs the body.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class _While:
         self.results, self.written = traced.results, traced.written
 
     def build(self, operands: Sequence[torch.Tensor]) -> object:
-        """The loop as a computation of carry, stacked, constants and what the body hoisted."""
+        """The loop as a computation of carry, stacked, constants and hoisted tensors."""
         builder = xb.create_builder("scan_blocks")
         given = [xb.mkparam(builder, number, _shape(t)) for number, t in enumerate(operands)]
         stacks = [
@@ -207,7 +207,7 @@ class _While:
         inputs: dict[int, xb.Op] = {}
         for parameter, argument in self.traced.argument_of.items():
             value, at = operands[argument], index
-            if argument in self.ahead:  # beyond the end it is the last there is
+            if argument in self.ahead:  # past the end, use the last slice
                 step = _integer(index.builder(), 1)
                 at = index - step if self.reverse else index + step
             inputs[parameter] = _row(value, at) if argument in self.sliced else value
@@ -239,17 +239,17 @@ def _shape(tensor: torch.Tensor) -> xb.Shape:
 
 @contextlib.contextmanager
 def _fresh_trace(device: torch.device, seed: int | None) -> Iterator[None]:
-    """Within, this thread traces for ``device``, and depends on nothing traced before.
+    """Within, this thread traces for ``device``, independently of everything traced before.
 
-    Random numbers and reduce-scatters would otherwise tie the body to the graph around it. With a
-    ``seed`` the device's random state is afterwards what it was.
+    Otherwise random numbers and reduce-scatters would tie the body to the graph around it. With a
+    ``seed`` the device's random state is restored afterwards.
     """
     name = str(device)
     thread_device = xlac.default_device()
     xlac.set_default_device(name)
     with separate_collectives(device):
         state = xm.get_rng_state(name)
-        # Setting the state makes the seed a value that is there; it may be one that is pending.
+        # Setting the state makes the seed a value instead of a pending computation.
         xm.set_rng_state(state if seed is None else seed, name)
         try:
             yield

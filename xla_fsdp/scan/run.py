@@ -1,16 +1,16 @@
 """The forward and the backward of scanned blocks: two while loops.
 
-Forward: an iteration gathers one block's parameters, computes, and keeps nothing but its input.
-Backward, in reverse: an iteration gathers again, computes the block once more, this time with a
-graph, and reduce-scatters the gradients. Everything that an iteration makes is gone when it ends,
-so there is nothing to free, and no barrier is needed to keep gathers in their place.
+Forward: an iteration gathers one block's parameters, computes, and stores only its input. Backward,
+in reverse: an iteration gathers again, recomputes the block with a graph, and reduce-scatters the
+gradients. All tensors of an iteration end with it, so there is nothing to free, and no barrier is
+needed to keep gathers in their place.
 
-With ``prefetch`` an iteration gathers the parameters of the next block and hands them on, so that
-they travel while this block computes. What the TPU compiler was seen to do decides on the rest
-(docs/design/communication.md): gathers of one block come after those of the block before, or it
-mixes them and most are waited for; and in the backward the gradient waits for them, and a block for
-the reductions of the one before, so that gathers overlap with the recomputation and not with the
-reductions, which stop everything else.
+With ``prefetch``, an iteration gathers the parameters of the next block and passes them on, so that
+they are sent while this block computes. The other ties follow from how the TPU compiler behaves
+(docs/design/communication.md). Gathers of one block come after those of the block before; otherwise
+the compiler mixes them, and most gathers are not overlapped. In the backward, the gradient waits
+for the gathers, and a block for the reductions of the block before. So gathers are overlapped with
+the recomputation and not with the reductions, during which nothing else runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Run:
     """One call of scanned blocks, until its backward.
 
     Args:
-        inputs: what the blocks take besides the tensor that they hand on, ``(args, kwargs)``.
+        inputs: the further arguments of the blocks besides the carried tensor, ``(args, kwargs)``.
     """
 
     def __init__(self, unit: ScanUnit, x: torch.Tensor, inputs: tuple[tuple, dict]):
@@ -51,34 +51,34 @@ class Run:
         self.inputs = map_tensors(lambda t: _Slot(numbers[id(t)]), inputs)
         self.sliced = [stack for stack in unit.buffers if not stack.shared]
         self.shared = [stack for stack in unit.buffers if stack.shared]
-        # As they are now: a forward that updates them replaces them.
+        # The current buffers: a forward that updates them replaces the tensors.
         self.buffers = [s.value for s in self.sliced], [s.value for s in self.shared]
         self.keeps_inputs = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (x, *self.constants, *unit.shards)
         )
-        # Whether what the backward needs of the inputs waits in the host's memory.
+        # Whether the inputs are stored in host memory until the backward.
         self.offloads = unit.options.offload and self.keeps_inputs and host_memory.can_wait_there(x)
         self.seed = xm.get_rng_state(str(unit.world.device))
         self.modes = [(module, module.training) for module in unit.module.modules()]
         self._stamps = stamps(unit.shards)
         self.prefetch = unit.options.prefetch and bool(unit.parameters)
-        # Numbers of the parameters of which the forward keeps pieces, see sharding/secondary.py.
+        # Numbers of the parameters of which the forward stores pieces, see sharding/secondary.py.
         self.pieces: list[int] = []
-        self.recorded = 0  # how many values of a block the forward keeps besides its input
+        self.recorded = 0  # how many values of a block the forward saves, besides its input
         self.autocast = torch.is_autocast_enabled("xla"), torch.get_autocast_dtype("xla")
 
     def forward(self, x: torch.Tensor, stacks: Sequence[torch.Tensor]) -> Tensors:
-        """The result of the last block, and what the backward needs of all.
+        """The result of the last block, and what the backward needs from all blocks.
 
-        That are the last one's parameters, if they are gathered ahead, and its input, if inputs are
-        offloaded; the inputs of all, ``(depth, *x.shape)``; the pieces of their parameters that
-        stay here for the backward to gather from; and what they were asked to keep.
+        These are: the last block's parameters, if parameters are prefetched, and its input, if
+        inputs are offloaded; the inputs of all blocks, ``(depth, *x.shape)``; the pieces of their
+        parameters from which the backward gathers; and the values that ``keep`` names.
         """
         updated: list[int] = []  # numbers of sliced buffers
         count, prefetch = len(stacks), self.prefetch
 
         def gathered(shards: Tensors, x: torch.Tensor, order: Order) -> tuple[Tensors, Tensors]:
-            """One block's parameters, and the pieces of them that stay here."""
+            """One block's parameters, and the pieces of them that are stored."""
             secondary = self.unit.secondary() if self.keeps_inputs else None
             full = self.unit.gather_block(shards, x, order, secondary)
             if secondary is None:
@@ -109,13 +109,13 @@ class Run:
             return [y, *following], [*kept, *pieces, *values, *(after[n] for n in updated)]
 
         sliced, shared = self.buffers
-        first: Tensors = []  # what the first block computes with
+        first: Tensors = []  # the parameters of the first block
         if prefetch:
             whole, parts = gathered([torch.select_copy(s, 0, 0) for s in stacks], x, Order())
             first = [*whole, *parts]
-        # The backward starts with the last block, whose input need not travel: iterations hand it
-        # on, and so it is there in the end. So are its parameters, if they are gathered ahead: the
-        # last iteration has no other block to gather.
+        # The backward starts with the last block. Its input need not go to the host: it is part of
+        # the carry, so it is there at the end. So are its parameters, if they are prefetched: the
+        # last iteration has no next block to gather.
         (y, *last), results = loop(
             body,
             [x, *first, *([x] if self.offloads else [])],
@@ -143,8 +143,8 @@ class Run:
     ) -> tuple[torch.Tensor, list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Gradients of the first input, of the constants and of the stacked shards.
 
-        ``kept``: what the forward returned besides the result. ``needed``: which constants and
-        which shards need theirs.
+        ``kept``: the results of the forward except the first. ``needed``: which constants and which
+        shards need gradients.
         """
         count, pieces, prefetch = len(stacks), len(self.pieces), self.prefetch
         which = [number for number, needs in enumerate(needed[0]) if needs]
@@ -153,25 +153,25 @@ class Run:
         def body(carry: Tensors, slices: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
             x, *slices = slices
             following = []
-            if self.offloads:  # this block's has come while the one after it was computed
+            if self.offloads:  # this block's input was copied while the next block was computed
                 following, x = [host_memory.to_device(x)], carry.pop()
             secondary = self.unit.secondary(dict(zip(self.pieces, slices, strict=False)))
             shards, slices = slices[pieces : pieces + count], slices[pieces + count :]
             keeping = Keeping(self.unit.options.keep, slices[: self.recorded])
             buffers = self._buffers(slices[self.recorded :], constants)
-            # In the order of the forward, with whose recomputation this starts.
+            # In the order of the forward, because this starts with its recomputation.
             if prefetch:
                 grad, *carry = carry
                 full, carry = carry[-count:], carry[:-count]
                 order = self.unit.order_after(grad)
                 x = order.delay(x)
                 whole = self.unit.gather_block(shards, grad, order, secondary)
-                # All gathers but the last, for which the recomputation has no product left.
+                # All gathers but the last: no matmul of the recomputation remains to overlap it.
                 grad = order.delay(grad, Wait(Event.GATHER, 1))
                 carry, following = [grad, *carry], [*whole, *following]
             else:
                 full = self.unit.gather_block(shards, carry[0], Order(), secondary)
-            # What comes out of the collectives has no graph: these are its leaves.
+            # The results of collectives have no graph: these are its leaves.
             x = x.detach().requires_grad_()
             full = [f.detach().requires_grad_(n) for f, n in zip(full, needed[1], strict=True)]
             constants = [
@@ -195,7 +195,7 @@ class Run:
                 of_x = order.delay(self.unit.after_reductions(of_x, shares.values()))
             return [of_x, *sums, *following], list(shares.values())
 
-        # Nothing is gathered early for what comes next: it would be there during the whole loop.
+        # Gather nothing early for the next unit: it would stay in memory during the loop.
         self.unit.order.end_backward()
         memory = BlockMemory(self.unit.depth)
         sliced, shared = self.buffers
@@ -227,7 +227,7 @@ class Run:
         )
 
     def require_shards_unchanged(self) -> None:
-        """Before the backward: raises RuntimeError if a parameter is not what the forward used."""
+        """Before the backward: raises RuntimeError if a parameter changed since the forward."""
         now = stamps(self.unit.shards)
         for stack, found, before in zip(self.unit.parameters, now, self._stamps, strict=True):
             if found != before:
@@ -235,13 +235,13 @@ class Run:
 
     @property
     def unroll(self) -> int:
-        """Blocks in one iteration of the compiled loop: two if parameters are gathered ahead, which
-        are in two places in turn. CPU ranks, on which a collective has a number that one program
-        may use once, copy them from one to the other."""
+        """The number of blocks in one iteration of the compiled loop: two if parameters are
+        prefetched, because these alternate between two places in memory. On CPU ranks always one
+        (a program may use each collective's number only once), with a copy between the places."""
         return 2 if self.prefetch and self.unit.world.context is None else 1
 
     def _buffers(self, slices: Tensors, constants: Tensors) -> Tensors:
-        """One block's buffers in the unit's order."""
+        """One block's buffers, in the unit's order."""
         sliced, shared = iter(slices), iter(constants[len(self.constants) :])
         return [next(shared if stack.shared else sliced) for stack in self.unit.buffers]
 
@@ -253,15 +253,15 @@ class Run:
         constants: Tensors,
         keeping: Keeping,
     ) -> tuple[torch.Tensor, Tensors]:
-        """One block, and its buffers afterwards."""
+        """Runs one block; returns its result and its updated buffers."""
         args, kwargs = map_tensors(lambda slot: constants[slot.number], self.inputs, leaf=_Slot)
         enabled, dtype = self.autocast
         with contextlib.ExitStack() as stack:
-            # Casts must not be kept from one trace to the next.
+            # Casts must not be cached from one trace to the next.
             stack.enter_context(torch.autocast("xla", dtype, enabled, cache_enabled=False))
             stack.enter_context(self.unit.installed(full, buffers))
             stack.enter_context(keeping.over(self.unit.module))
-            # The backward computes the block again as a whole.
+            # The backward recomputes the entire block anyway.
             stack.enter_context(without_checkpoints())
             stack.enter_context(checks.NothingDrawnOnHost(self.unit.module))
             given = checks.inputs_of([x, *full, *buffers, *constants])
@@ -272,7 +272,7 @@ class Run:
         return y, after
 
     def _updated(self, before: Tensors, after: Tensors) -> list[int]:
-        """Numbers among the sliced buffers of those that a forward has updated."""
+        """Numbers of the sliced buffers that a forward has updated."""
         numbers = []
         pending = xlac.are_pending(after)
         sliced = 0
@@ -280,7 +280,7 @@ class Run:
             if (changed or new is not old) and stack.shared:
                 raise ValueError(
                     f"the forward of a block updates its buffer {stack.name}, which all blocks "
-                    "share; scanned blocks can only update buffers of their own"
+                    "share. Give each block a separate buffer"
                 )
             if changed or new is not old:
                 numbers.append(sliced)
@@ -289,7 +289,7 @@ class Run:
 
 
 class _Slot:
-    """Stands for constant ``number`` in the arguments of a block."""
+    """Placeholder for constant ``number`` in the arguments of a block."""
 
     def __init__(self, number: int):
         self.number = number

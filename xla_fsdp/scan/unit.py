@@ -1,4 +1,4 @@
-"""The sharded parameters of equal blocks, stacked: what a scan gathers from and reduces to."""
+"""The sharded parameters of equal blocks, stacked: the loops gather from and reduce to them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Spots = list[tuple[nn.Module, str]]
 
 @dataclass(eq=False)
 class Stack:
-    """One buffer of all blocks, or parameter.
+    """One buffer or parameter of all blocks.
 
     Attributes:
         names: dotted names in a block; a shared parameter has several.
-        spots: modules of the template that use it, and as what.
-        shared: a buffer that is the same tensor in all blocks, and is not stacked.
+        spots: modules of the template that use it, and their attribute names.
+        shared: whether a buffer is the same tensor in all blocks, and therefore not stacked.
     """
 
     names: list[str]
@@ -52,11 +52,11 @@ class Stack:
         """``(depth, ...)``, or ``(...)`` if shared."""
         module, name = self.spots[0]
         buffer = module._buffers[name]
-        assert buffer is not None  # it was found there, and is always put back
+        assert buffer is not None  # it was found in the module and is always restored
         return buffer
 
     def put(self, value: torch.Tensor) -> None:
-        """Has the template hold ``value``."""
+        """Sets the attribute of the template to ``value``."""
         for module, name in self.spots:
             module._buffers[name] = value
 
@@ -67,7 +67,7 @@ class ParameterStack(Stack):
 
     Attributes:
         layout: how a block's parameter is cut.
-        wide: whether it is computed with as it is stored, whatever compute_dtype says.
+        wide: whether it is computed in the dtype of the shard, whatever compute_dtype is.
     """
 
     layout: Layout = field(kw_only=True)
@@ -75,12 +75,12 @@ class ParameterStack(Stack):
 
     @property
     def numel(self) -> int:
-        """Elements of one block's shard."""
+        """The number of elements of one block's shard."""
         return torch.Size(self.layout.shard_shape).numel()
 
     @property
     def value(self) -> nn.Parameter:
-        """``(depth, *shard_shape)``; inside of the loop a full parameter, which is none."""
+        """``(depth, *shard_shape)``; inside the loop a full parameter, which is no Parameter."""
         module, name = self.spots[0]
         parameter = module._parameters.get(name)
         if parameter is None:
@@ -89,23 +89,22 @@ class ParameterStack(Stack):
 
     def put(self, value: torch.Tensor) -> None:
         for module, name in self.spots:
-            # Inside of the loop no Parameter, but answers as one.
+            # Inside the loop it is not a Parameter, but behaves like one.
             module._parameters[name] = value  # type: ignore[assignment]
 
 
 class ScanUnit(FSDPState):
     """The shards of ``depth`` equal blocks, each stacked over the blocks.
 
-    To the outside every block has sharded tensors of its own (``tensors`` and ``places``: names and
-    layouts, without values), which is what shard metadata and plans speak of. ``shards`` are the
-    stacked parameters, which the optimizer sees. They rest in the template, the block that is
-    traced for all.
+    For shard metadata and plans, every block has separate sharded tensors (``tensors`` and
+    ``places``: names and layouts, without values). ``shards`` are the stacked parameters, which the
+    optimizer sees. They are attributes of the template, the block that is traced for all.
     """
 
     def __init__(self, options: FSDPOptions, world: World, template: nn.Module) -> None:
         super().__init__(options, world, template)
         self.depth: int = 0
-        # `tensors` are what each block has of it.
+        # `tensors` are the parts of these that belong to each block.
         self.stored: list[ShardedTensor] = []
         self.parameters: list[ParameterStack] = []
         self.buffers: list[Stack] = []
@@ -114,7 +113,7 @@ class ScanUnit(FSDPState):
 
     @property
     def sources(self) -> list[torch.Tensor]:
-        """What the loops slice: the stacked shards, or what the device has of them."""
+        """The tensors that the loops slice: the stacked shards, or their copies on the device."""
         return [tensor.source for tensor in self.stored]
 
     def describe_blocks(self, depth: int, cast: dict[str, torch.dtype]) -> None:
@@ -159,9 +158,9 @@ class ScanUnit(FSDPState):
     ) -> list[torch.Tensor]:
         """The full parameters of one block in compute dtype, from its shards.
 
-        ``x``: something that iterations hand on. Not tied to it, the cast of the shards would be
-        taken out of the loop by the compiler, and done for all blocks at once: shards twice in
-        memory. ``order``: what is gathered before. ``secondary``: as of
+        ``x``: a tensor of the carry. The shards are tied to it: otherwise the compiler would move
+        their cast out of the loop and cast all blocks in one operation, so that shards are in
+        memory twice. ``order``: earlier gathers. ``secondary``: as in
         :meth:`Communicator.trace_gathers`.
         """
         if secondary is not None and secondary.pieces:
@@ -173,7 +172,7 @@ class ScanUnit(FSDPState):
         return self.comms.trace_gathers(self._block(shards), order, (), False, secondary)
 
     def order_after(self, event: torch.Tensor) -> Order:
-        """In which what is gathered comes after ``event``."""
+        """An order in which gathers come after ``event``."""
         order = Order()
         if self.world.as_on_tpu and event.numel():
             order.add_gather(event)
@@ -182,20 +181,20 @@ class ScanUnit(FSDPState):
     def after_reductions(
         self, tensor: torch.Tensor, shares: Iterable[torch.Tensor]
     ) -> torch.Tensor:
-        """``tensor``, not before the gradients ``shares`` are reduced, if nothing else can run
-        meanwhile anyway."""
+        """``tensor``, tied to the end of the reductions of ``shares``, if nothing else could run
+        during them."""
         if self.world.as_on_tpu:
             for share in shares:
-                # In the dtype in which it comes out of the reduction, or a wider one.
+                # The communication dtype or a wider one: an upper bound of the bytes.
                 full = self.world.size * share.numel() * share.dtype.itemsize
                 if not self.world.overlaps_reductions(full):
                     tensor = self.order_after(share).delay(tensor)
         return tensor
 
     def secondary(self, pieces: Mapping[int, torch.Tensor] | None = None) -> Secondary | None:
-        """What one block's forward keeps for its backward, by default nothing yet.
+        """The second shard that one block's forward stores for its backward; by default empty.
 
-        ``None`` where the backward gathers from the shards.
+        ``None`` if the backward gathers from the shards.
         """
         if self.secondaries is None:
             return None
@@ -207,11 +206,10 @@ class ScanUnit(FSDPState):
         grads: Sequence[torch.Tensor | None],
         memory: BlockMemory,
     ) -> dict[int, torch.Tensor]:
-        """Gradient shards of one block, by parameter number, where there is a gradient.
+        """Gradient shards of one block, by parameter number, for those with a gradient.
 
-        In the dtype in which they come out of the reduction, if that is all there is to it: the
-        stack of all blocks' gradients takes half the memory then. ``memory``: that of a
-        communication hook.
+        They keep the communication dtype if no other operation follows the reduction, so that the
+        stack of all blocks' gradients takes half the memory. ``memory``: of a communication hook.
         """
         present = {number: [grad] for number, grad in enumerate(grads) if grad is not None}
         fulls = self.comms.joined(self._block(shards), present, {})
@@ -236,11 +234,11 @@ class ScanUnit(FSDPState):
     def installed(
         self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
     ) -> Iterator[None]:
-        """Within, the template computes with these full parameters and buffers."""
+        """Within, the template uses these full parameters and buffers."""
         stacks: list[Stack] = [*self.parameters, *self.buffers]
         resting = [stack.value for stack in stacks]
         for number, value in enumerate(parameters):
-            name = partial(self.name_of, number)  # that of the first block
+            name = partial(self.name_of, number)  # the name in the first block
             make_unsharded(value, Origin(self.stored[number], 0, name, alone=False))
         try:
             for stack, value in zip(stacks, [*parameters, *buffers], strict=True):
@@ -254,7 +252,7 @@ class ScanUnit(FSDPState):
 
     def _block(self, shards: Iterable[torch.Tensor]) -> list[ShardedTensor]:
         return [
-            # What stands for a shard in the trace is no Parameter.
+            # In the trace a plain tensor replaces the shard.
             ShardedTensor(shard, stack.layout, stack.name, wide=stack.wide)  # type: ignore[arg-type]
             for shard, stack in zip(shards, self.parameters, strict=True)
         ]

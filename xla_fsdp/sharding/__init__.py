@@ -1,1 +1,1 @@
-"""What a wrapper holds: shards, and full parameters while they are used."""
+"""The state of a wrapper: shards, and full parameters while they are in use."""

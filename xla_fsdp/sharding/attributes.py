@@ -1,7 +1,7 @@
-"""What ``module.weight`` gives while that parameter is sharded.
+"""What ``module.weight`` is while that parameter is sharded.
 
-The shard, whose type knows what it is. A parameter of a flattened vector has no shard of its own:
-its module has an attribute in its place that raises when something computes with it.
+Usually it is the shard, a tensor subclass. A parameter inside a flattened vector has no separate
+shard: its module has a placeholder attribute instead, which raises when it is used in computation.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class FlattenedParameter(torch.Tensor):
-    """A parameter without a value: this rank has a part of the vector that holds it.
+    """The placeholder of a parameter whose values are inside a flattened vector.
 
-    Has the shape, dtype and device of the full parameter.
+    Has the shape, dtype and device of the full parameter, but no values.
 
     Raises:
-        RuntimeError: by every operation on its value; it names the parameter and the remedies.
+        RuntimeError: by every operation that needs its values; names the parameter and the fixes.
     """
 
     _owner: Communicator
@@ -42,7 +42,7 @@ class FlattenedParameter(torch.Tensor):
 
     @property
     def name(self) -> str:
-        """The dotted name, from the root if that is known."""
+        """The dotted name, from the root module if that is known."""
         return self._owner.label + self._own_name
 
     @classmethod
@@ -76,7 +76,7 @@ def _accessors(*names: str) -> Iterator[Any]:
 
 
 _OF_THE_VALUE = frozenset(_accessors("data"))
-# What users do to a parameter, and only the vector has.
+# Operations on a parameter that users do, and that only the vector supports.
 _OF_THE_VECTOR = frozenset(
     [
         torch.Tensor.requires_grad_,
@@ -89,28 +89,27 @@ _OF_THE_VECTOR = frozenset(
 
 
 def flattened_in(module: nn.Module) -> dict[str, FlattenedParameter]:
-    """The parameters of ``module`` that are in a flattened vector, and not full now, by name."""
+    """The parameters of ``module``, by name, that are in a flattened vector, not gathered now."""
     found = vars(module).items()
     return {name: value for name, value in found if isinstance(value, FlattenedParameter)}
 
 
 def _refuse(parameter: FlattenedParameter, operation: str) -> NoReturn:
     raise RuntimeError(
-        f"{operation} needs parameter {parameter.name!r}, which is sharded here, in a vector with "
-        "others (flatten_parameters), and has no value outside of the forward that gathers it. In "
-        "a forward call the wrapper that holds it, not a module inside; tied weights: assign one "
-        "nn.Parameter to both modules before wrapping; for another method than forward call "
-        "xla_fsdp.register_fsdp_forward_method(wrapper, 'method') once; elsewhere compute within "
-        "FSDP.summon_full_params(model), and change the vectors of model.parameters()"
+        f"{operation} needs parameter {parameter.name!r}, which is sharded here, in a flattened "
+        "vector (flatten_parameters), and has values only during a forward. To use it in a "
+        "forward, call the wrapper, not a module inside it; if weights are tied, assign one "
+        "nn.Parameter to both modules before wrapping. For a method other than forward, call "
+        "xla_fsdp.register_fsdp_forward_method(wrapper, 'method') once. Elsewhere, compute within "
+        "FSDP.summon_full_params(model), and change the vectors in model.parameters()"
     )
 
 
 def refuse_replacement(name: str) -> NoReturn:
-    """Raises RuntimeError: parameter ``name`` is, or is to be, another tensor than its shard."""
+    """Raises RuntimeError because parameter ``name`` was replaced by a tensor that is no shard."""
     raise RuntimeError(
-        f"parameter {name!r} is another tensor than the shard that the wrapper gathers: it was "
-        "assigned (module.weight = ...), deleted, or given to torch.func.functional_call. A "
-        "wrapped module computes with its shards: copy values into them with load_state_dict or "
-        "load_full_state_dict, replace parameters before wrapping, give functional_call the "
-        "unwrapped module"
+        f"parameter {name!r} is not the shard that the wrapper gathers: it was assigned "
+        "(module.weight = ...), deleted, or given to torch.func.functional_call. To change values, "
+        "copy them into the shards with load_state_dict or load_full_state_dict; replace "
+        "parameters before wrapping, and give functional_call the unwrapped module"
     )

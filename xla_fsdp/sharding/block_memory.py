@@ -1,8 +1,8 @@
-"""What communication hooks remember of equal blocks that are traced once, in a loop.
+"""State that a communication hook stores for scanned blocks, which are traced once in a loop.
 
-It is one tensor for all blocks, ``(depth, ...)``. An iteration reads its block's row of it, and may
-write the row, which the next run of the loop finds there. Nothing else that a hook makes may
-outlive the trace: inside of the loop tensors stand for values that no program outside of it has.
+The state is one tensor for all blocks, ``(depth, ...)``. An iteration reads the row of its block
+and may write it; the next run of the loop finds the new row. No other tensor that a hook makes may
+outlive the trace: inside the loop tensors are symbolic, and have no value outside of it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .trace_cache import placeholder, twin
 
 @dataclass(eq=False)
 class Row:
-    """One block's part of ``kept``, ``(depth, ...)``.
+    """One block's row of a state tensor ``kept``, ``(depth, ...)``.
 
     Attributes:
-        argument: what stands for it in the trace.
-        value: what it is by now.
+        argument: the tensor that represents the row in the trace.
+        value: the current value of the row.
         written: whether the hook changed it.
     """
 
@@ -40,33 +40,34 @@ class Row:
 
 
 class BlockMemory:
-    """Lifetime: the trace of one loop.
+    """Hook state during the trace of one loop.
 
     Args:
-        depth: blocks.
+        depth: the number of blocks.
     """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self._rows: dict[int, Row] = {}  # by identity of what is kept, which they keep alive
+        self._rows: dict[int, Row] = {}  # by the id of the state tensor, which the row keeps alive
         self._seen = _Seen()
 
     @property
     def rows(self) -> list[Row]:
-        """In the order in which they were asked for."""
+        """In the order of the first ``recall`` of each."""
         return list(self._rows.values())
 
     def recall(self, kept: torch.Tensor) -> torch.Tensor:
-        """The row of ``kept`` that is the block's of the iteration, as it is by now."""
+        """The current value of the row of ``kept`` that belongs to the iteration's block."""
         return self._row(kept).value
 
     def remember(self, kept: torch.Tensor, value: torch.Tensor) -> None:
-        """Makes it ``value``."""
+        """Sets that row to ``value``."""
         row = self._row(kept)
         if value.shape != row.value.shape:
             raise ValueError(
-                f"of a tensor of shape {tuple(kept.shape)} one block has {tuple(row.value.shape)}; "
-                f"got {tuple(value.shape)} to remember"
+                f"bucket.remember got a value of shape {tuple(value.shape)}, but a block's row of "
+                f"a tensor of shape {tuple(kept.shape)} has shape {tuple(row.value.shape)}. Pass a "
+                "value of the row's shape"
             )
         row.value, row.written = value.to(kept.dtype), True
 
@@ -75,54 +76,54 @@ class BlockMemory:
         if row is None:
             if kept.dim() == 0 or kept.shape[0] != self.depth:
                 raise ValueError(
-                    f"what a hook keeps of {self.depth} scanned blocks must have a row for each, "
-                    f"shape ({self.depth}, ...); got {tuple(kept.shape)}. bucket.block_names has "
-                    "as many"
+                    f"bucket.recall got a tensor of shape {tuple(kept.shape)}, but these are "
+                    f"{self.depth} scanned blocks. Pass a tensor with one row for each block, of "
+                    f"shape ({self.depth}, ...); len(bucket.block_names) is the number of blocks"
                 )
             argument = placeholder(kept.shape[1:], kept.dtype)
             row = self._rows[id(kept)] = Row(kept, argument, twin(argument))
         return row
 
     def clear(self) -> None:
-        """Forgets all rows, which have no value outside of the trace."""
+        """Forgets all rows: they have no values outside of the trace."""
         self._rows.clear()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within, a hook is called."""
+        """Within, records the tensors that a hook makes and uses."""
         with self._seen:
             yield
 
     def require_nothing_left(self, arguments: Sequence[torch.Tensor]) -> None:
-        """After the trace: raises RuntimeError if a hook kept something made of ``arguments``.
+        """After the trace: raises RuntimeError if a hook stored a tensor made from ``arguments``.
 
-        Whatever it is has no value: torch_xla would end the process where it asked for one. So it
-        is replaced by zeros.
+        Such a tensor has no value, and torch_xla would end the process when it is read. So it is
+        replaced by zeros before the error.
         """
         for row in self._rows.values():
             row.value = row.argument
         if self._seen.made_of(arguments):
-            gc.collect()  # perhaps only cycles of references
+            gc.collect()  # perhaps only reference cycles keep them alive
         left = self._seen.made_of(arguments)
         if not left:
             return
         shapes = [tuple(tensor.shape) for tensor in left]
         for tensor in left:
-            # What a view is of stays as long as the view does.
+            # The base of a view lives as long as the view.
             for one in (tensor, tensor._base):
                 if one is not None:
                     fill_([one], [torch.zeros_like(one)])
         raise RuntimeError(
-            f"a communication hook kept, or changed in place, tensors of shapes {shapes} that hold "
-            "gradients of scanned blocks: these are traced once, in a loop, and outside of it "
-            "there is no such value. Keep one tensor for all blocks, (len(bucket.block_names), "
-            "...), read it with bucket.recall(kept) and change it with bucket.remember(kept, "
-            "value); or wrap the blocks singly"
+            f"a communication hook stored, or changed in place, tensors of shapes {shapes} that "
+            "contain gradients of scanned blocks. The blocks are traced once, in a loop, and these "
+            "tensors have no value outside of it. Store one tensor for all blocks, of shape "
+            "(len(bucket.block_names), ...), read it with bucket.recall(kept) and change it with "
+            "bucket.remember(kept, value); or wrap each block separately"
         )
 
 
 class _Seen(TorchFunctionMode):
-    """Notes the tensors that a function makes and uses."""
+    """Records the tensors that a function makes and uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class _Seen(TorchFunctionMode):
         return made
 
     def made_of(self, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that are still there, and are computed from ``arguments``."""
+        """The recorded tensors that are still alive and are computed from ``arguments``."""
         data, own = set(_data_of(arguments)), {id(argument) for argument in arguments}
         found = []
         for number, ref in self._tensors.items():
@@ -154,5 +155,5 @@ class _Seen(TorchFunctionMode):
 
 
 def _data_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Numbers of the buffers that ``tensors`` are computed from."""
+    """Ids of the buffers that ``tensors`` are computed from."""
     return xlac.device_data_of(list(tensors))[0]

@@ -1,4 +1,4 @@
-"""Turning the parameters of a module into the sharded tensors of a unit."""
+"""Turns the parameters of a module into the sharded tensors of an FSDP unit."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from .sharded_tensor import (
 from .state import FSDPState
 from .user_checks import require_parameters_here
 
-# Elements of a parameter that its checksum is made of.
+# Number of elements of a parameter that its checksum covers.
 SAMPLE = 1 << 16
 
 Spot = tuple[nn.Module, str, nn.Parameter]
 
 
 class UnitBuilder:
-    """Shards what ``module`` holds and no wrapper inside it has sharded yet.
+    """Shards the parameters in ``module`` that no wrapper inside it has sharded yet.
 
     Args:
         module: the module to be wrapped.
-        owner: the wrapper, on which flattened parameters are registered; ``module`` itself if it is
-            to be sharded in place.
+        owner: the wrapper, on which flattened parameters are registered; ``module`` itself if it
+            is sharded in place.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class UnitBuilder:
         self.world = world
         self.unit = FSDPState(options, world, module)
         self.unit.in_place = owner is module
-        # All names of every module, the first of which names its parameters.
+        # All paths of every module; the first path names its parameters.
         self.paths: dict[nn.Module, list[str]] = {}
-        # Whose parameters and buffers are not cast.
+        # Modules whose parameters and buffers are not cast.
         self.wide: set[nn.Module] = set()
-        # Members without values until a load, see deferred_values.py.
+        # Numbers of the members that have no values until a load, see deferred_values.py.
         self.late: dict[ShardedTensor, list[int]] = {}
 
     def build(self) -> FSDPState:
@@ -74,7 +74,7 @@ class UnitBuilder:
             self.paths.setdefault(module, []).append(path)
         self.wide = full_precision_modules(self.options, self.paths)
         compute_in_full(self.options, self.paths)
-        # In place, a module without reset_parameters is no error, as in torch.
+        # In place, a module without reset_parameters does not raise, as in torch.
         waits = self.unit.in_place
         ready = materialize(self.module, _left_alone, self.options.param_init_fn, waits)
         if self.options.flatten_parameters:
@@ -82,10 +82,10 @@ class UnitBuilder:
                 pass
             self._flatten()
         elif any(is_on_meta(module) for module in self.paths):
-            # Sharded as soon as it has values, so that only one submodule is ever whole.
+            # Shard a submodule as soon as it has values: only one is full at any time.
             for module in ready:
                 self._shard_each(self._spots(module))
-            # Places were registered in the order of initialisation; restore the module's order.
+            # Parameters were registered in the order of initialization; restore the module's order.
             order = {module: number for number, module in enumerate(self.paths)}
             self.unit.places.sort(key=lambda place: order[place.module])
         else:
@@ -109,7 +109,7 @@ class UnitBuilder:
         return self.unit
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules outside inner wrappers, with each of their paths, parents first."""
+        """The modules outside inner wrappers, with all paths of each, parents first."""
         stack = [("", self.module)]
         while stack:
             path, module = stack.pop()
@@ -140,7 +140,7 @@ class UnitBuilder:
 
     def _flatten(self) -> None:
         spots = [spot for module in self.paths for spot in self._spots(module)]
-        # Trainable first, then frozen; a vector has one dtype. Each parameter once.
+        # Trainable first, then frozen. A vector has one dtype. Each parameter counts once.
         groups: dict[tuple[bool, torch.dtype, bool], dict[nn.Parameter, None]] = {}
         taken: set[nn.Parameter] = set()
         for module, _, parameter in sorted(spots, key=lambda spot: not spot[2].requires_grad):
@@ -170,7 +170,7 @@ class UnitBuilder:
                 shard = HostShard(on_host(cut), requires_grad=trained)
         late = [number for number, one in enumerate(parameters) if comes_later(one)]
         if not self.options.flatten_parameters:
-            # What users hung on a parameter ("no weight decay", "expert") goes with it.
+            # Python attributes that users set on a parameter ("no weight decay") move to the shard.
             shard.__dict__.update(parameters[0].__dict__)
         flattened = self.options.flatten_parameters
         tensor = ShardedTensor(shard, layout, key, flattened, wide, self.world)
@@ -191,17 +191,18 @@ class UnitBuilder:
     def _put(self, spot: Spot) -> None:
         module, name, parameter = spot
         tensor, number = home_of(parameter), number_at_home(parameter)
-        assert tensor is not None, "every parameter is sharded before it is put into its unit"
+        assert tensor is not None, "a parameter must be sharded before it is added to its unit"
         first = self.unit.adopt(tensor)
         resting = None if tensor.flattened else tensor.shard
         called = dotted(self.paths[module][0], name)
         self.unit.add_place(Place(module, name, first + number, resting), called)
 
     def _move_buffers(self) -> None:
-        """Buffers to the device; floating-point ones to ``buffer_dtype``, shared ones once.
+        """Moves buffers to the device and casts floating-point ones to ``buffer_dtype``. A shared
+        buffer is moved once.
 
-        Those of ignored modules keep their dtype, and those of classes with
-        ``fsdp_keeps_buffer_dtypes``, see ``SyncBatchNorm``.
+        Buffers of ignored modules keep their dtype, and so do those of classes with
+        ``fsdp_keeps_buffer_dtypes`` (see ``SyncBatchNorm``).
         """
         dtype = self.options.dtype_of_buffers
         moved: dict[torch.Tensor, torch.Tensor] = {}
@@ -228,13 +229,13 @@ def _left_alone(module: nn.Module) -> bool:
 
 
 def keeps_buffer_dtypes(module: nn.Module) -> bool:
-    """Whether the class of ``module`` says that its buffers are not to be cast."""
+    """Whether the class of ``module`` declares that its buffers must not be cast."""
     return getattr(type(module), "fsdp_keeps_buffer_dtypes", False)
 
 
 def checksum(values: torch.Tensor) -> int:
-    """CRC-32 of up to twice ``SAMPLE`` evenly spread elements of a host tensor; 0 for tensors
-    elsewhere, and where there are no values."""
+    """CRC-32 of up to twice ``SAMPLE`` evenly spaced elements of a CPU tensor. 0 for tensors
+    on other devices, and for tensors without values."""
     if values.device.type != "cpu" or is_pretending():
         return 0
     flat = values.detach().reshape(-1)

@@ -1,4 +1,4 @@
-"""Clipping by the norm of gradients that exist only in shards."""
+"""Clips gradient shards by the norm of the full gradients."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ..ranks.rank import is_pretending
 from .sharded_parameter import local
 from .sharded_tensor import require_reduced
 
-# Of what is added up, or of which the largest counts: beside that it is noted whether there was a
-# NaN, which XLA's maximum need not hand on.
+# The shape of what is reduced. For a maximum (True), a second element records whether there was a
+# NaN, because XLA's maximum does not always return NaN.
 _SHAPE: dict[bool, tuple[int, ...]] = {False: (), True: (2,)}
 
 
 class Shares(Protocol):
-    """What is asked of a unit."""
+    """The part of a unit that clipping needs."""
 
     @property
     def world(self) -> World:
-        """Who has the other shards."""
+        """The ranks that have the other shards."""
 
     @property
     def shards(self) -> Sequence[nn.Parameter]:
-        """This rank's."""
+        """This rank's shards."""
 
 
 class Shared(NamedTuple):
-    """Parameters of one world, whatever their units."""
+    """Parameters that share one world, possibly of several units."""
 
     world: World
     shards: Sequence[nn.Parameter]
@@ -48,40 +48,41 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
-    """Scales gradient shards so that the norm of all gradients as one vector is at most
+    """Scales gradient shards so that the norm of all gradients, taken as one vector, is at most
     ``max_norm``.
 
-    The same as ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with the coefficient
-    ``min(1, max_norm / (norm + 1e-6))``. Powers of the shards' norms are summed over each unit's
-    sharding group (or over ``groups``), in float32 at least; parameters used by several units
-    count once. Parameters that are whole on every rank (ignored ones) count once; should ranks have
-    different gradients for them, the mean of their powers counts (for ``inf`` the largest), so that
-    all ranks scale alike. Nothing is fetched from the device, unless gradients are on the host
-    (``cpu_offload``): powers are summed there, and the coefficient is fetched.
+    The result equals ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, with the
+    coefficient ``min(1, max_norm / (norm + 1e-6))``. Powers of the shards' norms are summed over
+    each FSDP unit's sharding group (or over ``groups``), at least in float32; a parameter used by
+    several units counts once. A parameter that is replicated on every rank (an ignored one) counts
+    once. If ranks have different gradients for it, the mean of their powers counts (for ``inf`` the
+    largest), so that all ranks scale by the same coefficient. Nothing is fetched from the device
+    unless gradients are on the host (``cpu_offload``): then their powers are summed on the host,
+    and the coefficient is fetched.
 
     Args:
-        units: the sharding units of the model.
-        parameters: all parameters of the model; those without gradient count as zero.
+        units: the FSDP units of the model.
+        parameters: all parameters of the model; those without a gradient count as zero.
         max_norm: the bound, > 0.
         norm_type: the order p of the norm, > 0, or ``inf``.
-        groups: ordinals to reduce the norm over, instead of the sharding groups.
+        groups: lists of rank ordinals to reduce the norm over, instead of the sharding groups.
 
     Returns:
         The norm before clipping, a 0-d tensor on the device, the same on all ranks of a group.
 
     Raises:
         ValueError: ``max_norm`` or ``norm_type`` is not positive.
-        RuntimeError: ``no_sync`` holds gradients that are not reduced yet.
+        RuntimeError: ``no_sync`` stores gradients that are not reduced yet.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not value > 0:
-            raise ValueError(f"{name} must be positive, got {value}")
+            raise ValueError(f"{name} must be positive, got {value}. Pass a number > 0")
     parameters = list(parameters)
     require_reduced(parameters, "clip_grad_norm_")
     worlds = {id(shard): unit.world for unit in units for shard in unit.shards}
     by_world: dict[World | None, list[torch.Tensor]] = {}
-    # A world without a gradient on this rank still takes part in the reduction.
+    # A rank without a gradient in some world still takes part in the reduction.
     for unit in units:
         by_world.setdefault(unit.world, [])
     device = units[0].world.device
@@ -89,7 +90,7 @@ def clip_grad_norm_(
         by_world[None] = []
     clipped = [(id(p), local(p.grad.detach())) for p in parameters if p.grad is not None]
     for identity, grad in clipped:
-        # A parameter that is not sharded is whole on every rank, and counts once as well.
+        # A parameter that is not sharded is replicated on every rank, and counts once.
         by_world.setdefault(worlds.get(identity), []).append(grad)
 
     everyone = World.to_reduce_over(None, device)
@@ -99,12 +100,12 @@ def clip_grad_norm_(
     for world, grads in by_world.items():
         part = _local_power([g for g in grads if g.device == device], norm_type, zero)
         if on_host := [g for g in grads if g.device != device]:
-            on_host = [] if is_pretending() else on_host  # of what no program sees
+            on_host = [] if is_pretending() else on_host  # host sums are in no program
             power = _local_power(on_host, norm_type, torch.zeros_like(zero, device="cpu"))
             theirs = as_data(power, device)
             part = torch.maximum(part, theirs) if is_max else part + theirs
         if world is None:
-            # Were it only this rank's, and ranks differ, each would scale its shards otherwise.
+            # If only this rank's gradient counted, ranks would scale by different coefficients.
             world, part = everyone, part if is_max else part / everyone.size
         elif groups is not None:
             world = _with_groups(world, groups)
@@ -117,9 +118,9 @@ def clip_grad_norm_(
         total = total.sqrt() if norm_type == 2 else total ** (1 / norm_type)
 
     ratio = max_norm / (total + 1e-6)
-    # No clamp, which for torch_xla is a maximum as well, and makes a number of NaN on a CPU.
+    # No clamp: in torch_xla it is a maximum too, and turns NaN into a number on CPUs.
     coefficient = torch.where(ratio > 1, torch.ones_like(ratio), ratio)
-    told: torch.Tensor | None = None  # to the host, if somebody there asks
+    told: torch.Tensor | None = None  # the coefficient on the host, fetched only if needed
     for _, grad in clipped:
         factor = coefficient
         if grad.device != device:
@@ -132,11 +133,12 @@ def clip_grad_norm_(
 
 
 def _local_power(grads: list[torch.Tensor], norm_type: float, zero: torch.Tensor) -> torch.Tensor:
-    """Sum of |g|**p over this rank's gradients, 0-d; or their largest |g|, and 1 if any is NaN."""
+    """Sum of ``|g|**p`` over this rank's gradients, 0-d. For ``inf``: the largest ``|g|``, and 1 if
+    any is NaN."""
     parts = []
     for grad in grads:
         if grad.numel():
-            if grad.is_complex():  # |x + iy| is the length of (x, y)
+            if grad.is_complex():  # |x + iy| is the norm of (x, y)
                 grad = grad.abs() if norm_type != 2 else torch.cat([grad.real, grad.imag])
             grad = grad if grad.dtype is torch.float64 else grad.float()
             if math.isinf(norm_type):
@@ -155,6 +157,7 @@ def _with_groups(world: World, groups: Sequence[Sequence[int]]) -> World:
     checked = checked_groups("groups", groups, None)
     if sorted(ordinal for group in checked for ordinal in group) != list(range(xr.world_size())):
         raise ValueError(
-            f"groups must name each of the {xr.world_size()} ranks once, got {groups!r}"
+            f"groups must contain each of the {xr.world_size()} ranks once, got {groups!r}. Pass "
+            "lists of rank ordinals that together are all ranks"
         )
     return World(0, len(checked[0]), checked, world.device, (), world.context)

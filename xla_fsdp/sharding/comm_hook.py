@@ -1,6 +1,6 @@
-"""A user's function in place of the reductions of a unit, and what it is given.
+"""Communication hooks: a user's function that replaces the reductions of an FSDP unit.
 
-Shape letters: ``N`` ranks share a parameter, ``d`` rows a rank in the shape that travels.
+Shape letters: ``N`` ranks share a parameter, ``d`` rows a rank in the shape that is sent.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from .unit import Unit
 
 
 class GradBucket(abc.ABC):
-    """Gradients of some parameters, and the ways to average them.
+    """Gradients of some parameters, and ways to average them over the ranks.
 
     A hook returns what :meth:`reduce` or :meth:`shard_of` gives: the mean gradient of this rank's
-    shards, ``(d, ...)``. Everything is traced, so all ranks must do the same.
+    shards, ``(d, ...)``. Everything is traced, so all ranks must do the same operations.
 
     Attributes:
-        names: dotted names of the parameters, in order of :meth:`gradients`.
-        owner: the unit that the parameters are of; another object for each.
-        block_names: of scanned blocks, for all of which the hook is called once, the names in each
-            block; ``None`` elsewhere. ``names`` leave the number of the block out.
+        names: dotted names of the parameters, in the order of :meth:`gradients`.
+        owner: an object that identifies the FSDP unit of the parameters; each unit has another.
+        block_names: for scanned blocks, where the hook is called once for all of them: the name of
+            each block. ``None`` elsewhere. ``names`` then omit the number of the block.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class GradBucket(abc.ABC):
         self._tensors = tensors
 
     def recall(self, kept: torch.Tensor) -> torch.Tensor:
-        """``kept``, which the hook keeps from one backward to the next.
+        """``kept``, a tensor that the hook stores from one backward to the next.
 
-        Of scanned blocks that is a tensor with a row for each, ``(len(block_names), ...)``, and
-        here comes the row of the block whose gradients these are.
+        For scanned blocks ``kept`` has one row for each block, ``(len(block_names), ...)``, and
+        this returns the row of the block whose gradients are in the bucket.
         """
         return kept if self.memory is None else self.memory.recall(kept)
 
     def remember(self, kept: torch.Tensor, value: torch.Tensor) -> None:
-        """Changes in place what :meth:`recall` gives."""
+        """Writes ``value`` in place into what :meth:`recall` returns."""
         if self.memory is None:
             kept.copy_(value)
         else:
@@ -69,35 +69,35 @@ class GradBucket(abc.ABC):
 
     @property
     def ranks(self) -> int:
-        """How many ranks the gradients are averaged over by :meth:`reduce`."""
+        """The number of ranks that :meth:`reduce` averages over."""
         return self._comms.world.size * self._comms.world.replicas
 
     @property
     def divisor(self) -> float:
-        """What the sum of all ranks is divided by: their number, unless divide factors were set."""
+        """The divisor of the sum over all ranks: their number, unless divide factors were set."""
         return self._comms.divisors.product
 
     @property
     @abc.abstractmethod
     def shard_shape(self) -> tuple[int, ...]:
-        """``(d, ...)``, what a hook must return."""
+        """``(d, ...)``, the shape that a hook must return."""
 
     @abc.abstractmethod
     def buffer(self) -> torch.Tensor:
-        """All gradients as one tensor, undivided, laid out as :meth:`reduce` takes it."""
+        """All gradients as one tensor, not divided, in the layout that :meth:`reduce` takes."""
 
     @abc.abstractmethod
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients one by one, in order of ``names``, undivided."""
+        """The gradients as separate tensors, in the order of ``names``, not divided."""
 
     @abc.abstractmethod
     def reduce(self, buffer: torch.Tensor | None = None, divided_by: float = 1.0) -> torch.Tensor:
-        """The mean over all ranks of ``buffer``, this rank's shard of it.
+        """This rank's shard of the mean of ``buffer`` over all ranks.
 
         Args:
-            buffer: of the shape of :meth:`buffer`, which is the default. Travels, and is summed up,
-                in its dtype.
-            divided_by: what the hook has divided ``buffer`` by already.
+            buffer: a tensor of the shape of :meth:`buffer`, which is the default. Its dtype is the
+                communication dtype, and the sum is computed in it.
+            divided_by: the divisor that the hook has already applied to ``buffer``.
         """
 
     @abc.abstractmethod
@@ -106,13 +106,13 @@ class GradBucket(abc.ABC):
 
     @abc.abstractmethod
     def shard_of(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This rank's shard of mean gradients that are here already, shaped like
-        :meth:`gradients`."""
+        """This rank's shard of ``gradients``, full mean gradients that this rank already has,
+        shaped like :meth:`gradients`."""
 
 
 class FullGradients(GradBucket):
-    """A rank's own gradients: ``buffer()`` is ``(N * d, ...)``, ``gradients()`` have the shapes of
-    the parameters. Nothing has been reduced."""
+    """The local full gradients of a rank, before any reduction: ``buffer()`` is ``(N * d, ...)``,
+    ``gradients()`` have the shapes of the parameters."""
 
     def __init__(
         self,
@@ -160,18 +160,19 @@ class FullGradients(GradBucket):
         for tensor in self._tensors:
             count = len(tensor.layout.members)
             by_rank = tensor.layout.join(given[:count]).view(world.size, -1)
-            # The rank is data: a number in the program would make a program for each.
+            # The rank is data: a constant in the program would give each rank another program.
             mine.append(torch.index_select(by_rank, 0, world.rank_on_device))
             given = given[count:]
         return torch.cat(mine, dim=1).view(self.shard_shape)
 
 
 class ReplicatedShards(GradBucket):
-    """Gradients summed up over the sharding group already, to be averaged over replicas.
+    """Gradient shards: already summed over the sharding group, to be averaged over the replicas.
 
-    ``buffer()`` is this rank's ``(d, ...)``, and ``gradients()`` are its pieces: rows of the
-    parameter where its shards are made of them (see :mod:`xla_fsdp.sharding.layout`), else a vector
-    of elements. One for each sharded tensor: a flattened wrapper has one vector.
+    ``buffer()`` is this rank's ``(d, ...)``, and ``gradients()`` are pieces of it, one for each
+    sharded tensor (a flattened wrapper has one, its vector). A piece has the shape of rows of the
+    parameter if its shards consist of rows (see :mod:`xla_fsdp.sharding.layout`), otherwise it is
+    a vector of elements.
     """
 
     def __init__(
@@ -224,12 +225,12 @@ class ReplicatedShards(GradBucket):
 
 
 def _shape_of_rows(layout: Layout) -> tuple[int, ...]:
-    """The shape of a shard that is made of whole rows of a parameter, else that of a vector."""
+    """The shape of a shard: that of rows if it consists of complete rows, else that of a vector."""
     if layout.kind == "dim0":
         return layout.shard_shape
     shape = layout.members[0].shape
     if len(layout.members) == 1 and len(shape) == 2 and layout.wire_shape[1] == shape[1]:
-        # A vector travels in rows of 128 as well, and so does a matrix whose last rows are padded.
+        # Vectors are sent in rows of 128 too, and so are matrices whose last rows are padded.
         if layout.numel == math.prod(layout.padded_shape):
             return layout.wire_shape
     return (math.prod(layout.shard_shape),)
@@ -241,12 +242,12 @@ OVER = ("all", "replicas")
 
 
 def register(units: Sequence[Unit], state: object, hook: Hook, over: str) -> None:
-    """Has ``hook`` make the reductions of ``units``; see ``register_comm_hook`` of the wrapper.
+    """Makes ``hook`` compute the reductions of ``units``; see the wrapper's ``register_comm_hook``.
 
     Raises:
-        TypeError: ``hook`` is no function of a state and a bucket, or one of torch's.
-        ValueError: ``over`` is not among those allowed, or a unit has no replicas.
-        RuntimeError: a unit has a hook already.
+        TypeError: ``hook`` is no function of a state and a bucket, or is one of torch's hooks.
+        ValueError: ``over`` is not an allowed value, or a unit has no replicas.
+        RuntimeError: a unit already has a hook.
     """
     _require_hook(hook)
     if over not in OVER:
@@ -254,13 +255,14 @@ def register(units: Sequence[Unit], state: object, hook: Hook, over: str) -> Non
     for unit in units:
         if over == "replicas" and unit.world.replicas == 1:
             raise ValueError(
-                f"over='replicas', but {unit.title!r} has none: give replication_groups, or a "
-                "device_mesh of two dimensions, or register the hook with over='all'"
+                f"over='replicas' needs replicas, but {unit.title!r} has none. Wrap with "
+                "replication_groups or a device_mesh of two dimensions, or register the hook with "
+                "over='all'"
             )
         if unit.comms.hook is not None:
             raise RuntimeError(
-                f"{unit.title!r} has a communication hook already: register one once, on the "
-                "outermost wrapper for all"
+                f"{unit.title!r} already has a communication hook, and a unit can have one. "
+                "Register the hook once, on the outermost wrapper"
             )
     for unit in units:
         unit.comms.hook = CommHook(unit, state, hook, over)
@@ -298,22 +300,25 @@ class CommHook:
         return tuple(names)
 
     def _checked(self, reduced: object, bucket: GradBucket) -> torch.Tensor:
-        said = f"the communication hook {_called(self.hook)} was given gradients of {bucket.names}"
+        said = f"the communication hook {_called(self.hook)} got gradients of {bucket.names}"
         if not isinstance(reduced, torch.Tensor):
             raise TypeError(
-                f"{said}, and returned a {type(reduced).__name__}: it must return the mean "
-                "gradient of this rank's shard, as bucket.reduce(buffer) and "
-                "bucket.shard_of(gradients) give it"
+                f"{said} and returned a {type(reduced).__name__}. It must return a tensor, the "
+                "mean gradient of this rank's shard: return bucket.reduce(buffer) or "
+                "bucket.shard_of(gradients)"
             )
         if tuple(reduced.shape) != bucket.shard_shape:
             raise ValueError(
-                f"{said}, and returned a tensor of shape {tuple(reduced.shape)}: it must be this "
-                f"rank's shard, of shape {bucket.shard_shape}, as bucket.reduce(buffer) and "
-                "bucket.shard_of(gradients) give it"
+                f"{said} and returned a tensor of shape {tuple(reduced.shape)}. It must return "
+                f"this rank's shard, of shape {bucket.shard_shape}: return bucket.reduce(buffer) "
+                "or bucket.shard_of(gradients)"
             )
         own = bucket.buffer().dtype
         if reduced.dtype != own and not (reduced.dtype.is_floating_point and own.is_floating_point):
-            raise ValueError(f"{said}, which are {own}, and returned {reduced.dtype}")
+            raise ValueError(
+                f"{said}, which are {own}, and returned a tensor of {reduced.dtype}. It must "
+                f"return {own}, or another floating-point dtype for floating-point gradients"
+            )
         return reduced
 
 
@@ -322,19 +327,19 @@ def _require_hook(hook: object) -> None:
         raise TypeError(f"hook must be a function hook(state, bucket), got {hook!r}")
     if (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
         raise TypeError(
-            f"{_called(hook)} is torch's, which calls torch.distributed's process groups: take the "
-            "one of that name in xla_fsdp.comm_hooks (bf16_compress_hook, fp16_compress_hook, "
-            "allreduce_hook, reduce_scatter_hook), or write one"
+            f"{_called(hook)} is a hook of torch, which calls torch.distributed's process groups. "
+            "Use the hook of that name in xla_fsdp.comm_hooks (bf16_compress_hook, "
+            "fp16_compress_hook, allreduce_hook, reduce_scatter_hook), or write one"
         )
     try:
         inspect.signature(hook).bind(None, None)
     except TypeError as error:
         raise TypeError(
-            f"hook must be a function of two arguments, hook(state, bucket), and {_called(hook)} "
-            f"is not ({error}). A hook of torch FSDP, which writes into its third argument, "
-            "returns that here: bucket.reduce(bucket.buffer())"
+            f"hook must be a function of two arguments, hook(state, bucket), but {_called(hook)} "
+            f"is not ({error}). A hook of torch FSDP writes the result into its third argument; "
+            "here, return it: bucket.reduce(bucket.buffer())"
         ) from None
-    except ValueError:  # a builtin, whose signature is not known
+    except ValueError:  # a builtin has no signature
         return
 
 

@@ -1,13 +1,13 @@
-"""The communication plan: which tensors of an FSDP unit travel in which collective, as data.
+"""The communication plan: data that says which tensors of an FSDP unit share which collective.
 
-A plan is a list of :class:`Collective`, computed from layouts, options and the ranks, without
-tensors. ``comms.py`` executes it.
+A plan is a list of :class:`Collective`. It is computed from layouts, options and the ranks, without
+tensors; ``comms.py`` executes it.
 
-Starting a collective costs a TPU as much as sending some hundred kilobytes, and XLA's combiner does
-not merge collectives that barriers tie to other tensors. So tensors of up to 128 KiB share one. A
-larger one has a collective to itself: it needs no copies to be joined and split, and it can be
-under way while another is computed with. On CPU ranks, where starting costs next to nothing, every
-tensor has a collective to itself.
+On a TPU, starting a collective costs as much time as sending a few hundred kilobytes, and XLA's
+combiner does not merge collectives that barriers tie to other tensors. So tensors of up to 128 KiB
+share a collective. A larger tensor has a separate one: then no copies are needed to join and split
+it, and it can be sent while another tensor is used. On CPU ranks, where starting costs almost
+nothing, every tensor has a separate collective.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..tpu.slices import Groups
 from .layout import LANES, TensorSpec
 from .options import FSDPOptions
 
-# Full parameters of up to this many bytes share a collective. 128 KiB take the two links of a v5e
-# ring 1.5 us; starting a collective takes 3 us and one more for every hop.
+# Full parameters of up to this many bytes share a collective. Sending 128 KiB over the two links of
+# a v5e ring takes 1.5 us; starting a collective takes 3 us, plus 1 us for every hop.
 SMALL_BYTES = 1 << 17
-# But not more than this: what shares a collective is in memory twice while it is split.
+# The limit of a shared collective: its tensors are in memory twice while they are split.
 BUCKET_BYTES = 1 << 25
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -40,18 +40,18 @@ class Collective:
 
     Attributes:
         kind: ``"all-gather"`` or ``"reduce-scatter"``.
-        name: for those who read the compiled program.
+        name: shown to readers of the compiled program.
         tensors: numbers of the sharded tensors of the unit, in the order in which they are joined.
         shape: of one rank's part, ``(d, ...)``; the full tensor is ``(ranks * d, ...)``.
         dtype: the communication dtype.
-        ranks: how many take part.
-        route: over the links.
-        waits: what it must not start before.
-        divide_before: what full gradients are divided by before the reduction.
-        scale: what the reduce-scatter itself multiplies by; only powers of two, which are exact.
-        replica_groups: over which the result is summed up then.
-        divide_after: what the sum is divided by in the end; ``None``: the reduce-scatter itself
-            has made the mean.
+        ranks: how many ranks take part.
+        route: the path over the links.
+        waits: events that must happen before it starts.
+        divide_before: the divisor of full gradients before the reduction.
+        scale: the factor that the reduce-scatter itself applies: a power of two, which is exact.
+        replica_groups: groups over which the result is then summed.
+        divide_after: the divisor of the final sum; ``None`` if the reduce-scatter already
+            computed the mean.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Of the full tensor."""
+        """Bytes of the full tensor."""
         return math.prod(self.shape) * self.ranks * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -89,17 +89,17 @@ class Collective:
 
 @dataclass(frozen=True)
 class Divisors:
-    """What gradients are divided by before and after the reduction."""
+    """The divisors of gradients before and after the reduction."""
 
     before: float
     after: float
 
     @classmethod
     def of(cls, world: World, in_float16: bool) -> Divisors:
-        """The mean over all ranks.
+        """Divisors for the mean over all ranks.
 
-        ``in_float16``: gradients are summed up in float16, so the division is split evenly. A sum
-        over many ranks would overflow (65504), a full division beforehand would underflow.
+        ``in_float16``: the sum is computed in float16, so the divisor is split evenly. The sum of
+        many ranks without division could overflow (65504), a full division before it underflow.
         """
         ranks, before = world.size * world.replicas, 1
         while in_float16 and before * before < ranks:
@@ -108,12 +108,12 @@ class Divisors:
 
     @property
     def product(self) -> float:
-        """Of both."""
+        """The product of both divisors."""
         return self.before * self.after
 
 
 def reduced_in(dtype: torch.dtype, options: FSDPOptions) -> torch.dtype:
-    """In which a gradient of ``dtype`` is reduced."""
+    """The dtype in which a gradient of ``dtype`` is reduced."""
     return torch.float32 if dtype in NARROW and options.fp32_reduce_scatter else dtype
 
 
@@ -130,9 +130,10 @@ def plan_gathers(
 
     Args:
         label: the unit's name with a dot after it.
-        backward: the last are asked for first. The compiler keeps to the order of tracing where
-            nothing else decides, and a parameter gathered before its turn takes up memory.
-        stored_among: the smaller group that has a second copy (``secondary.py``), from which a
+        backward: gather the last tensors first, because the backward needs them first. The compiler
+            keeps the order of tracing if nothing else decides, and a parameter that is gathered too
+            early occupies memory.
+        stored_among: the smaller group that has a second copy (``secondary.py``), from which the
             backward gathers.
     """
     dtypes = [spec.compute_dtype(options.compute_dtype) for spec in specs]
@@ -147,7 +148,7 @@ def plan_gathers(
             if backward
             else waits_of_forward(options.forward_prefetch)
         )
-        waits += (Wait(Event.GATHER, 0),)  # the links carry one at a time anyway
+        waits += (Wait(Event.GATHER, 0),)  # the links carry one collective at a time anyway
     planned = []
     for numbers, dtype in parts:
         own = [specs[number] for number in numbers]
@@ -172,7 +173,8 @@ def plan_reductions(
     """The reductions of gradients, in order.
 
     Args:
-        dtypes: of the full gradients, by number of the tensor; the others have none.
+        dtypes: dtypes of the full gradients, by number of the tensor; tensors without a gradient
+            are missing.
     """
     numbers = list(dtypes)
     own = [specs[number] for number in numbers]
@@ -196,8 +198,8 @@ def plan_reduction(
     """One reduction whose result is ``(d, ...)`` on each rank."""
     full = math.prod(shape) * world.size * dtype.itemsize
     route = world.reduction_route(full, world.size * shape[0])
-    # Scaling in the collective costs nothing, but is done in the communication dtype: only by a
-    # power of two, and where nothing else is to be summed up first.
+    # Scaling inside the collective is free but done in the communication dtype. So it is used only
+    # for a power of two, and only if no second sum follows.
     exact = scales_in_collective(divisors, world)
     return Collective(
         "reduce-scatter",
@@ -215,12 +217,12 @@ def plan_reduction(
 
 
 def scales_in_collective(divisors: Divisors, world: World) -> bool:
-    """Whether the reduce-scatter itself divides."""
+    """Whether the reduce-scatter itself applies the divisor."""
     return math.frexp(divisors.after)[0] == 0.5 and world.replicas == 1
 
 
 def lanes(length: int) -> tuple[int, int]:
-    """The shape in which ``length`` elements a rank travel that several tensors have."""
+    """The shape in which ``length`` elements a rank, joined from several tensors, are sent."""
     return (length // LANES, LANES) if length % LANES == 0 else (1, length)
 
 
@@ -229,7 +231,7 @@ def _name(label: str, specs: Sequence[TensorSpec]) -> str:
 
 
 def _joined_shape(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
-    """The shape in which a rank's parts of ``specs`` travel."""
+    """The shape in which a rank's parts of ``specs`` are sent."""
     if len(specs) == 1:
         return specs[0].layout.wire_shape
     return lanes(sum(math.prod(spec.layout.shard_shape) for spec in specs))
@@ -238,8 +240,8 @@ def _joined_shape(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
 def _along_with_wide(
     specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype], world: World
 ) -> list[torch.dtype]:
-    """``dtypes``, but float32 for small tensors of 16 bits if wide ones in float32 are among them:
-    all share a collective then, and twice the bytes of a few biases cost less than one more."""
+    """``dtypes``, but float32 for small 16-bit tensors if small float32 tensors are among them.
+    Then all share one collective: cheaper than a second one, although more bytes are sent."""
     fits = [math.prod(spec.layout.padded_shape) * 4 <= SMALL_BYTES for spec in specs]
     each = list(zip(specs, dtypes, fits, strict=True))
     wide = any(spec.wide and dtype is torch.float32 and fit for spec, dtype, fit in each)
@@ -251,8 +253,8 @@ def _along_with_wide(
 def _parts(
     specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype], world: World
 ) -> list[tuple[list[int], torch.dtype]]:
-    """Numbers of ``specs`` by collective, with its dtype: the small ones of each dtype first, then
-    each other one by itself. Those without elements do not travel."""
+    """Numbers of ``specs`` by collective, with its dtype: first the small ones of each dtype
+    together, then each other one separately. Tensors without elements are not sent."""
     sent = [number for number, spec in enumerate(specs) if spec.layout.numel]
     if not world.as_on_tpu:
         return [([number], dtypes[number]) for number in sent]

@@ -26,7 +26,7 @@ from .secondary import Secondary
 from .sharded_tensor import ShardedTensor
 from .trace_cache import Tensors, TraceCache
 
-# Makes a reduction of the full gradients of tensors instead of :meth:`Communicator.average`.
+# Replaces :meth:`Communicator.average`: reduces the full gradients of tensors.
 Reduction = Callable[[Collective, Sequence[ShardedTensor], Tensors], torch.Tensor]
 
 
@@ -35,8 +35,8 @@ class Communicator:
 
     Attributes:
         label: the unit's name with a dot after it; "" until it is known.
-        divisors: of gradients.
-        hook: what a user registered to make each reduction.
+        divisors: the divisors of gradients.
+        hook: the function that computes each reduction, if the user registered one.
     """
 
     def __init__(self, options: FSDPOptions, world: World) -> None:
@@ -50,7 +50,7 @@ class Communicator:
         self._traced = TraceCache(world)
 
     def divide_in_float16(self) -> None:
-        """Gradients are summed up in float16, unless ``fp32_reduce_scatter``."""
+        """Sets the divisors for sums in float16, unless ``fp32_reduce_scatter`` is set."""
         if not self.options.fp32_reduce_scatter:
             self.divisors = Divisors.of(self.world, True)
 
@@ -64,7 +64,7 @@ class Communicator:
         backward: bool,
         secondary: Secondary | None = None,
     ) -> Tensors:
-        """As :meth:`trace_gathers`, as one operator."""
+        """Does :meth:`trace_gathers`, as one operator."""
         if not tensors:
             return []
         if not self.world.as_on_tpu:
@@ -76,7 +76,7 @@ class Communicator:
 
         def gathered(given: Tensors) -> Tensors:
             inside, rest = Order(), iter(given)
-            # What takes the place of a shard in the trace is no Parameter.
+            # In the trace, plain tensors replace the shards.
             own = list(tensors)
             if shards:
                 own = [replace(t, shard=next(rest), copy=None) for t in own]  # type: ignore[arg-type]
@@ -121,9 +121,9 @@ class Communicator:
         backward: bool,
         secondary: Secondary | None = None,
     ) -> Tensors:
-        """Every full parameter of ``tensors`` in compute dtype, not before ``events`` exist.
+        """Every full parameter of ``tensors`` in compute dtype, gathered after ``events`` exist.
 
-        ``secondary``: gathered from, if it holds something; else a forward fills it.
+        ``secondary``: if it holds copies, gathers from them; otherwise a forward fills it.
         """
         stored = {} if secondary is None else dict(secondary.pieces)
         among = secondary.world if secondary is not None and stored else self.world
@@ -133,15 +133,15 @@ class Communicator:
             stored[one.tensors[0]] if stored else _joined_sources(part)
             for one, part in zip(plan, parts, strict=True)
         ]
-        # On a CPU the chain of collectives has them in order, and barriers are dropped.
+        # On CPUs a chain of collectives already gives the order, and barriers are dropped.
         in_turn = self.world.as_on_tpu
         if in_turn:
             shards = after(shards, events)
         full: dict[int, Tensors] = {}
         for one, part, shard in zip(plan, parts, shards, strict=True):
-            # First of all the waiting, that of the barrier and this one: the compiler drops the
-            # barrier in the end, and what both the forward and the backward do to a stored shard
-            # before they wait (reshape it to tiles, cast it), it does once and stores in between.
+            # This wait comes before everything else, including the barrier's. The compiler removes
+            # the barrier in the end; operations before the wait that forward and backward both do
+            # on a stored shard (reshape to tiles, cast) would be done once, and stored in between.
             if in_turn:
                 shard = order.delay(shard).view(one.shape)
             else:
@@ -166,7 +166,7 @@ class Communicator:
     def last_gathered(self, tensors: Sequence[ShardedTensor]) -> int:
         """The number of the tensor that a forward gathers last."""
         plan = self.plan_gathers(tensors, False)
-        return plan[-1].tensors[-1] if plan else 0  # nothing travels: any
+        return plan[-1].tensors[-1] if plan else 0  # nothing is sent: any number will do
 
     # -- reducing -------------------------------------------------------------------------------
 
@@ -176,9 +176,9 @@ class Communicator:
         grads: Mapping[int, Sequence[torch.Tensor | None]],
         held: Mapping[int, torch.Tensor],
     ) -> tuple[dict[int, torch.Tensor], Tensors]:
-        """As :meth:`trace_reductions` of what :meth:`joined` makes of ``grads`` and ``held``, as
+        """Does :meth:`trace_reductions` of ``grads`` and ``held``, joined by :meth:`joined`, as
         one operator."""
-        # What a user's hook does may differ from step to step.
+        # A user's hook may do something else at each step, so it is traced each time.
         if not self.world.as_on_tpu or self.hook is not None:
             return self.trace_reductions(tensors, self.joined(tensors, grads, held))
         there = {n: tuple(grad is not None for grad in one) for n, one in grads.items()}
@@ -191,7 +191,7 @@ class Communicator:
             return [*(shards[n] for n in there), *arrived]
 
         given = [grad for one in grads.values() for grad in one if grad is not None]
-        # A module may be cast after it is wrapped, and the divisors may be set.
+        # These can change after wrapping: a module may be cast, and divisors may be set.
         dtypes = tuple(tensor.shard.dtype for tensor in tensors)
         key = tuple(there.items()), tuple(held), dtypes, self.divisors
         found = self._traced("reduce", reduced, [*given, *held.values()], key)
@@ -203,8 +203,9 @@ class Communicator:
         grads: Mapping[int, Sequence[torch.Tensor | None]],
         held: Mapping[int, torch.Tensor],
     ) -> dict[int, torch.Tensor]:
-        """The full gradients of every tensor's members as one, in the shape and dtype to reduce it,
-        by number in ``tensors``, added to earlier ones in ``held``."""
+        """The full gradients of the members of each tensor, joined into one tensor in the shape and
+        dtype of the reduction and added to earlier gradients in ``held``; by number in
+        ``tensors``."""
         fulls = {}
         for number, members in grads.items():
             full = tensors[number].layout.join(members)
@@ -215,10 +216,9 @@ class Communicator:
     def trace_reductions(
         self, tensors: Sequence[ShardedTensor], fulls: Mapping[int, torch.Tensor]
     ) -> tuple[dict[int, torch.Tensor], Tensors]:
-        """Gradient shards from what :meth:`joined` made, by number in ``tensors``.
+        """Gradient shards from the results of :meth:`joined`, by number in ``tensors``.
 
-        Returns them, and what came out of the collectives: once that exists, the reductions are
-        over.
+        Also returns the results of the collectives: once these exist, the reductions are done.
         """
         shards: dict[int, torch.Tensor] = {}
         arrived = []
@@ -230,7 +230,7 @@ class Communicator:
             reduced = self.hook(one, own, sent) if self.hook else self.average(one, sent)
             arrived.append(reduced)
             for number, tensor, piece in zip(one.tensors, own, shares(reduced, own), strict=True):
-                # The host widens what it gets: fewer bytes to send.
+                # The host widens what it receives, so fewer bytes are copied to it.
                 stays = tensor.widens or piece.dtype == tensor.shard.dtype
                 shards[number] = piece if stays else piece.to(tensor.shard.dtype)
         for number in fulls:
@@ -239,13 +239,13 @@ class Communicator:
         return shards, arrived
 
     def average(self, one: Collective, fulls: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean over all ranks of this rank's rows, as ``one`` plans it."""
+        """This rank's rows of the mean over all ranks, as ``one`` plans it."""
         return self.reduced(one, packed(fulls, one))
 
     def reduced(self, one: Collective, full: torch.Tensor, narrow: bool = False) -> torch.Tensor:
-        """This rank's rows of the sum over all ranks of ``full``, divided as ``one`` plans it.
+        """This rank's rows of the sum of ``full`` over all ranks, divided as ``one`` plans it.
 
-        ``narrow``: replicas are summed up in the dtype of ``full``, not in float32.
+        ``narrow``: the sum over replicas is computed in the dtype of ``full``, not in float32.
         """
         if one.divide_before != 1:
             full = full / one.divide_before
@@ -257,7 +257,7 @@ class Communicator:
 
     @property
     def keeps_communication_dtype(self) -> bool:
-        """Whether gradient shards come out of a reduction in the communication dtype."""
+        """Whether gradient shards keep the communication dtype after a reduction."""
         return self.hook is None and scales_in_collective(self.divisors, self.world)
 
 
@@ -270,8 +270,8 @@ def packed(fulls: Sequence[torch.Tensor], one: Collective) -> torch.Tensor:
 
 
 def shares(reduced: torch.Tensor, tensors: Sequence[ShardedTensor]) -> Tensors:
-    """Every tensor's shard, out of what came from one reduction."""
-    # Not views: torch_xla would keep what they are views of as well, while somebody holds one.
+    """Splits the result of one reduction into the shard of every tensor."""
+    # No views: torch_xla would keep the base of a view in memory as long as the view lives.
     if len(tensors) == 1:
         return [torch.view_copy(reduced, tensors[0].layout.shard_shape)]
     flat, first, found = reduced.reshape(-1), 0, []
@@ -289,7 +289,7 @@ def widened(shard: torch.Tensor) -> torch.Tensor:
 
 
 def _joined_sources(tensors: Sequence[ShardedTensor]) -> torch.Tensor:
-    """What this rank sends for ``tensors``."""
+    """The parts that this rank sends for ``tensors``."""
     if len(tensors) == 1:
         return tensors[0].source
     return torch.cat([_flat(tensor.source) for tensor in tensors])
@@ -300,7 +300,7 @@ def _flat(shard: torch.Tensor) -> torch.Tensor:
 
 
 def _split(gathered: torch.Tensor, layouts: Sequence[Layout]) -> Tensors:
-    """The shards of all ranks, ``(size * rows, ...)`` for each layout, out of one gather."""
+    """Splits the result of one gather into ``(size * rows, ...)`` of all ranks for each layout."""
     if len(layouts) == 1:
         return [gathered]
     size = layouts[0].size

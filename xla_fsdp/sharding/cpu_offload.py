@@ -1,4 +1,4 @@
-"""``cpu_offload``: the option, and the shards that are in the host's memory."""
+"""``cpu_offload``: the option, and the shards that are in host memory."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from .sharded_parameter import ShardedParameter
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """What is kept in the host's memory, and computed there: docs/how-to/cpu-offload.md.
+    """Stores shards in host memory and updates them there: see docs/how-to/cpu-offload.md.
 
-    The shards that an optimizer sees, their gradients and its state are tensors on the CPU, and the
-    update runs there. The device has a copy of the shards in the dtype in which they are gathered.
-    These go together: an update needs all three in one place.
+    The shards that an optimizer sees, their gradients and the optimizer state are tensors on the
+    CPU, and the update runs there. The device has a copy of the shards in the dtype in which they
+    are gathered. ``parameters``, ``gradients`` and ``optimizer`` must be equal, because an update
+    needs all three in one place.
 
     Attributes:
-        parameters: the shards, in the dtype in which they are stored.
-        gradients: of the shards.
-        optimizer: its state, and the update.
-        stream: the copy is there only while the wrapper computes, forward and again backward. For
-            models of which not even that much fits; each wrapper's forward and backward becomes a
-            program of its own. Without effect on the outermost wrapper, whose copy stays. Not with
-            ``reshard_after_forward=False`` or a number, and not in ``scan_blocks``.
+        parameters: offload the shards, in the dtype in which they are stored.
+        gradients: offload the gradients of the shards.
+        optimizer: offload the optimizer state and the update.
+        stream: store the device copy of a wrapper's shards only during its forward, and again
+            during its backward. For models whose copies do not all fit on the device. Each
+            wrapper's forward and backward become separate programs. No effect on the outermost
+            wrapper, whose copy stays. Not supported with ``reshard_after_forward=False`` or a
+            number, nor in ``scan_blocks``.
 
     Raises:
-        TypeError: an attribute is no bool.
-        ValueError: some are True and others False.
+        TypeError: an attribute is not a bool.
+        ValueError: some attributes are True and others False.
     """
 
     parameters: bool = True
@@ -48,36 +50,39 @@ class CPUOffload:
             if not isinstance(value, bool):
                 raise TypeError(f"CPUOffload.{field.name} must be True or False, got {value!r}")
         if self.stream and not self.parameters:
-            raise ValueError("CPUOffload(stream=True) streams what is on the host: leave it out")
+            raise ValueError(
+                "CPUOffload(stream=True) streams shards that are on the host, but nothing is "
+                "offloaded. Leave stream out"
+            )
         if len({self.parameters, self.gradients, self.optimizer}) > 1:
             raise ValueError(
-                f"{self} is not possible: an optimizer needs parameters, gradients and state in "
-                "one place, and torch has no gradient on another device than its parameter. Pass "
-                "CPUOffload(), which is all three on the host, or None"
+                f"{self} is not supported: an optimizer needs parameters, gradients and state in "
+                "one place, and torch allows no gradient on another device than its parameter. "
+                "Pass CPUOffload(), which offloads all three, or None"
             )
 
 
 def require_streamable(offload: CPUOffload | None, reshard: bool | int) -> None:
-    """Raises ValueError if ``offload`` streams what is to stay on the device after a forward, by
-    ``reshard_after_forward=reshard``."""
+    """Raises ValueError if ``offload`` streams and ``reshard_after_forward=reshard`` would keep
+    parameters on the device after a forward."""
     if offload is not None and offload.stream and reshard is not True:
         raise ValueError(
-            "CPUOffload(stream=True) leaves nothing of a wrapper on the device after its forward, "
-            f"and reshard_after_forward={reshard} keeps parameters there, as do SHARD_GRAD_OP and "
-            "NO_SHARD of sharding_strategy: leave one of the two out"
+            "CPUOffload(stream=True) keeps nothing of a wrapper on the device after its forward, "
+            f"but reshard_after_forward={reshard} keeps parameters there (as SHARD_GRAD_OP and "
+            "NO_SHARD of sharding_strategy do). Leave one of the two options out"
         )
 
 
 class HostShard(ShardedParameter):
-    """A parameter on the CPU of which there is a copy on the device, which must not grow stale.
+    """A parameter on the CPU that has a copy on the device, which must be updated after changes.
 
-    torch counts changes in place, but not those through ``.data``, which has a counter of its own.
-    So what ``.data`` gave is remembered.
+    torch counts changes in place, but not changes through ``.data``, which has a separate version
+    counter. So this class remembers the tensors that ``.data`` returned.
     """
 
     @property
     def data(self) -> torch.Tensor:
-        """As of any tensor: its values, of which autograd and counters know nothing."""
+        """As for any tensor: its values, without autograd and version counter."""
         alias: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         given, times = vars(self).get(ALIASES, ((), 0))
         alive = [one for one in given if one() is not None]
@@ -87,21 +92,21 @@ class HostShard(ShardedParameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        # The address may be the one of values that are gone.
+        # The new address may equal the address of values that are freed.
         given, times = vars(self).get(ALIASES, ((), 0))
         vars(self)[ALIASES] = (given, times + 1)
 
     def state(self) -> object:
-        """Equal to an earlier one only if the values are what they were then."""
+        """A value that equals an earlier one only if the parameter has not changed in between."""
         given, times = vars(self).get(ALIASES, ((), 0))
         if any(one() is not None for one in given):
-            return object()  # who has it may change it now
+            return object()  # someone holds an alias and may change the values at any time
         stamp: Stamp = stamps([self])[0]
         return stamp, self.dtype, times
 
 
 def on_host(value: torch.Tensor) -> torch.Tensor:
-    """``value`` on the CPU, in memory of its own: what it was cut from is to be freed."""
+    """``value`` on the CPU in separate memory, so that the tensor it was cut from can be freed."""
     if is_pretending():
         return unwritten(value.shape, value.dtype)
     value = value.detach().cpu().contiguous()
@@ -110,10 +115,10 @@ def on_host(value: torch.Tensor) -> torch.Tensor:
 
 
 def unwritten(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU for a plan, which has no use for its values.
+    """A tensor on the CPU for a plan, which does not use its values.
 
-    It takes up no memory as long as nobody writes it, as ``torch.zeros`` does: the system gives it
-    pages, of zeros, at the first write.
+    It uses no memory until it is written, like ``torch.zeros``: the operating system provides
+    zeroed pages at the first write.
     """
     size = math.prod(shape) * dtype.itemsize
     if not size:
@@ -125,11 +130,11 @@ def unwritten(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def staying(
     fn: Callable[[torch.Tensor], torch.Tensor], shards: Iterable[torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """``fn``, which may move tensors, but those of ``shards`` that are on the host stay there, and
-    so do their gradients."""
+    """``fn``, which may move tensors, changed so that those of ``shards`` that are on the host stay
+    there together with their gradients."""
     stay = {id(one) for s in shards if isinstance(s, HostShard) for one in (s, s.grad)}
     return lambda tensor: fn(tensor).cpu() if id(tensor) in stay else fn(tensor)
 
 
-# On a shard: what `.data` gave, weakly, and how often.
+# Set on a shard: weak references to the results of `.data`, and how many there were.
 ALIASES = "_xla_fsdp_aliases"

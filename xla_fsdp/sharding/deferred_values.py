@@ -1,10 +1,10 @@
-"""Modules on the meta device: giving them values a submodule at a time, and knowing which
-parameters and buffers still wait for a load.
+"""Modules on the meta device: initializes them one submodule at a time, and tracks which parameters
+and buffers have no values until a load.
 
-``FSDP(meta_model, param_init_fn=defer_init)`` shards a model without initialising it. Whatever
-gives a shard values afterwards (a load of any kind, ``summon_full_params``) changes its stamp, so
-nobody has to be told; only a load of some of the parameters in one vector says which they were.
-Until then shards are NaN.
+``FSDP(meta_model, param_init_fn=defer_init)`` shards a model without initializing it. Until a load,
+shards are NaN. Any operation that gives a shard values later (a load, or ``summon_full_params``)
+changes its stamp, so no explicit notification is needed. One exception: a load of only some of the
+parameters in one vector must report which ones it loads.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ..ranks.rank import is_pretending
 from ..wording import some_of
 from .freeing import Stamp, stamps
 
-# On a tensor that defer_init made: True. On a shard or a buffer: its Awaited.
+# Set on a tensor that defer_init made: True. Set on a shard or a buffer: its Awaited.
 _MARK = "_xla_fsdp_awaited"
-# Names in a message.
+# The maximum number of names in a message.
 SHOWN = 20
-# Of a parameter within a holder: where its layout begins there, and its number in the layout.
+# A parameter within a holder: the offset where its layout begins, and its number in the layout.
 Key = tuple[int, int]
 
 
 def defer_init(module: nn.Module) -> None:
-    """For ``param_init_fn``: parameters of ``module`` on the meta device get values by a load.
+    """For ``param_init_fn``: the parameters of ``module`` on the meta device get values by a load.
 
-    Nothing is initialised, and no parameter is whole anywhere: ``model = FSDP(meta_model,
+    Nothing is initialized, and no full parameter is ever allocated: ``model = FSDP(meta_model,
     param_init_fn=defer_init)``, then ``load_weights``, ``load_checkpoint``,
-    ``load_full_state_dict`` or ``load_state_dict``. A forward before every parameter and buffer has
-    values raises an error that names those that have none, and so does saving. What a checkpoint
-    does not have (a new head, buffers that are not persistent) is given values in
-    ``with FSDP.summon_full_params(model):``, or in a ``param_init_fn`` of your own that calls this
+    ``load_full_state_dict`` or ``load_state_dict``. A forward or a save before every parameter and
+    buffer has values raises an error that names those without. Give values to what a checkpoint
+    does not contain (a new head, buffers that are not persistent) within
+    ``with FSDP.summon_full_params(model):``, or in your own ``param_init_fn`` that calls this
     function.
     """
     for key, parameter in module._parameters.items():
@@ -51,7 +51,7 @@ def defer_init(module: nn.Module) -> None:
 
 
 def _nothing(like: torch.Tensor) -> torch.Tensor:
-    """Of the shape and dtype of ``like``, all NaN (or 0), on the CPU, in next to no memory."""
+    """A tensor like ``like``, all NaN (or 0), on the CPU, that uses almost no memory."""
     nan = like.is_floating_point() or like.is_complex()
     return torch.full((), float("nan") if nan else 0, dtype=like.dtype, device="cpu").expand(
         like.shape
@@ -59,7 +59,7 @@ def _nothing(like: torch.Tensor) -> torch.Tensor:
 
 
 def comes_later(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` was made by :func:`defer_init`, and stands for one without values."""
+    """Whether ``tensor`` was made by :func:`defer_init`, in place of a tensor without values."""
     return getattr(tensor, _MARK, None) is True
 
 
@@ -67,9 +67,9 @@ class Awaited:
     """A shard or buffer without values.
 
     Attributes:
-        holder: the tensor, and
-        names: the dotted names in the wrapped module of what it holds and has no values.
-        spot: of a buffer, whose it is, and as what.
+        holder: the shard or buffer.
+        names: the dotted names, in the wrapped module, of the members that have no values.
+        spot: for a buffer: its module and its name there.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class Awaited:
     ) -> None:
         self.names = names
         self.spot = spot
-        self.partly = False  # the next assignment gives values to others than these
+        self.partly = False  # True: the next assignment does not give values to all of `names`
         self.wait_for(holder)
 
     def wait_for(self, holder: torch.Tensor) -> None:
-        """From now on a change of the holder means that it has values."""
+        """From now on, any change of the holder means that it has values."""
         self.holder = holder
         self.stamp: Stamp = stamps([holder])[0]
         setattr(holder, _MARK, self)
 
     def wait_on(self) -> None:
-        """As :meth:`wait_for`: what changed the tensor that is there now gave it no values."""
+        """Does :meth:`wait_for` for the current tensor: changes so far gave it no values."""
         there = None if self.spot is None else self.spot[0]._buffers.get(self.spot[1])
         self.wait_for(self.holder if there is None else there)
 
@@ -98,7 +98,7 @@ class Awaited:
 
 
 def about_to_fill(holder: torch.Tensor, keys: Iterable[Key]) -> None:
-    """Says that the next assignment to ``holder`` gives values to ``keys`` only."""
+    """Announces that the next assignment to ``holder`` gives values only to ``keys``."""
     awaited = getattr(holder, _MARK, None)
     if isinstance(awaited, Awaited):
         for key in keys:
@@ -107,7 +107,7 @@ def about_to_fill(holder: torch.Tensor, keys: Iterable[Key]) -> None:
 
 
 def was_filled(holder: torch.Tensor) -> None:
-    """Says that ``holder`` was assigned to, as announced."""
+    """Reports that the announced assignment to ``holder`` was done."""
     awaited = getattr(holder, _MARK, None)
     if isinstance(awaited, Awaited) and awaited.partly:
         awaited.partly = False
@@ -115,7 +115,7 @@ def was_filled(holder: torch.Tensor) -> None:
 
 
 def still_awaited(awaited: list[Awaited]) -> list[Awaited]:
-    """Those without values; the others are forgotten."""
+    """Removes from ``awaited`` those that have values by now, and returns the rest."""
     if awaited:
         for one in awaited:
             if one.has_come and getattr(one.holder, _MARK, None) is one:
@@ -125,17 +125,17 @@ def still_awaited(awaited: list[Awaited]) -> list[Awaited]:
 
 
 def require_filled(holders: Iterable[torch.Tensor], doing: str) -> None:
-    """Raises RuntimeError if one of ``holders`` has no values yet; ``doing`` needs them."""
+    """Raises RuntimeError if one of ``holders``, which ``doing`` needs, has no values yet."""
     found = [getattr(holder, _MARK, None) for holder in holders]
     require_come([("", [one for one in found if isinstance(one, Awaited)])], doing)
 
 
 def require_come(labelled: Sequence[tuple[str, list[Awaited]]], doing: str) -> None:
-    """Raises RuntimeError if something in a model has no values yet.
+    """Raises RuntimeError if a parameter or buffer of a model has no values yet.
 
     Args:
-        labelled: for every unit what its names begin with, and what it waits for.
-        doing: what needs the values.
+        labelled: for every FSDP unit the prefix of its names, and what waits for values.
+        doing: the operation that needs the values, for the message.
     """
     if is_pretending():
         return
@@ -149,14 +149,14 @@ def require_come(labelled: Sequence[tuple[str, list[Awaited]]], doing: str) -> N
     if names:
         some = some_of([repr(name) for name in names], SHOWN)
         raise RuntimeError(
-            f"{doing} before {some} had values, which param_init_fn=defer_init and to_empty() "
-            "leave to you: load them (load_weights, load_checkpoint, load_full_state_dict, "
-            "load_state_dict), or assign them within `with FSDP.summon_full_params(model):`. "
-            "Buffers that are not persistent are in no checkpoint"
+            f"{doing} before {some} had values: param_init_fn=defer_init and to_empty() do not "
+            "initialize them. Load them (load_weights, load_checkpoint, load_full_state_dict, "
+            "load_state_dict), or assign them within `with FSDP.summon_full_params(model):`, as "
+            "for buffers that are not persistent, which no checkpoint contains"
         )
 
 
-# On a parameter that was on the meta device: the parameter that it has become.
+# Set on a parameter that was on the meta device: the parameter that replaced it.
 _REAL = "_xla_fsdp_real"
 
 
@@ -175,19 +175,20 @@ def materialize(
     init_fn: Callable[[nn.Module], None] | None,
     waits: bool = False,
 ) -> Iterator[nn.Module]:
-    """Initialises the submodules that are on the meta device, and yields each when it is ready.
+    """Initializes the submodules that are on the meta device, and yields each when it is ready.
 
-    The caller may take the values away before going on, so that the model never exists in full.
+    The caller may shard a submodule before it takes the next, so that the full model never exists.
     Yields every submodule, also those that had values before, children first.
-    Submodules for which ``skip`` is true are left alone with all that is in them. With
-    ``init_fn``, each submodule whose own tensors are on meta is handed to it and must come back
-    without any; otherwise its tensors are allocated on the CPU and its ``reset_parameters()`` is
-    called. One that has none raises, or with ``waits`` gets its values later. Parameters shared
-    between submodules stay shared.
+
+    Submodules for which ``skip`` is true are not touched, nor is anything inside them. With
+    ``init_fn``, each submodule whose own tensors are on meta is passed to it, and must have no meta
+    tensors afterwards. Without, its tensors are allocated on the CPU and its
+    ``reset_parameters()`` is called. A submodule without that method raises; with ``waits`` it gets
+    its values later. Parameters shared between submodules stay shared.
 
     Raises:
-        RuntimeError: a submodule has no ``reset_parameters``, or one that leaves a parameter or a
-            buffer without values, or ``init_fn`` left it on meta.
+        RuntimeError: a submodule has no ``reset_parameters``, or has one that does not initialize a
+            parameter or a buffer, or ``init_fn`` left tensors on meta.
     """
     for name, group in _groups(module, "", skip, set()):
         allocated: list[_Allocated] = []
@@ -206,9 +207,9 @@ def _groups(
 ) -> Iterator[tuple[str, list[nn.Module]]]:
     """Submodules that must have their values at the same time, children before parents.
 
-    A module that initialises parameters of its own may set those of its children as well
-    (attention zeroes the bias of its output projection), so children without children of their
-    own stay with it.
+    A module that initializes its own parameters may initialize those of its children too
+    (attention zeroes the bias of its output projection). So children without children stay in one
+    group with their parent.
     """
     if module in seen or skip(module):
         return
@@ -230,7 +231,7 @@ def _initialize(
     name: str,
     init_fn: Callable[[nn.Module], None] | None,
 ) -> list[_Allocated]:
-    """Gives ``module`` values; returns what must have some when all of its group is initialised."""
+    """Gives ``module`` values. Returns tensors to check once all of its group is initialized."""
     before = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
     if init_fn is not None:
         init_fn(module)
@@ -238,7 +239,7 @@ def _initialize(
     else:
         allocated = _reset(module, name)
     for key, meta in before.items():
-        # A shared parameter is met again, perhaps when another wrapper is built.
+        # A shared parameter occurs again, perhaps while another wrapper is built.
         real = getattr(meta, _REAL, None)
         if real is None:
             real = module.get_parameter(key)
@@ -252,7 +253,7 @@ def _initialize(
         ]
         raise RuntimeError(
             f"param_init_fn left {', '.join(map(repr, left))} of {_described(module, name)} on the "
-            "meta device; it must give values to the module it is called with"
+            "meta device. It must give values to the parameters and buffers of its argument"
         )
     return allocated
 
@@ -266,9 +267,9 @@ def _reset(module: nn.Module, name: str) -> list[_Allocated]:
     if reset is None:
         raise RuntimeError(
             f"{_described(module, name)} is on the meta device and has no reset_parameters(). Add "
-            "one; or pass param_init_fn, a function that gives values to the module it is called "
-            "with; or pass param_init_fn=xla_fsdp.defer_init and give values afterwards, by a "
-            "load or within `with FSDP.summon_full_params(model):`"
+            "that method; or pass param_init_fn, a function that initializes the module it is "
+            "called with; or pass param_init_fn=xla_fsdp.defer_init and give values afterwards, by "
+            "a load or within `with FSDP.summon_full_params(model):`"
         )
     module.to_empty(device="cpu", recurse=False)
     allocated = [
@@ -284,7 +285,7 @@ def _reset(module: nn.Module, name: str) -> list[_Allocated]:
 
 @dataclass
 class _Allocated:
-    """A tensor of ``module`` without values, filled so that it shows whether it is given some."""
+    """A tensor of ``module``, filled with a pattern that shows later whether it was initialized."""
 
     module: nn.Module
     described: str
@@ -302,18 +303,18 @@ class _Allocated:
         self.version = self.tensor._version
 
     def require_values(self) -> None:
-        """Raises RuntimeError if nobody gave the tensor values."""
+        """Raises RuntimeError if the tensor was not initialized."""
         if getattr(self.module, self.key) is not self.tensor:
             return
         values = self.tensor.detach()
         if self.has_nan:
             unset = bool(values.isnan().all())
-        else:  # an assignment may have given it these very bytes
+        else:  # an assignment may have written exactly the bytes of the pattern
             unset = values._version == self.version and bool((_bytes_of(values) == 0xFF).all())
         if unset:
             raise RuntimeError(
-                f"reset_parameters() of {self.described} gives no values to its {self.kind} "
-                f"{self.key!r}; have it do so, or pass param_init_fn"
+                f"reset_parameters() of {self.described} does not initialize its {self.kind} "
+                f"{self.key!r}. Initialize it there, or pass param_init_fn"
             )
 
 

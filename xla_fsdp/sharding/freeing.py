@@ -1,9 +1,9 @@
-"""Freeing gathered parameters, and keeping what autograd shares with them out of harm's way.
+"""Frees gathered parameters, and protects what autograd shares with them.
 
-The only module that exchanges the data behind an XLA tensor, but for ``ranks/cpu/session.py``,
-below it, which marks what an abort left without a value. An XLA tensor has no storage to release:
-it is freed by resizing it to one element, which drops its hold on the device buffer (or, while
-tracing, on the pending computation) wherever the tensor object is still referenced.
+Only this module exchanges the data behind an XLA tensor, except for ``ranks/cpu/session.py`` below
+it, which marks tensors that an abort left without a value. An XLA tensor has no storage to release.
+It is freed by resizing it to one element: every reference to the tensor object then no longer holds
+the device buffer (or, while tracing, the pending computation).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Stamp = tuple[int, int]
 
 
 def stamps(tensors: Iterable[torch.Tensor]) -> list[Stamp]:
-    """For each tensor something that is another one whenever its value is another.
+    """For each tensor a stamp that changes whenever its value changes.
 
-    On XLA computations and ``.data = ...`` give a tensor another number, copies into it another
-    version. On the CPU ``.data = ...`` gives it another address; see ``host_shard.py`` for what
-    is not seen there. Takes a fraction of a microsecond each.
+    On XLA, computations and ``.data = ...`` change the tensor's id, and copies into it change its
+    version. On the CPU, ``.data = ...`` changes its address; see ``cpu_offload.py`` for changes
+    that stamps miss there. Takes a fraction of a microsecond for each tensor.
     """
     number = xlac.tensor_id
-    with torch._C.DisableTorchFunction():  # CPU ranks look at every function, this one too
+    with torch._C.DisableTorchFunction():  # CPU ranks intercept every torch function, this one too
         return [
             (
                 number(t) if t.device.type == "xla" else t.data_ptr(),
@@ -39,24 +39,24 @@ def stamps(tensors: Iterable[torch.Tensor]) -> list[Stamp]:
 def free_(tensors: Iterable[torch.Tensor], placeholder: torch.Tensor) -> None:
     """Resizes each tensor to one element, in place. ``placeholder`` is a one-element XLA tensor.
 
-    Views and copies taken earlier keep their own values: they do not share data on XLA.
+    Views and copies taken earlier keep their values: on XLA they do not share data.
     """
     for tensor in tensors:
         _replace(tensor, placeholder)
 
 
 def fill_(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Gives freed tensors their values again, in place; shapes become those of ``values``."""
+    """Restores the values of freed tensors in place; shapes become those of ``values``."""
     for tensor, value in zip(tensors, values, strict=True):
         _replace(tensor, value)
 
 
 def assign_(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Gives tensors that were not freed values of the same shape, for good: autograd and views see
-    that they changed.
+    """Assigns new values of the same shape to tensors that are not freed. Autograd and views see
+    the change.
 
-    Without telling functionalization, what is derived from a tensor that was once changed in place
-    (``detach()``, and so every state dict) would go on having its old value.
+    Functionalization must be notified too: otherwise tensors derived from one that was once changed
+    in place (``detach()``, and so every state dict) would keep the old value.
     """
     with torch._C.DisableTorchFunctionSubclass():
         fill_(tensors, values)
@@ -76,10 +76,10 @@ def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def release_original_(parameter: torch.Tensor) -> None:
-    """Drops the values of a parameter that has been sharded; the object stays, empty.
+    """Frees the values of a parameter that has been sharded; the tensor object stays, empty.
 
-    Other modules may still hold the object (tied weights that are wrapped later), so it cannot
-    simply be forgotten: with it the full values would stay in memory.
+    Other modules may still refer to the object (tied weights that are wrapped later), so dropping
+    our reference is not enough: the full values would stay in memory.
     """
     with torch.no_grad():
         if parameter.device.type == "xla":

@@ -1,8 +1,9 @@
-"""Modules that compute in float32 within a unit that computes in less.
+"""Modules that compute in float32 within an FSDP unit that computes in a narrower dtype.
 
-``MixedPrecision(_module_classes_to_ignore=...)``. torch FSDP makes a unit of each such module, with
-collectives of its own. Here its parameters are gathered with those of the unit, as they are stored
-(see ``comm_plan.py``), and what it is given and returns is cast.
+The option is ``MixedPrecision(_module_classes_to_ignore=...)``. torch FSDP makes each such module a
+unit with separate collectives. Here its parameters are gathered together with those of the
+surrounding unit, in the dtype in which they are stored (see ``comm_plan.py``), and its inputs and
+outputs are cast.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .options import FSDPOptions
 
 
 def full_precision_modules(options: FSDPOptions, modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Those of ``modules`` whose parameters and buffers are not cast: instances of the classes that
-    ``options`` name, and what is in them."""
+    """The ``modules`` whose parameters and buffers are not cast: instances of the classes that
+    ``options`` name, and all modules inside them."""
     policy = options.mixed_precision
     classes = tuple(policy._module_classes_to_ignore) if policy is not None else ()
     found: set[nn.Module] = set()
@@ -31,10 +32,11 @@ def full_precision_modules(options: FSDPOptions, modules: Iterable[nn.Module]) -
 
 
 def compute_in_full(options: FSDPOptions, modules: Iterable[nn.Module]) -> None:
-    """Has every instance among ``modules`` of the classes that ``options`` name compute in float32.
+    """Makes every instance among ``modules`` of the classes that ``options`` name compute in
+    float32.
 
-    Floating-point inputs of 16 bits become float32, and outputs get the dtype that the inputs had.
-    ``SyncBatchNorm`` computes in float32 by itself, and keeps its input as it is.
+    16-bit floating-point inputs become float32, and outputs get the dtype of the inputs.
+    ``SyncBatchNorm`` already computes in float32 internally, so its inputs are not cast.
     """
     policy = options.mixed_precision
     if policy is None or policy.param_dtype not in NARROW:
@@ -54,10 +56,10 @@ def is_widening(hook: object) -> bool:
 
 
 class _Widen:
-    """The hooks of one module."""
+    """The forward hooks of one module."""
 
     def __init__(self) -> None:
-        self.given: torch.dtype | None = None  # of the first narrow input of the forward under way
+        self.given: torch.dtype | None = None  # of the first 16-bit input of the current forward
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
         narrow = [t.dtype for t in tensors_in((args, kwargs)) if t.dtype in NARROW]

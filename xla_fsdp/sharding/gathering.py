@@ -1,10 +1,10 @@
-"""From shards to full parameters in the forward, from full gradients to shards in the backward.
+"""Gathers shards into full parameters in the forward, reduces full gradients in the backward.
 
-One autograd node gathers all parameters of a unit for one forward. Autograd itself then does the
-bookkeeping: the node's backward runs once every use of every parameter has delivered its gradient,
+One autograd node gathers all parameters of an FSDP unit for one forward. Autograd then does the
+bookkeeping: the node's backward runs after every use of every parameter has delivered its gradient,
 an unused parameter delivers ``None``, and the shard's ``.grad`` accumulates over forwards and
-backwards. Frozen parameters have no place in the graph. What is left for this project is to move
-the bytes, and to own nothing in between.
+backwards. Frozen parameters are not in the graph. What remains for this package is to communicate,
+and to free everything in between.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ if TYPE_CHECKING:
 
 
 class ParameterState(enum.Enum):
-    """What of a unit's parameters a pass holds in device memory."""
+    """Which parameters of a unit a pass stores in device memory."""
 
-    # Nothing beyond the shards: the full tensors have one element each. With
-    # reshard_after_forward=<int>, until the backward is over, the pieces of a `Secondary`.
+    # Only the shards: the full tensors have one element each. With reshard_after_forward=<int>,
+    # the pieces of a `Secondary` are stored too until the backward is over.
     SHARDED = enum.auto()
     UNSHARDED = enum.auto()  # the full parameters, in compute dtype
 
 
 def refuse_change_in_forward(name: str) -> NoReturn:
-    """Raises RuntimeError: a forward has changed its parameter ``name``."""
+    """Raises RuntimeError because a forward changed its parameter ``name``."""
     raise RuntimeError(
         f"the forward changed its parameter {name!r} (in place, through .data, or by an option "
-        "such as Embedding's max_norm). It is sharded: what a forward changes is this rank's "
-        "gathered copy, which is lost. Compute with a changed copy instead (w = "
-        "self.weight.clamp(-1, 1), or torch.nn.utils.parametrize), or change the shards between "
-        "steps, under torch.no_grad() and outside of the forward"
+        "such as Embedding's max_norm), but the full parameter is a temporary copy, so the change "
+        "would be lost. Compute with a changed copy (w = self.weight.clamp(-1, 1), or "
+        "torch.nn.utils.parametrize), or change the shards between steps, under torch.no_grad() "
+        "and outside of the forward"
     )
 
 
 def refuse_change_before_backward(name: str) -> NoReturn:
-    """Raises RuntimeError: parameter ``name`` is not what the forward of this backward used."""
+    """Raises RuntimeError because parameter ``name`` changed between forward and backward."""
     raise RuntimeError(
-        f"parameter {name!r} was changed after the forward whose backward this is, by an optimizer "
-        "step, a load or in place; the backward needs the values that the forward used. Call "
+        f"parameter {name!r} was changed between a forward and its backward (by an optimizer step, "
+        "a load or in place), but the backward needs the values that the forward used. Call "
         "backward first, or run the forward again"
     )
 
@@ -65,12 +65,13 @@ def refuse_change_before_backward(name: str) -> NoReturn:
 class Pass:
     """One forward of a unit, until its backward is over.
 
-    The pass keeps the tensor objects that the forward computed with. Their place in the autograd
-    graph lasts as long as they do; their values come and go (see :class:`ParameterState`).
+    The pass stores the tensor objects that the forward computed with. They stay in the autograd
+    graph as long as they exist; their values are freed and gathered again (see
+    :class:`ParameterState`).
 
-    Lifetime: the graph's saved recipes and output hooks own the pass, the pass owns the full
-    tensors, these own the gathering node, which knows the pass only weakly. So all of it goes with
-    the graph, without waiting for the garbage collector.
+    Lifetime: the graph's saved recipes and output hooks refer to the pass, the pass refers to the
+    full tensors, and these to the gathering node, which has only a weak reference to the pass. So
+    everything is freed together with the graph, without the garbage collector.
     """
 
     def __init__(self, unit: FSDPState, secondary: Secondary | None = None):
@@ -78,14 +79,14 @@ class Pass:
         self.secondary = secondary
         self.full: list[torch.Tensor] = []
         self.state = ParameterState.SHARDED
-        # Called at the end of every backward; the root wrapper finishes the whole model in it.
+        # Called at the end of every backward; the root wrapper's function finishes all units.
         self.on_backward_end: Callable[[], None] | None = None
-        # What was gathered, and what came out of it: see :func:`stamps`.
+        # Stamps of the shards and of the full parameters at the gather: see :func:`stamps`.
         self._shard_stamps: list[Stamp] = []
         self._full_stamps: list[Stamp] = []
 
     def gather(self, events: Sequence[torch.Tensor]) -> None:
-        """Fills the pass for its forward, not before ``events`` exist."""
+        """Gathers the parameters for the forward, after ``events`` exist."""
         shards = self.unit.shards
         self.full = list(Gather.apply(self, events, *shards))
         source = weakref.ref(self)
@@ -101,8 +102,8 @@ class Pass:
     def require_full_unchanged(self) -> None:
         """After the forward: raises RuntimeError if it changed one of its parameters.
 
-        Each rank has a copy of its own, which is freed now: the change would be lost, and the
-        backward would compute with another value than the forward.
+        Each rank has a separate copy, which is freed now: the change would be lost, and the
+        backward would compute with a different value than the forward.
         """
         for index, (now, before) in enumerate(
             zip(stamps(self.full), self._full_stamps, strict=True)
@@ -111,8 +112,8 @@ class Pass:
                 refuse_change_in_forward(self.unit.name_of(index))
 
     def require_shards_unchanged(self, index: int | None = None) -> None:
-        """Raises RuntimeError if the shard of parameter ``index`` (``None``: any) is not what was
-        gathered for the forward, so that the backward would compute with another value."""
+        """Raises RuntimeError if the shard of parameter ``index`` (``None``: any) has changed since
+        the forward gathered it, because the backward would compute with a different value."""
         numbers = range(len(self._shard_stamps)) if index is None else [self.unit.shard_of(index)]
         shards = self.unit.shards
         now = stamps(shards[number] for number in numbers)
@@ -123,32 +124,32 @@ class Pass:
                 refuse_change_before_backward(name)
 
     def unshard(self, events: Sequence[torch.Tensor]) -> None:
-        """To ``UNSHARDED``, not before ``events`` exist; nothing if it is so already."""
+        """Gathers (``UNSHARDED``), after ``events`` exist; does nothing if it is gathered."""
         if self.state is ParameterState.SHARDED:
             with torch.no_grad():
                 fill_(self.full, self.unit.gather(events, True, self.secondary))
             self.state = ParameterState.UNSHARDED
 
     def reshard(self) -> None:
-        """To ``SHARDED``."""
+        """Frees the full parameters (``SHARDED``)."""
         if self.state is ParameterState.UNSHARDED:
             free_(self.full, self.unit.placeholder)
             self.state = ParameterState.SHARDED
 
     def finish(self) -> None:
-        """After the backward: to ``SHARDED``, and nothing is kept for another one."""
+        """After the backward: frees the full parameters and the secondary copies."""
         self.reshard()
         if self.secondary is not None:
             self.secondary.pieces.clear()
 
     def copied_out(self, outputs: Any) -> Any:
-        """``outputs`` with copies of parameters that are returned themselves and would be freed."""
+        """``outputs``, in which parameters that would be freed are replaced by copies."""
         own = {id(tensor) for tensor in self.full}
         return map_tensors(lambda t: torch.view_copy(t, t.shape) if id(t) in own else t, outputs)
 
     def value(self, index: int) -> torch.Tensor:
-        """Full parameter ``index`` without its graph, regathered where the unit is not in its
-        backward yet (its outputs got no gradient, but a tensor it saved is asked for)."""
+        """Full parameter ``index``, detached. Gathers the unit if its backward has not started (its
+        outputs got no gradient, but a saved tensor of it is needed)."""
         self.require_shards_unchanged(index)
         self.unshard(())
         return self.full[index].detach()
@@ -163,13 +164,13 @@ _this_thread = _Computing()
 
 
 def computing_passes() -> tuple[Pass, ...]:
-    """The passes in whose forward this thread is, outermost first."""
+    """The passes whose forward this thread is executing, outermost first."""
     return _this_thread.passes
 
 
 @contextlib.contextmanager
 def computing(passes: tuple[Pass, ...]) -> Iterator[None]:
-    """Within, this thread is in the forward of ``passes`` too."""
+    """Within, this thread also executes the forward of ``passes``."""
     before = _this_thread.passes
     _this_thread.passes = before + passes
     try:
@@ -179,9 +180,9 @@ def computing(passes: tuple[Pass, ...]) -> Iterator[None]:
 
 
 class Gather(torch.autograd.Function):
-    """``apply(source, events, *shards)`` gives every full parameter of a unit.
+    """``apply(source, events, *shards)`` returns every full parameter of a unit.
 
-    Those of frozen shards need no gradient.
+    Full parameters of frozen shards require no gradient.
     """
 
     @staticmethod
@@ -209,30 +210,30 @@ class Gather(torch.autograd.Function):
 
 
 def _no_view(value: torch.Tensor) -> torch.Tensor:
-    """``value``, such that it is the base of its own views: see :class:`Recipe`."""
+    """``value`` as a tensor that is no view, so its views refer to it: see :class:`Recipe`."""
     is_view = value._base is not None or isinstance(value, nn.Parameter)
     return value.detach() if is_view else value
 
 
-# The class of the nodes that Gather leaves in the graph.
+# The class of the nodes that Gather creates in the graph.
 GatherNode = Gather._backward_cls
 
 
 # -- what autograd saves of a gathered parameter -------------------------------------------------
 #
-# Not its value, but how to get it again. Operators save their inputs for the backward. If an input
-# is a gathered parameter, or a view or a cast of one (``weight.t()`` in a linear layer,
-# ``weight.to(bfloat16)`` under autocast, a chunk of a fused projection), the saved tensor would
-# keep the full parameter in memory until the backward. So a recipe is saved instead: which
-# parameter, and which casts and views of it. It is followed with the regathered parameter when the
-# backward asks for the tensor.
+# Autograd does not save the value of a gathered parameter, but how to get it again. Operators save
+# their inputs for the backward. If an input is a gathered parameter, or a view or a cast of one
+# (``weight.t()`` in a linear layer, ``weight.to(bfloat16)`` under autocast, a chunk of a fused
+# projection), the saved tensor would keep the full parameter in memory until the backward. So a
+# recipe is saved instead: which parameter, and which casts and views of it. When the backward needs
+# the tensor, the recipe is applied to the parameter, which is gathered again.
 #
-# A view knows what it is a view of, and can be replayed on another tensor. A cast knows nothing of
-# its origin, and autocast makes casts inside of other operators, so the operator that casts notes
-# it on what it returns. Neither needs a graph, so frozen parameters are recognised like others.
+# A view refers to its base, and can be replayed on another tensor. A cast does not refer to its
+# input, and autocast casts inside other operators, so the cast operator itself records the input on
+# its result. Neither needs an autograd graph, so frozen parameters are recognized too.
 
-# A cast to a dtype, or a view: of a tensor on the meta device, which takes no memory. (A view on
-# XLA keeps what it is a view of, and each view in between, although they share no data.)
+# A cast to a dtype, or a view of a tensor on the meta device, which uses no memory. (A view on XLA
+# keeps its base and each view in between alive, although they share no data.)
 Step = torch.dtype | torch.Tensor
 
 
@@ -255,29 +256,29 @@ class Recipe:
         return value
 
 
-# On the result of a cast: a `_Cast`.
+# Set on the result of a cast: a `_Cast`.
 _CAST = "_xla_fsdp_cast"
 
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """A recipe of the result of a cast, which does not keep the pass alive."""
+    """The recipe of the result of a cast, without a strong reference to the pass."""
 
     source: Callable[[], Pass | None]
     index: int
     steps: tuple[Step, ...]
 
     def __reduce__(self) -> tuple:
-        """Of a cast that is copied or pickled, nothing is known."""
+        """A copy, or a pickled and loaded cast, has no recipe."""
         return type(None), ()
 
 
 @contextlib.contextmanager
 def parameters_saved_as_recipes() -> Iterator[None]:
-    """Within, autograd saves gathered parameters, views and casts of them as recipes.
+    """Within, autograd saves gathered parameters, their views and their casts as recipes.
 
-    Every other tensor goes to the hooks that were active before (activation offloading, say), or
-    is saved as it is.
+    Every other tensor is passed to the saved-tensor hooks that were active before (for activation
+    offloading, say), or is saved itself.
     """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if outer is not None and outer[0] is _pack:
@@ -293,7 +294,7 @@ def parameters_saved_as_recipes() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """Any other tensor. Where there are hooks, autograd itself does not check for changes."""
+    """Any other saved tensor. With hooks, autograd itself does not check for in-place changes."""
 
     tensor: torch.Tensor
     version: int
@@ -302,8 +303,8 @@ class _Saved:
         if self.tensor._version != self.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that the backward needs was changed "
-                f"in place after the forward used it: it is at version {self.tensor._version}, "
-                f"expected was {self.version}; replace the in-place operation"
+                f"in place after the forward used it: it is at version {self.tensor._version}, but "
+                f"version {self.version} was saved. Replace the in-place operation"
             )
         return self.tensor
 
@@ -327,7 +328,7 @@ def _delegating(outer_pack: Callable, outer_unpack: Callable) -> tuple[Callable,
 
 
 def recipe_of(tensor: torch.Tensor) -> Recipe | None:
-    """How to rebuild ``tensor`` from a full parameter, or ``None`` if it is not made of one."""
+    """How to rebuild ``tensor`` from a full parameter, or ``None`` if it does not come from one."""
     viewed = tensor._base
     base = tensor if viewed is None else viewed
     steps: tuple[Step, ...]
@@ -339,21 +340,21 @@ def recipe_of(tensor: torch.Tensor) -> Recipe | None:
         if cast is None:
             return None
         source, index, steps = cast.source(), cast.index, cast.steps
-    # A pass that is gone has no values to rebuild from; its tensors are the user's own. What was
-    # changed in place after it was made cannot be made again the same way.
+    # If the pass is gone, there are no values to rebuild from, and its tensors belong to the user.
+    # A tensor that was changed in place cannot be rebuilt from its recipe.
     if source is None or tensor._version:
         return None
     return Recipe(source, index, steps if viewed is None else (*steps, _on_meta(tensor, viewed)))
 
 
 def _on_meta(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """A view of a tensor like ``base`` on the meta device, as ``view`` is one of ``base``."""
+    """``view`` as a view on the meta device: of a meta tensor like ``base``."""
     empty = torch.empty(base.shape, dtype=base.dtype, device="meta")
     with torch.no_grad(), _force_original_view_tracking(True):
         try:
             return view._view_func_unsafe(empty)
-        except RuntimeError:  # Tensor.view of what is not contiguous there; on XLA everything is
-            # What torch caches of an operator in such a mode is not safe for threads.
+        except RuntimeError:  # Tensor.view of a tensor not contiguous there; on XLA all are
+            # torch caches data of operators in such a mode, and that cache is not thread-safe.
             with _ONE_AT_A_TIME, _Contiguous():
                 return view._view_func_unsafe(empty)
 
@@ -373,12 +374,12 @@ class _Contiguous(TorchDispatchMode):
         )
 
 
-# The operator behind every cast on XLA devices, whoever calls it. Called with its set of keys.
+# The operator behind every cast on XLA devices, whoever calls it. Called with its dispatch keys.
 _cast = torch.library.get_kernel("aten::_to_copy", "AutogradXLA")
 
 
 def _noted_cast(keys: Any, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The operator itself, which notes on its result what full parameter that is a cast of."""
+    """The cast operator, which records on its result the full parameter that it casts."""
     result = _cast.call_boxed(keys, tensor, **options)
     made = recipe_of(tensor)
     if made is not None and result.device == tensor.device:

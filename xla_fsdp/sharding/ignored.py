@@ -1,11 +1,11 @@
-"""What no wrapper shards because the user said so: it stays whole on every rank.
+"""Ignored modules and parameters: the user excluded them from sharding, so every rank has them all.
 
-As torch FSDP1 has it: such parameters are neither gathered nor cast nor initialised, and nobody
-reduces their gradients. Unlike there, they are moved to the device of the shards, where the forward
-needs them; and ``average_ignored_gradients`` does for them what the reduction does for shards.
+As in torch FSDP1, they are not gathered, cast or initialized, and their gradients are not reduced.
+Unlike in FSDP1, they are moved to the device of the shards, where the forward needs them, and
+``average_ignored_gradients`` averages their gradients as the reduction does for shards.
 
-Whether a module or a parameter is ignored is noted on it, so that wrappers inside and around the
-one that was told know it too.
+An ignored module or parameter is marked, so that the wrappers inside and around the wrapper that
+received the option recognize it too.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from ..names import dotted, is_wrapper
 from .shard_reductions import norm_of_replicated
 from .sharded_tensor import home_of
 
-# On an ignored module: its id, which a copy of it has not. On an ignored parameter: its Note.
+# Set on an ignored module: its id, which differs for a copy. Set on an ignored parameter: its Note.
 _MARK = "_xla_fsdp_ignored"
 
 
 class Ignored(NamedTuple):
-    """Modules with all that is in them, and all parameters, of these modules and others."""
+    """Ignored modules with all modules inside them, and all ignored parameters, in them or not."""
 
     modules: frozenset[nn.Module]
     parameters: frozenset[nn.Parameter]
 
 
 class IgnoredGradient(torch.Tensor):
-    """The gradient of an ignored parameter, of this rank's batch.
+    """The gradient of an ignored parameter, computed from this rank's batch.
 
-    A plain tensor, except that its norm in a list of norms (gradients to be clipped) is the mean
-    of all ranks, in powers: all ranks scale alike, also before the gradients are averaged.
+    It behaves like a plain tensor, except that in a list of norms (when gradients are clipped) its
+    norm is the mean of the powers of all ranks. So all ranks scale by the same coefficient, even
+    before the gradients are averaged.
     """
 
     answers_first = True  # see ranks/cpu/mode.py
@@ -46,7 +47,7 @@ class IgnoredGradient(torch.Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(kind is not cls and kind is not IgnoredParameter for kind in types):
-            return NotImplemented  # sharded tensors answer for lists in which both are
+            return NotImplemented  # sharded tensors handle lists that contain both
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.linalg.vector_norm or func is torch.norm:
                 return norm_of_replicated(func, *args, **(kwargs or {}))
@@ -60,7 +61,7 @@ class IgnoredGradient(torch.Tensor):
 
 
 class IgnoredParameter(nn.Parameter):
-    """A parameter that is whole on every rank."""
+    """A parameter that is replicated on every rank."""
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -83,7 +84,7 @@ _GRAD: Any = torch.Tensor.grad
 
 
 class Note:
-    """On an ignored parameter. ``averaged``: whether its gradient ever was, by us."""
+    """The mark of an ignored parameter. ``averaged``: whether we ever averaged its gradient."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -95,14 +96,14 @@ def mark_ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_parameters: Iterable[nn.Parameter] | None,
 ) -> Ignored:
-    """Checks the options of these names against ``module``, and notes what they say.
+    """Checks the options of these names against ``module``, and marks what they name.
 
     Returns:
-        What of ``module`` is ignored, by this wrapper or by one inside.
+        The modules and parameters in ``module`` that this wrapper, or one inside, ignores.
 
     Raises:
-        ValueError: something that is not in ``module``, is the module itself, a wrapper, sharded
-            already or without values.
+        ValueError: an ignored object is not in ``module``, is the module itself or a wrapper, is
+            sharded already, or has no values.
     """
     modules, parameters = tuple(ignored_modules or ()), tuple(ignored_parameters or ())
     _require_inside(module, modules, parameters)
@@ -111,8 +112,8 @@ def mark_ignored(
     for one, name, parameter in own:
         if home_of(parameter) is not None:
             raise ValueError(
-                f"parameter {name!r} of an ignored {type(one).__name__} is sharded by another "
-                "wrapper already: pass ignored_modules or ignored_parameters to that one as well"
+                f"parameter {name!r} of an ignored {type(one).__name__} is already sharded by "
+                "another wrapper. Pass ignored_modules or ignored_parameters to that wrapper too"
             )
     for one in inside:
         one.__dict__[_MARK] = id(one)
@@ -126,17 +127,17 @@ def mark_ignored(
 
 
 def is_ignored(module: nn.Module) -> bool:
-    """Whether a wrapper was told to leave ``module`` alone."""
+    """Whether a wrapper ignores ``module``."""
     return vars(module).get(_MARK) == id(module)
 
 
 def note_of(parameter: object) -> Note | None:
-    """The note on a parameter that a wrapper was told to leave alone; ``None`` on others."""
+    """The mark of an ignored parameter; ``None`` for other parameters."""
     return getattr(parameter, _MARK, None)
 
 
 def note_again(parameters: Iterable[nn.Parameter]) -> None:
-    """Notes it on copies of ignored parameters, which have lost it."""
+    """Marks copies of ignored parameters, which have lost their marks."""
     for parameter in parameters:
         if note_of(parameter) is None:
             _mark(parameter)
@@ -149,10 +150,10 @@ def _mark(parameter: nn.Parameter) -> None:
 
 
 def settle_ignored(path: str, module: nn.Module, device: torch.device) -> list[nn.Parameter]:
-    """The ignored parameters that ``module`` itself has, moved to ``device``; the same objects.
+    """Moves the ignored parameters that ``module`` itself has to ``device``; the objects stay.
 
     Raises:
-        RuntimeError: something else refers to one so that it can not be moved.
+        RuntimeError: a parameter cannot be moved because something else refers to it.
     """
     found = []
     for name, parameter in module._parameters.items():
@@ -171,33 +172,33 @@ def settle_ignored(path: str, module: nn.Module, device: torch.device) -> list[n
             torch.utils.swap_tensors(parameter, moved)
         except RuntimeError as error:
             raise RuntimeError(
-                f"the ignored parameter {note.name!r} can not be moved to {device}: move it there "
+                f"the ignored parameter {note.name!r} cannot be moved to {device}. Move it there "
                 f"with .to({str(device)!r}) before wrapping ({error})"
             ) from error
     return found
 
 
 def listed(name: str, given: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """The values of the option ``name``, all of ``kinds``; none of ``None``.
+    """The values of the option ``name`` as a list, all of ``kinds``; empty for ``None``.
 
     Raises:
-        TypeError: it is no iterable of these.
+        TypeError: the option is not an iterable of ``kinds``.
     """
     if given is None:
         return []
     wanted = " or ".join(f"torch.nn.{one.__name__}" for one in kinds)
-    # A parameter can be iterated over, but means itself; a ModuleList means what is in it.
+    # One can iterate over a tensor or a ModuleList, but a tensor is not accepted as a list.
     if isinstance(given, (str, bytes, torch.Tensor)) or not isinstance(given, Iterable):
         raise TypeError(f"{name} must be an iterable of {wanted}, got {_shown(given)}. Pass a list")
     values = list(given)
     for value in values:
         if not isinstance(value, kinds):
-            raise TypeError(f"{name} must have {wanted} in it, got {_shown(value)}. Leave that out")
+            raise TypeError(f"{name} must contain {wanted}, got {_shown(value)}. Leave that out")
     return values
 
 
 def _shown(value: Any) -> str:
-    # The values of a parameter may be on the device, and modules have long descriptions.
+    # Do not show the values of a parameter (they may be on the device), nor long module reprs.
     long = isinstance(value, (torch.Tensor, nn.Module))
     return type(value).__name__ if long else repr(value)
 
@@ -209,18 +210,18 @@ def _require_inside(
     for one in modules:
         if one is module:
             raise ValueError(
-                "ignored_modules has the module that is to be wrapped, so that nothing would be "
-                "sharded: leave it unwrapped, or ignore modules inside it"
+                "ignored_modules contains the module to wrap itself, so nothing would be sharded. "
+                "Do not wrap it, or ignore modules inside it"
             )
         if is_wrapper(one):
             raise ValueError(
-                f"ignored_modules has a wrapped {type(one).__name__}, which is sharded already: "
-                "leave it out (wrappers inside are never touched), or do not wrap it"
+                f"ignored_modules contains a wrapped {type(one).__name__}, which is already "
+                "sharded. Leave it out (inner wrappers are never changed), or do not wrap it"
             )
         if one not in inside:
             raise ValueError(
-                f"ignored_modules has a {type(one).__name__} that is not in the module to wrap "
-                f"({type(module).__name__}); only its submodules can be ignored"
+                f"ignored_modules contains a {type(one).__name__} that is not inside the module to "
+                f"wrap ({type(module).__name__}). Only its submodules can be ignored"
             )
         for path, part in one.named_modules():
             own = [*part._parameters.items(), *part._buffers.items()]
@@ -228,26 +229,26 @@ def _require_inside(
                 if tensor is not None and tensor.is_meta and home_of(tensor) is None:
                     raise ValueError(
                         f"{dotted(path, name)!r} of an ignored {type(one).__name__} is on the meta "
-                        "device, and ignored modules are not initialised: give it values before "
+                        "device, but ignored modules are not initialized. Give it values before "
                         "wrapping (to_empty(device='cpu'), then reset_parameters() or a load)"
                     )
     held = {id(parameter) for parameter in module.parameters()}
     for number, parameter in enumerate(parameters):
         if home_of(parameter) is not None:
             raise ValueError(
-                f"parameter {number} of ignored_parameters is sharded by a wrapper inside already: "
-                "pass ignored_parameters to that one as well"
+                f"parameter {number} of ignored_parameters is already sharded by an inner wrapper. "
+                "Pass ignored_parameters to that wrapper too"
             )
         if id(parameter) not in held:
             raise ValueError(
                 f"parameter {number} of ignored_parameters, of shape {tuple(parameter.shape)}, is "
-                f"not in the module to wrap ({type(module).__name__}); only its parameters can be "
+                f"not in the module to wrap ({type(module).__name__}). Only its parameters can be "
                 "ignored"
             )
 
 
 def _outside_wrappers(module: nn.Module) -> Iterable[nn.Module]:
-    """``module`` and what is in it, wrappers and their insides left out."""
+    """``module`` and all modules inside it, without wrappers and the modules inside them."""
     if not is_wrapper(module):
         yield module
         for child in module.children():

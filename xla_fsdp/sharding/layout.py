@@ -1,15 +1,16 @@
-"""Cutting parameters into shards and putting them together again, in plain torch.
+"""Cuts parameters into shards and puts them together again, in plain torch.
 
 A *layout* says how one stored tensor (a parameter, or several flattened one after the other) is
 split over ``size`` ranks. Shape letters in the comments: ``n`` elements, ``p`` elements with
 padding, ``c = p / size`` elements a rank.
 
-Layout ``flat``: the elements in order, zero-padded to a multiple of ``size * 128``, rank ``r``
-keeping elements ``r*c .. (r+1)*c``. Where these are whole rows of a matrix that fill TPU vector
-registers (8 sublanes of 128 lanes), shards travel as such rows, and a gathered matrix needs no copy
-before its use. Otherwise they travel as ``(c/128, 128)``. The compiler reduce-scatters both; of a
-vector it would make an all-reduce.
-Layout ``dim0``: rows, zero-padded to a multiple of ``size``, trailing dimensions kept.
+Layout ``flat``: the elements in order, zero-padded to a multiple of ``size * 128``. Rank ``r``
+stores elements ``r*c .. (r+1)*c``. If these are complete rows of a matrix that fill TPU vector
+registers (8 sublanes of 128 lanes), shards are sent as such rows, and a gathered matrix needs no
+copy before its use. Otherwise they are sent as ``(c/128, 128)``. The compiler makes a
+reduce-scatter of both shapes; for a vector it would make an all-reduce.
+
+Layout ``dim0``: rows, zero-padded to a multiple of ``size``; the other dimensions stay.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Layout:
 
     @classmethod
     def flat(cls, shapes: Sequence[torch.Size], size: int) -> Layout:
-        """Members of the given shapes, one after the other in one vector."""
+        """Members of the given shapes, joined one after the other into one vector."""
         members: list[Member] = []
         offset = 0
         for shape in shapes:
@@ -57,12 +58,12 @@ class Layout:
 
     @classmethod
     def rows(cls, shape: torch.Size, size: int) -> Layout:
-        """One parameter split along dimension 0."""
+        """One parameter, split along dimension 0."""
         return cls("dim0", (Member(tuple(shape), 0),), size)
 
     @cached_property
     def numel(self) -> int:
-        """Elements without padding."""
+        """The number of elements without padding."""
         return sum(member.numel for member in self.members)
 
     @cached_property
@@ -80,7 +81,7 @@ class Layout:
 
     @cached_property
     def wire_shape(self) -> tuple[int, ...]:
-        """Shape in which a shard is gathered, and a gradient shard arrives."""
+        """The shape in which a shard is gathered, and in which a gradient shard arrives."""
         if self.kind == "dim0":
             return self.shard_shape
         if len(self.members) == 1 and len(self.members[0].shape) == 2:
@@ -90,7 +91,7 @@ class Layout:
         return (self.shard_shape[0] // LANES, LANES)
 
     def cut(self, values: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-        """This rank's shard of the full ``values`` (one tensor a member); a copy.
+        """This rank's shard of the full ``values`` (one tensor for each member); a copy.
 
         Only the members that reach into the shard are read, so cutting a vector of many large
         parameters does not build that vector.
@@ -112,10 +113,10 @@ class Layout:
         return torch.cat(pieces)
 
     def pieces(self, rank: int) -> list[tuple[int, int, int]]:
-        """What of each member a rank's shard holds: elements ``begin .. end`` of the flattened
-        member, which stand in the flattened shard from ``at`` on; ``begin == end`` for nothing.
+        """The part of each member that a rank's shard contains: elements ``begin .. end`` of the
+        flattened member, at position ``at`` of the flattened shard; ``begin == end`` if none.
 
-        Example: two ranks, shards of 128 elements, members of 100 and 60. Rank 0 holds
+        Example: two ranks, shards of 128 elements, members of 100 and 60. Rank 0 has
         ``(0, 100, 0)`` and ``(0, 28, 100)``, rank 1 ``(0, 0, 0)`` and ``(28, 60, 0)``.
         """
         length = math.prod(self.shard_shape)
@@ -128,7 +129,7 @@ class Layout:
         return held
 
     def split(self, gathered: torch.Tensor) -> list[torch.Tensor]:
-        """The members' full values, out of the shards of all ranks in wire shape.
+        """The full values of the members, from the shards of all ranks in ``wire_shape``.
 
         The results are not views: freeing one must free its memory even while another lives.
         """
@@ -149,7 +150,7 @@ class Layout:
         return full
 
     def join(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Full gradients (one a member, ``None`` for zero) laid out as the reduce-scatter wants.
+        """Full gradients (one for each member, ``None`` for zero) in the reduce-scatter's layout.
 
         Returns ``(size * wire_shape[0], ...)``, zero in the padding. At least one gradient must be
         given.
@@ -172,12 +173,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the plan needs to know of a sharded tensor.
+    """The properties of a sharded tensor that the communication plan needs.
 
     Attributes:
         key: its name in the unit.
-        dtype: of the stored shard.
-        wide: computed with as it is stored, whatever ``compute_dtype`` says.
+        dtype: the dtype of the stored shard.
+        wide: computed in the dtype of the shard, whatever ``compute_dtype`` is.
     """
 
     key: str
@@ -186,11 +187,11 @@ class TensorSpec:
     wide: bool = False
 
     def compute_dtype(self, asked: torch.dtype | None) -> torch.dtype:
-        """In which its members are computed with, if the option ``compute_dtype`` is ``asked``."""
+        """The dtype in which its members compute, if the option ``compute_dtype`` is ``asked``."""
         return computed_in(self.dtype, None if self.wide else asked)
 
 
 def computed_in(stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """In which a parameter that is ``stored`` so is computed with, if ``asked`` for one (``None``:
-    as it is stored)."""
+    """The dtype in which a parameter computes that is stored in ``stored``, if ``compute_dtype`` is
+    ``asked`` (``None``: the stored dtype)."""
     return asked if asked is not None and stored.is_floating_point else stored

@@ -1,4 +1,4 @@
-"""Names in state dicts, and the metadata that says how the ranks' shards belong together."""
+"""Names in state dicts, and the metadata that describes how the ranks' shards fit together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sharded_parameter import ShardedValue, as_sharded
 from .sharded_tensor import ShardedTensor, home_of
 from .unit import NamedUnits
 
-# On a wrapper while it loads: the list of what went wrong.
+# Set on a wrapper while it loads: the list of load errors.
 _ERRORS = "_xla_fsdp_load_errors"
 
 FORMAT, VERSION = "xla_fsdp", 1
@@ -27,10 +27,10 @@ _INTREE_FLATTENED = "_fpw_module."
 
 
 def shard_metadata(units: NamedUnits) -> dict[str, Any]:
-    """What ``get_shard_metadata`` returns; the format is described in the README of consolidate.
+    """The result of ``get_shard_metadata``; the README of ``consolidate`` describes the format.
 
-    ``units``: those of a wrapper, the outermost first. Names are as seen from there; a parameter
-    used under several names lists all of them.
+    ``units``: the FSDP units of a wrapper, the outermost first. Names are relative to that wrapper;
+    a parameter with several names lists all of them.
     """
     keys: dict[ShardedTensor, str] = {}
     buffers: dict[str, str] = {}
@@ -40,10 +40,10 @@ def shard_metadata(units: NamedUnits) -> dict[str, Any]:
         for name, dtype in unit.buffer_dtypes.items():
             buffers[dotted(path, name)] = str(dtype).removeprefix("torch.")
     parameters = {
-        # A flattened vector is stored under its own name, a parameter under its first.
+        # A flattened vector is stored under its own name, a parameter under its first name.
         keys.get(tensor, members[0][0]): _described(tensor.layout, members)
         for tensor, members in sharded_names(units).items()
-        if any(members)  # else of a module that was removed since
+        if any(members)  # otherwise the module has been removed since
     }
     world = units[0][1].world
     return {
@@ -96,7 +96,7 @@ def clean_state_dict_keys(
 def hand_out_local(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """State-dict hook: shards are plain tensors, but parameters themselves (``keep_vars``)."""
+    """State-dict hook: shards become plain tensors, but stay parameters with ``keep_vars``."""
     for key, value in state_dict.items():
         if key.startswith(prefix) and isinstance(value, ShardedValue):
             state_dict[key] = value.to_local()
@@ -104,7 +104,7 @@ def hand_out_local(
 
 @names_hook
 def take_local(module: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Load hook of each module that has shards: plain tensors of their shape are their values."""
+    """Load hook of each module with shards: accepts plain tensors of a shard's shape as shards."""
     for name, shard in module._parameters.items():
         value, spec = state_dict.get(prefix + name), spec_of(shard)
         if spec is None or not isinstance(value, torch.Tensor):
@@ -124,7 +124,7 @@ def restore_state_dict_keys(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Load hook: the reverse, for own keys and for those of ``torch_xla.distributed.fsdp``."""
+    """Load hook: the reverse, for our keys and for those of ``torch_xla.distributed.fsdp``."""
     module._unit.rest()
     _note_order(module, [key[len(prefix) :] for key in state_dict if key.startswith(prefix)])
     own = {tensor.key for tensor in module._unit.flattened}
@@ -140,9 +140,10 @@ def restore_state_dict_keys(
 
 
 def _note_order(module: nn.Module, keys: list[str]) -> None:
-    """The in-tree class lists a wrapper's own parameters before those of the wrappers inside it; so
-    do the optimizers beside it number them. Seen by the outermost wrapper of ours only: the keys
-    that it hands on are renamed."""
+    """Records the order of parameters in a checkpoint of torch_xla's class: it lists a wrapper's
+    direct parameters before those of inner wrappers, and the optimizer states saved with it number
+    parameters in that order. Only our outermost wrapper sees the original keys, because it passes
+    renamed keys to inner ones."""
     theirs = dict.fromkeys(intree_name(key) for key in keys if _INTREE_SHARD in key)
     if not theirs:
         return
@@ -157,12 +158,12 @@ def _note_order(module: nn.Module, keys: list[str]) -> None:
 
 
 def require_copying(local_metadata: dict[str, Any], holders: str) -> None:
-    """Raises ValueError if a load assigns tensors in the place of ``holders``."""
-    # torch notes it in the metadata of the state dict, which the next load may be given as well.
+    """Raises ValueError if a load would assign tensors in place of ``holders``."""
+    # torch records this in the metadata of the state dict, which the next load may receive again.
     if local_metadata.pop("assign_to_params_buffers", False):
         raise ValueError(
-            f"load_state_dict(assign=True) would put other tensors in the place of {holders}; "
-            "leave assign out, values are copied into them"
+            f"load_state_dict(assign=True) would replace {holders} by other tensors, which is not "
+            "supported. Leave assign out: values are copied into the existing tensors"
         )
 
 
@@ -173,10 +174,10 @@ def rename_loaded(
     holders: str,
     renamed: Callable[[str], str],
 ) -> None:
-    """For load hooks: keys behind ``prefix`` become what ``renamed`` makes of their clean names.
+    """For load hooks: replaces each key with ``prefix`` by ``renamed`` of its clean name.
 
     Raises:
-        ValueError: values are to be assigned, in the place of ``holders``, not to be copied.
+        ValueError: the load would assign tensors in place of ``holders`` instead of copying.
     """
     require_copying(local_metadata, holders)
     for key in list(state_dict):
@@ -187,7 +188,7 @@ def rename_loaded(
 
 @names_hook
 def clean_reported_keys(module: nn.Module, incompatible: tuple[list[str], list[str]]) -> None:
-    """Load hook: what is missing, unexpected or of another shape goes by its clean name."""
+    """Load hook: reports missing, unexpected and mismatched keys under their clean names."""
     for names in (*incompatible, module.__dict__.pop(_ERRORS, [])):
         names[:] = [name.replace(WRAPPED_PREFIX, "") for name in names]
 
@@ -204,6 +205,6 @@ def intree_name(key: str) -> str:
 
 def _rename(state_dict: dict, old: str, new: str) -> None:
     for key in list(state_dict):
-        # Every key is taken out and put back, so that the order stays.
+        # Every key is removed and inserted again, so that the order stays the same.
         value = state_dict.pop(key)
         state_dict[new + key[len(old) :] if key.startswith(old) else key] = value

@@ -15,24 +15,25 @@ COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Dtypes of what a wrapper computes and sends, by torch FSDP's names and with its defaults.
+    """Dtypes in which a wrapper computes and communicates, with torch FSDP's names and defaults.
 
     Attributes:
-        param_dtype: what parameters are gathered and computed with in; ``compute_dtype``.
-        reduce_dtype: what gradients are reduced in: ``param_dtype`` (default), or
-            ``torch.float32``, which is ``fp32_reduce_scatter``.
-        buffer_dtype: of floating-point buffers. Default: they keep theirs (with ``compute_dtype``
-            alone they are cast to it).
-        keep_low_precision_grads: after a backward gradients have ``param_dtype``, not the dtype of
-            their shard. For optimizers that cope with it: torch's SGD, Adagrad and RMSprop (without
-            ``foreach=True``) do, its Adam and AdamW raise.
+        param_dtype: the dtype in which parameters are gathered and used; ``compute_dtype``.
+        reduce_dtype: the dtype in which gradients are reduced: ``param_dtype`` (default), or
+            ``torch.float32``, which means ``fp32_reduce_scatter``.
+        buffer_dtype: the dtype of floating-point buffers. Default: they keep their dtype (with
+            ``compute_dtype`` alone they are cast to it).
+        keep_low_precision_grads: after a backward, gradients have ``param_dtype`` instead of the
+            dtype of their shard. For optimizers that support this: torch's SGD, Adagrad and RMSprop
+            (without ``foreach=True``) do, its Adam and AdamW raise.
         cast_forward_inputs: cast floating-point inputs to ``param_dtype`` in every wrapper that
             has this policy.
-        cast_root_forward_inputs: cast them in the outermost wrapper, whatever the former says.
+        cast_root_forward_inputs: cast them in the outermost wrapper, whatever
+            ``cast_forward_inputs`` is.
         _module_classes_to_ignore: classes of modules that compute in the dtype in which their
-            parameters are stored: neither these nor buffers are cast, inputs of 16 bits become
-            float32, and outputs get the dtype of the inputs. Not only where a policy wraps, and
-            without units, or collectives, of their own.
+            parameters are stored. Their parameters and buffers are not cast, 16-bit inputs become
+            float32, and outputs get the dtype of the inputs. This works without
+            ``auto_wrap_policy`` too, and these modules get no separate FSDP units or collectives.
     """
 
     param_dtype: torch.dtype | None = None
@@ -54,18 +55,18 @@ class MixedPrecision:
             isinstance(one, type) and issubclass(one, nn.Module) for one in classes
         ):
             raise ValueError(
-                "MixedPrecision._module_classes_to_ignore must be a list or tuple of classes of "
-                f"modules (nn.LayerNorm), got {classes!r}"
+                "MixedPrecision._module_classes_to_ignore must be a list or tuple of module "
+                f"classes, such as (nn.LayerNorm,), got {classes!r}"
             )
 
     def casts_inputs(self, root: bool) -> bool:
-        """Whether a wrapper casts what its forward is given; ``root``: the outermost one."""
+        """Whether a wrapper casts the inputs of its forward; ``root``: the outermost wrapper."""
         return self.cast_forward_inputs or (root and self.cast_root_forward_inputs)
 
 
 def require_flags_and_dtypes(policy: Any, flags: Sequence[str], dtypes: Sequence[str]) -> None:
-    """Raises ValueError if an attribute of ``policy`` is no flag or no dtype to compute in, or if
-    its ``reduce_dtype`` does not go with its ``param_dtype``."""
+    """Raises ValueError if an attribute of ``policy`` is not a bool or not a supported dtype, or if
+    its ``reduce_dtype`` is incompatible with its ``param_dtype``."""
     kind = type(policy).__name__
     for name in flags:
         value = getattr(policy, name)
@@ -78,14 +79,14 @@ def require_flags_and_dtypes(policy: Any, flags: Sequence[str], dtypes: Sequence
             raise ValueError(f"{kind}.{name} must be one of {allowed} or None, got {value!r}")
     if policy.reduce_dtype not in (None, torch.float32, policy.param_dtype):
         raise ValueError(
-            f"{kind}.reduce_dtype={policy.reduce_dtype} with param_dtype={policy.param_dtype}: "
-            "gradients are reduced in param_dtype (reduce_dtype=None) or in torch.float32, in "
-            "nothing else"
+            f"{kind}.reduce_dtype={policy.reduce_dtype} is not supported with "
+            f"param_dtype={policy.param_dtype}. Reduce gradients in param_dtype "
+            "(reduce_dtype=None) or in torch.float32"
         )
 
 
 def meant_by_precision(policy: MixedPrecision) -> dict[str, Any]:
-    """The options that ``mixed_precision`` stands for, by name."""
+    """The options that ``mixed_precision`` sets, by name."""
     widened = policy.reduce_dtype is torch.float32 and policy.param_dtype is not torch.float32
     return {
         "compute_dtype": policy.param_dtype,

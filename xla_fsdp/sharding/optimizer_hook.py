@@ -1,16 +1,16 @@
-"""What the type of a shard cannot know of an optimizer: one hook around every step.
+"""Checks around optimizer steps: one hook for mistakes that the type of a shard cannot detect.
 
-| wrong or slow | how it is found | what happens |
+| problem | detected by | action |
 |---|---|---|
-| made before ``module.to(device)``, which replaces them | marks of ``moves.py`` | raises |
-| made before wrapping | a parameter is not the shard that its home has | raises |
-| state loaded by position, beside weights of the in-tree class | home has another order | raises |
+| made before ``module.to(device)``, which replaces parameters | marks of ``moves.py`` | raises |
+| made before wrapping | the parameter is not the shard that its home has | raises |
+| state loaded by position, with weights of torch_xla's class | home has another order | raises |
 | a step before a load has given values | ``deferred_values.py`` | raises |
-| gradients that ``no_sync`` holds | counted at home | raises |
-| gradients of this rank only | parameters outside of every unit | warns once |
+| gradients that ``no_sync`` stores | a counter at home | raises |
+| gradients of this rank only | parameters outside of every FSDP unit | warns once |
 | plain local tensors in loaded state | they have the shape of the shard | get the shard's type |
-| step by step, where lists give the same | ``foreach`` is None | set for this step |
-| shards on the host | home has a copy on the device | are sent as soon as they are new |
+| a loop over parameters where lists give the same | ``foreach`` is None | set for this step |
+| shards on the host | home has a copy on the device | sent as soon as they are new |
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from .sharded_tensor import home_of, homes_of, require_reduced
 from .unsharded import UnshardedParameter
 from .user_checks import WARNED
 
-# On an optimizer: how many parameters it had when it was checked.
+# Set on an optimizer: how many parameters it had when it was checked.
 _CHECKED = "_xla_fsdp_parameters_checked"
-# On an optimizer: its state was found by the names of the parameters.
+# Set on an optimizer: its state was loaded by parameter name.
 _BY_NAME = "_xla_fsdp_by_name"
-# On an optimizer: for each step that is under way (a plan's are within one another) the groups that
-# go by lists until it is over. One that ended in an error leaves them so, which changes no value.
+# Set on an optimizer: for each current step (the steps of a plan are nested) the groups that use
+# ``foreach`` until it ends. A step that raised leaves it set, which changes no value.
 _CHOSEN = "_xla_fsdp_foreach"
-# Optimizers of torch whose results are the same bit for bit over lists, which takes half of the
-# host's time (benchmarks/LOG.md). Not so are Adagrad, NAdam, RAdam, ASGD and Rprop.
+# Optimizers of torch whose ``foreach`` results are bit-identical and take half the host time
+# (benchmarks/LOG.md). Those of Adagrad, NAdam, RAdam, ASGD and Rprop are not identical.
 _SAME = (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adadelta, optim.Adamax)
 
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Registers the hook, the first time it is called."""
+    """Registers the hook, at the first call."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     refuse_shards()
@@ -70,12 +70,12 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if _CHECKED not in optimizer.__dict__:
             _require_order(optimizer)
             _hand_out_local_state(optimizer)
-        require_filled(every, f"{type(optimizer).__name__}.step() came")
+        require_filled(every, f"{type(optimizer).__name__}.step() was called")
         _warn_of_unreduced(optimizer)
         _take_local_state(optimizer)
         optimizer.__dict__[_CHECKED] = len(every)
     require_reduced(every, f"{type(optimizer).__name__}.step()")
-    if type(optimizer) in _SAME:  # subclasses may have a step of their own
+    if type(optimizer) in _SAME:  # subclasses may override step
         chosen = [group for group in optimizer.param_groups if _may_go_by_lists(group)]
         for group in chosen:
             group["foreach"] = True
@@ -83,7 +83,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    # What was the user's choice is so again, in a saved state too.
+    # Restore the user's choice, so that a saved state contains it too.
     begun = optimizer.__dict__.get(_CHOSEN)
     for group in begun.pop() if begun else ():
         group["foreach"] = None
@@ -94,11 +94,11 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         for parameter in group["params"]:
             home = home_of(parameter)
             if home is not None and home.copy is not None and parameter.grad is not None:
-                # torch's fused kernels do not say that they changed something.
+                # torch's fused kernels do not increase the version of what they change.
                 torch.autograd.graph.increment_version(parameter)
                 copies.append(home.copy)
-    for copy in copies:  # on their way while the next batch is made and the next step traced
-        if copy.held is not None:  # what is streamed comes when its wrapper computes
+    for copy in copies:  # sent while the host makes the next batch and traces the next step
+        if copy.held is not None:  # streamed copies are sent when their wrapper computes
             copy.send()
 
 
@@ -106,46 +106,46 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def _require_not_left(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
-    """Raises RuntimeError if ``every`` parameter of it is without gradient, and one of before the
-    model was moved."""
+    """Raises RuntimeError if all parameters of the optimizer are without gradients and one of them
+    was replaced when the model was moved."""
     left = next(filter(was_left, every), None)
-    # Somebody else may still use them, and then they have gradients.
+    # If other code still uses the old parameters, they have gradients.
     if left is not None and all(parameter.grad is None for parameter in every):
         raise RuntimeError(
-            f"this {type(optimizer).__name__} was made before module.to(device), which has "
-            f"replaced its parameters (one of shape {list(left.shape)} on {left.device}) by others "
-            "on the device: it would train nothing. Make it after moving and wrapping"
+            f"this {type(optimizer).__name__} was made before module.to(device), which replaced "
+            f"its parameters (one of shape {list(left.shape)} on {left.device}) by new ones on the "
+            "device, so it would train nothing. Make the optimizer after moving and wrapping"
         )
 
 
 def _require_shards(optimizer: Optimizer) -> None:
-    """Raises RuntimeError if parameters are those of before the wrapping."""
+    """Raises RuntimeError if the optimizer has parameters from before the wrapping."""
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             if isinstance(parameter, UnshardedParameter):
                 raise RuntimeError(
                     f"parameter {place} of group {number} of this {type(optimizer).__name__} is "
-                    "a full parameter of a forward or of unshard(), which is empty afterwards: "
-                    "make the optimizer of model.parameters() outside of both"
+                    "a full parameter of a forward or of unshard(), which is freed afterwards. "
+                    "Make the optimizer from model.parameters() outside of both"
                 )
             home = home_of(parameter)
             if home is not None and home.shard is not parameter:
                 raise RuntimeError(
                     f"parameter {place} of group {number} of this {type(optimizer).__name__} "
-                    f"(called {home.key!r} in its wrapper) was sharded after the optimizer was "
-                    "made: the optimizer holds an empty tensor and would train nothing. Make the "
-                    "optimizer after wrapping: parameters have the same names then"
+                    f"({home.key!r} in its wrapper) was sharded after the optimizer was made, so "
+                    "the optimizer refers to an empty tensor and would train nothing. Make the "
+                    "optimizer after wrapping; parameters have the same names then"
                 )
 
 
 def state_is_by_name(optimizer: Optimizer) -> None:
-    """Notes that what is in its state belongs where it is."""
+    """Records that the optimizer state was loaded by parameter name, so its order is right."""
     optimizer.__dict__[_BY_NAME] = True
 
 
 def _require_order(optimizer: Optimizer) -> None:
-    """Raises RuntimeError if state from before the first step was loaded by position, beside
-    weights of the in-tree class, whose optimizers number parameters in another order."""
+    """Raises RuntimeError if state was loaded by position before the first step, together with
+    weights of torch_xla's class, whose optimizers number parameters in another order."""
     if _BY_NAME in optimizer.__dict__:
         return
     for group in optimizer.param_groups:
@@ -154,16 +154,16 @@ def _require_order(optimizer: Optimizer) -> None:
             if home is not None and home.reordered and optimizer.state.get(parameter):
                 raise RuntimeError(
                     f"this {type(optimizer).__name__} has state of parameter {home.key!r} before "
-                    "its first step, and the weights came from torch_xla's own class, which lists "
+                    "its first step, and the weights came from torch_xla's class, which lists "
                     "parameters in another order: load_state_dict, which goes by position, gave "
                     "parameters the state of others. Join the files by python -m "
-                    "xla_fsdp.consolidate --optimizer, and load that with "
+                    "xla_fsdp.consolidate --optimizer, and load the result with "
                     "xla_fsdp.load_full_optim_state_dict: docs/how-to/migrate-from-torch-xla.md"
                 )
 
 
 def _warn_of_unreduced(optimizer: Optimizer) -> None:
-    """Warns of gradients that are this rank's alone, because no wrapper has their parameters."""
+    """Warns about gradients that are not averaged because no wrapper has their parameters."""
     if xr.world_size() == 1:
         return
     shards = has_shards(optimizer)
@@ -175,9 +175,9 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
             if note is not None and not note.averaged:
                 warnings.warn(
                     f"parameter {note.name!r} is ignored by its wrapper, so its gradient is of "
-                    "this rank's batch only, and ranks will drift apart. Call "
-                    "model.average_ignored_gradients() between backward and step; or leave it so, "
-                    "if ranks see the same data or are meant to differ",
+                    "this rank's batch only, and the ranks' values will diverge. Call "
+                    "model.average_ignored_gradients() between backward and step; ignore this "
+                    "warning if all ranks see the same data or are meant to differ",
                     stacklevel=2,
                 )
                 return
@@ -186,16 +186,16 @@ def _warn_of_unreduced(optimizer: Optimizer) -> None:
                 warnings.warn(
                     f"parameter {place} of group {number} of this {type(optimizer).__name__}, of "
                     f"shape {list(parameter.shape)}, is in no wrapper, while others are sharded: "
-                    "its gradient is of this rank's batch only, and ranks will drift apart. Wrap "
-                    "the module that has it (what replaces a layer goes in before wrapping), or "
-                    "average its gradient by hand",
+                    "its gradient is of this rank's batch only, and the ranks' values will "
+                    "diverge. Wrap the module that has it (replace layers before wrapping), or "
+                    "average its gradient manually",
                     stacklevel=2,
                 )
                 return
 
 
 def has_shards(optimizer: Optimizer) -> bool:
-    """Whether one of its parameters is a shard."""
+    """Whether one of the optimizer's parameters is a shard."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return next(homes_of(parameters), None) is not None
 
@@ -204,8 +204,8 @@ def has_shards(optimizer: Optimizer) -> bool:
 
 
 def _hand_out_local_state(optimizer: Optimizer) -> None:
-    """Has ``state_dict()`` of ``optimizer`` give plain tensors, as that of a wrapper, and
-    ``load_state_dict`` take them."""
+    """Makes ``state_dict()`` of ``optimizer`` return plain tensors, as that of a wrapper does, and
+    ``load_state_dict`` accept them."""
     if not has_shards(optimizer):
         return
 
@@ -224,7 +224,7 @@ def _localized(value: Any) -> Any:
 
 
 def _take_local_state(optimizer: Optimizer) -> None:
-    """Gives plain tensors in the state, of the shape of their shard, the type of the shard."""
+    """Gives plain tensors in the state that have the shape of their shard the shard's type."""
     for parameter, state in optimizer.state.items():
         spec = spec_of(parameter)
         if spec is not None:
@@ -245,17 +245,17 @@ def _tensors_in(state: Any) -> Iterable[Tensor]:
 
 
 def _may_go_by_lists(group: dict[str, Any]) -> bool:
-    """Whether torch's step over lists gives the same: by default it takes it on GPUs alone."""
+    """Whether torch's ``foreach`` step gives the same result; by default torch uses it on GPUs."""
     if group.get("foreach", False) is not None or group.get("fused"):
         return False
     if group.get("capturable") or group.get("differentiable"):
         return False
-    # Rates that are tensors go by single parameters only.
+    # Learning rates that are tensors are supported without ``foreach`` only.
     for name, value in group.items():
         several = value if isinstance(value, (list, tuple)) else (value,)
         if name != "params" and any(isinstance(each, Tensor) for each in several):
             return False
-    # Operators on lists refuse gradients that were kept in another dtype.
+    # ``foreach`` operators raise for gradients in another dtype than their parameter.
     return all(
         p.device.type == "xla"
         and home_of(p) is not None
@@ -265,12 +265,12 @@ def _may_go_by_lists(group: dict[str, Any]) -> bool:
 
 
 _CHANGING = threading.Lock()
-# On a function that stands in the place of torch_xla's.
+# Set on a function that replaces one of torch_xla's.
 _CHECKS = "_xla_fsdp_checks"
 
 
 def refuse_shards() -> None:
-    """Puts functions that check in the place of torch_xla's, the first time it is called."""
+    """Replaces functions of torch_xla by functions that check, at the first call."""
     with _CHANGING:
         if not hasattr(xlac.gradients_to_average.value, _CHECKS):
             xlac.gradients_to_average.value = _checked(
@@ -297,9 +297,9 @@ def _require_no_shards(optimizer: Optimizer) -> None:
     home = next(homes_of(parameters), None)
     if home is not None:
         raise RuntimeError(
-            "xm.reduce_gradients (part of xm.optimizer_step, and what Accelerate's optimizer does "
-            "without xla_fsdp.integrations.accelerate) averages gradients over the ranks once "
-            f"more, and they are of different shards, such as that of {home.key!r}: leave it out, "
+            "xm.reduce_gradients (part of xm.optimizer_step, and called by Accelerate's optimizer "
+            "without xla_fsdp.integrations.accelerate) averages gradients over the ranks a second "
+            f"time, but they are of different shards, such as that of {home.key!r}. Leave it out: "
             "call optimizer.step(), and torch_xla.sync() after it; with Accelerate, import "
             "xla_fsdp.integrations.accelerate (with the Trainer "
             "xla_fsdp.integrations.transformers) at the top of the script"
@@ -310,7 +310,7 @@ def _require_not_divided(model: nn.Module) -> None:
     home = next((home for home in homes_of(model.parameters()) if home.divided), None)
     if home is not None:
         raise RuntimeError(
-            "xm.broadcast_master_param would give every rank the first one's shards, such as that "
-            f"of {home.key!r}, in place of its own: call it before wrapping, or wrap with "
+            "xm.broadcast_master_param would replace every rank's shards, such as that of "
+            f"{home.key!r}, by those of the first rank. Call it before wrapping, or wrap with "
             "sync_module_states=True"
         )

@@ -1,8 +1,8 @@
 """Every option, declared once: its type, default and check, and which entry points take it.
 
-A new option is a field of :class:`FSDPOptions` with a line in its docstring, the code that uses it,
-and a test. Signatures, names that are known and what wrapped submodules inherit follow from the
-fields.
+To add an option, add a field to :class:`FSDPOptions`, a line to its docstring, the code that uses
+it, and a test. Signatures, the list of known names, and the options that wrapped submodules inherit
+are derived from the fields.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Groups = Sequence[Sequence[int]]
 
 
 class ShardingStrategy(enum.Enum):
-    """What of a model is sharded over which ranks, and when; the names are torch FSDP's."""
+    """Which state of a model is sharded over which ranks, and when. torch FSDP's names."""
 
     FULL_SHARD = enum.auto()  # parameters, gradients, optimizer state (ZeRO-3)
-    SHARD_GRAD_OP = enum.auto()  # the same, and parameters stay from forward to backward (ZeRO-2)
-    NO_SHARD = enum.auto()  # nothing: every rank has all, and gradients are averaged
-    HYBRID_SHARD = enum.auto()  # FULL_SHARD in groups that average their gradients
-    _HYBRID_SHARD_ZERO2 = enum.auto()  # SHARD_GRAD_OP in such groups
+    SHARD_GRAD_OP = enum.auto()  # the same, but full parameters stay until the backward (ZeRO-2)
+    NO_SHARD = enum.auto()  # nothing: everything is replicated, and gradients are averaged
+    HYBRID_SHARD = enum.auto()  # FULL_SHARD within groups; gradients are averaged over groups
+    _HYBRID_SHARD_ZERO2 = enum.auto()  # SHARD_GRAD_OP within such groups
 
 
 S = ShardingStrategy
 _HYBRID = (S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2)
-# NO_SHARD leaves it to reshard_after_forward whether a second copy of the parameters is kept.
+# For NO_SHARD, reshard_after_forward decides whether a second copy of the parameters is stored.
 _RESHARDS = {
     S.FULL_SHARD: True,
     S.HYBRID_SHARD: True,
@@ -55,11 +55,11 @@ def checked_mesh(device_mesh: Any) -> list[int] | list[list[int]]:
     """The ordinals of ``device_mesh``, one- or two-dimensional.
 
     Args:
-        device_mesh: a tensor or nested lists of ordinals, or what has such under ``.mesh``
+        device_mesh: a tensor or nested lists of ordinals, or an object with such a ``.mesh``
             (``torch.distributed.device_mesh.DeviceMesh``).
 
     Raises:
-        ValueError: it is something else, or does not name every rank once.
+        ValueError: it is something else, or does not contain every rank once.
     """
     ranks = list(range(xr.world_size()))
     try:
@@ -70,32 +70,33 @@ def checked_mesh(device_mesh: Any) -> list[int] | list[list[int]]:
         fits = False
     if not fits:
         raise ValueError(
-            "device_mesh must be a 1-D mesh (the ranks that share the parameters) or a 2-D one "
-            "(a row for each group that does, ranks with the same shard in one column) with each "
-            f"of the {len(ranks)} ranks once, as a DeviceMesh, a tensor or lists of ordinals; got "
-            f"{device_mesh!r}"
+            f"device_mesh must contain each of the {len(ranks)} ranks once, in a 1-D mesh (the "
+            "ranks that share the parameters) or a 2-D mesh (each row is such a group, ranks with "
+            f"the same shard are in one column), got {device_mesh!r}. Pass a DeviceMesh, a tensor "
+            "or lists of ordinals"
         )
     return mesh.tolist()
 
 
 def mesh_of_slices(strategy: ShardingStrategy | None) -> list[list[int]] | None:
-    """The 2-D mesh of a launch on several slices where the user names no ranks: a row for each
-    slice. ``None`` on one slice, and with a strategy that has no replicas.
+    """The 2-D mesh of a launch on several slices if the user names no ranks: one row for each
+    slice. ``None`` on one slice, and for a strategy without replicas.
 
-    Between slices is the data-centre network, a tenth and less of what the links within one carry:
-    gathers stay within a slice, and a step sends one shard of gradients over it.
+    The network between slices has at most a tenth of the bandwidth of the links within a slice. So
+    gathers stay within a slice, and a step sends one shard of gradients over that network.
 
     Raises:
-        ValueError: the slices are of different sizes.
+        ValueError: the slices have different sizes.
     """
     if strategy is not None and strategy not in _HYBRID:
         return None
     slices = slices_of_ranks()
     if len({len(one) for one in slices}) > 1:
         raise ValueError(
-            f"the ranks are on slices of {', '.join(str(len(one)) for one in slices)}: nothing can "
-            "be sharded within each and replicated over them. Take slices of equal size, or pass "
-            "sharding_strategy=ShardingStrategy.FULL_SHARD to shard over all ranks"
+            f"the ranks are on slices of {', '.join(str(len(one)) for one in slices)}, which must "
+            "have equal sizes to shard within each slice and replicate over them. Use slices of "
+            "equal size, or pass sharding_strategy=ShardingStrategy.FULL_SHARD to shard over all "
+            "ranks"
         )
     return [list(one) for one in slices] or None
 
@@ -106,32 +107,32 @@ def meant_by_strategy(
     sharding_groups: Groups | None,
     replication_groups: Groups | None,
 ) -> dict[str, Any]:
-    """The options that ``sharding_strategy`` and ``device_mesh`` stand for, by name.
+    """The options that ``sharding_strategy`` and ``device_mesh`` set, by name.
 
     ``sharding_groups`` and ``replication_groups`` are the options of these names.
 
     Raises:
-        ValueError: the strategy does not go with the mesh or the groups.
+        ValueError: the strategy is incompatible with the mesh or the groups.
     """
     rows = None if mesh is None else torch.tensor(mesh)
     hybrid = strategy in _HYBRID
     if rows is not None and strategy is not None and (rows.dim() == 2) != hybrid:
         raise ValueError(
-            f"sharding_strategy={strategy} needs a {2 if hybrid else 1}-D device_mesh, got {mesh}: "
-            "the HYBRID ones take (replicate, shard), the others one list of ranks"
+            f"sharding_strategy={strategy} needs a {2 if hybrid else 1}-D device_mesh, got {mesh}. "
+            "Pass a (replicate, shard) mesh with a HYBRID strategy, and one list of ranks with any "
+            "other"
         )
     if hybrid and mesh is None and not (sharding_groups and replication_groups):
         raise ValueError(
-            f"sharding_strategy={strategy} needs to know the groups: pass device_mesh=[[0, 1], "
-            "[2, 3]], whose rows share the parameters, or sharding_groups and replication_groups "
-            "(where there are several slices, each is a group by itself); "
-            f"got device_mesh=None, sharding_groups={sharding_groups} and "
-            f"replication_groups={replication_groups}"
+            f"sharding_strategy={strategy} needs groups, but got device_mesh=None, "
+            f"sharding_groups={sharding_groups} and replication_groups={replication_groups}. Pass "
+            "device_mesh=[[0, 1], [2, 3]], whose rows share the parameters, or sharding_groups and "
+            "replication_groups (with several slices, each slice is a group by default)"
         )
     if strategy in (S.FULL_SHARD, S.SHARD_GRAD_OP) and replication_groups:
         raise ValueError(
-            f"sharding_strategy={strategy} contradicts replication_groups={replication_groups}: "
-            "one of the HYBRID strategies has replicas"
+            f"sharding_strategy={strategy} has no replicas, but replication_groups="
+            f"{replication_groups} was given. Pass a HYBRID strategy, or leave one of them out"
         )
     meant: dict[str, Any] = {}
     if strategy in _RESHARDS:
@@ -151,13 +152,13 @@ def meant_by_strategy(
 # The entry points that take options.
 WRAPPER, FULLY_SHARD, SCAN = "XlaFullyShardedDataParallel", "fully_shard", "scan_blocks"
 
-# Options that were removed, and what to do instead. Kept for one release.
+# Removed options, and what to use instead. Kept for one release.
 _REMOVED = {
-    "gather_dtype": "gathers in 8 bits made no step shorter. Leave it out; "
+    "gather_dtype": "gathering in 8 bits made no step shorter. Leave it out; "
     "compute_dtype=torch.bfloat16 gathers in 16 bits",
 }
 
-# Takes the name of an option and its value; returns the value to store, or raises.
+# A check: takes the name of an option and its value; returns the value to store, or raises.
 Check = Callable[[str, Any], Any]
 
 
@@ -172,11 +173,11 @@ def option(
     """Declares an option.
 
     Args:
-        check: of each value; ``None``: where it is used.
+        check: applied to each value; ``None``: the code that uses the option checks it.
         taken_by: the entry points that take it.
-        instead: the argument of ``fully_shard``, which does not take it, that means the same.
-        inherited: whether submodules that a policy wraps get it, and the wrapper shows it as an
-            attribute. Not what is about one module, nor what has no effect.
+        instead: for an option that ``fully_shard`` does not take: its argument that replaces it.
+        inherited: whether submodules that a policy wraps inherit it, and the wrapper has it as an
+            attribute. False for options of one module, and for options without effect.
     """
     taken_by = [one for one in taken_by if not (instead and one == FULLY_SHARD)]
     how = {"check": check, "taken_by": taken_by, "instead": instead, "inherited": inherited}
@@ -243,7 +244,7 @@ _precision = must_be("an xla_fsdp.MixedPrecision or None", _is(MixedPrecision), 
 _offload = must_be(
     "an xla_fsdp.CPUOffload or None",
     _is(CPUOffload),
-    fix="torch's CPUOffload(offload_params=True) is xla_fsdp.CPUOffload()",
+    fix="Instead of torch's CPUOffload(offload_params=True) pass xla_fsdp.CPUOffload()",
 )
 
 
@@ -253,97 +254,100 @@ _ALONE: Any = {"taken_by": (WRAPPER,), "inherited": False}
 @dataclass(frozen=True)
 class FSDPOptions:
     """Options of :class:`~xla_fsdp.XlaFullyShardedDataParallel`, :func:`~xla_fsdp.fully_shard` and
-    :func:`~xla_fsdp.scan_blocks`, checked when it is made.
+    :func:`~xla_fsdp.scan_blocks`. The constructor checks their values.
 
     Attributes:
         reshard_after_forward: free the full parameters after the forward and gather them again
-            for the backward (ZeRO-3). ``False``: keep them in between (ZeRO-2). A number ``k``:
-            keep a ``k``-th on each of ``k`` consecutive ranks, and gather for the backward within
-            these (ZeRO++'s hpZ, torch's ``fully_shard``); it divides the ranks that share the
-            parameters.
-        flatten_parameters: store all parameters of this wrapper as one vector (one for each dtype,
-            and for trainable and frozen ones), ``flat_param_0``, ...
+            for the backward (ZeRO-3). ``False``: keep them until the backward (ZeRO-2). A number
+            ``k``: store one ``k``-th of them on each of ``k`` consecutive ranks, and gather for the
+            backward among these ranks (ZeRO++'s hpZ, as in torch's ``fully_shard``). ``k`` must
+            divide the number of ranks that share the parameters.
+        flatten_parameters: store all parameters of this wrapper in one vector, ``flat_param_0``,
+            ... (a separate one for each dtype, and for trainable and for frozen parameters).
         execute_sharding_on_init: cut the parameters immediately if the module was on the XLA
             device, so that its full parameters leave device memory before the next layer is
             wrapped.
-        optimization_barrier_in_forward: gather only once the module's inputs exist. Otherwise the
+        optimization_barrier_in_forward: gather only when the module's inputs exist. Without it the
             compiler may gather all units at the start of the step.
-        optimization_barrier_in_backward: the same for the gather of the backward and the gradient
-            that arrives at the module.
-        sync_on_finalization: call ``torch_xla.sync()`` at the end of every backward through the
-            root, so that the optimizer step is a separate program.
-        disable_reshard_on_root: keep the root's own parameters from forward to backward whatever
-            ``reshard_after_forward`` says, since its backward follows immediately.
+        optimization_barrier_in_backward: gather for the backward only when the gradient of the
+            module's outputs exists.
+        sync_on_finalization: call ``torch_xla.sync()`` at the end of every backward of the root
+            wrapper, so that the optimizer step is a separate program.
+        disable_reshard_on_root: keep the root's direct parameters from forward to backward,
+            whatever ``reshard_after_forward`` says, because its backward follows immediately.
         compute_dtype: dtype in which parameters are gathered, the module computes and gradients
             are reduced: ``torch.float32``, ``torch.float16`` or ``torch.bfloat16``. Floating-point
-            inputs are cast to it. Shards keep the dtype of the parameters. Default: no casting.
+            inputs are cast to it. Shards keep the dtype of the parameters. Default: no casts.
         buffer_dtype: dtype of floating-point buffers (default ``compute_dtype``), except those of
             ``SyncBatchNorm``, which keep theirs.
-        fp32_reduce_scatter: reduce gradients in float32 although they are computed in a narrower
+        fp32_reduce_scatter: reduce gradients in float32 even if they are computed in a narrower
             ``compute_dtype``; doubles the bytes of the reduction.
-        sharding_groups: global ordinals of the ranks that share one copy of the parameters, for
-            every copy, e.g. ``[[0, 1], [2, 3]]``; needs ``sharding_rank`` (this rank's place in
-            its group) and ``sharding_world_size``. Default: one group of all ranks; on several TPU
-            slices a group for each, whose copies are replicas: docs/how-to/several-slices.md.
+        sharding_groups: groups of global ordinals of the ranks that share one copy of the
+            parameters, e.g. ``[[0, 1], [2, 3]]``; needs ``sharding_rank`` (this rank's index in its
+            group) and ``sharding_world_size``. Default: one group of all ranks; on several TPU
+            slices one group for each slice, as replicas: docs/how-to/several-slices.md.
         shard_param_on_dim_0: shard along dimension 0 and keep the other dimensions.
         pin_layout_in_collective_ops, reduce_scatter_bucket_size_mb, coalesce_all_gather_ops:
             accepted without effect, for scripts of torch_xla's class. Layouts are never pinned (a
-            pinned gather is an all-reduce of twice the bytes), and every unit gathers and reduces
-            its parameters together.
-        auto_wrap_policy: wraps submodules first, see :mod:`xla_fsdp.wrap`; they inherit all
-            options that are not about one module.
-        auto_wrapper_callable: what to wrap submodules with instead of the class, e.g.
+            pinned gather is an all-reduce of twice the bytes), and every FSDP unit gathers and
+            reduces its parameters together.
+        auto_wrap_policy: wraps submodules first, see :mod:`xla_fsdp.wrap`. They inherit all
+            options that are not for one module only.
+        auto_wrapper_callable: called to wrap submodules instead of the class, e.g.
             ``lambda m, *a, **k: FSDP(checkpoint_module(m), *a, **k)``.
+        param_init_fn: initializes a submodule that is on the meta device. Default: its
+            ``reset_parameters()``, one submodule at a time.
         param_init_fn: gives values to a submodule on the meta device; default
             ``reset_parameters()``, one submodule at a time.
-        replication_groups: ordinals that hold the same shard, e.g. ``[[0, 2], [1, 3]]``, over
-            which gradients are averaged in addition (hybrid sharding). Without it, as with
-            tensor-parallel groups, the copies of ``sharding_groups`` are independent.
+        replication_groups: groups of ordinals that store the same shard, e.g. ``[[0, 2], [1, 3]]``,
+            over which gradients are averaged in addition (hybrid sharding). Without it, the copies
+            of ``sharding_groups`` are independent, as with tensor-parallel groups.
         forward_prefetch: gather the parameters of the next wrapper while this one computes its
-            forward. Two wrappers' parameters are then in memory at a time.
-        backward_prefetch: ``BackwardPrefetch.BACKWARD_PRE``: gather the parameters of the next
-            wrapper while this one computes its backward; ``BACKWARD_POST``: once it has, while its
-            gradients are reduced; ``None``: once these are reduced.
-        limit_all_gathers: gather for the backward only once the gradients of the wrapper two
-            before are reduced, so that full gradients of two wrappers at most are in memory.
+            forward. Full parameters of two wrappers are then in memory at a time.
+        backward_prefetch: when to gather the parameters of the next wrapper for its backward.
+            ``BackwardPrefetch.BACKWARD_PRE``: while this wrapper computes its backward;
+            ``BACKWARD_POST``: after that, while its gradients are reduced; ``None``: after these
+            are reduced.
+        limit_all_gathers: gather for a backward only when the gradients of the second wrapper
+            before it are reduced, so that full gradients of at most two wrappers are in memory.
             Without it the compiler may delay reductions to the end of the step.
-        sync_module_states: take parameters and buffers of the first rank (of each of
-            ``sharding_groups``, and of the first replica) on all: one collective for each.
+        sync_module_states: broadcast parameters and buffers from the first rank (of each of
+            ``sharding_groups``, in the first replica) to all ranks: one collective for each.
         sharding_strategy: torch FSDP's name for ``reshard_after_forward`` and the groups, see
             :class:`~xla_fsdp.ShardingStrategy`.
-        device_mesh: the groups, as ordinals of all ranks: a list shares the parameters; of a 2-D
-            ``(replicate, shard)`` mesh each row does, and columns average their gradients.
+        device_mesh: the groups, as ordinals of all ranks. The ranks of a 1-D mesh share the
+            parameters; in a 2-D ``(replicate, shard)`` mesh each row does, and gradients are
+            averaged over the columns.
         mixed_precision: torch FSDP's names for the dtypes and for which inputs are cast, see
             :class:`~xla_fsdp.MixedPrecision`.
-        cpu_offload: ``CPUOffload()`` keeps shards, gradients and optimizer state in the host's
-            memory, and has the update run there: docs/how-to/cpu-offload.md.
-        ignored_modules, ignored_parameters: submodules (with all that is in them, wrappers
-            excepted) and parameters that stay replicated on every rank, whose gradients are not
-            reduced, see ``average_ignored_gradients``. ``ignored_states`` is torch FSDP's name for
-            either. Policies leave them alone too.
+        cpu_offload: ``CPUOffload()`` stores shards, gradients and optimizer state in host memory,
+            and the update runs there: docs/how-to/cpu-offload.md.
+        ignored_modules, ignored_parameters: submodules (with all modules inside, except wrappers)
+            and parameters that stay replicated on every rank. Their gradients are not reduced, see
+            ``average_ignored_gradients``, and policies do not wrap them. ``ignored_states`` is
+            torch FSDP's name for either.
         collective_routes: how collectives over all ranks of a TPU slice use its links. ``"auto"``:
-            along one axis after the other where the model of the links predicts that it is worth
-            it, and large gradients around rings of chips where that makes the step shorter;
-            ``"default"``: all as the compiler does them. No effect elsewhere:
-            docs/design/communication.md.
-        ignore: of ``scan_blocks``: names of attributes in which the blocks may differ
-            (``"layer_idx"``). The first block's are used for all.
-        offload: of ``scan_blocks``: on TPU, the blocks' inputs wait for the backward in the host's
-            memory, as with ``checkpoint_module(block, offload=True)``.
-        prefetch: of ``scan_blocks``: gather the next block's parameters while a block computes. The
-            step is shorter where gathers overlap with compute and are a large part of it (a slice
-            of many v5e), and longer where they do not; two blocks' parameters are full at a time
-            instead of one, and compiling takes longer. ``plan`` both.
-        keep: of ``scan_blocks``: what the backward takes from the forward instead of computing it
-            again: names of submodules of a block that return a tensor (``"mlp.up"``), and
-            ``"attention"`` for :func:`xla_fsdp.layers.scaled_dot_product_attention`. HBM holds
-            these of all blocks until the backward, in addition to the blocks' inputs.
+            along one axis after the other if the model of the links predicts a gain, and large
+            gradients around rings of chips if that makes the step shorter. ``"default"``: as the
+            compiler chooses. No effect elsewhere: docs/design/communication.md.
+        ignore: for ``scan_blocks``: names of attributes in which the blocks may differ
+            (``"layer_idx"``). Those of the first block are used for all.
+        offload: for ``scan_blocks``: on TPU, store the blocks' inputs in host memory until the
+            backward, as ``checkpoint_module(block, offload=True)`` does.
+        prefetch: for ``scan_blocks``: gather the next block's parameters while a block computes.
+            The step is shorter if gathers overlap with compute and take a large part of it (a
+            slice of many v5e chips), and longer otherwise. Full parameters of two blocks instead of
+            one are in memory, and compiling takes longer. Compare both with ``plan``.
+        keep: for ``scan_blocks``: what the forward saves for the backward, which then does not
+            recompute it: names of submodules of a block that return a tensor (``"mlp.up"``), and
+            ``"attention"`` for :func:`xla_fsdp.layers.scaled_dot_product_attention`. Those of all
+            blocks stay in HBM until the backward, in addition to the blocks' inputs.
 
     Raises:
-        ValueError, TypeError: a value that is not allowed, or two that contradict each other.
+        ValueError, TypeError: a value is not allowed, or two values contradict each other.
     """
 
-    # In the order of the wrapper's positional arguments, which starts with that of torch_xla's.
+    # In the order of the wrapper's positional arguments, which begins like that of torch_xla's.
     reshard_after_forward: bool | int = option(True, _reshard)
     flatten_parameters: bool = option(False, flag, (WRAPPER, SCAN))
     execute_sharding_on_init: bool = option(True, flag)
@@ -393,11 +397,11 @@ class FSDPOptions:
 
     @classmethod
     def of(cls, entry: str, /, *args: Any, **given: Any) -> Self:
-        """What ``entry`` was given, by name or in the order of its parameters.
+        """The options that ``entry`` received, by name or in the order of its parameters.
 
         Raises:
-            ValueError: an option was removed, or is not one of ``entry``; see the class.
-            TypeError: there never was such an option; see the class.
+            ValueError: an option was removed, or is not an option of ``entry``; see the class.
+            TypeError: an option never existed; see the class.
         """
         parameters = cls.parameters(entry)
         taken = [one.name for one in parameters]
@@ -410,8 +414,8 @@ class FSDPOptions:
             if entry == FULLY_SHARD and declared and WRAPPER in declared.metadata["taken_by"]:
                 instead = declared.metadata["instead"]
                 raise ValueError(
-                    f"{name}={value!r} is not possible in fully_shard: "
-                    f"{f'pass {instead}' if instead else 'leave it out'}, or wrap with "
+                    f"{name}={value!r} is not supported by fully_shard. "
+                    f"{f'Pass {instead}' if instead else 'Leave it out'}, or wrap with "
                     "XlaFullyShardedDataParallel"
                 )
             raise TypeError(
@@ -422,7 +426,7 @@ class FSDPOptions:
 
     @classmethod
     def parameters(cls, entry: str) -> list[inspect.Parameter]:
-        """The options that ``entry`` takes, as parameters of a function."""
+        """The options that ``entry`` takes, as parameters of a function signature."""
         every = inspect.signature(cls).parameters.items()
         declared = cls.__dataclass_fields__
         return [one for name, one in every if entry in declared[name].metadata["taken_by"]]
@@ -434,8 +438,8 @@ class FSDPOptions:
         if self.ignored_states:
             if self.ignored_modules or self.ignored_parameters:
                 raise ValueError(
-                    "ignored_states is another name for ignored_modules and ignored_parameters: "
-                    "pass either that or these"
+                    "ignored_states was passed together with ignored_modules or "
+                    "ignored_parameters, but it is another name for these. Pass either it or these"
                 )
             modules = tuple(one for one in self.ignored_states if isinstance(one, nn.Module))
             self._set("ignored_modules", modules)
@@ -452,39 +456,40 @@ class FSDPOptions:
             self._set("cpu_offload", None)
         elif offload is not None and precision is not None and precision.keep_low_precision_grads:
             raise ValueError(
-                "MixedPrecision(keep_low_precision_grads=True) is incompatible with cpu_offload: "
-                "the optimizer on the host has float32 gradients. Leave one of them out"
+                "MixedPrecision(keep_low_precision_grads=True) is incompatible with cpu_offload, "
+                "because the optimizer on the host needs float32 gradients. Leave one of them out"
             )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def _agreed(self, source: str, meant: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that ``source`` stands for.
+        """The options that ``source`` sets.
 
         Raises:
-            ValueError: one was given with another value. Wrapped children are given what is meant.
+            ValueError: one of them was also passed with another value. (Wrapped children receive
+                both, with equal values.)
         """
         agreed = {}
         for name, value in meant.items():
             given, default = getattr(self, name), self.__dataclass_fields__[name].default
             if name == "reshard_after_forward" and not isinstance(given, bool):
                 if value and given != 1:
-                    continue  # among how many ranks, where the strategy says that
+                    continue  # the number of ranks; the strategy only says that it reshards
                 given = False if given == 1 else given  # 1 is equal to True
             if given not in (default, value):
                 raise ValueError(
-                    f"{name}={given!r} contradicts {source}, which means {name}={value!r}: leave "
+                    f"{name}={given!r} contradicts {source}, which means {name}={value!r}. Leave "
                     "one of them out"
                 )
             agreed[name] = value
         return agreed
 
     def resolved(self) -> Self:
-        """The options with the groups of the calling rank filled in, and what depends on them.
+        """The options with the calling rank's groups, and the options that depend on them.
 
         Raises:
-            ValueError: a value that is not possible with these ranks.
+            ValueError: a value is not possible with these ranks.
         """
         ranks = mesh = None if self.device_mesh is None else checked_mesh(self.device_mesh)
         groups = self.sharding_groups, self.replication_groups
@@ -501,7 +506,7 @@ class FSDPOptions:
         return replace(options, reshard_after_forward=reshard)
 
     def inherited(self) -> Self:
-        """Without what is about one module."""
+        """The options without those for one module only."""
         alone = (one for one in fields(self) if not one.metadata["inherited"])
         defaults: dict[str, Any] = {one.name: one.default for one in alone}
         return replace(self, **defaults)
@@ -515,23 +520,23 @@ class FSDPOptions:
         return declared.metadata["inherited"] and WRAPPER in declared.metadata["taken_by"]
 
     def as_kwargs(self) -> dict[str, Any]:
-        """The options that submodules inherit, as arguments of the wrapper."""
+        """The options that submodules inherit, as keyword arguments of the wrapper."""
         return {
             one.name: getattr(self, one.name) for one in fields(self) if self.inherits(one.name)
         }
 
     @property
     def dtype_of_buffers(self) -> torch.dtype | None:
-        """What floating-point buffers are cast to; ``None``: to nothing."""
+        """The dtype that floating-point buffers are cast to; ``None``: no cast."""
         return self.buffer_dtype or (None if self.mixed_precision else self.compute_dtype)
 
     def dtype_of_inputs(self, root: bool) -> torch.dtype | None:
-        """What floating-point inputs of a forward are cast to; ``root``: of the outermost one."""
+        """The dtype that floating-point inputs are cast to; ``root``: of the outermost wrapper."""
         policy = self.mixed_precision
         return self.compute_dtype if policy is None or policy.casts_inputs(root) else None
 
     def world(self) -> World:
-        """That of the calling rank; see :meth:`World.current` for what it raises."""
+        """The world of the calling rank; see :meth:`World.current` for what it raises."""
         return World.current(
             self.sharding_groups,
             self.sharding_rank,
@@ -546,7 +551,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes_options(entry: str) -> Callable[[Function], Function]:
-    """Has the signature of ``entry`` show its options instead of ``*args`` and ``**options``."""
+    """Makes the signature of ``entry`` show its options instead of ``*args`` and ``**options``."""
 
     def describe(function: Function) -> Function:
         signature = inspect.signature(function)
@@ -566,5 +571,5 @@ def takes_options(entry: str) -> Callable[[Function], Function]:
 def constructor(
     options: Callable[P, FSDPOptions],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, nn.Module, P], None]]:
-    """:func:`takes_options` of the wrapper, for type checkers too."""
+    """:func:`takes_options` for the wrapper's constructor, visible to type checkers too."""
     return takes_options(WRAPPER)

@@ -1,7 +1,8 @@
-"""What is left of a parameter that was sharded, wherever somebody holds the object still.
+"""The parameter object that remains after sharding, where other code still refers to it.
 
-A module that keeps its parameters in a list besides (for a penalty on their norms), a closure, an
-optimizer made too early: the object is empty now, and a sum over it would be 0.
+Examples are a module that also stores its parameters in a list (for a penalty on their norms), a
+closure, or an optimizer that was made too early. The object is empty now: without the check here a
+sum over it would silently be 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import nn
 
 from .sharded_tensor import home_of
 
-# What may be asked of it: all that needs no values, and what moves modules that hold it.
+# Operations that are allowed: those that need no values, and those that move modules.
 _HARMLESS = frozenset(
     """__get__ __set__ __delete__ __hash__ __repr__ __deepcopy__ size dim ndimension numel nelement
     element_size is_floating_point is_complex is_signed is_contiguous is_inference is_pinned
@@ -32,10 +33,10 @@ _GETS_GRAD = _GRAD.__get__
 
 
 class ReleasedParameter(nn.Parameter):
-    """A parameter whose values are in the shards of a wrapper.
+    """A parameter whose values have moved to the shards of a wrapper.
 
     Raises:
-        RuntimeError: by every operation on its values; it names the parameter and the remedy.
+        RuntimeError: by every operation on its values; names the parameter and the fix.
     """
 
     @classmethod
@@ -51,39 +52,40 @@ class ReleasedParameter(nn.Parameter):
             _refuse(name, [*args, *(kwargs or {}).values()])
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
-            # As empty as this one; a gradient is somebody's own.
+            # Ours is empty, like this object; any other gradient was set by the user.
             ours = type(found) is torch.Tensor and found.numel() <= 1
             return found.as_subclass(cls) if ours and args and found is not args[0].grad else found
 
 
 def mark_released(parameter: nn.Parameter) -> None:
-    """Has ``parameter``, which is empty, say so when something is computed with it."""
+    """Makes ``parameter``, which is empty, raise when something is computed with it."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ReleasedParameter
 
 
 def _require_no_gradient(parameter: torch.Tensor) -> None:
-    """Raises RuntimeError if the gradient that is asked for is that of a shard."""
+    """Raises RuntimeError if ``.grad`` is read, but only the shard has a gradient."""
     home = home_of(parameter)
     if home is not None and home.shard.grad is not None:
         raise RuntimeError(
-            f".grad of a parameter that was sharded ({home.key!r} in its wrapper), by an object of "
-            "before the wrapping, which has none: take gradients from model.parameters() after "
-            "wrapping"
+            f".grad was read from a parameter object of before the wrapping; the parameter "
+            f"({home.key!r} in its wrapper) was sharded, and its gradient is at the shard. Read "
+            "gradients from model.parameters() after wrapping"
         )
 
 
 def _require_no_change(parameter: torch.Tensor, requires_grad: bool = True) -> None:
-    """Raises RuntimeError if ``parameter`` is to be frozen or trained, which is up to its shard."""
+    """Raises RuntimeError if ``requires_grad`` of ``parameter`` is changed, which has no effect."""
     home = home_of(parameter)
-    # Moved, it is another object, without a home, which is given what the first one had.
+    # A parameter that was moved is another object, without a home; it gets the first one's value.
     moved = home is None and requires_grad
     if parameter.requires_grad is not requires_grad and not moved:
-        which = "held by scanned blocks now" if home is None else f"{home.key!r} in its wrapper"
+        which = "now in scanned blocks" if home is None else f"{home.key!r} in its wrapper"
         raise RuntimeError(
-            f"requires_grad={requires_grad} of a parameter that was sharded ({which}) by an object "
-            "of before the wrapping has no effect: freeze and unfreeze parameters of the wrapped "
-            "model (model.named_parameters()); those of scanned blocks all at once"
+            f"requires_grad={requires_grad} was set on a parameter object of before the wrapping, "
+            f"which has no effect: the parameter was sharded ({which}). Freeze and unfreeze "
+            "parameters of the wrapped model (model.named_parameters()); scanned blocks only "
+            "together"
         )
 
 
@@ -91,10 +93,11 @@ def _refuse(operation: str, given: list[Any]) -> None:
     flat = [x for one in given for x in (one if isinstance(one, (list, tuple)) else [one])]
     mine = [one for one in flat if isinstance(one, ReleasedParameter)]
     names = [repr(home.key) for home in map(home_of, mine) if home is not None]
-    which = f"{names[0]} in its wrapper" if names else "held by a wrapper or scanned blocks now"
+    which = f"{names[0]} in its wrapper" if names else "now in a wrapper or in scanned blocks"
     raise RuntimeError(
-        f"{operation} needs the values of a parameter that was sharded ({which}), by an object of "
-        "before the wrapping: kept in a list, a variable or a closure it is empty now. In a "
-        "forward read it as an attribute of its module (self.layer.weight); elsewhere take shards "
-        "from model.parameters() after wrapping, or full values in FSDP.summon_full_params(model)"
+        f"{operation} needs the values of a parameter that was sharded ({which}), but was called "
+        "on the parameter object of before the wrapping (kept in a list, a variable or a "
+        "closure), which is empty now. In a forward, read the parameter as an attribute of its "
+        "module (self.layer.weight); elsewhere, take shards from model.parameters() after "
+        "wrapping, or full parameters within FSDP.summon_full_params(model)"
     )

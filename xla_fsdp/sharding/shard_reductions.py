@@ -1,12 +1,12 @@
-"""Reductions over all elements of sharded tensors: this rank's part, and one collective.
+"""Reductions over all elements of sharded tensors: a local reduction, then one collective.
 
-They go over the ranks that share the tensor, not over its replicas, so all these ranks must call
-them. Sums are accumulated in float32 at least; infinity and NaN come out as in plain torch. Padding
-does not count.
+They reduce over the ranks that share the tensor, not over its replicas, so all these ranks must
+call them. Sums are accumulated at least in float32; infinity and NaN behave as in plain torch.
+Padding does not count.
 
-Every rank computes with the same number, but perhaps another loss from it (its own batch's loss
-times a norm). As gradients of parameters are means over all ranks, so is what goes back from a
-number to the shards.
+Every rank computes with the same result, but possibly a different loss (the loss of its batch times
+a norm). Gradients of parameters are means over all ranks, and therefore the gradient from a result
+to the shards is a mean too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LABEL = "reduction over shards"
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks."""
+    """The sum over the ranks that share a tensor."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, world: World) -> torch.Tensor:
@@ -41,7 +41,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over all ranks that hold the model, replicas included; so is its gradient."""
+    """The mean over all ranks of the model, replicas included; its gradient is the mean too."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, world: World) -> torch.Tensor:
@@ -57,7 +57,7 @@ class _Mean(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """A number that every rank computes with: its gradient is the sum of what each has."""
+    """A number that every rank computes with: its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, world: World) -> torch.Tensor:
@@ -71,13 +71,14 @@ class _Shared(torch.autograd.Function):
 
 
 def shared(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """``value``, a plain number with a graph, to compute with on this rank's part of ``spec``."""
+    """``value``, a plain number with a graph, for use in computations on the local part of
+    ``spec``."""
     found: torch.Tensor = _Shared.apply(value, spec.world)
     return found
 
 
 class _Largest(torch.autograd.Function):
-    """The largest over the ranks; NaN if one has NaN. Those that have it share the gradient."""
+    """The maximum over the ranks, NaN if any is NaN. Ranks with the maximum share the gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, world: World) -> torch.Tensor:
@@ -99,7 +100,7 @@ class _Largest(torch.autograd.Function):
 def collective(
     reduce: Callable[[torch.Tensor, str], torch.Tensor], value: torch.Tensor, world: World
 ) -> torch.Tensor:
-    """``reduce`` of ``value``, which may be on the host (``cpu_offload``)."""
+    """Applies ``reduce`` to ``value``, which may be on the host (``cpu_offload``)."""
     alone = world.size == world.replicas == 1
     if alone or (is_pretending() and value.device != world.device):
         return value.clone()
@@ -109,7 +110,7 @@ def collective(
 
 
 def sums(world: World, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The sums of ``parts``, numbers, over the ranks; one collective for all of a dtype."""
+    """The sums of the numbers ``parts`` over the ranks; one collective for all of a dtype."""
     totals: list[torch.Tensor] = list(parts)
     kinds = dict.fromkeys((part.dtype, part.device) for part in parts)
     for kind in kinds:
@@ -125,7 +126,7 @@ def _sum(world: World, part: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
-    """``value`` in the dtype to add it up in."""
+    """``value`` in the dtype in which it is summed."""
     if value.is_complex() or value.dtype is torch.float64:
         return value
     return value.float() if value.is_floating_point() else value.long()
@@ -140,7 +141,7 @@ def _without_padding(value: torch.Tensor, spec: ShardSpec, fill: Any) -> torch.T
 def _require_one(spec: ShardSpec, name: str) -> None:
     if spec.several:
         raise unsupported(
-            name, spec, "the tensor holds several parameters, each of which has a value of its own"
+            name, spec, "the tensor contains several parameters, and each has a separate value"
         )
 
 
@@ -148,26 +149,27 @@ def _require_one(spec: ShardSpec, name: str) -> None:
 
 
 class _Replicated(NamedTuple):
-    """In the place of a spec: a tensor that every rank of ``world`` has, perhaps other values."""
+    """Used instead of a spec for a tensor that every rank of ``world`` has, perhaps with different
+    values."""
 
     world: World
 
     def own_share(self, power: torch.Tensor) -> torch.Tensor:
-        """What this rank adds to the sum over the ranks."""
+        """This rank's contribution to the sum over the ranks."""
         return power / self.world.size
 
 
 class PendingNorm(torch.Tensor):
-    """The norm of a sharded tensor: this rank's sum of powers, or its largest element, until
-    somebody uses the norm.
+    """The norm of a sharded tensor before its collective: this rank's sum of powers, or its largest
+    element.
 
-    The norms of a list (gradients to be clipped) are stacked before anything is computed with
-    them; so one collective adds up those of all, not one each. By itself it has no value (it is a
-    tensor on the meta device), so code that torch does not ask for its type raises.
+    The norms of a list (gradients to be clipped) are stacked before anything is computed with them,
+    so one collective sums all of them. A pending norm has no value (it is a tensor on the meta
+    device), so code that bypasses its type's torch function raises.
 
     Raises:
-        ShardedParameterError: the norm of a tensor of several parameters is used by itself. As one
-            of a list it is right: norms of a list add up to the norm of all elements.
+        ShardedParameterError: the norm of a tensor of several parameters is used separately. In a
+            list of norms it is correct: these combine to the norm of all elements.
     """
 
     answers_first = True  # see ranks/cpu/mode.py
@@ -201,13 +203,13 @@ class PendingNorm(torch.Tensor):
             if func is torch.Tensor.to and not kwargs and args[1:] == (args[0]._power.device,):
                 return args[0]
             args, kwargs = cls.added_up((args, kwargs), func is torch.stack or func is torch.cat)
-        return func(*args, **kwargs)  # perhaps of sharded tensors as well
+        return func(*args, **kwargs)  # other arguments may be sharded tensors
 
     @classmethod
     def added_up(cls, arguments: Any, listed: bool = False) -> Any:
-        """``arguments`` with norms in the place of pending ones; one collective for all.
+        """``arguments`` with pending norms replaced by norms; one collective for all of them.
 
-        ``listed``: what they are used for is a list of norms.
+        ``listed``: they are used as a list of norms.
         """
         found: list[PendingNorm] = []
         _replaced(arguments, found.append)
@@ -246,7 +248,7 @@ def _root(total: torch.Tensor, order: float) -> torch.Tensor:
         return total
     if not total.requires_grad:
         return total.sqrt() if order == 2 else total ** (1 / order)
-    # The gradient of a root at 0 is infinite, that of a norm is 0.
+    # The gradient of a root at 0 is infinite; that of a norm must be 0.
     zero = total == 0
     safe = torch.where(zero, torch.ones_like(total), total)
     root = safe.sqrt() if order == 2 else safe ** (1 / order)
@@ -272,7 +274,7 @@ _METADATA = frozenset(
 
 
 def norm_of(value: torch.Tensor, spec: ShardSpec, order: Any, dtype: Any = None) -> torch.Tensor:
-    """The vector norm of all elements of ``value``, this rank's part of ``spec``."""
+    """The vector norm of all elements of the tensor whose local part is ``value``."""
     order = 2.0 if order is None or order == "fro" else order
     if not isinstance(order, (int, float)):
         raise unsupported(f"norm of order {order!r}", spec)
@@ -301,8 +303,8 @@ def norm_of(value: torch.Tensor, spec: ShardSpec, order: Any, dtype: Any = None)
 def norm_of_replicated(
     function: Callable[..., torch.Tensor], value: torch.Tensor, order: Any = 2.0, **kwargs: Any
 ) -> torch.Tensor:
-    """``function(value, order, **kwargs)``, a vector norm, of a tensor that is whole on every rank
-    but may differ; in a list of norms the mean of all ranks, in powers."""
+    """``function(value, order, **kwargs)``, a vector norm, of a tensor that every rank has, perhaps
+    with different values. In a list of norms, the mean of the powers of all ranks counts."""
     found = function(value, order, **kwargs)
     if found.dim() or not isinstance(order, (int, float)) or order <= 0:
         return found
@@ -332,7 +334,7 @@ def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 def _own_largest(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     value = _without_padding(value, spec, -math.inf)
-    # XLA's maximum need not hand on a NaN.
+    # XLA's maximum does not always return NaN if an element is NaN.
     return torch.where(value.isnan().any(), value.new_full((), math.nan), value.max())
 
 
@@ -385,7 +387,7 @@ def _var(
     _require_one(spec, "var")
     correction = int(unbiased) if correction is None else correction
     wide = _wide(value)
-    away = wide - _mean(wide.detach(), spec)  # its gradients add up to zero
+    away = wide - _mean(wide.detach(), spec)  # gradients through the mean would add up to zero
     squares = _without_padding(away * away, spec, 0).sum()
     return (_sum(spec.world, squares) / max(spec.numel - correction, 0)).to(value.dtype)
 
@@ -415,8 +417,8 @@ def _linalg_norm(
     return _norm(value, spec, ord, dim, *rest, **kw)
 
 
-# By name: the reduction of this rank's part of a spec, and further arguments of torch's function
-# of this name, without dimensions.
+# By name: the reduction, called with the local part, the spec and further arguments of torch's
+# function of this name, except dimensions.
 REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": _sum_of, "mean": _mean, "max": _max, "min": _min, "amax": _max, "amin": _min,
     "any": _any, "all": _all, "count_nonzero": _count, "var": _var, "std": _std, "norm": _norm,
@@ -425,7 +427,7 @@ REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def reduce(name: str, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``name`` of REDUCTIONS over all elements of the sharded ``value``."""
+    """Applies the reduction ``name`` of REDUCTIONS to all elements of the sharded ``value``."""
     spec = spec_of(value)
     assert spec is not None
     kwargs = {key: given for key, given in kwargs.items() if key != "dim" or given is not None}
@@ -442,5 +444,5 @@ def reduce(name: str, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.T
 
 
 def all_true(value: torch.Tensor, spec: ShardSpec) -> bool:
-    """Whether all elements of ``value``, on all ranks, are true. Waits for them."""
+    """Whether all elements of ``value``, on all ranks, are true. Waits for the device."""
     return bool(_all(value, spec))

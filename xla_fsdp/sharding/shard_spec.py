@@ -1,4 +1,4 @@
-"""What a sharded tensor is a part of: the full shape, the layout, the ranks with other parts."""
+"""How a sharded tensor relates to the full one: its shape, its layout, and the other ranks."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import torch
 from ..collectives.world import World
 from .layout import LANES, Layout
 
-# Positions beyond do not fit int32, which TPUs are faster with.
+# Positions from here on do not fit int32, which is faster than int64 on TPUs.
 _INT32 = 1 << 31
 
 
 class ShardedParameterError(RuntimeError):
-    """An operation on a sharded parameter that one rank's shard has no answer to."""
+    """Raised by an operation on a sharded parameter that needs more than one rank's shard."""
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a tensor relates to the full one.
+    """How a local part relates to the full tensor.
 
-    Two tensors with equal specs hold the same elements of tensors of the same shape, so operations
-    on single elements need nothing of other ranks.
+    Two tensors with equal specs have the same elements of tensors of the same shape, so elementwise
+    operations on them need no communication.
 
     Attributes:
-        layout: how the full tensor is cut; of a stack, that of one block.
+        layout: how the full tensor is cut; for a stack, the layout of one block.
         world: the ranks that share it.
-        depth: of a stack of scanned blocks their number, else 0.
+        depth: for a stack of scanned blocks the number of blocks, else 0.
         flat: whether it is a vector of several parameters, ``flatten_parameters``.
-        owner: knows the name; no part of what makes specs equal.
+        owner: provides the name; ignored when specs are compared.
     """
 
     layout: Layout
@@ -45,27 +45,27 @@ class ShardSpec:
         return self
 
     def same(self, other: ShardSpec) -> bool:
-        """Whether both hold the same elements."""
+        """Whether both specs describe the same elements."""
         return self is other or self == other
 
     @property
     def name(self) -> str:
-        """What the wrapper calls the parameter."""
+        """The name of the parameter in its wrapper."""
         owner = None if self.owner is None else self.owner()
-        return "of a model that is gone" if owner is None else str(owner.name)
+        return "of a model that no longer exists" if owner is None else str(owner.name)
 
     def own_share(self, power: torch.Tensor) -> torch.Tensor:
-        """What this rank adds to the sum over the ranks: all that it has."""
+        """This rank's contribution to a sum over the ranks: all of its part."""
         return power
 
     @property
     def several(self) -> bool:
-        """Whether the tensor holds more than one parameter."""
+        """Whether the tensor contains more than one parameter."""
         return self.depth > 1 or len(self.layout.members) > 1
 
     @property
     def shape(self) -> torch.Size:
-        """Of the full tensor."""
+        """The shape of the full tensor."""
         if self.flat:
             return torch.Size((self.layout.numel,))
         shape = self.layout.members[0].shape
@@ -73,24 +73,25 @@ class ShardSpec:
 
     @property
     def local_shape(self) -> torch.Size:
-        """Of this rank's part."""
+        """The shape of this rank's part."""
         shape = self.layout.shard_shape
         return torch.Size((self.depth, *shape) if self.depth else shape)
 
     @property
     def numel(self) -> int:
-        """Elements of the full tensor."""
+        """The number of elements of the full tensor."""
         return self.layout.numel * max(self.depth, 1)
 
     @property
     def padded(self) -> bool:
-        """Whether some rank has elements that belong to no parameter."""
+        """Whether some rank has padding: elements that belong to no parameter."""
         return math.prod(self.layout.padded_shape) != self.layout.numel
 
     def inside(self, local: torch.Tensor) -> torch.Tensor:
-        """Of each element of ``local``, whether it is one of the full tensor, and no padding.
+        """A mask: for each element of ``local``, whether it belongs to the full tensor.
 
-        Padding is at other places on each rank. The rank is data, so that ranks share one program.
+        Padding is at different positions on each rank. The rank is data, so that all ranks have the
+        same program.
         """
         length, size = math.prod(self.layout.shard_shape), self.world.size
         dtype = torch.int32 if size * length < _INT32 else torch.int64
@@ -103,7 +104,7 @@ class ShardSpec:
         return inside.expand(self.local_shape) if self.depth else inside
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """The full tensor, of ``local`` on all ranks, on this rank's device."""
+        """Gathers the full tensor from ``local`` on all ranks, on this rank's device."""
         layout, size = self.layout, self.world.size
         if not layout.numel:
             return local.new_zeros(self.shape)
@@ -114,7 +115,7 @@ class ShardSpec:
         return full[:, : self._length].reshape(self.shape)
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``full``, where that is."""
+        """This rank's part of ``full``, on the device of ``full``."""
         layout, blocks = self.layout, max(self.depth, 1)
         if not layout.numel:
             return full.new_zeros(self.local_shape)
@@ -132,34 +133,34 @@ class ShardSpec:
 
     @property
     def _length(self) -> int:
-        """Of a block's full tensor without padding, in the first dimension of the padded shape."""
+        """The length of a block's full tensor, without padding, in the first dimension."""
         return self.layout.members[0].shape[0] if self.layout.kind == "dim0" else self.layout.numel
 
 
 def unsupported(operation: str, spec: ShardSpec, why: str = "") -> ShardedParameterError:
-    """The error of ``operation``, which one rank's part of a parameter has no answer to."""
+    """The error of ``operation``, which needs more than one rank's part of a parameter."""
     module = spec.name.rpartition(".")[0] or "the module"
-    why = why or "this rank has only its part of the elements"
+    why = why or "this rank has only its shard"
     return ShardedParameterError(
-        f"{operation} needs parameter {spec.name!r}, which is sharded here (or is about a value "
-        f"made of it, such as its gradient): {why}. The full shape is {list(spec.shape)}. In a "
-        f"forward, call the wrapper that holds it ({module!r}, or one around it), not a module "
-        "inside, or leave it out of the policy, so that the wrapper of the module that reads it "
-        "holds it (tied weights: assign one nn.Parameter to both modules before wrapping); for "
-        "another method than forward, call "
+        f"{operation} needs parameter {spec.name!r}, which is sharded here (or a value "
+        f"computed from it, such as its gradient): {why}. The full shape is {list(spec.shape)}. In "
+        f"a forward, call the wrapper that shards it (of {module!r}, or one around it), not a "
+        "module inside; or exclude that module from the policy, so that the wrapper of the module "
+        "that reads the parameter shards it (tied weights: assign one nn.Parameter to both modules "
+        "before wrapping); for a method other than forward, call "
         "xla_fsdp.register_fsdp_forward_method(wrapper, 'method') once. Elsewhere, compute with "
         "parameter.full_tensor(), which all ranks must call, or within "
-        "FSDP.summon_full_params(model). parameter.to_local() is this rank's part. An optimizer "
-        "that needs it: those of xla_fsdp.optim, or wrap with sharding_strategy=NO_SHARD"
+        "FSDP.summon_full_params(model). parameter.to_local() is this rank's shard. If an "
+        "optimizer needs it, use one of xla_fsdp.optim, or wrap with sharding_strategy=NO_SHARD"
     )
 
 
-# On a sharded tensor: its ShardSpec.
+# Set on a sharded tensor: its ShardSpec.
 SPEC = "_xla_fsdp_spec"
 
 
 def spec_of(value: Any) -> ShardSpec | None:
-    """What ``value`` is a part of; ``None`` if it is no sharded tensor."""
+    """The spec of ``value``; ``None`` if it is not a sharded tensor."""
     if not isinstance(value, torch.Tensor):
         return None
     found: ShardSpec | None = value.__dict__.get(SPEC)

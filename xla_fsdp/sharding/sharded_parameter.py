@@ -1,9 +1,10 @@
-"""The type of a sharded parameter, and of values made of it: what each operation of torch does.
+"""The types of sharded parameters and of values computed from them: what each torch operation does.
 
-A ``ShardedParameter`` holds this rank's part and knows its :class:`ShardSpec`; gradients, optimizer
-state, ``clone()`` and the like are ``ShardedValue`` of the same spec. Operations on single elements
-are local, reductions over all elements are collectives, and what needs more of the full tensor
-raises :class:`ShardedParameterError`. ``docs/reference/sharded-parameters.md`` has the table.
+A ``ShardedParameter`` contains this rank's part and its :class:`ShardSpec`. Gradients, optimizer
+state, ``clone()`` and similar values are ``ShardedValue`` with the same spec. Elementwise
+operations are local and reductions over all elements are collectives. Operations that need more of
+the full tensor raise :class:`ShardedParameterError`. The table of operations is in
+``docs/reference/sharded-parameters.md``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .shard_spec import SPEC, ShardedParameterError, ShardSpec, spec_of, unsuppo
 
 
 class _Sharded:
-    """What both types have in common; a mixin of ``torch.Tensor``."""
+    """The common part of both types; a mixin of ``torch.Tensor``."""
 
     answers_first = True  # see ranks/cpu/mode.py
 
@@ -41,7 +42,7 @@ class _Sharded:
                 return _on_full_tensors(func, args, kwargs or {})
 
     def to_local(self) -> torch.Tensor:
-        """This rank's part, a plain tensor without a graph. They share memory."""
+        """This rank's part, a plain tensor without a graph that shares memory with this one."""
         return local(self)  # type: ignore[arg-type]
 
     @torch.no_grad()
@@ -53,7 +54,7 @@ class _Sharded:
         return full
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain tensor on the CPU: files need nothing of this package, nor of torch_xla."""
+        """Pickles a plain CPU tensor, so that files need neither this package nor torch_xla."""
         return local(self).cpu().__reduce_ex__(protocol)  # type: ignore[arg-type]
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:
@@ -67,15 +68,15 @@ class _Sharded:
 
 
 class ShardedValue(_Sharded, torch.Tensor):  # type: ignore[misc]  # __repr__ is typed
-    """A value made of a sharded parameter: this rank's part of it."""
+    """This rank's part of a value computed from a sharded parameter."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedValue:
         if id(self) not in memo:
             with torch._C.DisableTorchFunctionSubclass():
                 if self.grad_fn is not None:
                     raise RuntimeError(
-                        "only tensors that are no results of an operation with a graph can be "
-                        "deep-copied: detach() it first"
+                        "a tensor that is the result of an operation with a graph cannot be "
+                        "deep-copied. Call detach() on it first"
                     )
                 twin = self.detach().clone()
                 twin.requires_grad_(self.requires_grad)
@@ -85,7 +86,7 @@ class ShardedValue(_Sharded, torch.Tensor):  # type: ignore[misc]  # __repr__ is
 
 
 class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr__ is typed
-    """A parameter of which this rank holds a part."""
+    """This rank's shard of a parameter."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if id(self) in memo:
@@ -101,7 +102,7 @@ class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr_
         return twin  # type: ignore[return-value]  # it is of this class now
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        """As of any tensor; not called where a backward gives the parameter no gradient."""
+        """As for any tensor; not called in a backward that gives the parameter no gradient."""
         spec = self.__dict__[SPEC]
 
         def call(grad: torch.Tensor | None) -> Any:
@@ -110,9 +111,9 @@ class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr_
         return torch.Tensor.register_hook(self, call)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
-        """As of any tensor; not called where a backward gives the parameter no gradient."""
-        # One node of the graph stands for all parameters of a unit, and autograd calls the hooks of
-        # those that get nothing from it, too.
+        """As for any tensor; not called in a backward that gives the parameter no gradient."""
+        # One graph node represents all parameters of a unit, so autograd also calls the hooks of
+        # parameters that get no gradient from it.
         came = [False]
 
         def note(grad: torch.Tensor | None) -> None:
@@ -125,47 +126,47 @@ class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr_
         return torch.Tensor.register_post_accumulate_grad_hook(self, after)
 
 
-# What sharding notes on a parameter; all other attributes are the user's.
+# The prefix of attributes that sharding sets on a parameter; all other attributes are the user's.
 _OURS = "_xla_fsdp_"
 
 
 def is_users(attribute: str) -> bool:
-    """Whether an attribute of a parameter, called so, is one that a user set."""
+    """Whether the attribute ``attribute`` of a parameter was set by the user."""
     return not attribute.startswith(_OURS)
 
 
 def make_sharded(parameter: nn.Parameter, spec: ShardSpec) -> None:
-    """Has ``parameter``, which is this rank's part, know it."""
+    """Makes ``parameter``, this rank's part of ``spec``, a ``ShardedParameter``."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = ShardedParameter
     parameter.__dict__[SPEC] = spec
 
 
 def as_sharded(value: torch.Tensor, spec: ShardSpec) -> Any:
-    """``value`` itself, this rank's part of ``spec``, of the type that knows it."""
+    """Makes ``value``, this rank's part of ``spec``, a ``ShardedValue``, and returns it."""
     if type(value) is torch.Tensor:
         value.__class__ = ShardedValue
         value.__dict__[SPEC] = spec
     return value
 
 
-# Within, sharded tensors are this rank's plain ones to all operations.
+# Within this context, operations treat sharded tensors as the plain local tensors.
 on_local_parts = torch._C.DisableTorchFunctionSubclass
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``value`` if it is sharded, without its graph; else itself."""
+    """This rank's part of ``value`` if it is sharded, without its graph; otherwise ``value``."""
     if not isinstance(value, _Sharded):
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return value.detach()
 
 
-# -- the table -----------------------------------------------------------------------------------
+# -- the table of operations ---------------------------------------------------------------------
 
 Answer = Callable[[Any, tuple, dict[str, Any]], Any]
 
-# Metadata, autograd's and Python's: nothing of the values, or nothing but a result.
+# Metadata, autograd and Python methods: these read no values, or return only this tensor.
 _PLAIN = frozenset(
     """element_size is_floating_point is_complex
     is_signed is_contiguous is_inference is_pinned is_shared get_device data_ptr
@@ -175,13 +176,13 @@ _PLAIN = frozenset(
     is_set_to can_cast result_type promote_types new_empty new_zeros new_ones new_full new_tensor
     dim_order has_names _is_zerotensor _is_functional_tensor _nested_tensor_size""".split()
 )
-# What gives the same elements again, moved or cast or others.
+# Functions that return the same elements, moved, cast or with new values.
 _SAME_ELEMENTS = frozenset(
     """detach detach_ clone contiguous to cpu xla cuda type float double half bfloat16 int long
     short char byte bool chalf cfloat cdouble pin_memory zeros_like ones_like empty_like full_like
     zero_ fill_ constant_ alias type_as resolve_conj resolve_neg positive __pos__""".split()
 )
-# Pointwise, but not tagged so: view_as and the like are of tensors of one spec.
+# Elementwise, but not tagged as pointwise: view_as and the like work on tensors of one spec.
 _POINTWISE = frozenset(
     """isfinite isinf isnan isreal isclose isposinf isneginf signbit fix masked_fill where
     view_as expand_as reshape_as float_power square clip rsub nan_to_num""".split()
@@ -199,7 +200,7 @@ _ALIASES = {
 }  # fmt: skip
 _OPERATORS_IN_PLACE = ("iadd", "isub", "imul", "idiv", "itruediv", "ifloordiv", "imod", "ipow",
                        "iand", "ior", "ixor", "ilshift", "irshift")  # fmt: skip
-# Of the full tensor.
+# Metadata of the full tensor.
 _METADATA: dict[str, Callable[..., Any]] = {
     "shape": lambda shape: shape,
     "size": lambda shape, dim=None: shape if dim is None else shape[dim],
@@ -208,13 +209,13 @@ _METADATA: dict[str, Callable[..., Any]] = {
     "__len__": lambda shape: shape[0],
     "stride": lambda shape, dim=None: _strides(shape) if dim is None else _strides(shape)[dim],
 }  # fmt: skip
-# Attributes of other elements, and those of the same.
+# Attributes that return other elements, or the same ones.
 _VALUES = frozenset(["T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"])
 _SHARDED_VALUES = frozenset(["data", "grad", "_grad"])
 
 
 def is_pointwise(name: str) -> bool:
-    """Whether torch's function of this name works on single elements, and draws none of them."""
+    """Whether torch's function ``name`` is elementwise and draws no random numbers."""
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
         name = f"{name[1:]}_" if name in _OPERATORS_IN_PLACE else name
@@ -230,7 +231,7 @@ def is_pointwise(name: str) -> bool:
 
 @functools.cache
 def _answer_of(func: Any) -> Answer:
-    """What answers for ``func``, one of torch's functions."""
+    """The function that handles ``func``, one of torch's functions."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         descriptor = func.__self__
@@ -288,11 +289,11 @@ def _name(func: Any) -> str:
 
 def _unsupported(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     spec = next(_specs((args, kwargs)), None)
-    if spec is None:  # a shard that is being made
+    if spec is None:  # a shard under construction
         return func(*args, **kwargs)
     why = ""
     if getattr(func, "__name__", "").rstrip("_") in _RANDOM:
-        why = "ranks would draw the same values for different elements, or replicas different ones"
+        why = "ranks would draw equal values for different elements, or replicas different values"
     raise unsupported(_name(func), spec, why)
 
 
@@ -318,7 +319,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _on_full_tensors(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """On one rank nothing is missing: what shares memory with the parts is full."""
+    """On one rank the local parts are the full tensors; a full view shares memory with them."""
 
     def full(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -342,29 +343,29 @@ def _same_elements(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _set_values(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``parameter.data = value``, ``parameter.grad = value``."""
+    """Handles ``parameter.data = value`` and ``parameter.grad = value``."""
     own, value = args
     return func(own, _part(_name(func), spec_of(own), value))
 
 
 def _part(name: str, spec: ShardSpec | None, value: Any) -> Any:
-    """This rank's part of ``value``, to be put into a tensor of ``spec``."""
+    """This rank's part of ``value``, for assignment to a tensor of ``spec``."""
     theirs = spec_of(value)
-    if spec is None:  # a plain tensor is a full one
+    if spec is None:  # a plain tensor: full
         assert theirs is not None
         raise unsupported(f"{name} into a tensor that is not sharded", theirs)
     if not isinstance(value, torch.Tensor):
         return value
     if theirs is not None:
         if not spec.same(theirs):
-            raise unsupported(name, spec, f"the other tensor is cut otherwise: {theirs.name!r}")
+            raise unsupported(name, spec, f"the other one is sharded differently: {theirs.name!r}")
         return value
     if value.shape != spec.shape:
         if value.numel() == 1 and name != ".data" and name != ".grad":
             return value
         raise unsupported(
-            name, spec, f"a plain tensor must be a full one; that of shape {list(value.shape)} is "
-            "not. Of this rank's part write parameter.to_local().copy_(part)"
+            name, spec, f"a plain tensor must have the full shape, got {list(value.shape)}. "
+            "To write only this rank's shard, call parameter.to_local().copy_(part)"
         )  # fmt: skip
     with torch.no_grad():
         return as_sharded(spec.cut(value), spec)
@@ -376,7 +377,7 @@ def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _common_spec(name: str, tensors: Iterator[torch.Tensor]) -> ShardSpec | None:
-    """That of all of ``tensors`` that are no numbers, or ``None`` if none of them is sharded."""
+    """The spec that all ``tensors`` share, except numbers; ``None`` if none of them is sharded."""
     spec, plain = None, None
     for one in tensors:
         theirs = one.__dict__.get(SPEC)
@@ -386,11 +387,11 @@ def _common_spec(name: str, tensors: Iterator[torch.Tensor]) -> ShardSpec | None
             spec = theirs
         elif not spec.same(theirs):
             raise unsupported(
-                name, spec, f"{theirs.name!r} of shape {list(theirs.shape)} is cut otherwise"
+                name, spec, f"{theirs.name!r} of shape {list(theirs.shape)} is sharded differently"
             )
     if spec is not None and plain is not None:
         raise unsupported(
-            name, spec, f"the tensor of shape {list(plain.shape)} beside it is not sharded"
+            name, spec, f"the other tensor, of shape {list(plain.shape)}, is not sharded"
         )
     return spec
 
@@ -401,7 +402,7 @@ def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     in_place = args[0] if name.endswith("_") and name[0] != "_" else kwargs.get("out")
     if in_place is not None and spec_of(in_place) is None:
         return _unsupported(func, args, kwargs)
-    if name == "where" and len(args) + len(kwargs) == 1:  # the places of the elements
+    if name == "where" and len(args) + len(kwargs) == 1:  # returns positions of elements
         return _unsupported(func, args, kwargs)
     if spec is not None and torch.is_grad_enabled():
         args, kwargs = _with_shared_numbers((args, kwargs), spec)
@@ -414,7 +415,7 @@ def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _with_shared_numbers(value: Any, spec: ShardSpec) -> Any:
-    """Has plain numbers with a graph get their gradients from the elements of all ranks."""
+    """Makes plain numbers with a graph get gradients from the elements of all ranks."""
     if isinstance(value, torch.Tensor):
         shared = value.requires_grad and spec_of(value) is None
         return reductions.shared(value, spec) if shared else value
@@ -456,7 +457,7 @@ def _reduction(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             return _pointwise(func, args, kwargs)
         return _unsupported(func, args, kwargs)
     found = reductions.reduce(name, value, *args[1:], **kwargs)
-    # The method asks for one norm; lists go by functions.
+    # The method computes a single norm; code that computes norms of a list uses functions.
     return reductions.PendingNorm.added_up(found) if func is torch.Tensor.norm else found
 
 
@@ -493,7 +494,7 @@ def _dist(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _set_items(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``value[mask] = number`` and ``value[...] = other``."""
+    """Handles ``value[mask] = number`` and ``value[...] = other``."""
     own, key, value = args
     if key is Ellipsis or (isinstance(key, slice) and key == slice(None)):
         part = _part("an assignment", spec_of(own), value)
@@ -510,7 +511,7 @@ def _set_items(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _non_finite_check(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a gradient scaler asks of a list of gradients: in one collective for each world."""
+    """Handles a gradient scaler's check of a list of gradients: one collective for each world."""
     grads, found, inverse = args
     func(grads, found, inverse)
     for world in dict.fromkeys(spec.world for spec in map(spec_of, grads) if spec is not None):
@@ -543,7 +544,7 @@ _ANSWERS: dict[str, Answer] = {
 
 
 def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
-    """Adds ``grad``, this rank's part, to that of ``shard`` as autograd would, hooks included."""
+    """Adds the local ``grad`` to the gradient of ``shard`` as autograd would, with hooks."""
     spec = spec_of(shard)
     grad = grad if spec is None else as_sharded(grad, spec)
     for hook in list((shard._backward_hooks or {}).values()):
@@ -551,7 +552,7 @@ def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
         grad = grad if changed is None else changed
     if shard.grad is None:
         shard.grad = grad
-    elif grad.device.type == "cpu":  # where memory may be short
+    elif grad.device.type == "cpu":  # add in place: host memory may be scarce
         shard.grad.add_(grad)
     else:
         shard.grad = shard.grad + grad

@@ -1,4 +1,4 @@
-"""When the parameters of a unit are full: in its forwards and backwards, and when asked by hand."""
+"""When the parameters of an FSDP unit are full: in a forward or backward, or after ``unshard``."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from .user_checks import (
 
 
 class FSDPState(Unit):
-    """A unit, and which of its parameters are full at the moment.
+    """An FSDP unit, and which of its parameters are full at the moment.
 
-    Between uses the module holds shards. :meth:`run` gathers, computes and frees; the first
-    gradient that reaches the outputs has the backward gather again, and its end frees.
+    Between uses the module has shards. :meth:`run` gathers, computes and frees. The first gradient
+    that reaches the outputs gathers again for the backward, whose end frees.
 
     Attributes:
         is_root: whether no other unit is around this one; unknown until the first forward.
         order: what was gathered and reduced last, shared by the units of a model.
-        computing: forwards of the unit that are under way (a module may call itself).
-        active: the pass with whose full parameters the modules compute now.
-        summoned: whether modules hold full parameters outside of a forward, see summon.py.
+        computing: current forwards of the unit (a module may call itself).
+        active: the pass whose full parameters the modules use now.
+        summoned: whether modules have full parameters outside of a forward, see summon.py.
         forward_methods: methods of the module that compute like its forward.
 
-    Those that only ``fully_shard`` sets:
+    Attributes that only ``fully_shard`` sets:
 
     Attributes:
-        output_dtype: what floating-point outputs are cast to.
-        unsharded: the pass whose full parameters :meth:`unshard` has put into the modules.
-        caches_after_backward: keep what was gathered for a backward until the next forward.
+        output_dtype: the dtype that floating-point outputs are cast to.
+        unsharded: the pass whose full parameters :meth:`unshard` put into the modules.
+        caches_after_backward: keep the parameters gathered for a backward until the next forward.
     """
 
     def __init__(self, options: FSDPOptions, world: World, module: nn.Module) -> None:
@@ -66,12 +66,12 @@ class FSDPState(Unit):
         self.unsharded: Pass | None = None
         self.caches_after_backward = False
         self._caches_by_hand = False
-        # What was gathered last, and of which values of the shards.
+        # The full parameters gathered last, and the stamps of their shards.
         self._cached: list[torch.Tensor] | None = None
         self._cached_of: list[Stamp] = []
         self._syncs = self._all_reduces = True
-        # Passes whose backward is under way, by autograd graph task (checkpointed layers run a
-        # backward of their own inside the outer one).
+        # Passes whose backward is running, by autograd graph task (checkpointed layers run a
+        # separate backward inside the outer one).
         self._backward: dict[int, list[Pass]] = {}
 
     # -- forward --------------------------------------------------------------------------------
@@ -82,11 +82,11 @@ class FSDPState(Unit):
         return (args, kwargs) if dtype is None else cast_floats((args, kwargs), dtype)
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """``forward(*args, **kwargs)``, of the module or a method of it, with full parameters."""
+        """Calls ``forward(*args, **kwargs)``, of the module or a method, with full parameters."""
         called = type(self.module).__name__
         require_plain_call(called)
         args, kwargs = self.cast_inputs(args, kwargs)
-        if self.computing:  # a module that calls itself: its parameters are there
+        if self.computing:  # a module that calls itself: its parameters are full already
             return forward(*args, **kwargs)
         self.release()
         if self.is_root is None:
@@ -94,7 +94,7 @@ class FSDPState(Unit):
         self.settle()
         if self.stream is not None:
             args, kwargs = self.stream.entering((args, kwargs))
-        # In a recomputation: their own backward follows immediately.
+        # In a recomputation, keep them: its backward follows immediately.
         stays = torch.is_grad_enabled() and (_in_backward() or not self._frees_after_forward)
         one = self._begin((args, kwargs), stays)
         keep = False
@@ -109,26 +109,26 @@ class FSDPState(Unit):
         finally:
             self._end(one, keep)
         if self.stream is not None:
-            del args, kwargs  # what is held when a program starts is a result of it
+            del args, kwargs  # tensors referenced at program start become results of the program
             self.stream.forward_over()
         if torch.is_grad_enabled():
             outputs = self._watch(one, outputs)
         return outputs if self.output_dtype is None else cast_floats(outputs, self.output_dtype)
 
     def _become_root(self) -> None:
-        """The outermost unit that computes first is the root of those inside."""
+        """Makes the outermost unit that computes first the root of the units inside it."""
         named = [("", self), *units_in(self.module)]
         for _, unit in named:
             unit.require_not_summoned()
         if self.in_place:
             _require_inner_first(named)
-        require_values(named, "the first forward came")
+        require_values(named, "the first forward was called")
         streams = [unit.stream for _, unit in named if unit.stream is not None]
-        for path, unit in reversed(named):  # of two names the first stays
+        for path, unit in reversed(named):  # if a unit has two names, the first one wins
             unit.is_root = unit is self
             unit.comms.label = f"{path}." if path else ""
             unit.order = self.order
-        for stream in streams:  # those of one model wait for each other
+        for stream in streams:  # the streams of one model wait for each other
             stream.traffic = streams[0].traffic
         require_uncompiled(self.module)
         require_all_sharded(self.module, named)
@@ -142,9 +142,9 @@ class FSDPState(Unit):
         return bool(self.options.reshard_after_forward)
 
     def _begin(self, inputs: Any, keep: bool) -> Pass:
-        """Gathers for a forward on ``inputs`` and gives the modules their full parameters.
+        """Gathers for a forward on ``inputs`` and puts the full parameters into the modules.
 
-        ``keep``: these will stay until the backward.
+        ``keep``: these stay until the backward.
         """
         if self.active is None:
             self.require_resting()
@@ -172,32 +172,32 @@ class FSDPState(Unit):
         return one
 
     def require_resting(self) -> None:
-        """Raises RuntimeError if a module holds something else than what was put there."""
+        """Raises RuntimeError if a module attribute is not the shard that was put there."""
         self.require_not_summoned()
         for place in self.places:
             if place.module._parameters.get(place.name) is not place.resting:
                 refuse_replacement(self.name_of(place.index))
 
     def require_not_summoned(self) -> None:
-        """Raises RuntimeError if modules hold full parameters that no forward has gathered."""
+        """Raises RuntimeError if the modules have full parameters outside of a forward."""
         if self.summoned:
             raise RuntimeError(
-                f"the forward of {self.title!r} was called within summon_full_params or apply: "
-                "leave that first, a forward gathers for itself"
+                f"the forward of {self.title!r} was called within summon_full_params or apply. "
+                "Leave that context first: a forward gathers its parameters itself"
             )
 
     def _require_unchanged(self, one: Pass) -> None:
-        """After the forward: raises RuntimeError if it changed its parameters, or replaced them."""
+        """After the forward: raises RuntimeError if it changed or replaced its parameters."""
         one.require_full_unchanged()
         for place in self.places:
             if place.module._parameters.get(place.name) is not one.full[place.index]:
                 raise RuntimeError(
-                    f"the forward replaced its parameter {self.name_of(place.index)!r} by another; "
-                    "a sharded parameter can only be replaced before wrapping"
+                    f"the forward replaced its parameter {self.name_of(place.index)!r} by another "
+                    "tensor, but a sharded parameter cannot be replaced. Replace it before wrapping"
                 )
 
     def _end(self, one: Pass, keep: bool) -> None:
-        """After the forward, or after an exception in it."""
+        """Ends the forward, also after an exception in it."""
         self.computing -= 1
         self._restore()
         if not keep:
@@ -208,10 +208,10 @@ class FSDPState(Unit):
             self.order.end_forward()
 
     def _watch(self, one: Pass, outputs: Any) -> Any:
-        """Has the first gradient that reaches ``outputs`` start the backward of pass ``one``."""
+        """Makes the first gradient that reaches ``outputs`` start the backward of pass ``one``."""
 
         def hook(tensor: torch.Tensor) -> torch.Tensor:
-            # A leaf is not this unit's result, and would collect a hook at every step.
+            # A leaf is no result of this unit, and would get one more hook at every step.
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: self.enter_backward(one, grad))
             return tensor
@@ -219,16 +219,16 @@ class FSDPState(Unit):
         return map_tensors(hook, outputs)
 
     def _install(self, one: Pass) -> None:
-        """Puts the pass's full parameters where the modules look for them."""
+        """Puts the pass's full parameters into the module attributes."""
         self.active = one
         for place in self.places:
-            # No Parameter, which would be a leaf of the graph, but answers as one.
+            # Not a Parameter, which would be a leaf of the graph, but it behaves like one.
             place.put(one.full[place.index])
         linear.replace_forwards(self.linears, self.world)
         self.refresh_rnns()
 
     def _restore(self) -> None:
-        """Undoes the last install: back to an enclosing backward's parameters, or to the shards."""
+        """Undoes the last install: restores an enclosing backward's parameters, or the shards."""
         enclosing = [one for passes in self._backward.values() for one in passes]
         if enclosing:
             self._install(enclosing[-1])
@@ -240,7 +240,7 @@ class FSDPState(Unit):
             self.refresh_rnns()
 
     def settle(self) -> None:
-        """Forgets what an exception in an earlier forward or backward left behind."""
+        """Clears state that an exception in an earlier forward or backward left behind."""
         if not self.computing and not _in_backward():
             for task in list(self._backward):
                 self._leave_backward(task)
@@ -253,7 +253,7 @@ class FSDPState(Unit):
     # -- backward -------------------------------------------------------------------------------
 
     def enter_backward(self, one: Pass, grad: torch.Tensor | None) -> None:
-        """Regathers pass ``one`` for the backward that ``grad`` is the first sign of."""
+        """Gathers pass ``one`` for its backward, when ``grad`` is the first gradient of it."""
         task = torch._C._current_graph_task_id()
         passes = self._backward.get(task)
         if passes is None:
@@ -264,7 +264,7 @@ class FSDPState(Unit):
                 if one.on_backward_end is not None:
                     one.on_backward_end()
 
-            # Autograd's thread lets go of the callback some time after the backward.
+            # Autograd's thread frees the callback some time after the backward.
             held = [end]
             torch.autograd.Variable._execution_engine.queue_callback(lambda: held.pop()())
         if one in passes:
@@ -276,11 +276,11 @@ class FSDPState(Unit):
             waits = waits_of_backward(options.backward_prefetch, options.limit_all_gathers)
             events = self.order.start_backward([grad], waits)
         one.unshard(events)
-        # Recomputation of checkpointed layers inside the unit looks for parameters in the modules.
+        # Checkpointed layers inside the unit recompute, and read parameters from the modules.
         self._install(one)
 
     def leave_backward(self) -> None:
-        """Frees what the backward under way has gathered."""
+        """Frees what the current backward has gathered."""
         self._leave_backward(torch._C._current_graph_task_id())
 
     def _leave_backward(self, task: int) -> None:
@@ -292,7 +292,7 @@ class FSDPState(Unit):
         self._restore()
 
     def _end_backward_of_model(self) -> None:
-        """As the root: reduces what is left, and brings to the host what belongs there."""
+        """For the root: reduces what remains, and sends gradients to the host if offloaded."""
         units = list(dict.fromkeys([self, *unique_units(self.module)]))
         with torch.no_grad():
             for unit in units:
@@ -301,7 +301,7 @@ class FSDPState(Unit):
         hosts = [unit.gradients.host for unit in units if unit.gradients.host is not None]
         starts = self.options.sync_on_finalization
         if starts or hosts:
-            for unit in units:  # what is full would be an output of the program
+            for unit in units:  # parameters that are still full would be outputs of the program
                 unit.leave_backward()
         for host in hosts:
             host.arrive()
@@ -312,10 +312,10 @@ class FSDPState(Unit):
             xlac.start_program(self.world.device)
 
     def _narrow_gradients(self) -> None:
-        """Gives gradients the dtype that the unit computes in, if
-        ``MixedPrecision(keep_low_precision_grads=True)`` asks for that.
+        """Casts gradients to the compute dtype of the unit, if
+        ``MixedPrecision(keep_low_precision_grads=True)`` is set.
 
-        torch accumulates the next backward's into them as they are.
+        torch accumulates the gradients of the next backward in that dtype.
         """
         policy = self.options.mixed_precision
         if policy is None or not policy.keep_low_precision_grads or policy.param_dtype is None:
@@ -323,19 +323,19 @@ class FSDPState(Unit):
         for tensor, holder, _ in self.holders():
             if holder.grad is not None and holder.is_floating_point() and not tensor.wide:
                 if holder.grad.dtype is not policy.param_dtype:
-                    # Only the data of a gradient may have another dtype than its parameter.
+                    # torch allows another dtype than the parameter's only through ``grad.data``.
                     holder.grad.data = holder.grad.to(policy.param_dtype)
 
-    # -- bytes ----------------------------------------------------------------------------------
+    # -- communication --------------------------------------------------------------------------
 
     def gather(
         self, events: Sequence[torch.Tensor], backward: bool, secondary: Secondary | None
     ) -> list[torch.Tensor]:
         """Every full parameter in compute dtype, traced to run after ``events``.
 
-        Each pass frees its tensors. So where they are cached it gets copies, which the compiler
-        removes. A cache is not used once a shard has another value: a forgotten ``reshard()`` costs
-        memory and is never wrong.
+        Each pass frees its tensors. So if they are cached, the pass gets copies, which the compiler
+        removes. A cache is not used after a shard has changed: a forgotten ``reshard()`` costs
+        memory, but never gives wrong results.
         """
         given = self.tensors, self.order, events, backward, secondary
         if not (self._caches_by_hand or self.caches_after_backward):
@@ -348,9 +348,9 @@ class FSDPState(Unit):
     def reduce(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
     ) -> list[torch.Tensor | None]:
-        """As :meth:`UnitGradients.reduce`."""
+        """Does :meth:`UnitGradients.reduce`, in the order of the model."""
         shards, arrived = self.gradients.reduce(grads, needed, leaves)
-        # At the end of the backward the order forgets.
+        # ``order`` is cleared at the end of the backward.
         if self.world.as_on_tpu and torch._C._current_graph_task_id() in self._backward:
             self.order.add_reductions(arrived)
         return shards
@@ -361,12 +361,12 @@ class FSDPState(Unit):
     def _drop_cache(self) -> None:
         self._caches_by_hand, self._cached = False, None
 
-    # -- by hand: fully_shard only --------------------------------------------------------------
+    # -- explicit calls: fully_shard only --------------------------------------------------------
 
     def unshard(self) -> None:
-        """Puts full parameters into the modules, and keeps them for the next forward."""
+        """Puts full parameters into the modules, where they stay for the next forward."""
         if self.computing or _in_backward():
-            return  # gathered there anyway, when its turn comes
+            return  # the current forward or backward gathers when it needs them
         self.require_not_summoned()
         self.release()
         self._caches_by_hand = True
@@ -378,33 +378,33 @@ class FSDPState(Unit):
             self.unsharded = one
 
     def holds_full(self) -> bool:
-        """Whether modules hold full parameters: in a forward or backward, and after ``unshard``.
+        """Whether modules have full parameters: in a forward or backward, or after ``unshard``.
 
         Raises:
-            RuntimeError: after ``unshard``, and these are not the values any more.
+            RuntimeError: the parameters have changed since ``unshard``.
         """
         if self.computing:
             return True
         if self.unsharded is None:
-            self.settle()  # what an exception left behind
+            self.settle()  # clear what an exception left behind
         elif self.active is not None and self._cache_is_stale():
             raise RuntimeError(
-                f"parameters of {self.title!r} were changed, by an optimizer step or a load, since "
-                "unshard() gathered them: call it again"
+                f"parameters of {self.title!r} were changed by an optimizer step or a load after "
+                "unshard() gathered them, so the gathered values are old. Call unshard() again"
             )
         return self.active is not None
 
     def reshard(self) -> None:
-        """Undoes :meth:`unshard`, and frees what is cached."""
+        """Undoes :meth:`unshard`, and frees cached full parameters."""
         self._drop_cache()
         self.release()
 
     def release(self) -> None:
-        """Puts the shards where ``unshard`` put full parameters; what computed with these keeps
-        them.
+        """Replaces the full parameters of ``unshard`` by the shards. Passes that computed with the
+        full parameters keep them.
 
         Raises:
-            RuntimeError: they were changed or replaced, which would be lost.
+            RuntimeError: full parameters were changed or replaced, which would be lost.
         """
         held, self.unsharded = self.unsharded, None
         if held is None:
@@ -414,8 +414,9 @@ class FSDPState(Unit):
             held.require_full_unchanged()
         except RuntimeError as error:
             raise RuntimeError(
-                f"a parameter of {self.title!r} was changed between unshard() and reshard(): what "
-                "is full there is this rank's copy, which is lost. Change parameters within "
+                f"a parameter of {self.title!r} was changed between unshard() and reshard(), but "
+                "the full parameter is a temporary copy, so the change would be lost. Change "
+                "parameters within "
                 "xla_fsdp.XlaFullyShardedDataParallel.summon_full_params(model)"
             ) from error
         finally:
@@ -425,15 +426,15 @@ class FSDPState(Unit):
                 refuse_replacement(self.name_of(place.index))
 
     def rest(self) -> None:
-        """Puts the shards where they belong."""
+        """Puts the shards into the module attributes."""
         self.release()
         self.settle()
 
     def set_sync(self, syncs: bool | None = None, all_reduces: bool | None = None) -> None:
-        """Whether backwards reduce, and over replicas; ``None``: as before.
+        """Sets whether backwards reduce, and over replicas; ``None``: unchanged.
 
-        Without the latter nothing is reduced either, where there are replicas: the gradient is the
-        same in the end, and nowhere half-reduced in between.
+        If there are replicas and ``all_reduces`` is False, nothing is reduced: the final gradient
+        is the same, and no half-reduced gradient exists in between.
         """
         self._syncs = self._syncs if syncs is None else syncs
         self._all_reduces = self._all_reduces if all_reduces is None else all_reduces
@@ -441,7 +442,7 @@ class FSDPState(Unit):
         self.gradients.require_sync = self._syncs and (self._all_reduces or not replicated)
 
     def set_reshard_after_forward(self, reshards: bool) -> None:
-        """Whether full parameters are freed after the forward, also if this is the root."""
+        """Sets whether full parameters are freed after the forward, also if this is the root."""
         self.options = replace(
             self.options, reshard_after_forward=reshards, disable_reshard_on_root=False
         )
@@ -449,19 +450,19 @@ class FSDPState(Unit):
 
 
 def unit_of(module: nn.Module) -> FSDPState | None:
-    """The unit of a wrapper, or of a module that is sharded in place; ``None`` of others."""
+    """The unit of a wrapper, or of a module that is sharded in place; ``None`` for others."""
     return vars(module)["_unit"] if is_wrapper(module) else None
 
 
 def units_in(root: nn.Module) -> list[tuple[str, FSDPState]]:
-    """The units in ``root``, its own included, with the names of their modules as seen from there;
-    a module that has two names comes twice."""
+    """The units in ``root``, including its own, with their modules' names relative to ``root``. A
+    module with two names occurs twice."""
     modules = root.named_modules(remove_duplicate=False)
     return [(name, unit) for name, module in modules if (unit := unit_of(module)) is not None]
 
 
 def unique_units(root: nn.Module) -> list[FSDPState]:
-    """The units in ``root``, its own included, each once."""
+    """The units in ``root``, including its own, each once."""
     return list(dict.fromkeys(unit for _, unit in units_in(root)))
 
 
@@ -470,16 +471,16 @@ def _in_backward() -> bool:
 
 
 def _require_inner_first(named: NamedUnits) -> None:
-    """Raises RuntimeError if a module was sharded after one around it, whose parameters are in both
-    units."""
+    """Raises RuntimeError if a module was sharded after a module around it, so that its parameters
+    belong to two units."""
     owners: dict[tuple[nn.Module, str], str] = {}
     for path, unit in named:
         for place in unit.places:
             outer = owners.setdefault((place.module, place.name), path)
             if outer != path and path.startswith(f"{outer}." if outer else ""):
                 raise RuntimeError(
-                    f"parameter {unit.name_of(place.index)!r} belongs to two units, that of "
+                    f"parameter {unit.name_of(place.index)!r} belongs to two FSDP units, that of "
                     f"{path!r} and that of {outer or 'the model'!r} around it. Call fully_shard "
-                    "from the inside out, for layers first and for the whole model last; a module "
-                    "that is used inside and outside of a layer is to be sharded by itself, first"
+                    "from the inside out: for layers first and for the entire model last; for a "
+                    "module that is used inside and outside of a layer, before both"
                 )

@@ -1,9 +1,9 @@
-"""Full parameters outside of a forward: to look at them, to change them, to initialise them.
+"""Full parameters outside of a forward: to read them, to change them, to initialize them.
 
-While parameters are summoned, the modules hold an ``nn.Parameter`` of the whole in the place of the
-shard (and the wrapper no flattened vectors), so ``module.weight``, ``named_parameters()`` and
-``state_dict()`` are those of the unwrapped module. The shards live on beside them, and get their
-part of what was changed at the end.
+While parameters are summoned, the modules have full ``nn.Parameter``s instead of the shards (and
+the wrapper has no flattened vectors), so ``module.weight``, ``named_parameters()`` and
+``state_dict()`` are those of the unwrapped module. The shards continue to exist, and receive their
+part of the changes at the end.
 """
 
 from __future__ import annotations
@@ -40,27 +40,29 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Within, the modules in ``module`` hold full parameters; must be entered on every rank.
+    """Within, the modules in ``module`` have full parameters. All ranks must enter the context.
 
     They are ``nn.Parameter`` in the dtype in which they are stored, under their names in the
-    unwrapped module. Afterwards the modules hold the shards again, the same objects as before. An
-    optimizer needs these, so make it outside.
+    unwrapped module. Afterwards the modules have the shards again, the same objects as before. An
+    optimizer needs the shards, so make it outside of this context.
 
     Args:
-        module: a wrapper, or a module with wrappers in it; without any nothing happens.
-        recurse: those of all wrappers in ``module``. ``False``: of ``module`` itself only.
-        writeback: take what was changed over into the shards, every rank its own part; so ranks
-            must change them alike. Not after an exception: shards are then as they were.
-        rank0_only: only rank 0 gets full parameters, others keep shards; not with ``writeback``.
+        module: a wrapper, or a module with wrappers in it. Without any wrapper, nothing happens.
+        recurse: summon the parameters of all wrappers in ``module``. ``False``: of ``module``
+            itself only.
+        writeback: copy changes into the shards at the end, on every rank into its own, so all ranks
+            must make the same changes. After an exception nothing is copied.
+        rank0_only: only rank 0 gets full parameters; other ranks keep shards. Not with
+            ``writeback``.
         offload_to_cpu: parameters are on the CPU, on every rank that gets them.
-        with_grads: ``.grad`` is the full gradient, and is taken over alike.
+        with_grads: ``.grad`` is the full gradient, and its changes are copied back too.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: arguments that exclude each other, scanned blocks, or parameters in ``module``
-            that a wrapper around it holds.
-        RuntimeError: in a forward or backward, or where parameters are summoned already. On the
-            way out: a parameter was replaced by another tensor, or got another shape or dtype.
+        TypeError: an argument has a wrong type.
+        ValueError: arguments exclude each other, ``module`` contains scanned blocks, or a wrapper
+            around ``module`` has parameters of it.
+        RuntimeError: called in a forward or backward, or parameters are summoned already. At the
+            end: a parameter was replaced by another tensor, or its shape or dtype was changed.
     """
     given = locals()
     if not isinstance(module, nn.Module):
@@ -70,8 +72,8 @@ def summon_full_params(
             raise TypeError(f"{name} must be True or False, got {value!r}")
     if writeback and rank0_only:
         raise ValueError(
-            "writeback=True and rank0_only=True exclude each other: every rank takes its part of "
-            "what it changed itself; pass writeback=False, or leave rank0_only out"
+            "writeback=True and rank0_only=True exclude each other, because every rank copies its "
+            "own changes into its shards. Pass writeback=False, or leave rank0_only out"
         )
     among = module.modules() if recurse else [module]
     wrappers = [(one, unit) for one in among if (unit := unit_of(one)) is not None]
@@ -95,32 +97,34 @@ def summon_full_params(
 
 
 def full_params_of(unit: FSDPState) -> list[torch.Tensor]:
-    """The full parameters of ``unit`` while it holds them: summoned, or in its forward or backward.
+    """The full parameters of ``unit`` while it has them: summoned, or in a forward or backward.
 
     Raises:
-        RuntimeError: it holds none.
+        RuntimeError: the unit has no full parameters now.
     """
     if unit.summoned:
         summoned = [_of(tensor) for tensor in unit.tensors]
-        if all(full.parameters for full in summoned):  # with rank0_only: not on other ranks
+        if all(full.parameters for full in summoned):  # with rank0_only only rank 0 has them
             return [parameter for full in summoned for parameter in full.parameters]
     held = unit.active
     if held is None and unit.tensors:
         raise RuntimeError(
-            f"full_params of {unit.title!r}: this rank has only its shards (sharded_params) now. "
-            "Read full parameters within FSDP.summon_full_params(model), or in the forward"
+            f"full_params of {unit.title!r} are not available: this rank has only its shards "
+            "(sharded_params) now. Read full parameters within FSDP.summon_full_params(model), or "
+            "in the forward"
         )
     return [] if held is None else list(held.full)
 
 
 def require_no_scanned(units: Sequence[FSDPState]) -> None:
-    """Raises ValueError if one of ``units`` is that of scanned blocks."""
+    """Raises ValueError if one of ``units`` has scanned blocks."""
     if any(unit.depth for unit in units):
         raise ValueError(
-            "scanned blocks have no modules of their own to hold full parameters, only the one "
-            "that is traced for all: read them with xla_fsdp.full_state_dict(model, "
-            "rank0_only=False), change them with xla_fsdp.load_full_state_dict, or summon the "
-            "wrappers beside them one by one with recurse=False"
+            "scanned blocks cannot be summoned: one traced module represents all of them, so there "
+            "is no module for each block's full parameters. Read them with "
+            "xla_fsdp.full_state_dict(model, rank0_only=False), change them with "
+            "xla_fsdp.load_full_state_dict, or summon the other wrappers one by one with "
+            "recurse=False"
         )
 
 
@@ -130,46 +134,47 @@ def _require_possible(
     require_no_scanned(units)
     if computing_passes() or torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
-            "parameters can not be summoned in a forward or backward, which gathers and frees "
-            "those of its own: do it before or after"
+            "parameters cannot be summoned in a forward or backward, which gathers and frees "
+            "parameters itself. Summon them before or after it"
         )
     for unit in units:
         unit.settle()
         if unit.summoned:
             raise RuntimeError(
-                f"parameters of {unit.title!r} are summoned already: leave that context before"
+                f"parameters of {unit.title!r} are summoned already. Leave that context first"
             )
         if with_grads and unit.gradients.are_held:
             raise RuntimeError(
-                f"with_grads=True, but gradients of {unit.title!r} are not reduced yet: run the "
-                "first backward outside of no_sync before, or zero_grad()"
+                f"with_grads=True, but gradients of {unit.title!r} are not reduced yet. Run a "
+                "backward outside of no_sync first, or call zero_grad()"
             )
     outside = name_held_outside(module, units) if recurse else None
     if outside is not None:
         raise ValueError(
-            f"parameters of {outside!r} belong to a wrapper around the given module: summon those "
-            "of that wrapper (recurse=False: of no other)"
+            f"parameters of {outside!r} belong to a wrapper around the given module. Summon "
+            "the parameters of that wrapper (with recurse=False of no other wrapper)"
         )
 
 
 class _Summoned:
-    """What one context holds in full, and how to undo it."""
+    """The full parameters of one context, and how to undo it."""
 
     def __init__(self, how: _Arguments) -> None:
         self.how = how
-        # Other ranks only take part in the gathers.
+        # Other ranks take part in the gathers, but get no full parameters.
         self.wanted = xr.global_ordinal() == 0 or not how.rank0_only
-        # Without tied parameters that a context around this one holds.
+        # Without tied parameters that an outer context has already.
         self.summoned: dict[ShardedTensor, FullParameters] = {}
         self.entered: list[tuple[nn.Module, FSDPState]] = []
 
     def add(self, wrapper: nn.Module, unit: FSDPState) -> None:
-        """Has the modules of ``unit``, which is that of ``wrapper``, hold full parameters."""
+        """Puts full parameters into the modules of ``unit``, which is that of ``wrapper``."""
         for tensor in unit.tensors:
             if tensor.summoned is not None and _of(tensor).how != self.how:
                 raise RuntimeError(
-                    "a context around this one holds a parameter that both use (tied weights), "
-                    f"with other arguments: {_of(tensor).how} and {self.how}"
+                    "an outer context summoned a parameter that both wrappers use (tied weights) "
+                    f"with other arguments, {_of(tensor).how} instead of {self.how}. Use the same "
+                    "arguments in both"
                 )
         self.entered.append((wrapper, unit))
         unit.summoned = True
@@ -181,7 +186,7 @@ class _Summoned:
             _on_device(local(t.shard.grad), device) for t in graded if t.shard.grad is not None
         ]
         grads = _gather(unit, graded, shares)
-        torch_xla.sync(wait=True)  # before ranks do different things with what they all gathered
+        torch_xla.sync(wait=True)  # finish the common gathers before ranks act differently
         for tensor, members in values.items():
             self.summoned[tensor] = tensor.summoned = FullParameters.of(
                 self.how, unit.world, self._parameters(tensor, members, grads.get(tensor))
@@ -217,7 +222,7 @@ class _Summoned:
         return value.cpu() if self.how.offload_to_cpu else value
 
     def require_writable(self) -> None:
-        """Raises RuntimeError where what was changed can not be taken over."""
+        """Raises RuntimeError if changes cannot be copied into the shards."""
         for _, unit in self.entered:
             for place in unit.places:
                 own = _parameter(unit, place.index)
@@ -228,18 +233,19 @@ class _Summoned:
                 expected = tensor.layout.members[member].shape, tensor.shard.dtype
                 if (tuple(own.shape), own.dtype) != expected:
                     raise RuntimeError(
-                        f"parameter {name!r} was given shape {tuple(own.shape)} and dtype "
-                        f"{own.dtype}; it is sharded as {expected[0]} and {expected[1]}, and stays "
-                        "so: change its values only"
+                        f"parameter {name!r} was changed to shape {tuple(own.shape)} and dtype "
+                        f"{own.dtype}, but its shards have {expected[0]} and {expected[1]}. "
+                        "Change only its values"
                     )
                 if own.requires_grad != _of(tensor).parameters[0].requires_grad:
                     raise RuntimeError(
-                        f"{name!r} was frozen or unfrozen without the parameters that it is "
-                        "flattened with: do it for all of them, or wrap without flatten_parameters"
+                        f"{name!r} was frozen or unfrozen without the parameters in the same "
+                        "flattened vector. Do it for all of them, or wrap without "
+                        "flatten_parameters"
                     )
 
     def restore(self) -> None:
-        """Puts the shards back where they were."""
+        """Puts the shards back into the modules."""
         for wrapper, unit in self.entered:
             unit.summoned = False
             for tensor in unit.tensors:
@@ -253,7 +259,7 @@ class _Summoned:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Takes what was changed over into the shards."""
+        """Copies changes into the shards."""
         for tensor, full in self.summoned.items():
             values, grads = full.changed()
             if values:
@@ -269,7 +275,7 @@ class _Summoned:
                 with on_local_parts():
                     tensor.shard.grad = own
             tensor.shard.requires_grad_(full.parameters[0].requires_grad)
-        torch_xla.sync()  # a program of its own
+        torch_xla.sync()  # run the update as a separate program
 
 
 def _parameter(unit: FSDPState, index: int) -> nn.Parameter:
@@ -284,7 +290,7 @@ def _of(tensor: ShardedTensor) -> FullParameters:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """What is asked for, the same on every rank."""
+    """The arguments of the context, the same on every rank."""
 
     writeback: bool
     rank0_only: bool
@@ -294,7 +300,7 @@ class _Arguments:
 
 @dataclass(frozen=True, eq=False)
 class FullParameters:
-    """The full parameters in one sharded tensor, and what they were when they came."""
+    """The full parameters of one sharded tensor, and their state when they were gathered."""
 
     how: _Arguments
     world: World
@@ -307,7 +313,7 @@ class FullParameters:
         return cls(how, world, parameters, *_seen(parameters))
 
     def changed(self) -> tuple[bool, bool]:
-        """Whether values, and whether gradients, may be others by now."""
+        """Whether values, and whether gradients, may have changed."""
         values, grads = _seen(self.parameters)
         return values != self.values, grads != self.grads
 
@@ -315,11 +321,11 @@ class FullParameters:
 def _gather(
     unit: FSDPState, tensors: Sequence[ShardedTensor], shards: Sequence[torch.Tensor]
 ) -> dict[ShardedTensor, list[torch.Tensor]]:
-    """The members of every one of ``tensors`` in full, in the dtype of their ``shards``."""
+    """The full members of every one of ``tensors``, in the dtype of their ``shards``."""
     exact = replace(unit.options, compute_dtype=None, mixed_precision=None)
     comms = Communicator(exact, unit.world)
     comms.label = unit.comms.label
-    # What is sent need be no Parameter.
+    # The tensor that is sent can be a plain tensor.
     sent = [
         replace(tensor, shard=shard, copy=None)  # type: ignore[arg-type]
         for tensor, shard in zip(tensors, shards, strict=True)
@@ -329,12 +335,12 @@ def _gather(
 
 
 def _on_device(shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``shard``, or a copy of one that is on the host."""
+    """``shard``, or a copy on the device if it is on the host."""
     return shard if shard.device.type == "xla" else as_data(shard, device)
 
 
 def _cut(tensor: ShardedTensor, world: World, full: Sequence[torch.Tensor]) -> torch.Tensor:
-    """This rank's shard of the ``full`` members of ``tensor``, where the shard is."""
+    """This rank's shard of the ``full`` members of ``tensor``, on the device of the shard."""
     layout, where = tensor.layout, tensor.shard.device
     if not layout.numel or full[0].device.type == "cpu":
         return layout.cut(full, world.rank).to(where)
@@ -344,12 +350,12 @@ def _cut(tensor: ShardedTensor, world: World, full: Sequence[torch.Tensor]) -> t
 
 
 def _seen(parameters: Sequence[nn.Parameter]) -> tuple[list[object], list[object]]:
-    """Equal if neither the values nor the gradients of ``parameters`` were changed in between."""
+    """Two results are equal if neither values nor gradients of ``parameters`` changed between."""
     return [_mark(one) for one in parameters], [_mark(one.grad) for one in parameters]
 
 
 def _mark(tensor: torch.Tensor | None) -> object:
     if tensor is None:
         return None
-    # Changes of a tensor on the CPU cannot all be seen: never the same.
+    # Not all changes of a CPU tensor can be detected, so it never counts as unchanged.
     return stamps([tensor])[0] if tensor.device.type == "xla" else object()

@@ -1,9 +1,9 @@
-"""Functions of tensors that are traced once, and afterwards are a single operator.
+"""Functions of tensors that are traced once, and called as a single operator afterwards.
 
-Every operator that a step traces costs the host some microseconds, in every step. Gathering the
-parameters of a unit takes a hundred of them, the same ones every time. So what was traced the first
-time is kept as an XLA computation. The compiler puts computations back where they are called, so
-the program is the same.
+Every operator that a step traces costs the host a few microseconds, in every step. Gathering the
+parameters of a unit takes a hundred operators, the same ones every time. So the first trace is
+stored as an XLA computation. The compiler inlines such computations where they are called, so the
+program is the same.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..collectives.world import World
 Tensors = list[torch.Tensor]
 
 
-# Computations of one cache. A unit needs three for each shape of its inputs.
+# The maximum number of computations in a cache. A unit needs three for each shape of its inputs.
 _MAX_CACHED = 16
 
 
 class TraceCache:
-    """Calls functions of tensors, and traces each only the first time."""
+    """Calls functions of tensors, and traces each one only the first time."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._known: dict[Hashable, _Computation] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        """Computations cannot be copied or stored, but made again."""
+        """Computations cannot be copied or pickled; a copy starts with an empty cache."""
         return {"_world": self._world, "_known": {}}
 
     def __call__(
@@ -45,11 +45,11 @@ class TraceCache:
         tensors: Tensors,
         key: Hashable,
     ) -> Tensors:
-        """What ``function(tensors)`` returns. Not an operator with a gradient.
+        """The result of ``function(tensors)``. The call has no gradient.
 
         Args:
-            key: what the function does depends on this, on ``name`` and on shapes and dtypes of
-                ``tensors``, and on nothing else.
+            key: must determine, together with ``name`` and the shapes and dtypes of ``tensors``,
+                what the function does.
         """
         if not tensors or xlac.is_eager():
             return function(tensors)
@@ -59,7 +59,7 @@ class TraceCache:
             key = (name, key, *((tensor.shape, tensor.dtype) for tensor in tensors))
             found = self._known.pop(key, None)
             known = found or self._trace(name, function, tensors)
-            self._known[key] = known  # at the end: the first is what was not used for longest
+            self._known[key] = known  # move to the end: the first is the least recently used
             if len(self._known) > _MAX_CACHED:
                 del self._known[next(iter(self._known))]
         if known.computation is None:
@@ -71,7 +71,7 @@ class TraceCache:
 
     @property
     def _always_anew(self) -> bool:
-        """Whether collectives have a name or a number of their own in each call."""
+        """Whether collectives have a different name or number in each call."""
         return xlac.has_scopes() or self._world.context is not None
 
     def _trace(
@@ -79,19 +79,19 @@ class TraceCache:
     ) -> _Computation:
         device = str(self._world.device)
         default = xlac.default_device()
-        xlac.set_default_device(device)  # autograd's threads have another
+        xlac.set_default_device(device)  # autograd's threads have another default device
         try:
-            # Or collectives in here would be tied to those outside.
+            # Otherwise collectives inside would be ordered with those outside.
             with separate_collectives(self._world.device):
                 arguments = [_placeholder_of(tensor, device) for tensor in tensors]
                 pairs = zip(arguments, tensors, strict=True)
                 if any(argument.dtype != tensor.dtype for argument, tensor in pairs):
-                    return _Computation(None, [])  # torch_xla has another type (XLA_USE_32BIT_LONG)
+                    return _Computation(None, [])  # torch_xla changed a dtype (XLA_USE_32BIT_LONG)
                 traced = Traced(name, arguments, function([twin(one) for one in arguments]))
         finally:
             xlac.set_default_device(default)
         operands = traced.argument_of | traced.hoisted
-        if not operands:  # parameters without elements: nothing to call with
+        if not operands:  # parameters without elements: there is no argument to call with
             return _Computation(None, [])
         return _Computation(
             traced.computation, [operands[number] for number in range(len(operands))]
@@ -99,24 +99,24 @@ class TraceCache:
 
 
 class _Computation(NamedTuple):
-    computation: object  # None where the function is to be called instead
-    operands: list[int | torch.Tensor]  # numbers of arguments, and tensors that it uses besides
+    computation: object  # None: call the function instead
+    operands: list[int | torch.Tensor]  # numbers of arguments, and other tensors that it uses
 
 
-# Of a tensor that a program under way has made since the lowering began: torch_xla knows tensors by
-# their memory, and this one had none.
+# The error for a tensor that a running program has finished since the lowering began: torch_xla
+# identifies tensors by their memory, and this one had none before.
 _ARRIVED = "Parameter ID must exist"
 
 
 class Traced:
-    """Traced tensors as a computation, and where its parameters come from.
+    """Traced tensors as a computation, and the sources of its parameters.
 
     Attributes:
-        computation: takes its parameters in order of their numbers, returns a tuple.
+        computation: takes its parameters in the order of their numbers, returns a tuple.
         argument_of: parameter number to the number of the argument.
-        hoisted: parameter number to a tensor that was used besides the arguments (constants that
-            live on the device, closures).
-        seed: the hoisted parameter that random numbers start from, or ``None``.
+        hoisted: parameter number to a tensor that is not an argument (constants that are on the
+            device, closures).
+        seed: the hoisted parameter that is the seed of random numbers, or ``None``.
     """
 
     def __init__(self, name: str, arguments: Tensors, outputs: Tensors) -> None:
@@ -125,7 +125,7 @@ class Traced:
         except RuntimeError as error:
             if _ARRIVED not in str(error):
                 raise
-            # Not the devices of other ranks: what runs there may wait for this rank's next program.
+            # Only this rank's device: other ranks may be waiting for this rank's next program.
             xm.wait_device_ops(xm.xla_real_devices([torch_xla.device()]))
             self._lower(name, arguments, outputs)
 
@@ -151,17 +151,17 @@ class Traced:
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without a value, to trace with."""
+    """A tensor without a value, for tracing."""
     return xb.create_placeholder_tensor(tuple(shape), dtype)
 
 
 def _placeholder_of(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """One of the type that ``tensor`` has on the device."""
+    """A placeholder of the dtype that ``tensor`` has on the device."""
     shape = xlac.shape_on_device(tensor, device)
     return xlac.placeholder(shape)
 
 
 def twin(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor with the same value, for a function that may change it in place."""
+    """A separate tensor with the same value, for a function that may change it in place."""
     other = torch.empty_like(tensor)
-    return other.copy_(tensor)  # no computation: the value is taken over
+    return other.copy_(tensor)  # no computation: it takes the same value

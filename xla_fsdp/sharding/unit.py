@@ -1,5 +1,5 @@
-"""A unit: the parameters that are gathered, freed and reduced together, and what becomes of their
-full gradients. See also ``state.py``."""
+"""An FSDP unit: parameters that are gathered, freed and reduced together, and the processing of
+their full gradients. See also ``state.py``."""
 
 from __future__ import annotations
 
@@ -31,30 +31,31 @@ if TYPE_CHECKING:
 
 
 class UnitGradients:
-    """What becomes of the full gradients of a unit's members.
+    """Processes the full gradients of a unit's members.
 
     Attributes:
-        comms: makes the reductions.
+        comms: does the reductions.
         require_sync: whether a backward reduces; ``False`` inside ``no_sync``.
-        host: what takes the gradient shards, where shards are on the host.
+        host: receives the gradient shards, if shards are on the host.
     """
 
     def __init__(self, tensors: list[ShardedTensor], comms: Communicator) -> None:
-        self._tensors = tensors  # the unit's own list, which grows while it is built
+        self._tensors = tensors  # the unit's own list object, which grows while the unit is built
         self.comms = comms
         self.require_sync = True
         self.host: HostGradients | None = None
-        # Full gradients of the micro-batches inside no_sync, by index in `tensors`.
+        # Full gradients of micro-batches inside no_sync, by index in `tensors`.
         self._unsynced: dict[int, torch.Tensor] = {}
 
     def reduce(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], leaves: Sequence[Any]
     ) -> tuple[list[torch.Tensor | None], Sequence[torch.Tensor]]:
         """A gradient shard for every sharded tensor, from the full gradients of its members, and
-        what came out of the collectives.
+        the results of the collectives.
 
-        ``None`` where no member got a gradient or none is needed, inside ``no_sync``, and where
-        they go to the host. ``leaves``: the nodes of the graph that shards get theirs from.
+        The gradient shard is ``None`` if no member got a gradient, if none is needed, inside
+        ``no_sync``, and if it goes to the host. ``leaves``: the graph nodes that deliver gradients
+        to the shards.
         """
         handed_out = False
         if not self.require_sync or self._unsynced or self.host is not None:
@@ -67,7 +68,7 @@ class UnitGradients:
             if needed[number] and any(grad is not None for grad in members):
                 reached[number] = members
         if handed_out:
-            # Not the sum with what no_sync holds, which is for .grad, nor part of it.
+            # Reduce only these gradients: the sum with those stored by no_sync is for .grad.
             shards, arrived = self.comms.reduce(self._tensors, reached, {})
             return [shards.get(number) for number in range(len(self._tensors))], arrived
         if not self.require_sync:
@@ -82,8 +83,8 @@ class UnitGradients:
     def given(
         self, shards: Sequence[torch.Tensor], grads: list[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """What autograd is to give ``shards``, whose gradients are ``grads``: these, or nothing,
-        where the host gets those that the backward under way asks for."""
+        """The gradients that autograd delivers to ``shards``: ``grads``, or ``None`` if the host
+        receives those that the current backward computes."""
         if self.host is None:
             return grads
         given = [number for number, grad in enumerate(grads) if grad is not None]
@@ -103,38 +104,39 @@ class UnitGradients:
         return [None] * len(grads)
 
     def _asked_for(self, leaves: Sequence[Any], needed: Sequence[bool]) -> tuple[list[bool], bool]:
-        """For which of ``leaves`` the backward under way computes a gradient (``inputs`` may be
-        given to it), and whether it is handed out, by ``torch.autograd.grad``, instead of
-        accumulated."""
+        """For which of ``leaves`` the current backward computes a gradient (``inputs`` may be
+        passed to it), and whether it returns them (``torch.autograd.grad``) instead of accumulating
+        them."""
         accumulated, handed_out = [], []
         for leaf, yes in zip(leaves, needed, strict=True):
             try:
                 accumulated.append(yes and torch._C._will_engine_execute_node(leaf))
                 handed_out.append(False)
-            except RuntimeError:  # how it says so
+            except RuntimeError:  # torch raises this if the leaf is not needed
                 accumulated.append(False)
                 handed_out.append(True)
         if not any(handed_out):
             return accumulated, False
         if self.host is not None:
             raise RuntimeError(
-                "torch.autograd.grad with respect to parameters whose shards are on the host "
-                "(cpu_offload), where gradients arrive once the backward is over: call "
+                "torch.autograd.grad was called for parameters whose shards are on the host "
+                "(cpu_offload), where gradients arrive only after the backward. Call "
                 "backward(inputs=[...]), and read .grad"
             )
         return handed_out, True
 
     @property
     def are_held(self) -> bool:
-        """Whether ``no_sync`` gathered something that is not reduced yet."""
+        """Whether ``no_sync`` stored gradients that are not reduced yet."""
         return bool(self._unsynced)
 
     def forget(self) -> None:
-        """Drops what ``no_sync`` gathered."""
+        """Drops the gradients that ``no_sync`` stored."""
         self._forget(dict(self._unsynced))
 
     def flush(self) -> None:
-        """Reduces what ``no_sync`` gathered for tensors that the last backward did not reach."""
+        """Reduces gradients stored by ``no_sync`` for tensors that the last backward did not
+        reach."""
         if self.require_sync and self._unsynced:
             for number, grad in self.comms.trace_reductions(self._tensors, self._unsynced)[
                 0
@@ -146,10 +148,10 @@ class UnitGradients:
     def _hold(self, fulls: dict[int, torch.Tensor]) -> None:
         for number, full in fulls.items():
             if number in self._unsynced:
-                # In place, so that a program can write the sum where it read the one before.
+                # In place, so that a program can reuse the memory of the previous sum.
                 self._unsynced[number].add_(full)
             else:
-                # No view: torch_xla would keep what it is a view of as well.
+                # No view: torch_xla would keep the base of the view in memory.
                 self._unsynced[number] = torch.view_copy(full, full.shape)
                 self._tensors[number].unreduced += 1
 
@@ -159,7 +161,7 @@ class UnitGradients:
             self._tensors[number].unreduced -= 1
 
 
-# With the names of their modules as seen from a root, the outermost first: see state.units_in.
+# With the names of their modules relative to a root, the outermost first: see state.units_in.
 NamedUnits = Sequence[tuple[str, "Unit"]]
 
 
@@ -169,54 +171,54 @@ class Unit:
     Full parameters are numbered through all members of all sharded tensors, in order.
 
     Args:
-        module: what has them: the wrapped module, or the one that ``fully_shard`` was called on.
+        module: the wrapped module, or the module that ``fully_shard`` was called on.
     """
 
-    # How many equal blocks ``module`` is traced for (scanned blocks); None: for itself only.
+    # The number of equal blocks that ``module`` represents (scanned blocks); None: only itself.
     depth: int | None = None
-    # What these have in one tensor: their buffers.
+    # The buffers of scanned blocks, stacked into one tensor each.
     buffers: Sequence[Any] = ()
 
     def __init__(self, options: FSDPOptions, world: World, module: nn.Module) -> None:
         self.options = options
         self.world = world
         self.module = module
-        # Whether `fully_shard` made the unit: no wrapper is around the module.
+        # Whether `fully_shard` made the unit: the module has no wrapper.
         self.in_place = False
         self.tensors: list[ShardedTensor] = []
-        # The number of the first full parameter of each, and one past the last.
+        # The number of the first full parameter of each tensor, and one past the last.
         self._first = [0]
-        # Those whose shards an optimizer sees: these, or what the blocks of a scan have in one.
+        # The tensors whose shards an optimizer sees: these, or the stacks of scanned blocks.
         self.stored = self.tensors
         # Those of them that are registered on this unit's wrapper.
         self.flattened: list[ShardedTensor] = []
         self.places: list[Place] = []
-        # Parameters in the module that stay whole: see ignored.py.
+        # Parameters in the module that are replicated: see ignored.py.
         self.ignored: list[nn.Parameter] = []
-        # What a load must give values before the first forward.
+        # Tensors that a load must give values before the first forward.
         self.awaited: list[Awaited] = []
-        # Of the whole parameters as this rank built them, and of the shards cut out of these.
+        # The checksum of the full parameters that this rank built, and of the shards cut from them.
         self.initial_checksum = 0
         self.initial_stamps: list[Stamp] = []
         # Buffers that were cast, by dotted name in the wrapped module, with the dtype they had.
         self.buffer_dtypes: dict[str, torch.dtype] = {}
-        # What a freed parameter becomes: who has kept one and computes with it sees that.
+        # The content of freed parameters: code that kept one and computes with it gets NaN.
         nan = float("nan")
         if world.as_on_tpu:
             self.placeholder = torch.full((1,), nan, device=world.device)
-        else:  # data: a constant would make the first step's program another than the second's
+        else:  # data: a constant would make the programs of the first and second step different
             self.placeholder = torch.full((1,), nan, device="cpu").to(world.device)
         self.comms = Communicator(options, world)
         self.gradients = UnitGradients(self.tensors, self.comms)
         # Only with reshard_after_forward=<int>.
         size = options.reshard_after_forward
         self.secondaries = None if isinstance(size, bool) else Secondaries(world, size)
-        # Where shards are on the device only while the unit computes.
+        # Set if shards are on the device only while the unit computes.
         self.stream: Stream | None = None
-        # Where one trace serves several equal blocks: what hooks remember of them, meanwhile.
+        # Set while one trace serves several equal blocks: the state of communication hooks.
         self.memory: BlockMemory | None = None
         self._rnns: list[nn.RNNBase] = []
-        # What computes with full parameters in a way of ours.
+        # Linear layers that compute with full parameters in our implementation.
         self.linears: linear.Layers = {}
 
     def adopt(self, tensor: ShardedTensor) -> int:
@@ -228,16 +230,16 @@ class Unit:
         return self._first[self.tensors.index(tensor)]
 
     def shard_of(self, index: int) -> int:
-        """The number of the sharded tensor that full parameter ``index`` is a member of."""
+        """The number of the sharded tensor that contains full parameter ``index``."""
         return bisect.bisect_right(self._first, index) - 1
 
     def member_of(self, index: int) -> tuple[ShardedTensor, int]:
-        """The sharded tensor that has full parameter ``index``, and its number in there."""
+        """The sharded tensor that contains full parameter ``index``, and its number there."""
         number = self.shard_of(index)
         return self.tensors[number], index - self._first[number]
 
     def wait_for_values(self) -> None:
-        """Shards have no values from now on, until they are given some."""
+        """Marks the shards as without values, until they are given some."""
         names: dict[ShardedTensor, dict[tuple[int, int], str]] = {}
         for place in self.places:
             tensor, member = self.member_of(place.index)
@@ -254,11 +256,11 @@ class Unit:
         if first is not None:
             return first[0]
         place = next(place for place in self.places if place.index == index)
-        return f"{place.name} of a {type(place.module).__name__} that is not in the module now"
+        return f"{place.name} of a {type(place.module).__name__} that was removed from the module"
 
     def named_places(self) -> Iterator[tuple[Place, list[str]]]:
-        """Every place with the dotted names of its parameter in the unit's module, as they are now:
-        none if the place is not in there any more."""
+        """Every place with the current dotted names of its parameter in the unit's module; no name
+        if the place has been removed from the module."""
         paths: dict[nn.Module, list[str]] = {}
         for path, module in self.module.named_modules(remove_duplicate=False):
             paths.setdefault(module, []).append(path)
@@ -269,7 +271,7 @@ class Unit:
     def names_of(self, tensor: ShardedTensor, members: int, block: int | None = None) -> list[str]:
         """The names of the first ``members`` full parameters of a sharded tensor.
 
-        ``block``: where several equal blocks have such a tensor, the name that one of them has.
+        ``block``: for a tensor of several equal blocks, the block whose names are returned.
         """
         assert block is None  # a unit of one module
         first, names = self.adopt(tensor), []
@@ -306,8 +308,8 @@ class Unit:
         return [tensor.shard for tensor in self.stored]
 
     def holders(self) -> list[tuple[ShardedTensor, nn.Parameter, int]]:
-        """For every sharded tensor the parameter that an optimizer sees, and the first of its
-        flattened elements that is the tensor's."""
+        """For every sharded tensor, the parameter that an optimizer sees, and the offset of the
+        tensor's elements in that flattened parameter."""
         shards, held = self.shards, []
         for number, tensor in enumerate(self.tensors):
             block, index = divmod(number, len(shards))
@@ -315,13 +317,13 @@ class Unit:
         return held
 
     def note_homes(self) -> None:
-        """Notes on every parameter that an optimizer sees what it is a shard of."""
+        """Marks every parameter that an optimizer sees with the tensor that it is a shard of."""
         set_home_of_shards(self.stored)
         note_again(self.ignored)
         for one in self.awaited:
             one.wait_on()
 
     def refresh_rnns(self) -> None:
-        """Has recurrent modules, which compute with a list of their own, see their attributes."""
+        """Updates the lists of parameters that recurrent modules compute with."""
         for rnn in self._rnns:
             rnn._flat_weights = [rnn._parameters.get(name) for name in rnn._flat_weights_names]

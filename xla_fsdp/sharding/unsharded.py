@@ -1,8 +1,8 @@
-"""What a module holds in a forward and its backward: a full (unsharded) parameter.
+"""The full (unsharded) parameter that a module has in a forward and its backward.
 
-It is computed from the shards, so to autograd it is no leaf. To the code that computes with it, it
-is the ``nn.Parameter`` that the module was built with: its class, ``requires_grad``, attributes and
-hooks. What can only be known of the shard, or later, raises.
+It is computed from the shards, so for autograd it is not a leaf. To code that uses it, it behaves
+like the ``nn.Parameter`` that the module was built with: same class, ``requires_grad``, attributes
+and hooks. Requests that only the shard can answer, or that can be answered only later, raise.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .sharded_tensor import ShardedTensor
 
 
 class Origin(NamedTuple):
-    """What a full parameter is made of: member ``member`` of ``tensor``.
+    """The source of a full parameter: member ``member`` of ``tensor``.
 
     Attributes:
         name: returns its dotted name.
-        alone: whether the tensor stores nothing else. A flat vector and a stack of scanned blocks
-            store several parameters.
-        source: returns the pass that gathered it, until that is gone; its number there is
+        alone: whether the tensor contains nothing else. A flat vector and a stack of scanned blocks
+            contain several parameters.
+        source: returns the pass that gathered it, as long as that exists; its number there is
             ``number``.
     """
 
@@ -43,10 +43,10 @@ class UnshardedParameter(torch.Tensor):
 
     _xla_fsdp_origin: Origin
     _is_param = True  # isinstance(it, nn.Parameter)
-    # Results are plain tensors, as those of a Parameter.
+    # Results of operations are plain tensors, as for a Parameter.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    # -- attributes of the user: kept where the sharded parameter keeps them ---------------------
+    # -- user attributes: stored where the sharded parameter stores them -------------------------
 
     def __getattr__(self, name: str) -> Any:
         if is_users(name):
@@ -71,7 +71,7 @@ class UnshardedParameter(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """That of the sharded parameter, also where gradients are off."""
+        """That of the sharded parameter, even if gradients are disabled."""
         return self._xla_fsdp_origin.tensor.shard.requires_grad
 
     @requires_grad.setter
@@ -79,27 +79,28 @@ class UnshardedParameter(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> UnshardedParameter:
-        """Changes nothing.
+        """Accepts only the current value, which changes nothing.
 
         Raises:
-            RuntimeError: it would.
+            RuntimeError: the call would change ``requires_grad``.
         """
         if requires_grad is not self.requires_grad:
             raise RuntimeError(
-                f"requires_grad={requires_grad} of parameter {self._xla_fsdp_origin.name()!r} in a "
-                "forward or backward would be lost: freeze or unfreeze parameters between steps, "
+                f"requires_grad={requires_grad} was set on parameter "
+                f"{self._xla_fsdp_origin.name()!r} in a forward or backward, where it would be "
+                "lost. Freeze or unfreeze parameters between steps, "
                 "model.get_parameter(name).requires_grad_(...)"
             )
         return self
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """True, as of the parameter."""
+        """True, as for a parameter."""
         return True
 
     @property
     def grad_fn(self) -> None:  # type: ignore[override]
-        """None, as of the parameter. The graph goes on to the shard all the same."""
+        """None, as for a parameter, although the graph leads to the shard."""
         return None
 
     @property
@@ -107,7 +108,7 @@ class UnshardedParameter(torch.Tensor):
         """None while there is no gradient.
 
         Raises:
-            RuntimeError: there is one of the shard, or a backward may be computing one.
+            RuntimeError: the shard has a gradient, or a backward may be computing one.
         """
         tensor = self._xla_fsdp_origin.tensor
         computing = torch._C._current_graph_task_id() != -1 and self.requires_grad
@@ -127,13 +128,13 @@ class UnshardedParameter(torch.Tensor):
     def _raise_for_gradient(self) -> NoReturn:
         raise RuntimeError(
             f"the gradient of parameter {self._xla_fsdp_origin.name()!r} is not available in a "
-            "forward or backward: it is complete when the backward has reduced it over the ranks. "
+            "forward or backward: it is complete only when it is reduced over the ranks. "
             "Read or change .grad of model.parameters() after backward(), or register a hook "
             "outside of the forward, model.get_parameter(name).register_hook(...)"
         )
 
     def retain_grad(self) -> None:
-        """Changes nothing, as of every leaf."""
+        """Changes nothing, as for every leaf."""
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
         """On the sharded parameter: called with the reduced gradient, in every backward."""
@@ -148,14 +149,14 @@ class UnshardedParameter(torch.Tensor):
         origin = self._xla_fsdp_origin
         if not origin.alone:
             raise RuntimeError(
-                f"{method} of parameter {origin.name()!r}, which is stored in one tensor with "
-                "others (flatten_parameters, scan_blocks): its gradient alone does not exist. "
-                "Register the hook on what model.named_parameters() returns, or wrap without "
-                "flatten_parameters, the blocks one by one"
+                f"{method} of parameter {origin.name()!r} is not supported, because it is stored "
+                "in one tensor with others (flatten_parameters, scan_blocks) and has no separate "
+                "gradient. Register the hook on a parameter of model.named_parameters(), or wrap "
+                "without flatten_parameters, each block separately"
             )
         return origin.tensor.shard
 
-    # -- copies: parameters that nothing shards ---------------------------------------------------
+    # -- copies: plain parameters that are not sharded --------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -172,18 +173,18 @@ class UnshardedParameter(torch.Tensor):
 
 
 def make_unsharded(full: torch.Tensor, origin: Origin) -> None:
-    """Has ``full`` answer as the parameter that it is the value of."""
+    """Makes ``full``, the value of a parameter, behave like that parameter."""
     full.__class__ = UnshardedParameter
     full.__dict__["_xla_fsdp_origin"] = origin
 
 
 def _raise_if_registered(module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
-    """Raises RuntimeError if a forward makes a full parameter one of another name or module."""
+    """Raises RuntimeError if a forward assigns a full parameter to another name or module."""
     if isinstance(parameter, UnshardedParameter) and parameter is not module._parameters.get(name):
         raise RuntimeError(
             f"a forward assigned its parameter {parameter._xla_fsdp_origin.name()!r} to the "
-            f"attribute {name!r} of a {type(module).__name__}, where it would be an empty tensor "
-            "after the forward. Use a local variable, or share the parameter before wrapping"
+            f"attribute {name!r} of a {type(module).__name__}, where it would be empty after the "
+            "forward. Use a local variable, or share the parameter before wrapping"
         )
 
 

@@ -1,5 +1,5 @@
-"""Checks of how a script uses a wrapped model: of parameters when a module is wrapped, of the first
-forward, of its inputs, and of transformations that would bypass a forward."""
+"""Checks of how a script uses a wrapped model: parameters at wrapping, the first forward, inputs,
+and transformations that would bypass a forward."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from .released import ReleasedParameter
 from .sharded_tensor import home_of
 from .unit import NamedUnits
 
-# On a parameter that no wrapper shards: a warning has named it.
+# Set on a parameter that no wrapper shards, once a warning has named it.
 WARNED = "_xla_fsdp_warned_unsharded"
 
 
 def require_values(units: NamedUnits, doing: str) -> None:
-    """Raises RuntimeError if ``doing`` comes before parameters of ``units`` have values."""
+    """Raises RuntimeError if ``doing`` happens before parameters of ``units`` have values."""
     if any(unit.awaited for _, unit in units):
         require_come([(f"{path}." if path else "", unit.awaited) for path, unit in units], doing)
 
 
 def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:
-    """Warns of trainable parameters in ``root`` that none of ``units``, those in it, shards."""
+    """Warns about trainable parameters in ``root`` that none of the FSDP units in it shards."""
     sharded = {shard for _, unit in units for shard in unit.shards}
     found = {
         name: parameter
@@ -51,9 +51,9 @@ def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:
     if names:
         some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         warnings.warn(
-            f"{some} came into the model after it was wrapped: not sharded, and their gradients "
-            "are not averaged over the ranks, so that ranks will drift apart. Add modules before "
-            "wrapping, or wrap them",
+            f"{some} came into the model after it was wrapped. They are not sharded, and their "
+            "gradients are not averaged over the ranks, so the ranks' values will diverge. Add "
+            "modules before wrapping, or wrap them",
             stacklevel=2,
         )
 
@@ -61,9 +61,9 @@ def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:
 def compare_initial_weights(world: World, units: NamedUnits) -> None:
     """Warns if ranks built the model with different weights; once, before the first forward.
 
-    Each rank has cut its shard out of its own, so that the whole is a mixture. What was loaded or
-    changed since is not compared. All ranks must call it; nothing is compared among groups whose
-    copies are independent.
+    Each rank cut its shard from its own full parameters, so the sharded model would be a mixture.
+    Parameters that were loaded or changed since are not compared. All ranks must call it. Groups
+    with independent copies are not compared with each other.
     """
     holders = world.size * world.replicas
     if holders == 1 or holders != xr.world_size() or is_pretending():
@@ -74,54 +74,54 @@ def compare_initial_weights(world: World, units: NamedUnits) -> None:
         if unit.initial_stamps == stamps(unit.shards)
     }
     everyone = tell_all(world, "xla_fsdp initial weights", own)
-    if everyone is None:  # another rank is told
+    if everyone is None:  # another rank gets the values and warns
         return
     differing = [path for path in own if len({each[path] for each in everyone if path in each}) > 1]
     if differing:
         some = ", ".join(repr(path or "the root") for path in differing[:5])
         warnings.warn(
-            f"ranks built {some} with different weights, so that the sharded model is a mixture of "
-            "them, and replicas differ: call torch.manual_seed with the same number on every rank "
-            "before building the model, or pass sync_module_states=True, which takes those of rank "
-            "0",
+            f"ranks built {some} with different weights, so the sharded model is a mixture of "
+            "them, and replicas differ. Call torch.manual_seed with the same number on every rank "
+            "before building the model, or pass sync_module_states=True, which takes the weights "
+            "of rank 0",
             stacklevel=2,
         )
 
 
 def tell_of_slices(world: World) -> None:
-    """Says how a model is sharded where there are several slices, once, by rank 0."""
+    """Rank 0 logs once how a model is sharded if there are several slices."""
     slices = slices_of_ranks()
     if not slices or xr.global_ordinal() != 0 or is_pretending():
         return
     where = f"{len(slices)} slices of {len(slices[0])} ranks"
     if world.replicas > 1 and set(world.groups) == set(slices):
         say(
-            f"{where}: the model is sharded within each slice and replicated over them; pass "
+            f"{where}: the model is sharded within each slice and replicated over the slices. Pass "
             "sharding_strategy=ShardingStrategy.FULL_SHARD to shard over all ranks"
         )
     elif any(not any(set(group) <= set(one) for one in slices) for group in world.groups):
         say(
-            f"{where}: the model is sharded over ranks of several slices, so every gather goes "
-            "over the data-centre network"
+            f"{where}: the model is sharded over ranks of several slices, so every gather uses the "
+            "network between them"
         )
 
 
 _REMEDY = (
-    "leave torch.compile out: whatever a step does is traced as it is, and XLA compiles all of it "
-    "as one program"
+    "leave torch.compile out: a step is traced without it, and XLA compiles all of it as one "
+    "program"
 )
 
 
 def require_plain_call(name: str) -> None:
-    """Raises RuntimeError inside of torch.compile and of torch.func; ``name`` of the module."""
+    """Raises RuntimeError inside torch.compile and torch.func; ``name``: of the module."""
     if torch.compiler.is_compiling():
         _refuse_compilation(name)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
-            f"the forward of {name}, which is wrapped, was called inside of a transformation of "
-            "torch.func (grad, vmap, jvp, jacrev, ...), which knows nothing of shards: for "
+            f"the forward of {name}, which is wrapped, was called inside a transformation of "
+            "torch.func (grad, vmap, jvp, jacrev, ...), which does not support shards. For "
             "gradients call backward, or torch.autograd.grad(loss, inputs, create_graph=True) for "
-            "those with respect to inputs; give a batch a dimension instead of vmap, and transform "
+            "gradients of inputs; use a batch dimension instead of vmap; or transform "
             "the model before wrapping, or a function of its output"
         )
 
@@ -131,36 +131,36 @@ def require_uncompiled(root: nn.Module) -> None:
     for name, module in root.named_modules():
         if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
             raise RuntimeError(
-                f"module {name or type(module).__name__!r} is compiled by torch.compile, and in a "
-                "wrapper: its graphs would be programs of their own, which need the full "
-                "parameters as inputs and are not freed, and ranks that are threads of one process "
-                f"would compile at the same time; {_REMEDY}"
+                f"module {name or type(module).__name__!r} in a wrapper is compiled by "
+                "torch.compile. Its graphs would be separate programs that take the full "
+                "parameters as inputs and never free them, and ranks that are threads of one "
+                f"process would compile at the same time; {_REMEDY}"
             )
 
 
 @torch.compiler.disable
 def _refuse_compilation(name: str) -> NoReturn:
     raise RuntimeError(
-        f"the forward of {name}, which is wrapped, was called inside of torch.compile: {_REMEDY}"
+        f"the forward of {name}, which is wrapped, was called inside torch.compile: {_REMEDY}"
     )
 
 
 class InputDeviceError(RuntimeError):
-    """The forward of a wrapped module failed, and was given tensors that are on another device than
-    its parameters. ``__cause__`` is the error that it failed with."""
+    """Raised if the forward of a wrapped module failed and some inputs are not on the device of its
+    parameters. ``__cause__`` is the original error."""
 
 
 def raise_if_elsewhere(module: str, inputs: Any, device: torch.device, error: RuntimeError) -> None:
     """Raises InputDeviceError from ``error`` if ``inputs`` were not all on ``device``.
 
-    ``error`` is what the forward of a ``module`` (the name of its class) ended with. It may move
-    its inputs itself and fail for another reason, so its message comes first.
+    ``error`` is the error of the forward of a ``module`` (the name of its class). That forward may
+    move its inputs itself and fail for another reason, so the message starts with ``error``.
     """
     elsewhere = [tensor for tensor in tensors_in(inputs) if tensor.device != device]
-    # Subclasses, of this package or of torch such as torch.OutOfMemoryError, name another reason.
+    # Subclasses, from this package or torch (torch.OutOfMemoryError), state another reason.
     if elsewhere and type(error) in (RuntimeError, NotImplementedError):
         raise InputDeviceError(
-            f"{error}\nThe forward of {module} that failed with this was given a tensor of shape "
+            f"{error}\nThe forward of {module} that raised this got a tensor of shape "
             f"{tuple(elsewhere[0].shape)} on {elsewhere[0].device}, while its parameters are on "
             f"{device}. If it does not move its inputs itself, move inputs there with "
             f".to({str(device)!r})"
@@ -169,68 +169,69 @@ def raise_if_elsewhere(module: str, inputs: Any, device: torch.device, error: Ru
 
 def require_parameters_here(path: str, module: nn.Module) -> None:
     """Raises ValueError, TypeError or RuntimeError if parameters of ``module``, called ``path``,
-    cannot be sharded, or would compute otherwise then."""
+    cannot be sharded, or would give other results when sharded."""
     name = path or type(module).__name__
     looks_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not is_ignored(module)
     if looks_up and module.max_norm is not None:
         raise ValueError(
             f"{type(module).__name__} {name!r} has max_norm={module.max_norm}, with which a "
-            "forward changes the rows that it looks up, on each rank others: set max_norm to None, "
-            "and compute with shortened rows instead (e = embedding(i); e * (max_norm / "
+            "forward changes the rows that it reads, different ones on each rank. Set max_norm to "
+            "None, and compute with shortened rows (e = embedding(i); e * (max_norm / "
             "e.norm(dim=-1, keepdim=True)).clamp(max=1))"
         )
     if looks_up and module.scale_grad_by_freq and xr.world_size() > 1:
         raise ValueError(
-            f"{type(module).__name__} {name!r} has scale_grad_by_freq=True, with which a row's "
-            "gradient is divided by how often it is looked up, here by this rank's part of the "
-            "batch alone: set it to False, or keep the module whole with ignored_modules"
+            f"{type(module).__name__} {name!r} has scale_grad_by_freq=True, which divides a row's "
+            "gradient by how often it is looked up, here only in this rank's part of the batch. "
+            "Set it to False, or exclude the module from sharding with ignored_modules"
         )
     if flattened_in(module):
         raise RuntimeError(
-            f"the parameters of module {name!r} are flattened into another wrapper's, which is not "
-            "part of the module to wrap: put that wrapper in its place (wrapper, not "
-            "wrapper.module), or wrap it without flatten_parameters"
+            f"the parameters of module {name!r} are flattened into the vector of another wrapper, "
+            "which is not part of the module to wrap. Replace the module by that wrapper (wrapper, "
+            "not wrapper.module), or wrap it without flatten_parameters"
         )
     for key, parameter in module._parameters.items():
         if isinstance(parameter, ReleasedParameter) and home_of(parameter) is None:
             raise RuntimeError(
-                f"parameter {dotted(path, key)!r} of {type(module).__name__} is tied to one of "
-                "scanned blocks, which share none: untie it, or wrap the blocks singly. "
-                "Or it is tied to one that another wrapper has, and was moved since "
-                "(model.to(device)): move the model before wrapping the first of its modules"
+                f"parameter {dotted(path, key)!r} of {type(module).__name__} is tied either to a "
+                "parameter of scanned blocks, which cannot share parameters, or to one of another "
+                "wrapper that was moved since (model.to(device)). In the first case untie it, or "
+                "wrap each block separately; in the second case move the model before wrapping the "
+                "first of its modules"
             )
         if parameter is not None and home_of(parameter) is None and note_of(parameter) is None:
             _require_plain(dotted(path, key), parameter)
         if isinstance(parameter, UninitializedParameter):
             raise RuntimeError(
                 f"parameter {dotted(path, key)!r} of {type(module).__name__} is lazy and has no "
-                "shape yet: run the module once on an input before wrapping it, or give it its "
-                "sizes"
+                "shape yet. Run the module once on an input before wrapping it, or build it with "
+                "its sizes"
             )
 
 
 def _require_plain(name: str, parameter: nn.Parameter) -> None:
-    """Raises TypeError or RuntimeError if something hangs on ``parameter`` that a shard cannot
-    have, and warns of a gradient."""
+    """Raises TypeError or RuntimeError if ``parameter`` has something that a shard cannot have, and
+    warns if it has a gradient."""
     kind = type(parameter)
     if has_own_operators(kind) or (
         kind.__torch_function__ is not nn.Parameter.__torch_function__
         and not isinstance(parameter, (ReleasedParameter, UninitializedParameter))
     ):
         raise TypeError(
-            f"parameter {name!r} is a {kind.__name__}, which has operators of its own; gathered it "
-            "would be a plain tensor without them. Use an nn.Parameter, or leave it whole with "
-            "ignored_parameters"
+            f"parameter {name!r} is a {kind.__name__}, which overrides operators, but the gathered "
+            "parameter would be a plain tensor without them. Use an nn.Parameter, or exclude it "
+            "from sharding with ignored_parameters"
         )
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise RuntimeError(
-            f"parameter {name!r} has a hook from before the wrapping, which nobody would call: "
-            f"register it after wrapping, on model.get_parameter({name!r}); there it is given "
-            "this rank's shard of the mean gradient"
+            f"parameter {name!r} has a hook from before the wrapping, which would never be called. "
+            f"Register it after wrapping, on model.get_parameter({name!r}); there it is called "
+            "with this rank's shard of the mean gradient"
         )
     if parameter.grad is not None:
         warnings.warn(
-            f"parameter {name!r} has a gradient from before the wrapping, which is dropped: wrap "
-            "first, or call zero_grad() before wrapping",
+            f"parameter {name!r} has a gradient from before the wrapping, which is dropped. Wrap "
+            "before the first backward, or call zero_grad() before wrapping",
             stacklevel=2,
         )
