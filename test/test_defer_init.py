@@ -93,7 +93,9 @@ def loads(rank, folder):
         raises_naming(names[:3], [], call=lambda m=model: m(x))
         raises_naming(names[:3], [], "saving was called",
                       lambda m=model: save_checkpoint(f"{folder}/none", m, step=1))  # fmt: skip
-        raises_naming(names[:3], [], "full_state_dict was called", lambda m=model: full_state_dict(m))
+        raises_naming(
+            names[:3], [], "full_state_dict was called", lambda m=model: full_state_dict(m)
+        )
         raises_naming(names[:3], [], r"state_dict\(\) was called", lambda m=model: m.state_dict())
         raises_naming(
             names[:3], [], "clip_grad_norm_ was called", lambda m=model: m.clip_grad_norm_(1.0)
