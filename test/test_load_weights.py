@@ -215,7 +215,7 @@ def refuse_all(rank, cases):
     assert caught.type.__name__ == kind
     with pytest.raises(Exception, match="no name is left"):
         load_weights(model, good, prefix="backbone.")
-    with pytest.raises(Exception, match="two tensors are 'x'"):
+    with pytest.raises(Exception, match="two tensors are named 'x'"):
         load_weights(model, good, rename=lambda name: "x")
     with pytest.raises(Exception, match="cast=True converts it"):
         load_weights(model, cases[0][0].replace("missing", "half"), cast=False)
