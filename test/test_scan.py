@@ -308,7 +308,7 @@ def refused(rank):
     x = torch.ones(2, 4, device=torch_xla.device())
     with pytest.raises(ValueError) as raised:
         scan_blocks([Small(double=True)])(x)
-    found.append(("made (4, 4), torch.float32 of (2, 4)", str(raised.value)))
+    found.append(("returned (4, 4), torch.float32 for an input of (2, 4)", str(raised.value)))
     with pytest.raises(TypeError) as raised:
         differing(x.long())
     found.append(("floating-point tensor as first argument, got torch.int64", str(raised.value)))
