@@ -247,7 +247,7 @@ def test_two_cpu_ranks(run_script, tmp_path):
     assert 0 < ours["planned"] < 0.01 < ours["seconds"] and 0 < ours["host"] < ours["seconds"]
     assert 1 << 20 < ours["planned_hbm"] < 1 << 28 and ours["hbm"] is None
     assert theirs["planned"] is None and data["planned_for"] == "v5litepod-4"
-    assert "on CPU ranks, " in done.stdout and "by a plan for another device" in done.stdout
+    assert "on CPU ranks, " in done.stdout and "in a plan for another device" in done.stdout
     kinds = {(time["kind"], time["bytes"]) for time in data["collectives"]}
     assert kinds == {(kind, size) for kind in KINDS for size in (1 << 13, 1 << 17)}
     assert all(time["seconds"] > 0 for time in data["collectives"])
