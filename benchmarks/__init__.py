@@ -1,1 +1,1 @@
-"""Side by side with the in-tree class: ``python -m benchmarks.compare``."""
+"""Benchmarks, to be run from the repository: for example ``python -m benchmarks.compare``."""

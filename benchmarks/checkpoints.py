@@ -1,13 +1,13 @@
-"""Saving and loading against a plain copy of the same bytes, the in-tree way and torch's.
+"""The time to save and to load, compared with a plain copy, the in-tree class and torch.
 
     python -m benchmarks.checkpoints --dir /tmp/checkpoints --gib 2
 
-4 CPU ranks train a model whose parameters and Adam state are ``--gib`` in all. In turns, several
-times: ``save_checkpoint``; every rank's ``xm.save`` of state_dict, metadata and optimizer, the way
-of torch_xla's own class; ``torch.distributed.checkpoint`` of the same tensors, by the same ranks in
-one process; a plain copy of the checkpoint's files, with fsync as all but the in-tree way do. Then
-the same for loading, where a plain copy is reading all files. The page cache is warm for all. A job
-loads once: the first time in the process is stated beside the median.
+4 CPU ranks train a model whose parameters and Adam state have ``--gib`` GiB in total. These run in
+turns, several times: ``save_checkpoint``; ``xm.save`` of state_dict, metadata and optimizer on
+every rank, as for the class of torch_xla; ``torch.distributed.checkpoint`` of the same tensors, by
+the same ranks in one process; and a plain copy of the checkpoint's files. All but the in-tree way
+call fsync. Then the same for loading, where a plain copy means reading all files. All files are in
+the page cache. A job loads only once, so the table has the first time as well as the median.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _rank(rank: int, folder: str, gib: float, rounds: int) -> dict[str, list[flo
 
 
 def _copy(files: list[Path], folder: Path, rank: int) -> None:
-    if rank == 0:  # one after the other, as cp does
+    if rank == 0:  # one after the other, like cp
         for file in files:
             shutil.copyfile(file, folder / file.name)
             with open(folder / file.name, "rb+") as copied:
@@ -134,7 +134,7 @@ def _held(model, optimizer, rank: int) -> dict[str, torch.Tensor]:
     return held
 
 
-# torch's library knows one process; in turns, ranks save what they hold under names of their own.
+# torch's library supports one process here, so ranks save their shards in turns, with own names.
 def _save_dcp(folder: Path, model, optimizer, rank: int) -> None:
     import torch.distributed.checkpoint as dcp
 
@@ -156,8 +156,8 @@ def _load_dcp(folder: Path, model, optimizer, rank: int) -> None:
 
 
 def table(times: dict[str, list[float]], size: int) -> str:
-    """Markdown: seconds of the first time in the process and of all (median), and speed relative to
-    the plain copy of the same round (median; above 1: faster)."""
+    """A Markdown table: seconds of the first time in the process, the median of all times, and the
+    speed relative to the plain copy of the same round (median; above 1: faster)."""
     rows = ["| | first, s | s | speed / plain copy |", "|---|---:|---:|---:|"]
     for name, each in times.items():
         copy = times[f"{name.partition(',')[0]}, plain copy"]
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--dir", default="/tmp/xla_fsdp-checkpoints", help="where to write")
     parser.add_argument("--gib", type=float, default=2.0, help="parameters and Adam state, GiB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", help="write the figures there, as JSON")
+    parser.add_argument("--output", help="file for the figures, JSON")
     arguments = parser.parse_args()
     import xla_fsdp
 

@@ -1,9 +1,9 @@
-"""Side by side with torch_xla's own FSDP, on CPU ranks: ``python -m benchmarks.compare``.
+"""Compare with the FSDP class of torch_xla, on CPU ranks: ``python -m benchmarks.compare``.
 
-Times come from one launch in which both classes train the same model in alternation; memory and
-programs from a launch for each class, since memory has to be attributed; host time also from a
-process without a launch, as on a TPU. Only the ratios mean anything: ranks share the machine's
-cores, and with whatever else runs on it.
+Times are from one launch in which both classes train the same model in turns. Memory and programs
+are from one launch for each class, because memory is measured per process. Host time is also
+measured in a process without a launch, as on a TPU. Only the ratios are meaningful: the ranks share
+the cores of the machine with each other and with everything else that runs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     default = Workload()
     for name in ("ranks", "blocks", "width", "heads", "batch", "sequence"):
         parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of each class, in all")
-    parser.add_argument("--rounds", type=int, default=5, help="how often the classes alternate")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="timed steps of each class, over all rounds"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="how often the classes take turns")
     parser.add_argument("--checkpoint", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--compute_dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and table")

@@ -1,16 +1,16 @@
-"""Consolidation: memory and speed against a plain copy of the same bytes, and against others.
+"""Memory and speed of consolidation, compared with a plain copy and with other libraries.
 
     python -m benchmarks.consolidation --dir /tmp/bench [--gib 4] [--ranks 8] [--lanes LANE ...]
 
-Writes a checkpoint of a ``--gib`` GiB float32 model with Adam state (three times as many bytes) on
-``--ranks`` ranks into ``--dir``, and of the model alone what the in-tree class and
-torch.distributed.checkpoint would write; then runs every lane in a process of its own, and copies
-its output file by file with ``shutil.copyfile`` and ``fsync``. All read from the page cache, if it
-is large enough for input and output. ``--dir`` is removed at the end.
+Writes to ``--dir``: a checkpoint of ``--ranks`` ranks of a float32 model of ``--gib`` GiB with Adam
+state (three times the bytes), and, without optimizer state, the files that the in-tree class and
+torch.distributed.checkpoint would write. Then it runs every lane in a separate process, and copies
+the output file by file with ``shutil.copyfile`` and ``fsync``. All lanes read from the page cache,
+if it is large enough for input and output. ``--dir`` is removed at the end.
 
-Columns: seconds without starting Python; the copy's; how fast compared with it; peak resident
-memory, what of it the process had before it began (the imports: torch mostly), and the largest
-parameter plus 300 MB.
+Columns: seconds without the start of Python; seconds of the copy; the speed relative to the copy;
+peak resident memory; the part of it that the process used before the work (mostly imports of
+torch); and a bound, the largest parameter plus 300 MB.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ for folder, _, names in os.walk({out!r}):
     break
 else:
     paths = [{out!r}] if os.path.exists({out!r}) else []
-if {sync}:  # what does not make its result durable, is given no advantage of it
+if {sync}:  # this lane does not fsync itself, so its time includes this fsync
     for path in paths:
         os.fsync(os.open(path, os.O_RDONLY))
     seconds += time.perf_counter() - begin
@@ -109,7 +109,7 @@ LANES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--dir", required=True, help="folder to make, and to remove at the end")
+    parser.add_argument("--dir", required=True, help="folder to create, and to remove at the end")
     parser.add_argument("--gib", type=float, default=4)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--lanes", nargs="*", choices=LANES, default=list(LANES), metavar="LANE")
@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def shapes_of(size: int) -> dict[str, int]:
-    """Elements by name: one of 512 MiB, then blocks of 128, 16 and 1 MiB and of 4 KiB."""
+    """Elements by name: one tensor of 512 MiB, then blocks of 128, 16 and 1 MiB and 4 KiB."""
     shapes, left = {}, size
     for number in range(10_000):
         for part, step in (("embed", LARGEST), ("mlp", 128 * MIB), ("attn", 16 * MIB)):
@@ -176,7 +176,7 @@ def write_sharded(path: Path, shapes: dict[str, int], ranks: int, base: torch.Te
 
 
 def write_intree(path: Path, shapes: dict[str, int], ranks: int, base: torch.Tensor) -> None:
-    """As the in-tree class does: shards padded to multiples of 128 elements."""
+    """Write files as the in-tree class does: shards padded to multiples of 128 elements."""
     path.mkdir()
     for rank in range(ranks):
         model, info = {}, {}
@@ -229,8 +229,7 @@ def row(name: str, folder: Path, bound: int) -> str:
 
 
 def warm(folder: Path) -> None:
-    """Reads what will be read, so that all find it in the page cache, as the copy finds its own;
-    and has nothing left to be written."""
+    """Read all input files into the page cache, for all lanes alike, and write all dirty pages."""
     os.sync()
     buffer = bytearray(16 * MIB)
     for path in sorted(folder.rglob("*")):
@@ -241,7 +240,7 @@ def warm(folder: Path) -> None:
 
 
 def copy(files: list[Path], target: Path) -> float:
-    """Seconds that a plain copy takes, made durable as well."""
+    """Seconds of a plain copy with fsync."""
     target.mkdir()
     begin = time.perf_counter()
     for path in files:

@@ -1,10 +1,10 @@
-"""What libtpu's ``estimated_cycles`` amount to beside the peaks of a chip:
+"""Compare libtpu's ``estimated_cycles`` with the peaks of a chip:
 ``python -m benchmarks.cycles v6e-8 [--option name=value ...]``.
 
-Products of bfloat16 matrices as a share of the chip's peak, and operations on elements of 8192 x
-8192 as a share of HBM's bandwidth, each operation alone, all in one program. No TPU is needed, and
-nothing here is measured on one. ``--option``: a flag of libtpu, such as
-``xla_tpu_scoped_vmem_limit_kib=98304``.
+Prints the speed of bfloat16 matmuls as a share of the chip's peak, and of element-wise operations
+on 8192 x 8192 elements as a share of the HBM bandwidth. The operations do not depend on each other;
+all are in one program. No TPU is needed, and nothing is measured on one. ``--option``: a compiler
+option of libtpu, such as ``xla_tpu_scoped_vmem_limit_kib=98304``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xla_fsdp.tpu.topology import resolve
 
 from .slices import require_slices
 
-# (m, k, n): of (m, k) and (k, n). The last three: of LLaMA 8B, and MaxText's 16B.
+# (m, k, n): matmul of (m, k) and (k, n). The last three are of LLaMA 8B and MaxText's 16B.
 PRODUCTS = (
     (8192, 8192, 8192),
     (4096, 4096, 4096),
@@ -33,7 +33,7 @@ PRODUCTS = (
     (12288, 4096, 28672),
 )
 EDGE = 8192
-# (m, k, n) of the products of ``--fused``: of MaxText's 16B and 32B, in the forward.
+# (m, k, n) of the matmuls of ``--fused``: of MaxText's 16B and 32B, in the forward.
 FUSED = ((12288, 28672, 4096), (8192, 28672, 8192))
 # Name, dtype, the operation in StableHLO, tensors read and written.
 ELEMENTS = (
@@ -44,7 +44,7 @@ ELEMENTS = (
 
 
 def program() -> str:
-    """All of them, each of arguments of its own."""
+    """The StableHLO of all operations, each with separate arguments."""
     arguments: list[str] = []
     results: list[tuple[str, str]] = []
     body: list[str] = []
@@ -71,8 +71,8 @@ def program() -> str:
 
 
 def fused_program() -> str:
-    """Of each of :data:`FUSED`: the product, that of SiLU(g) u, which the compiler computes in it,
-    and SiLU(g) u alone."""
+    """The StableHLO for each of :data:`FUSED`: a matmul, a matmul of SiLU(g) u (which the compiler
+    fuses into the matmul), and SiLU(g) u alone."""
     given, body, results = [], [], []
     replicated = '{mhlo.sharding = "{replicated}"}'
     for number, (m, k, n) in enumerate(FUSED):
@@ -119,7 +119,7 @@ def planned(slice: str, options: dict[str, str], fused: bool = False) -> Report:
 
 
 def _outputs(report: Report) -> Iterator[tuple[Op, str]]:
-    """The operations that compute what is returned, with its shape."""
+    """Yield the operations that compute the results of the program, with the shapes."""
     outputs = {b.name: b.shape for b in report.schedule.buffers if b.category == "output"}
     for op in report.schedule.ops:
         if op.cycles and op.name in outputs:
@@ -127,8 +127,10 @@ def _outputs(report: Report) -> Iterator[tuple[Op, str]]:
 
 
 def shares(report: Report, chip: Chip) -> list[str]:
-    """Of the peak, in the order of :data:`PRODUCTS` and :data:`ELEMENTS`; operations are told apart
-    by kind and by the shape of their results."""
+    """Shares of the peaks, in the order of :data:`PRODUCTS` and :data:`ELEMENTS`.
+
+    Operations are identified by their kind and the shape of their results.
+    """
     cycles: dict[tuple[bool, str], list[int]] = {}
     for op, shape in _outputs(report):
         cycles.setdefault((op.opcode in ("add", "multiply"), shape), []).append(op.cycles)
@@ -167,7 +169,7 @@ def _print_fused(slices: Sequence[str], options: dict[str, str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cycles", description=__doc__)
     parser.add_argument("slice", nargs="+", help="such as v6e-8")
-    parser.add_argument("--fused", action="store_true", help="products that compute their input")
+    parser.add_argument("--fused", action="store_true", help="matmuls with a fused input")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
     flags = parser.parse_args(arguments)
     require_slices(parser, flags.slice)

@@ -1,5 +1,5 @@
-"""Decoders as benchmarks plan them: one scanned block, so that the compiler's time does not grow
-with depth; each block is computed again in the backward.
+"""Decoders for benchmarks. The blocks are scanned, so the compile time does not grow with depth;
+each block is recomputed in the backward.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from xla_fsdp import ShardingStrategy
 @dataclass(frozen=True)
 class Decoder:
     """Sizes of a decoder. ``gpt``: layer norms, biases, learned positions, tied embeddings, and
-    two matrices around GELU; otherwise RMS norms and rotary positions, and two matrices around
-    ReLU or, ``gated``, three around SiLU.
+    two matrices around GELU. Otherwise: RMS norms, rotary positions, and two matrices around ReLU
+    or, with ``gated``, three around SiLU.
 
-    ``groups``: heads of keys and values. ``batch``: sequences of a device. ``kernel``: attention
-    without scores in memory. ``fused``: the logits never exist whole, and are computed twice.
-    ``theta``: the base of rotary positions. ``rotation``: "product", halves of heads change places
-    by one, or "transformers", by its own function. ``by_heads``: a block has ``head_dim``, by which
-    the wrapper makes heads in the products. ``keep``, ``prefetch`` and ``offload``: those of
-    ``scan_blocks``.
+    ``groups``: heads of keys and values. ``batch``: sequences per device. ``kernel``: attention
+    without scores in memory. ``fused``: the full logits are never in memory, and are computed
+    twice. ``theta``: the base of rotary positions. ``rotation``: how the halves of heads are
+    swapped: "product" (by a matmul) or "transformers" (by the function of transformers).
+    ``by_heads``: blocks have ``head_dim``, so the wrapper computes heads in the matmuls. ``keep``,
+    ``prefetch`` and ``offload``: as in ``scan_blocks``.
     """
 
     layers: int
@@ -59,18 +59,18 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
-        """Of the matrices, the embedding counted once if tied; norms and biases are not counted."""
+        """Parameters of all matrices; a tied embedding counts once, norms and biases do not."""
         tables = (1 if self.tied or self.gpt else 2) * self.vocabulary * self.width
         return self.layers * self.of_block + tables
 
     @property
     def tokens(self) -> int:
-        """Of a device in a step."""
+        """Tokens of a device in a step."""
         return self.batch * self.length
 
     def flops(self, causal: float = 1.0) -> float:
-        """Of a step on one device, as MFU counts them: 6 for each parameter of a matrix that a
-        token is multiplied with, and attention, of which ``causal`` is counted."""
+        """FLOPs of a step on one device, as for MFU: 6 for each token and matrix parameter that it
+        is multiplied with, and the share ``causal`` of attention."""
         multiplied = self.layers * self.of_block + self.vocabulary * self.width
         attention = 12 * self.layers * self.heads * self.dim * self.length * causal
         return self.tokens * (6 * multiplied + attention)
@@ -135,8 +135,8 @@ class Block(nn.Module):
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding of (b, h, s, d); cos and sin (s, d).
 
-    The halves of d change places by a product: cut and put together they would be copies, in whose
-    layout every register is filled to a quarter.
+    The halves of d are swapped by a matmul. Slicing and concatenating them would be copies with a
+    layout that fills only a quarter of each register.
     """
     half = x.shape[-1] // 2
     one = torch.eye(half, dtype=x.dtype)
@@ -186,9 +186,11 @@ def _angles(sizes: Decoder, device: torch.device) -> tuple[torch.Tensor, torch.T
 
 
 def decoder_step(sizes: Decoder, replicas: int = 1) -> Callable[[], torch.Tensor]:
-    """A training step for :func:`xla_fsdp.plan`: AdamW, bfloat16, clipped at a norm of 1.
-    ``replicas``: groups of neighbouring ranks, each of which holds all parameters, sharded; only
-    sums of gradients cross."""
+    """A training step for :func:`xla_fsdp.plan`: AdamW, bfloat16, gradients clipped at a norm of 1.
+
+    ``replicas``: the number of groups of neighbouring ranks that each have all parameters, sharded.
+    Only sums of gradients are sent between groups.
+    """
 
     def step() -> torch.Tensor:
         import torch_xla.runtime as xr

@@ -1,7 +1,7 @@
-"""What depth costs, with and without a scan: ``python -m benchmarks.depth``.
+"""The cost of depth, with and without ``scan_blocks``: ``python -m benchmarks.depth``.
 
 Plans 4 and 32 blocks of workload S, checkpointed one by one or scanned, for a v3-8; no TPU is
-needed. 32 single blocks take the compiler minutes; results are cached. The table goes to
+needed. 32 single blocks take minutes to compile; results are cached. The table is written to
 ``benchmarks/results/depth.md``.
 """
 
@@ -47,7 +47,7 @@ def _temporaries(report: Report) -> int:
 
 
 class Scanned(Network):
-    """Workload S with its blocks in a scan."""
+    """Workload S with its blocks in ``scan_blocks``."""
 
     def __init__(self, depth: int, width: int):
         super().__init__(lambda block: block, 0, width)
@@ -57,7 +57,7 @@ class Scanned(Network):
 
 
 def step_of(depth: int, scanned: bool, width: int, batch: int, traced: list[float]):
-    """A function that builds the model and trains a step; appends the seconds of tracing it."""
+    """A function that builds the model, trains a step, and appends the seconds of tracing."""
 
     def step() -> torch.Tensor:
         from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
@@ -83,7 +83,7 @@ def step_of(depth: int, scanned: bool, width: int, batch: int, traced: list[floa
 
 
 def markdown(columns: dict[str, dict[str, float]]) -> str:
-    """A column a depth and way, a row a figure."""
+    """A table with a column for each depth and way, and a row for each figure."""
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
     decimals = {label: digits for label, _, digits in ROWS}
     for label in next(iter(columns.values())):
@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.depth", description=__doc__)
     parser.add_argument("slice", nargs="?", default="v3-8", help="default: %(default)s")
     parser.add_argument("--width", type=int, default=1024, help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=32, help="a device; default: %(default)s")
+    parser.add_argument("--batch", type=int, default=32, help="per device; default: %(default)s")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the table")
     flags = parser.parse_args()
     require_slices(parser, [flags.slice])

@@ -1,7 +1,7 @@
-"""What ``benchmarks.torch_versions`` runs on ranks here and, as a script, elsewhere.
+"""The checks of ``benchmarks.torch_versions``: a part on ranks here, the others as a script.
 
-``elsewhere.py WRITTEN OWN`` is for environments with another torch and no torch_xla; its last line
-is JSON.
+The script ``elsewhere.py WRITTEN OWN`` runs in environments with another torch and without
+torch_xla. The last line of its output is JSON.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from torch import nn
 _importing = threading.Lock()
 MORE_RANKS = 3
 GONE, SHARDED = "trained on in plain torch", "trained on by `fully_shard`, on CPUs"
-# Of torch's FSDP2: before 2.7 it wants a GPU; 2.7 and 2.8 sum gradients over gloo where they are to
-# be averaged, twice as large on two processes.
+# The first torch whose FSDP2 is correct on CPUs. Before 2.7 it needs a GPU; 2.7 and 2.8 sum
+# gradients over gloo instead of averaging them.
 FIRST_ON_CPU = (2, 9)
 
 
-# --- on ranks here
+# --- on ranks, in this environment
 
 
 def train(rank: int, folder: str, name: str) -> Any:
-    """What ``train`` of a script of docs/how-to/migrate-to-torchtpu.md returns, on this rank."""
+    """Call ``train`` of a script of docs/how-to/migrate-to-torchtpu.md on this rank."""
     with _importing:  # ranks are threads
         sys.path.insert(0, folder)
         try:
@@ -48,12 +48,12 @@ def train(rank: int, folder: str, name: str) -> Any:
             spec.loader.exec_module(module)
         finally:
             sys.path.remove(folder)
-            sys.modules.pop("network")  # of this folder
+            sys.modules.pop("network")  # the module in this folder
     return module.train(rank)
 
 
 def stay(folder: str) -> None:
-    """The losses that there.py is to have: those of one process that sees all data."""
+    """Write the losses that there.py must have: those of one process with all data."""
     network: dict[str, Any] = {}
     exec(Path(folder, "network.py").read_text(), network)
     model = network["build"]()
@@ -63,7 +63,7 @@ def stay(folder: str) -> None:
 
 
 class Several(nn.Module):
-    """Tied weights, a narrow dtype, buffers, a number."""
+    """A model with tied weights, a narrow dtype, buffers and a scalar parameter."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class Several(nn.Module):
 
 
 def write_more(rank: int, folder: str) -> None:
-    """A checkpoint, rank files and a plain file of a model with more in it."""
+    """Write a checkpoint, rank files and a plain file of the model :class:`Several`."""
     import torch_xla
 
     import xla_fsdp
@@ -103,7 +103,7 @@ def write_more(rank: int, folder: str) -> None:
 
 
 def come_back(rank: int, written: str, own: str) -> None:
-    """What that torch's FSDP2 has saved, in shards here: the same as there."""
+    """Load the checkpoint of that torch's FSDP2 here; raise ValueError if values differ."""
     import xla_fsdp
 
     with _importing:
@@ -119,7 +119,7 @@ def come_back(rank: int, written: str, own: str) -> None:
     _require_equal(state, expected["optimizer"])
 
 
-# --- elsewhere
+# --- in the other environment
 
 
 def _require_equal(found: Any, expected: Any, where: str = "") -> None:
@@ -134,7 +134,7 @@ def _require_equal(found: Any, expected: Any, where: str = "") -> None:
 
 
 def _consolidate(*arguments: str) -> str:
-    """What the command prints; warnings are errors."""
+    """Run the command and return what it prints; warnings are errors."""
     from xla_fsdp.consolidate.__main__ import main
 
     said, wrong = io.StringIO(), io.StringIO()
@@ -148,7 +148,7 @@ def _consolidate(*arguments: str) -> str:
 
 
 class Checks:
-    """One method a row; ``written``: from here, ``own``: an empty folder."""
+    """One method for each row. ``written``: the folder of the inputs; ``own``: an empty folder."""
 
     def __init__(self, written: Path, own: Path):
         self.written, self.own = written, own
@@ -164,7 +164,7 @@ class Checks:
         path = f"{self.own}/more.safetensors"
         _consolidate(f"--ckpt_prefix={self.written}/more", f"--save_path={path}")
         found = load_file(path)
-        found["head.weight"] = found["embed.weight"]  # as its metadata says
+        found["head.weight"] = found["embed.weight"]  # tied, according to its metadata
         _require_equal(found, self.expected["model"])
 
     def pth(self) -> None:
@@ -215,18 +215,19 @@ class Checks:
         _require_equal(found, expected)
 
     def plain(self) -> None:
-        """there.py of docs/how-to/migrate-to-torchtpu.md, in one process, no ``fully_shard``."""
+        """Run there.py of docs/how-to/migrate-to-torchtpu.md in one process, without
+        ``fully_shard``."""
         text = (self.written / "there.py").read_text()
         text = re.sub("^from .*import fully_shard$", "", text, flags=re.M)
         self._train(text.replace("fully_shard(layer, mesh=mesh)", "pass"), 1)
 
     def fully_shard(self) -> None:
-        """there.py as it stands, in two processes."""
+        """Run there.py unchanged, in two processes."""
         shutil.rmtree(self.own / "there", ignore_errors=True)
         self._train((self.written / "there.py").read_text(), 2)
 
     def _train(self, text: str, processes: int) -> None:
-        """Saves in ``there``, and in there.pt what is to be equal when that comes back."""
+        """Train and save to ``there``; save the expected values to there.pt."""
         told = (
             "    from torch.distributed.checkpoint.state_dict import StateDictOptions\n"
             "    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)\n"
@@ -247,7 +248,7 @@ class Checks:
 
 
 def torchrun(script: str, processes: int, path: str = "") -> list[str]:
-    """What each process prints; as torchrun starts them, but wherever the host's name leads."""
+    """Start processes as torchrun does, on localhost; return what each prints."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -283,7 +284,7 @@ def version_of(name: str) -> str:
 def tried(check: Callable[[], None]) -> str:
     try:
         check()
-    except Exception as error:  # whatever it is, it stands in the table
+    except Exception as error:  # any error is shown in the table
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
     return "yes"
 

@@ -1,10 +1,10 @@
-"""How soon a job on CPU ranks makes its first steps: ``python -m benchmarks.first_steps``.
+"""The time until the first steps of a job on CPU ranks: ``python -m benchmarks.first_steps``.
 
-GPT-2 of three layers (width 768, 12 heads, a vocabulary of 50,257, 64 tokens a rank), each block
-wrapped, AdamW, the loss read after every step, on 4 CPU ranks. Each setting of ``XLA_FLAGS`` runs
-in processes of its own, in turns with the others, and compiles everything. Prints the least of the
-rounds: seconds since ``launch`` was called, and, for machines that do other work as well, of the
-processor; a step is the median of the last half.
+The model is GPT-2 with three layers (width 768, 12 heads, a vocabulary of 50,257, 64 tokens per
+rank), each block wrapped, with AdamW, on 4 CPU ranks; the loss is read after every step. Each
+setting of ``XLA_FLAGS`` runs in separate processes, in turns with the others, without a cache.
+Prints the least of all rounds: seconds since ``launch`` was called, and CPU seconds, which depend
+less on other work of the machine. The time of a step is the median of the second half.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SETTINGS = {
 
 
 def child(steps: int) -> None:
-    """Trains, and prints the marks of rank 0 and the losses as JSON."""
+    """Train, and print the marks of rank 0 and the losses as JSON."""
     import torch
     import torch_xla
     import torch_xla.debug.metrics as met
@@ -47,7 +47,7 @@ def child(steps: int) -> None:
     began = time.monotonic(), time.process_time()
 
     def mark() -> list[float]:
-        """Seconds on the clock and of the processor, programs compiled, and seconds for that."""
+        """Elapsed seconds, CPU seconds, number of compiled programs, and seconds of compilation."""
         compiling = met.metric_data("CompileTime")
         return [
             time.monotonic() - began[0],
@@ -102,7 +102,7 @@ def _model():
 
 
 def run(flags: str, steps: int) -> dict:
-    """One start with ``flags``; what it took."""
+    """Start once with ``flags``; return times and losses."""
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": flags}
     command = [sys.executable, "-m", "benchmarks.first_steps", "--child", f"--steps={steps}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=True)
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps < 10:
-        parser.error(f"--steps={options.steps}; the tenth step is shown, so at least 10")
+        parser.error(f"--steps={options.steps}: must be at least 10, since the table has step 10")
     if options.child:
         child(options.steps)
         return

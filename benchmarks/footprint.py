@@ -1,8 +1,9 @@
-"""Memory of one lane alone: ``python -m benchmarks.footprint LANE WORKLOAD``, a launch of its own.
+"""Memory of one lane, in a separate launch: ``python -m benchmarks.footprint LANE WORKLOAD``.
 
 Buffers of XLA on CPU are ordinary host memory, so the peak resident size of the process (VmHWM,
-reset once warm) has every gathered parameter in it. The allocator is told to return what is freed
-at once (``environment``), or freed memory would count. The same run has XLA dump its programs.
+reset after the first steps) includes every gathered parameter. ``environment`` makes the allocator
+return freed memory immediately; otherwise freed memory would count. XLA dumps its programs in the
+same run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WARM_UP, STEPS = 3, 4
 
 
 def environment(dump: Path) -> dict[str, str]:
-    """What the process must be started with."""
+    """The environment variables with which the process must be started."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text"
     return {
         **os.environ,
@@ -39,8 +40,8 @@ def environment(dump: Path) -> dict[str, str]:
 def _rank(rank: int, name: str, work: Workload, turns: threading.Lock) -> dict:
     lane = Lane(name, work, rank)
     for _ in range(WARM_UP):
-        with turns:  # the in-tree checkpoint keeps its state in a global of the process
-            loss = lane.trace()  # kept over the sync: an output less is another program
+        with turns:  # the in-tree checkpoint has its state in a global variable
+            loss = lane.trace()  # kept over the sync: with one output less it is another program
         torch_xla.sync(wait=True)
         xm.rendezvous("step")
     if rank == 0:
@@ -50,8 +51,8 @@ def _rank(rank: int, name: str, work: Workload, turns: threading.Lock) -> dict:
     xm.rendezvous("reset")
     before = _kilobytes("VmRSS")
     for _ in range(STEPS):
-        with turns:  # the in-tree checkpoint keeps its state in a global of the process
-            loss = lane.trace()  # kept over the sync: an output less is another program
+        with turns:  # the in-tree checkpoint has its state in a global variable
+            loss = lane.trace()  # kept over the sync: with one output less it is another program
         torch_xla.sync(wait=True)
         xm.rendezvous("step")
     del loss

@@ -1,4 +1,4 @@
-"""The GPT-2 runs on TPU v4 whose step times Hugging Face published, as steps to be planned.
+"""The GPT-2 runs on TPU v4 with step times published by Hugging Face, as steps to plan.
 
 "Large Scale Training of Hugging Face Transformers on TPUs With PyTorch/XLA FSDP"
 (pytorch.org/blog/large-scale-training-hugging-face): slice, tokens a step, milliseconds a step and
@@ -26,10 +26,10 @@ PEAK = 275e12  # bfloat16 FLOP/s a chip: the only value that gives all six publi
 class Run:
     """One published run.
 
-    ``layers``, ``width`` and ``heads`` are published for the 2B only. The others' are the multiples
-    of 1024 and of 128 a head whose parameters give the published MFU and FLOPs a step; for each
-    there are other pairs, with parameters within 5 %. ``batch``, of one device, follows from the
-    published tokens a step, without gradient accumulation.
+    ``layers``, ``width`` and ``heads`` are published only for the 2B. For the others, ``width`` is
+    a multiple of 1024 and heads have 128, such that the parameters give the published MFU and FLOPs
+    of a step. For each there are other pairs, with parameters within 5 %. ``batch``, of one device,
+    follows from the published tokens of a step, without gradient accumulation.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Run:
     batch: int
     step_ms: float  # published
     mfu: float  # published, %
-    derived: bool = True  # layers, width and heads are
+    derived: bool = True  # whether layers, width and heads are derived
 
     @property
     def parameters(self) -> int:
@@ -50,11 +50,11 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of one device in one step."""
+        """Tokens of one device in one step."""
         return self.batch * SEQUENCE
 
     def published_mfu(self, seconds: float) -> float:
-        """In %, as published: 6 FLOPs a parameter and token, nothing for attention."""
+        """MFU in %, by the published rule: 6 FLOPs per parameter and token, none for attention."""
         return 100 * 6 * self.tokens * self.parameters / (seconds * PEAK)
 
 
@@ -72,9 +72,10 @@ RUNS = {
 
 
 class Conv1D(nn.Module):
-    """A linear layer with its weight as (inputs, outputs), as transformers' GPT-2 has it.
+    """A linear layer with a weight of shape (inputs, outputs), as in transformers' GPT-2.
 
-    So sharding on dimension 0 cuts the inputs, and in-tree's patch of ``nn.Linear`` does not apply.
+    So sharding on dimension 0 splits the inputs, and the in-tree patch of ``nn.Linear`` does not
+    apply.
     """
 
     def __init__(self, inputs: int, outputs: int):
@@ -89,7 +90,7 @@ class Conv1D(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm, as one unit to wrap."""
+    """Attention and a perceptron, each after a norm; one unit to wrap."""
 
     def __init__(self, width: int, heads: int, dropout: float = DROPOUT):
         super().__init__()
@@ -107,7 +108,7 @@ class Block(nn.Module):
     def forward(self, x):
         x = x + F.dropout(self.attn_proj(self._attend(self.ln_1(x))), self.dropout)
         h = self.c_fc(self.ln_2(x))
-        # transformers' gelu_new, as it spells it out
+        # gelu_new of transformers, with the same operations
         h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
         return x + F.dropout(self.mlp_proj(h), self.dropout)
 
@@ -126,8 +127,8 @@ class GPT2(nn.Module):
     """Returns the mean cross-entropy of the next token.
 
     Args:
-        wrap: applied to each block as soon as it is built, so that the whole model is never on
-            the host.
+        wrap: applied to each block as soon as it is built, so that the full model is never on the
+            host.
     """
 
     def __init__(self, run: Run, layers: int, dropout: float, wrap: Callable[[Block], nn.Module]):
@@ -148,11 +149,11 @@ class GPT2(nn.Module):
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor as the Trainer of transformers runs it for ``--optim adafactor``.
+    """Adafactor as the Trainer of transformers uses it for ``--optim adafactor``.
 
-    No relative step, no scaling by the parameter, no first moment, a fixed rate. Not
-    ``torch.optim.Adafactor``, which reads norms on the host for every parameter (``.item()``): on
-    XLA each of them cuts the step. Shazeer and Stern, arXiv 1804.04235.
+    It has no relative step, no scaling by the parameter, no first moment, and a fixed rate (Shazeer
+    and Stern, arXiv 1804.04235). It is not ``torch.optim.Adafactor``, which reads norms on the host
+    for every parameter (``.item()``): on XLA each read splits the step.
     """
 
     def __init__(self, params, lr: float = 5e-5, decay: float = -0.8, eps: float = 1e-30):
@@ -196,11 +197,11 @@ def _rms(tensor):
 def step_for(
     run: Run, layers: int | None = None, dropout: float = DROPOUT
 ) -> Callable[[], torch.Tensor]:
-    """The training step of ``run`` for :func:`xla_fsdp.plan`, by default at its full depth.
+    """The training step of ``run`` for :func:`xla_fsdp.plan`, by default with all layers.
 
-    In-tree FSDP with the published ``fsdp_config.json``: bfloat16, sharded on dimension 0, pinned
-    layouts (a gather is an all-reduce of a padded tensor), each block checkpointed and wrapped.
-    The Trainer clips at a norm of 1 by default.
+    It uses in-tree FSDP with the published ``fsdp_config.json``: bfloat16, sharded on dimension 0,
+    pinned layouts (a gather is an all-reduce of a padded tensor), each block checkpointed and
+    wrapped. The Trainer clips gradients at a norm of 1 by default.
     """
 
     def step() -> torch.Tensor:

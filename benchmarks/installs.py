@@ -1,9 +1,9 @@
-"""How long `make demo` and `make test` install, with uv and with pip, from empty caches.
+"""The time that `make demo` and `make test` take to install, with uv and with pip, without caches.
 
     python -m benchmarks.installs [demo|installed]
 
-Each goes into a virtual environment of its own, which is deleted afterwards: 8 GB of space and of
-downloads each. uv also compiles the bytecode, as pip does.
+Each installs into a separate virtual environment, which is deleted afterwards, and needs 8 GB of
+disk space and of downloads. uv also compiles the bytecode, as pip does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# "demo", and what `make test` needs as "installed".
+# "demo" is for `make demo`, "installed" for `make test`.
 EXTRAS = dict(re.findall(r"^\.venv/(\w+): extras := (\S+)$", (ROOT / "Makefile").read_text(), re.M))
 
 
@@ -38,7 +38,9 @@ def seconds(tool: str, extras: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("target", nargs="?", choices=EXTRAS, help="of the Makefile; default: all")
+    parser.add_argument(
+        "target", nargs="?", choices=EXTRAS, help="a target of the Makefile; default: all"
+    )
     target = parser.parse_args().target
     rows = []
     for name in [target] if target else EXTRAS:

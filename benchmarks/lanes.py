@@ -1,4 +1,4 @@
-"""What is compared: the same model and optimizer, sharded by one class, the other, or none."""
+"""The lanes to compare: the same model and optimizer, sharded by our class or the in-tree one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Workload:
-    """What every lane trains; the flags of ``benchmarks.compare``."""
+    """The workload of every lane; its fields are the flags of ``benchmarks.compare``."""
 
     ranks: int = 4
     blocks: int = 12
@@ -30,7 +30,7 @@ class Workload:
 
     @property
     def arguments(self) -> dict:
-        """What ``Workload`` takes, as plain values."""
+        """The arguments of ``Workload`` as plain values."""
         return asdict(self)
 
     @property
@@ -39,10 +39,10 @@ class Workload:
 
 
 class Lane:
-    """One rank's model and optimizer under one of the classes, and how to take a step."""
+    """The model and optimizer of one rank, sharded by one of the classes."""
 
     def __init__(self, name: str, work: Workload, rank: int, pretend: bool = False):
-        """``pretend``: this process is one of ``work.ranks`` although no other one exists."""
+        """``pretend``: simulate rank ``rank`` of ``work.ranks``; no other rank exists."""
         self.name = name
         groups = {}
         if pretend:
@@ -55,14 +55,16 @@ class Lane:
             model.blocks[number] = wrap(checkpoint(block) if work.checkpoint else block)
         self.model = wrap(model).to(torch_xla.device())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        rng = torch.Generator().manual_seed(SEED + 1 + rank)  # each rank its part of the batch
+        rng = torch.Generator().manual_seed(
+            SEED + 1 + rank
+        )  # each rank has another part of the batch
         shape = work.batch, work.sequence + 1
         tokens = torch.randint(VOCABULARY, shape, generator=rng)
         self.tokens = tokens.to(torch_xla.device())
         torch_xla.sync()
 
     def trace(self) -> torch.Tensor:
-        """Forward, backward and optimizer, traced; nothing runs before ``torch_xla.sync()``."""
+        """Trace forward, backward and optimizer; nothing runs before ``torch_xla.sync()``."""
         loss = self.model(self.tokens)
         loss.backward()
         self.optimizer.step()

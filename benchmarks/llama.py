@@ -1,9 +1,9 @@
-"""LLaMA with attention written out, as a kernel, and with a fused cross entropy, planned:
+"""Plan LLaMA with attention in plain operations, with the kernel, and with a fused cross entropy:
 ``python -m benchmarks.llama 1B v5litepod-16``.
 
-No TPU is needed: what is printed is the compiler's memory and the modelled step. MFU counts what
-causal attention sees, about half of it, and beside it all, as MaxText's step logs do. Blocks are
-scanned, so each is recomputed in the backward. Copies are operations that only move values to
+No TPU is needed: it prints the compiler's memory and the modelled step. MFU counts only the scores
+that causal attention uses, about half; a second MFU counts all, as MaxText's step logs do. Blocks
+are scanned, so each is recomputed in the backward. Copies are operations that only move values to
 another place or layout. Widths are those of Llama 3.2 1B and Llama 3.1 8B and 70B (``config.json``
 of the published weights), embeddings not tied; 16B is MaxText's (``published_runs.py``).
 """
@@ -47,18 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("slice")
     parser.add_argument("--way", action="append", choices=WAYS, help="default: all")
-    parser.add_argument("--batch", type=int, help="sequences a device")
-    parser.add_argument("--layers", type=int, help="fewer blocks")
-    parser.add_argument("--length", type=int, help="tokens of a sequence")
-    parser.add_argument("--keep", nargs="+", metavar="NAME", help="what is not computed again: "
+    parser.add_argument("--batch", type=int, help="sequences per device")
+    parser.add_argument("--layers", type=int, help="number of blocks")
+    parser.add_argument("--length", type=int, help="tokens in a sequence")
+    parser.add_argument("--keep", nargs="+", metavar="NAME", help="values that are not recomputed: "
                         "attention, q, k, v, out, gate, up, down")  # fmt: skip
-    parser.add_argument("--rotation", choices=ROTATIONS, help="how halves of heads change places")
-    parser.add_argument("--by_heads", action="store_true", help="heads made in the products, as "
-                        "those of transformers' models are")  # fmt: skip
-    parser.add_argument("--prefetch", action="store_true", help="gather the next block meanwhile")
-    parser.add_argument("--offload", action="store_true", help="inputs of blocks to the host")
+    parser.add_argument("--rotation", choices=ROTATIONS, help="how halves of heads are swapped")
+    parser.add_argument("--by_heads", action="store_true", help="compute heads in the matmuls, as "
+                        "in models of transformers")  # fmt: skip
+    parser.add_argument("--prefetch", action="store_true", help="scan_blocks(prefetch=True)")
+    parser.add_argument("--offload", action="store_true", help="scan_blocks(offload=True)")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
-                        help="of the compiler")  # fmt: skip
+                        help="a compiler option")  # fmt: skip
     parser.add_argument("--save", type=Path, help="folder for the reports")
     parser.add_argument("--out", type=Path, help="file for the figures, JSON")
     flags = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Watching memory while something runs."""
+"""Measure peak memory while something runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Peak:
-    """The largest value that ``look()`` gave, asked every ``seconds`` while this context lasts."""
+    """The largest value of ``look()``, called every ``seconds`` while this context is open."""
 
     def __init__(self, look: Callable[[], int], seconds: float) -> None:
         self.value = 0

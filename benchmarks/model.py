@@ -10,7 +10,7 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each behind a norm and around a residual."""
+    """Attention and a two-layer perceptron, each after a norm and with a residual."""
 
     def __init__(self, width: int, heads: int, causal: bool = True):
         super().__init__()
@@ -43,8 +43,11 @@ class Block(nn.Module):
 
 
 class BlockOfParts(Block):
-    """The same as an expert writes it for TPUs: each of queries, keys and values made by a part of
-    the weight, in heads, and mixed heads joined by the product that takes them."""
+    """The same block, written for TPUs.
+
+    Queries, keys and values are computed by separate matmuls with parts of the weight, directly in
+    heads. The matmul after attention takes heads and joins them.
+    """
 
     def attention(self, x):
         from xla_fsdp.layers import einsum, softmax

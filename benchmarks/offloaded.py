@@ -1,8 +1,8 @@
-"""What waiting on the host saves: ``python -m benchmarks.offloaded``.
+"""The memory that ``offload=True`` saves: ``python -m benchmarks.offloaded``.
 
-Plans blocks of one linear layer, whose inputs weigh 1.5 GiB each, checkpointed one by one and
-scanned, with ``offload=True`` and without, for a v5litepod-8; no TPU is needed. The table goes to
-``benchmarks/results/offloaded.md``.
+Plans blocks of one linear layer, whose inputs have 1.5 GiB each, checkpointed one by one or
+scanned, with and without ``offload=True``, for a v5litepod-8; no TPU is needed. The table is
+written to ``benchmarks/results/offloaded.md``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROWS: list[tuple[str, Callable[[Report], str]]] = [
 
 
 class Block(nn.Module):
-    """A linear layer around which the input goes on."""
+    """A linear layer with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 def step(depth: int, scanned: bool, offload: bool) -> None:
-    """One SGD step of ``depth`` blocks behind a linear layer."""
+    """One SGD step of ``depth`` blocks after a linear layer."""
     wrap = functools.partial(FSDP, compute_dtype=torch.bfloat16)
     blocks = [Block() for _ in range(depth)]
     if scanned:

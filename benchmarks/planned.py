@@ -1,10 +1,11 @@
-"""Side by side with others' FSDP on the TPU compiler: ``python -m benchmarks.planned``.
+"""Compare with other FSDP implementations on the TPU compiler: ``python -m benchmarks.planned``.
 
-Plans workload S for several slices, as four ways to shard it: this wrapper, torch_xla's own class,
-torch_xla's SPMD variant ("FSDPv2") and plain JAX, which keeps what it gathered or gathers twice, as
-jit compiles it or with MaxText's options; then with every block rematerialised, in one loop, and
-with parameters kept for the backward (ZeRO-2). No TPU is needed. A compilation takes half a minute
-to three minutes on two cores; results are cached. Tables and pictures go to ``benchmarks/results``.
+Plans workload S for several slices, sharded in four ways: this wrapper, the class of torch_xla,
+torch_xla's SPMD variant ("FSDPv2"), and plain JAX, with jit's default compiler options or with
+MaxText's. There are tables for parameters gathered twice (ZeRO-3), for parameters kept for the
+backward (ZeRO-2), for rematerialised blocks, and for blocks in one loop. No TPU is needed. A
+compilation takes half a minute to three minutes on two cores; results are cached. Tables and
+pictures are written to ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PARTS = "ours, by parts"  # queries, keys and values, as in JAX's row
 
 @dataclass(frozen=True)
 class Table:
-    """What is compared, where, and what waits for the backward (``peers/sizes.py``)."""
+    """The slices and names of a table, and what is saved for the backward (``peers/sizes.py``)."""
 
     slices: tuple[str, ...]
     names: tuple[str, ...]
@@ -73,7 +74,7 @@ FIGURES: list[tuple[str, Callable[[Report], float], int]] = [
     ("step, ms", lambda r: 1e3 * r.timing.step, 1),
     ("MFU, %", lambda r: 100 * r.timing.mfu, 1),
 ]
-# In the JSON beside those.
+# Figures that are only in the JSON.
 MORE: list[tuple[str, Callable[[Report], float]]] = [
     ("executables of the ranks traced", lambda r: r.executables),
     ("compile time, s", lambda r: r.compile_seconds),
@@ -95,11 +96,11 @@ def _cycles(report: Report) -> int:
 
 
 def plan_one(name: str, where: str, table: Table) -> Report:
-    """Workload S as ``name`` shards it, on a slice.
+    """Plan workload S, sharded by ``name``, on a slice.
 
-    Each is compiled with the options that its users get on a TPU host: torch_xla's for all but JAX,
-    and those of ``xla_fsdp.launch`` for ours. The SPMD variant is as it comes in any table: what it
-    keeps is for the compiler to say.
+    Each is compiled with the options that its users have on a TPU host: those of torch_xla for all
+    but JAX, and in addition those of ``xla_fsdp.launch`` for ours. The SPMD variant is the same in
+    all tables: there, the compiler decides what is saved for the backward.
     """
     how: dict = {"title": f"workload S, {name}"}
     if name == SPMD:
@@ -117,7 +118,7 @@ def plan_one(name: str, where: str, table: Table) -> Report:
 
 
 def markdown(reports: Reports) -> str:
-    """A row a slice and name, a column a figure."""
+    """A table with a row for each slice and name, and a column for each figure."""
     lines = [
         "| slice | | " + " | ".join(label for label, *_ in FIGURES) + " |",
         "|---|---|" + "---:|" * len(FIGURES),
@@ -136,7 +137,7 @@ def page(tables: dict[str, Reports]) -> str:
 
 
 def figures(reports: Reports) -> dict[str, dict[str, dict[str, float]]]:
-    """By slice, name and label."""
+    """All figures, by slice, name and label."""
     wanted = [row[:2] for row in FIGURES] + MORE
     return {
         where: {name: {label: get(one) for label, get in wanted} for name, one in by_name.items()}
@@ -145,14 +146,14 @@ def figures(reports: Reports) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def stem(kind: str) -> str:
-    """What the names of a table's pictures begin with."""
+    """The beginning of the file names of a table's pictures."""
     return "planned-S" if kind == PLAIN else f"planned-S-{kind.replace(' ', '-')}"
 
 
 def plan_table(
     kind: str, slices: Sequence[str] | None, names: Sequence[str] | None, out: Path
 ) -> Reports:
-    """Plans one table, or some slices and names of it; draws ours to ``out``."""
+    """Plan a table, or some slices and names of it; plot ours to ``out``."""
     table = TABLES[kind]
     reports: Reports = {}
     for where in slices or table.slices:
@@ -167,9 +168,11 @@ def plan_table(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planned", description=__doc__)
-    parser.add_argument("slices", nargs="*", help="default: those of each table")
+    parser.add_argument("slices", nargs="*", help="default: all slices of each table")
     every = sorted({name for table in TABLES.values() for name in table.names})
-    parser.add_argument("--only", action="append", choices=every, help="of these (repeatable)")
+    parser.add_argument(
+        "--only", action="append", choices=every, help="plan only this (repeatable)"
+    )
     parser.add_argument("--table", action="append", choices=list(TABLES), help="default: all")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for tables and pictures")
     flags = parser.parse_args()

@@ -1,8 +1,7 @@
-"""What the compiled step is, read off the files that XLA dumps while it compiles.
+"""Read figures of the compiled step from the files that XLA dumps while it compiles.
 
-``XLA_FLAGS=--xla_dump_to=DIR --xla_dump_hlo_as_text`` writes, for the very programs that run: the
-traced HLO, the optimized and scheduled HLO, and the buffer assignment, which lays every buffer of
-the program out in memory.
+``XLA_FLAGS=--xla_dump_to=DIR --xla_dump_hlo_as_text`` writes, for each program that runs: the
+traced HLO, the optimized and scheduled HLO, and the buffer assignment.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 
 
 def step_program(dump: Path) -> dict:
-    """Of the program compiled last, which is the step once warm.
+    """Figures of the program compiled last, which is the step after the first ones.
 
-    Collectives and wire bytes a step; bytes that one rank's execution needs in all (shards and
-    optimizer state, old and new since nothing is donated, plus temporaries) and the temporaries
-    alone; instructions traced; and how many times the program was compiled.
+    Collectives and bytes sent in a step; bytes that one rank needs (shards and optimizer state, old
+    and new since nothing is donated, plus temporaries), and the temporaries alone; traced
+    instructions; and how often the program was compiled.
     """
     optimized = sorted(dump.glob("*cpu_after_optimizations.txt"))
     if not optimized:
@@ -38,7 +37,7 @@ def step_program(dump: Path) -> dict:
     same = _digest(traced)
     return {
         **collectives(optimized[-1].read_text()),
-        # XLA on CPU widens some collectives to float32; the traced program has what was asked for.
+        # XLA on CPU widens some collectives to float32; the traced program has the real dtypes.
         "traced_wire_bytes": collectives(traced.read_text())["wire_bytes"],
         "program_bytes": int(total[1]) if total else None,
         "temp_bytes": sum(map(int, temporary)),
@@ -49,10 +48,10 @@ def step_program(dump: Path) -> dict:
 
 
 def collectives(hlo: str) -> dict:
-    """Number by kind, and the bytes a rank sends.
+    """Number of collectives by kind, and the bytes that a rank sends.
 
-    Sent in a ring of n ranks: all-gather (n-1)/n of its output, reduce-scatter (n-1)/n of its
-    input, all-reduce twice that.
+    In a ring of n ranks an all-gather sends (n-1)/n of its output, a reduce-scatter (n-1)/n of its
+    input, and an all-reduce twice that.
     """
     counts = dict.fromkeys(_KINDS, 0)
     sent = 0.0

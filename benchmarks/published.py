@@ -1,9 +1,9 @@
-"""The time model held against published speeds: ``python -m benchmarks.published [NAME ...]``.
+"""Compare the time model with published speeds: ``python -m benchmarks.published [NAME ...]``.
 
-Each run of ``published_runs.py`` is planned on its slice, without a TPU, and the modelled step set
-beside the published one. Plans are kept on disk and rows in ``benchmarks/results/published.json``;
-the table beside it is made of all rows that are there. A plan takes minutes the first time:
-``--list`` says which there are, ``--known`` only makes the table again.
+Each run of ``published_runs.py`` is planned on its slice, without a TPU, and the modelled step is
+compared with the published one. Plans are cached; rows are stored in
+``benchmarks/results/published.json``, and ``published.md`` is a table of all stored rows. A plan
+takes minutes the first time. ``--list`` lists the runs; ``--known`` only writes the table again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ RESULTS = Path(__file__).parent / "results" / "published.json"
 GIB = 2**30
 NOTE = (
     "Seconds of a step; in brackets the same operations at the chip's peaks, the longer of "
-    "products and bytes. An error above 0: the model takes longer than the run did. `less kept`: "
-    "without the products that the run did not compute again; errors are of that. `if beside`: the "
-    "error if the vector unit works beside the matrix unit within an operation."
+    "matmuls and bytes. An error above 0: the model takes longer than the run did. `less kept`: "
+    "without the matmuls that the run did not recompute; errors are of this time. `if overlapped`: "
+    "the error if the vector unit overlaps with the matrix unit within an operation."
 )
 
 
@@ -41,7 +41,7 @@ def planned(run: Run, save: Path | None = None) -> dict:
     from xla_fsdp.planning.tracing.step import trace_step
     from xla_fsdp.tpu.topology import resolve
 
-    # xla_fsdp.plan's steps one by one, for the text of the compiled program.
+    # The steps of xla_fsdp.plan, to get the text of the compiled program.
     where = resolve(run.slice)
     host = host_options(where.chip, "xla_fsdp", run.options)
     step = trace_step(step_of(run.sizes, run.replicas), 0, where.devices, where, host.arguments)
@@ -74,18 +74,21 @@ def planned(run: Run, save: Path | None = None) -> dict:
 
 
 def ratio(run: Run, row: dict, beside: bool = False) -> float:
-    """Modelled over published, without what the run did not compute again; with ``beside`` also
-    without vector work beside products, as ``roofline.Timed.beside`` has it."""
+    """Modelled over published time, without operations that the run did not recompute.
+
+    ``beside``: also without vector operations that overlap with matmuls (``Timed.beside``).
+    """
     return (row["step"] - row["again"] - beside * row["beside"]) / run.seconds
 
 
 def markdown(rows: dict[str, dict]) -> str:
-    """The rows, and the spread of their errors by chip and by half."""
+    """The table of all rows, and a table of the errors by chip and by half."""
     good = {name: row for name, row in rows.items() if name in RUNS and "step" in row}
     fit, held = halves(list(good))
     lines = [
-        "| run | half | published | step, s | modelled, s | less kept | error | if beside | MFU, % "
-        "| products | kernels | copies | other | exposed | HBM, GiB |",
+        "| run | half | published | step, s | modelled, s | less kept | error "
+        "| if overlapped | MFU, % "
+        "| matmuls | kernels | copies | other | exposed | HBM, GiB |",
         "|---|---|---|" + "---:|" * 12,
     ]
     for name in RUNS:
@@ -93,7 +96,7 @@ def markdown(rows: dict[str, dict]) -> str:
             lines.append("| " + " | ".join(_row(RUNS[name], good[name], name in fit)) + " |")
     lines += [
         "",
-        "| | runs | mean error | worst | within 15 % | if beside: mean | worst | within |",
+        "| | runs | mean error | worst | within 15 % | if overlapped: mean | worst | within |",
     ]
     lines.append("|---|" + "---:|" * 7)
     groups = {chip: [n for n in good if RUNS[n].chip == chip] for chip in _chips()}
@@ -109,7 +112,7 @@ def markdown(rows: dict[str, dict]) -> str:
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
     lines += ["", NOTE]
     if any(row.get("options", {}) != RUNS[name].options for name, row in good.items()):
-        lines += ["", "(1) Planned without the options of the compiler that the run had."]
+        lines += ["", "(1) Planned without the compiler options of the run."]
     for name, row in rows.items():
         if "step" not in row:
             lines.append(f"\nDid not fit, so no time: {name}: {row.get('refusal', '')}")
@@ -141,7 +144,7 @@ def _row(run: Run, row: dict, fit: bool) -> list[str]:
 
 
 def _beside(times: dict[str, float]) -> str:
-    """By the compiler, and at the chip's peaks."""
+    """The compiler's time, and in brackets that at the chip's peaks."""
     floor = times["floor"]
     return f"{times['estimated']:.3f}" + (f" ({floor:.3f})" if floor else "")
 
@@ -149,12 +152,16 @@ def _beside(times: dict[str, float]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names; default: all")
-    parser.add_argument("--list", action="store_true", help="the runs, and those that are none")
-    parser.add_argument("--known", action="store_true", help="plan nothing, make the table again")
-    parser.add_argument("--missing", action="store_true", help="only runs without a row")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON; its table is beside")
+    parser.add_argument(
+        "--list", action="store_true", help="list the runs, and those that are not planned"
+    )
+    parser.add_argument("--known", action="store_true", help="plan nothing, only write the table")
+    parser.add_argument("--missing", action="store_true", help="plan only runs without a row")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="JSON file; the table is in the same folder"
+    )
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE",
-                        help="sizes of another value; printed, not kept in the table")  # fmt: skip
+                        help="other sizes; printed, not stored")  # fmt: skip
     parser.add_argument("--texts", type=Path, help="folder for the compiled programs")
     flags = parser.parse_args(arguments)
     asked = [n for n in RUNS if not flags.names or any(part in n for part in flags.names)]

@@ -1,10 +1,10 @@
-"""The time model held against GPT-2 on v4, in-tree FSDP: ``python -m benchmarks.published_gpt2``.
+"""Compare the time model with GPT-2 runs on v4: ``python -m benchmarks.published_gpt2``.
 
-Each run of ``gpt2.py`` is planned on its slice, and the modelled step is set beside the published
-one. Times are linear in the number of blocks, since all blocks are equal, so a deep model may be
-planned at two small depths and extrapolated (``--depths 2 4``); the table says so. Memory is not
-linear. Results are merged into ``benchmarks/results/published-gpt2.json``, and the table is made of
-all that are there.
+The runs used in-tree FSDP. Each run of ``gpt2.py`` is planned on its slice, and the modelled step
+is compared with the published one. Times are linear in the number of blocks, since all blocks are
+equal. So a deep model may be planned at two small depths and extrapolated (``--depths 2 4``); the
+table says so. Memory is not linear. Results are merged into
+``benchmarks/results/published-gpt2.json``, and the table has all results in that file.
 """
 
 from __future__ import annotations
@@ -40,20 +40,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.published_gpt2", description=__doc__
     )
-    parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(RUNS)}; all")
-    parser.add_argument("--depths", type=int, nargs="+", metavar="N", help="blocks; full depth")
-    parser.add_argument("--no_dropout", action="store_true", help="published for the 2B: with it")
+    parser.add_argument(
+        "names", nargs="*", metavar="name", help=f"runs: {', '.join(RUNS)}; default: all"
+    )
+    parser.add_argument(
+        "--depths", type=int, nargs="+", metavar="N", help="numbers of blocks; default: all"
+    )
+    parser.add_argument("--no_dropout", action="store_true", help="plan without dropout")
     parser.add_argument("--one", type=int, metavar="N", help=argparse.SUPPRESS)  # in a child
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON; its table is beside")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="JSON file; the table is in the same folder"
+    )
     flags = parser.parse_args(arguments)
     wrong = [name for name in flags.names if name not in RUNS]
     if wrong:
-        parser.error(f"no such run: {', '.join(wrong)}; there are {', '.join(RUNS)}")
+        parser.error(f"no such run: {', '.join(wrong)}; allowed are {', '.join(RUNS)}")
     return flags
 
 
 def planned(run: Run, layers: int, dropout: float) -> dict:
-    """The figures of one plan, made in this process."""
+    """Make one plan in this process; return its figures."""
     import xla_fsdp
 
     title = f"GPT-2 {run.name}, {layers} blocks"
@@ -81,7 +87,7 @@ def planned(run: Run, layers: int, dropout: float) -> dict:
 
 
 def _children_peak() -> int:
-    """Peak resident memory of the largest of this process's children, in bytes.
+    """Peak resident memory in bytes of the child process that uses most.
 
     Not ``getrusage(RUSAGE_CHILDREN)``: a child starts with the peak of the parent that forked it.
     """
@@ -95,7 +101,7 @@ def _children_peak() -> int:
 
 
 def extrapolated(plans: list[dict], layers: int) -> dict:
-    """The figures at ``layers``: as planned, or else on the line through the two deepest plans."""
+    """The figures at ``layers``: planned, or extrapolated from the two deepest plans."""
     exact = [plan for plan in plans if plan["layers"] == layers]
     if exact:
         return exact[0]
@@ -106,14 +112,14 @@ def extrapolated(plans: list[dict], layers: int) -> dict:
 
 
 def collect(flags: argparse.Namespace) -> dict[str, list[dict]]:
-    """Makes the plans and returns all plans by label, with those that were in the file already."""
+    """Make the plans; return them by label, with those that are already in the file."""
     known = json.loads(flags.out.read_text()) if flags.out.exists() else {}
     more = ["--no_dropout"] if flags.no_dropout else []
     for name in flags.names or RUNS:
         label = name + NO_DROPOUT if flags.no_dropout else name
         for layers in flags.depths or [RUNS[name].layers]:
             plans = {plan["layers"]: plan for plan in known.get(label, [])}
-            # What only the compiler's process could tell stays when the result was cached.
+            # Figures of the compiler's process are not in cached results, so the old ones are used.
             plans[layers] = {**plans.get(layers, {}), **_child(name, layers, more)}
             known[label] = [plans[n] for n in sorted(plans)]
             flags.out.write_text(json.dumps(known, indent=1) + "\n")
@@ -121,7 +127,7 @@ def collect(flags: argparse.Namespace) -> dict[str, list[dict]]:
 
 
 def _child(name: str, layers: int, more: list[str]) -> dict:
-    # A process of its own, for the peaks of its memory.
+    # A separate process, to measure its peak memory.
     command = [sys.executable, "-m", "benchmarks.published_gpt2", name, "--one", str(layers), *more]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(run.stdout.splitlines()[-1])
@@ -148,14 +154,14 @@ COLUMNS = (
 NOTE = (
     "An error above 0: the model takes longer than the run did. `*`: layers and width derived, not "
     "published. MFU as published counts 6 FLOPs a parameter and token; with attention, every "
-    "product of the forward three times. HBM: of a device, of {capacity:.2f} GiB; full depth only: "
-    "the compiler keeps more alive at once where the program fits anyway. Compile time and "
-    "RSS are of the deepest plan."
+    "matmul of the forward three times. HBM: of a device, of {capacity:.2f} GiB; full depth only, "
+    "because the compiler keeps more buffers live if the program fits anyway. Compile time and RSS "
+    "are of the deepest plan."
 )
 
 
 def markdown(known: dict[str, list[dict]]) -> str:
-    """The table and what its columns mean."""
+    """The table and the meaning of its columns."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---" + "|---:" * (len(COLUMNS) - 2) + "|"]
     capacity = 0.0
     checks = []
@@ -169,7 +175,7 @@ def markdown(known: dict[str, list[dict]]) -> str:
 
 
 def _check(label: str, run: Run, plans: list[dict]) -> str:
-    """What extrapolation would have said where the full depth is planned too."""
+    """The errors of extrapolation, if the full depth is planned as well."""
     full = [plan for plan in plans if plan["layers"] == run.layers]
     small = [plan for plan in plans if plan["layers"] < run.layers]
     if not full or len(small) < 2:
@@ -177,7 +183,7 @@ def _check(label: str, run: Run, plans: list[dict]) -> str:
     guess = extrapolated(small, run.layers)
     pairs = [(name, 100 * (guess[name] / full[0][name] - 1)) for name in LINEAR]
     at = " and ".join(str(plan["layers"]) for plan in small[-2:])
-    return f"\n{label}, extrapolated from {at} blocks, against its full depth: " + ", ".join(
+    return f"\n{label}, extrapolated from {at} blocks, compared with its full depth: " + ", ".join(
         f"{name} {error:+.1f} %" for name, error in pairs
     )
 

@@ -1,10 +1,10 @@
-"""Runs on TPUs whose speed was published, as far as they can be planned.
+"""Runs on TPUs with published speeds that can be planned.
 
-Where a source is silent, ``Run.assumed`` says what was taken; what is known to differ from the run
-is in ``Run.differs``. Runs that are not planned, and why, are in :data:`NOT_PLANNED`.
+``Run.assumed`` has the values that a source does not state; ``Run.differs`` has known differences
+between the run and the plan. :data:`NOT_PLANNED` lists other runs, and why they are not planned.
 
-The published step is what it took on hardware, with input, dispatch, stragglers and pauses between
-steps; a plan models the program alone. So a right model is a few percent short of it.
+A published step was measured on hardware and includes input, dispatch, stragglers and pauses
+between steps. A plan models only the program, so a correct model gives a few percent less.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xla_fsdp.tpu.topology import resolve
 from .decoder import Decoder
 from .published_steps import ResNet50
 
-# Peak bfloat16 FLOP/s of a chip that sources take for their MFU; cores of a chip on v3: 2.
+# Peak bfloat16 FLOP/s of a chip (of a core on v3) that the sources use for their MFU.
 _V3_CORE, _V4, _V5E = 123e12 / 2, 275e12, 197e12
 
 
@@ -24,11 +24,11 @@ _V3_CORE, _V4, _V5E = 123e12 / 2, 275e12, 197e12
 class Run:
     """One published run.
 
-    ``seconds``: of a step; ``published``: what the source states, of which ``seconds`` is made.
-    ``replicas``: groups of ranks that each hold all parameters. ``kept``: modules whose outputs
-    the run kept, where the planned step computes them again. ``bound``: ``seconds`` is the most
-    that a step took, since the source's time has more in it. ``options``: of the compiler, which
-    the source names and which make another program.
+    ``seconds``: of a step, computed from ``published``, the figure of the source. ``replicas``: the
+    number of groups of ranks that each have all parameters. ``kept``: modules whose outputs the run
+    saved for the backward; the planned step recomputes them. ``bound``: ``seconds`` is an upper
+    bound, since the published time includes more than steps. ``options``: compiler options that the
+    source states and that change the program.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Run:
 
 
 def _of_mfu(sizes: Decoder, percent: float, peak: float) -> float:
-    """Seconds of a step of which MFU is published; all of causal attention counted."""
+    """Seconds of a step with a published MFU that counts all of causal attention."""
     return sizes.flops() / (percent / 100 * peak)
 
 
 def _of_rate(sizes: Decoder, tflops: float) -> float:
-    """The same of TFLOP/s a device."""
+    """Seconds of a step with published TFLOP/s per device."""
     return sizes.flops() / (tflops * 1e12)
 
 
@@ -195,7 +195,7 @@ RUNS = {
     )
 }  # fmt: skip
 
-# What is published, and why it is no row.
+# Published runs that are not in RUNS, and why.
 NOT_PLANNED = {
     "GPT-2 345M to 1.4B, 65B on v3-256": "batch, and the 65B's sizes, not published",
     "32B on v5p-128, 128B on v5litepod-256": "tensor parallel inside, which this package is not",
@@ -209,10 +209,10 @@ NOT_PLANNED = {
 
 
 def halves(names: list[str]) -> tuple[set[str], set[str]]:
-    """Names of the runs that the model may be corrected on, and of those held out.
+    """Names of the runs that may be used to correct the model, and of the held-out runs.
 
-    The rule, chosen before anything was planned: of the runs of each chip, in the order of
-    :data:`RUNS`, the first, third, ... are for corrections and the second, fourth, ... held out.
+    The rule was chosen before the first plan: of the runs of each chip, in the order of
+    :data:`RUNS`, the first, third, ... are for corrections; the second, fourth, ... are held out.
     """
     fit: set[str] = set()
     seen: dict[str, int] = {}

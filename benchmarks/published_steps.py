@@ -1,8 +1,8 @@
-"""Training steps of the models whose speed was published, as they are planned.
+"""Training steps of the models with published speeds, to be planned.
 
-Blocks of decoders (``decoder.py``) are computed again in the backward, as most of the runs did.
-Steps are fully sharded by this package, whatever the source used: what is compared is the time of
-the same arithmetic on the same slice.
+Blocks of decoders (``decoder.py``) are recomputed in the backward, as in most of the runs. Steps
+are fully sharded by this package, whatever the source used. So the comparison is of the time of the
+same arithmetic on the same slice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .decoder import Decoder, decoder_step
 
 @dataclass(frozen=True)
 class ResNet50:
-    """ResNet-50 of torchvision, images of 224 x 224, ``batch`` a device, computed in ``dtype``."""
+    """ResNet-50 of torchvision: 224 x 224 images, ``batch`` per device, computed in ``dtype``."""
 
     batch: int
     dtype: str = "bfloat16"
@@ -33,7 +33,7 @@ class ResNet50:
 
 
 def resnet_step(sizes: ResNet50) -> Callable[[], torch.Tensor]:
-    """SGD with momentum, each of the four stages a unit."""
+    """A training step: SGD with momentum; each of the four stages is a unit."""
     dtype = getattr(torch, sizes.dtype)
 
     def step() -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Where the modelled time of a compiled step goes, beside what the chip's peaks would allow.
+"""Compare the modelled time of each operation of a compiled step with the chip's peaks.
 
-The compiler's cycles of each operation are set against the longer of its products at the peak and
-its bytes at the bandwidth of HBM (Williams et al., "Roofline", CACM 2009). Bytes are operands and
-results in HBM with the padding of their layouts; of what a fusion only slices, the slices.
+The compiler's cycles of an operation are compared with the longer of its matmuls at the peak rate
+and its bytes at the bandwidth of HBM (Williams et al., "Roofline", CACM 2009). The bytes are those
+of operands and results in HBM, including the padding of their layouts. If a fusion only slices an
+operand, only the slices count.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 
 @dataclass(frozen=True)
 class Timed:
-    """An operation: seconds in a step by the compiler, at the peaks, and what they are made of.
+    """The times of an operation in a step, by the compiler and at the peaks.
 
-    ``again``: computed again in the backward, for the module of this name ("" if it is not).
+    ``again``: the module for which the backward recomputes the operation; "" if it does not.
     """
 
     op: Op
     kind: str
     seconds: float
-    products: float  # seconds of its products at the peak
+    products: float  # seconds of its matmuls at the peak
     moved: float  # seconds of its bytes at the bandwidth of HBM
     again: str
 
@@ -44,11 +45,11 @@ class Timed:
         return max(self.products, self.moved)
 
     def beside(self, plain: float) -> float:
-        """Seconds if the vector unit works while the matrix unit does, in the same operation.
+        """Seconds if vector and matrix unit overlap within an operation.
 
-        ``plain``: the share of the peak that the compiler gives a product alone. What it gives
-        beyond such a product is taken for the vector unit's; a TensorCore issues to both units in
-        one instruction. Never more than the compiler's own estimate.
+        ``plain``: the share of the peak that the compiler estimates for a matmul alone. The time
+        beyond such a matmul is assumed to be that of the vector unit; a TensorCore issues to both
+        units in one instruction. The result is at most the compiler's estimate.
         """
         if self.kind != "products":
             return self.seconds
@@ -57,7 +58,7 @@ class Timed:
 
 
 def timed(text: str, schedule: Schedule, chip: Chip) -> list[Timed]:
-    """Every operation of ``schedule``, which was read off ``text``."""
+    """Every operation of ``schedule``, which was parsed from ``text``."""
     module = parse_module(text)
     places = line_up(module).places
     by_scope: dict[int, dict[str, Instruction]] = {}
@@ -85,7 +86,7 @@ def timed(text: str, schedule: Schedule, chip: Chip) -> list[Timed]:
 
 
 def _again(name: str) -> str:
-    """The module that an operation is computed again for."""
+    """The module for which an operation is recomputed."""
     _, found, rest = name.rpartition("recompute[")
     return rest.partition("]")[0].rpartition(".")[2] if found else ""
 
@@ -109,8 +110,8 @@ def _inside(module: Module, computation: Computation) -> float:
 
 
 def _product(computation: Computation, one: Instruction) -> float:
-    """FLOPs without those of the padding, which the compiler makes much of: a convolution of 1 x 1
-    may be written as one of 56 x 56 of which one position hits."""
+    """FLOPs without those of padding. Padding can be large: the compiler may write a convolution
+    of 1 x 1 as one of 56 x 56 in which only one position is not padding."""
     flops = flops_of(computation, one)
     labels = _LABELS.search(one.attributes)
     window = one.attribute("window")
@@ -160,7 +161,7 @@ def _bytes(module: Module, place: Place, named: dict[str, Instruction]) -> int:
 
 
 def _read(inside: Computation, parameter: Instruction, whole: int) -> int:
-    """Bytes that a fusion reads of an operand of ``whole`` bytes of HBM."""
+    """Bytes that a fusion reads of an operand that has ``whole`` bytes in HBM."""
     if not whole:
         return 0
     total = 0
@@ -191,8 +192,8 @@ def _written(inside: Computation, one: Instruction) -> int:
 
 
 def by_kind(all_of_them: list[Timed]) -> dict[str, dict[str, float]]:
-    """Seconds by kind: as the compiler estimates, and at the chip's peaks. Operations without an
-    estimate are left out of both."""
+    """Seconds by kind: estimated by the compiler, and at the chip's peaks. Operations without an
+    estimate do not count in either."""
     totals = {kind: {"estimated": 0.0, "floor": 0.0} for kind in KINDS}
     for one in all_of_them:
         totals[one.kind]["estimated"] += one.seconds

@@ -1,10 +1,10 @@
-"""What grows with the number of ranks: ``python -m benchmarks.scale``.
+"""Costs that grow with the number of ranks: ``python -m benchmarks.scale``.
 
-Stand-in ranks, without devices: plain functions that write and read real checkpoints through a
-store that counts its requests, exchange the payloads of real meetings, and look for the ways over
-real slices. A stand-in model of ``--parameters`` parameters is cut as the wrapper cuts it. Prints a
-table, a column for each number of ranks and the power of it that each row grows with, and draws the
-curves into ``--out``.
+The ranks are simulated, without devices. Plain functions write and read real checkpoints through a
+store that counts requests, exchange payloads as at a real barrier, and compute routes over real
+slices. A fake model of ``--parameters`` parameters is sharded as by the wrapper. Prints a table
+with a column for each number of ranks and the exponent with which each row grows, and plots the
+curves to ``--out``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS, HOSTS_HAVE, SLICES = 16, 4, {64: "v4:4x4x4", 256: "v4:4x8x8", 1024: "v4:8x
 
 @dataclass
 class Counted:
-    """A store that counts what is asked of another; a request each, as of an object store."""
+    """A store that counts the calls of another store, each as one request of an object store."""
 
     inner: object
     requests: Counter = field(default_factory=Counter)
@@ -61,7 +61,7 @@ class Counted:
 
 
 def contents(rank: int, world: int, parameters: int, halves: bool = False):
-    """What ``rank`` saves of the stand-in model; ``halves``: of two replicas, the first writes."""
+    """What ``rank`` saves of the fake model. ``halves``: of two replicas, only the first writes."""
     from xla_fsdp.checkpoint.contents import Contents
     from xla_fsdp.consolidate.format.manifest import (
         Group,
@@ -103,7 +103,7 @@ def contents(rank: int, world: int, parameters: int, halves: bool = False):
 
 
 def saved(root: Path, world: int, parameters: int, halves: bool = False) -> tuple[str, dict]:
-    """A checkpoint by ``world`` stand-in ranks, and what it took."""
+    """Save a checkpoint with ``world`` simulated ranks; return its path and the costs."""
     from xla_fsdp.checkpoint import draft as drafts
     from xla_fsdp.consolidate.format.folders import Place
     from xla_fsdp.consolidate.format.store import open_store
@@ -136,7 +136,7 @@ def saved(root: Path, world: int, parameters: int, halves: bool = False) -> tupl
 
 
 def meeting(records: list) -> dict:
-    """What the exchange of these records is, as each rank has it to send and to read."""
+    """The costs of exchanging these records at a barrier, for each rank."""
     from dataclasses import asdict
 
     payloads = [
@@ -145,13 +145,13 @@ def meeting(records: list) -> dict:
     length = 1 << max(8, (max(map(len, payloads)) - 1).bit_length())
     padded = [payload.ljust(length) for payload in payloads]
     return {
-        "meeting: bytes that a rank receives": length * len(records),
-        "meeting: seconds of a rank to read them": best(lambda: list(map(json.loads, padded))),
+        "barrier: bytes that a rank receives": length * len(records),
+        "barrier: seconds of a rank to read them": best(lambda: list(map(json.loads, padded))),
     }
 
 
 def best(work: Callable) -> float:
-    """Seconds; the least of a few times."""
+    """Seconds of ``work``; the least of three times."""
     found = []
     for _ in range(3):
         began = time.perf_counter()
@@ -163,7 +163,7 @@ def best(work: Callable) -> float:
 def read(
     path: str, world: int, loading: int, rank: int, stated: bool
 ) -> tuple[Counted, int, float]:
-    """What rank ``rank`` of ``loading`` asks to load its part of every parameter; host memory."""
+    """Load the part of rank ``rank`` of ``loading``; return requests, peak memory and seconds."""
     from xla_fsdp.consolidate.format.local import LocalStore
     from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 
@@ -184,7 +184,7 @@ def read(
 
 
 def loads(path: str, world: int) -> dict:
-    """A load on half as many ranks, by the rule in the manifest and by all headers."""
+    """Costs of a load on half as many ranks, by the rule in the manifest and by all headers."""
     half = world // 2
     by_rule, peak, seconds = read(path, world, half, half // 2, stated=True)
     found = {
@@ -201,14 +201,14 @@ def loads(path: str, world: int) -> dict:
 
 
 def replicas(path: str, world: int) -> dict:
-    """A replica of HSDP that loads what another wrote, on as many ranks."""
+    """Costs of an HSDP replica that loads what another replica wrote, on as many ranks."""
     half = world // 2
     store, _, _ = read(path, world, half, half // 2, stated=True)
     return {"HSDP: requests of a replica that wrote nothing": store.total}
 
 
 def consolidating(path: str, parameters: int) -> dict:
-    """Opening all files, as a consolidation does, and reading every tensor once."""
+    """Costs of opening all files, as a consolidation does, and reading every tensor once."""
     from xla_fsdp.consolidate.format.local import LocalStore
     from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 
@@ -225,7 +225,7 @@ def consolidating(path: str, parameters: int) -> dict:
 
 
 def launching(world: int) -> dict:
-    """What a rank has to know of all others before its first step."""
+    """Costs of the data on all other ranks that a rank needs before its first step."""
     from xla_fsdp.checkpoint.tiers.checkpointer import choose
     from xla_fsdp.collectives.routes import attributes_of, routes_for
     from xla_fsdp.tpu.topology import resolve
@@ -251,7 +251,7 @@ def launching(world: int) -> dict:
 
 
 def measure(world: int, parameters: int, folder: Path) -> dict:
-    """All rows, of ``world`` ranks."""
+    """All rows, for ``world`` ranks."""
     path, found = saved(folder / "all", world, parameters)
     found |= loads(path, world) | consolidating(path, parameters)
     shutil.rmtree(folder / "all")
@@ -262,7 +262,7 @@ def measure(world: int, parameters: int, folder: Path) -> dict:
 
 
 def power(small: float, large: float, times: float) -> float:
-    """``p`` of ``large = small * times ** p``."""
+    """The exponent ``p`` in ``large = small * times ** p``."""
     return math.log(large / small) / math.log(times) if small > 0 and large > 0 else 0.0
 
 
@@ -281,7 +281,7 @@ def table(found: dict[int, dict]) -> str:
 
 
 def draw(found: dict[int, dict], path: Path) -> None:
-    """The curves, each over what it is of the fewest ranks."""
+    """Plot the curves, each relative to its value for the fewest ranks."""
     from xla_fsdp.planning.reporting.drawing import canvas, clean, svg
 
     ranks = sorted(found)

@@ -1,8 +1,9 @@
-"""What goes over the data-centre network: ``python -m benchmarks.several_slices [SLICES]``.
+"""Bytes sent over the data-center network: ``python -m benchmarks.several_slices [SLICES]``.
 
-Plans workload S for two slices, by default 2xv5litepod-8: sharded within each and replicated over
-them, which is the default there; the same with sums over replicas in bfloat16 (a communication
-hook); and sharded over all ranks. No TPU is needed; each takes a minute or two to compile.
+Plans workload S for two slices, by default 2xv5litepod-8, in three ways: sharded within each slice
+and replicated over them, which is the default; the same with gradients summed over replicas in
+bfloat16 (a communication hook); and sharded over all ranks. No TPU is needed; each takes a minute
+or two to compile.
 """
 
 from __future__ import annotations

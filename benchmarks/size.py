@@ -1,7 +1,7 @@
 """Lines by folder: ``python -m benchmarks.size [--against REVISION]``; ``make size`` calls it.
 
-Counts the Python and shell files that git knows, as they are in the working tree, and beside them
-as they were in another revision. Only needs git and the standard library.
+Counts the lines of tracked Python and shell files in the working tree, and compares them with
+another revision. Needs only git and the standard library.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LONGEST = 600  # lines that a file outside of test/ should not have more of
+LONGEST = 600  # the largest number of lines that a file outside of test/ should have
 
 
 def lines_by_file(revision: str | None = None) -> Counter[str]:
-    """The number of lines of each file: of the working tree, or of ``revision``."""
+    """The number of lines of each file in the working tree, or in ``revision``."""
     where = [] if revision is None else [revision]
     command = ["git", "grep", "-c", "", *where, "--", "*.py", "*.sh"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -31,7 +31,7 @@ def lines_by_file(revision: str | None = None) -> Counter[str]:
 
 
 def by_folder(lines: Counter[str]) -> Counter[str]:
-    """Sums by wing, ``xla_fsdp/planning`` with all below it, and by their parent, ``xla_fsdp``."""
+    """Sums by folder, to a depth of two: ``xla_fsdp/planning`` with all below it, ``xla_fsdp``."""
     sums = Counter()
     for name, number in lines.items():
         parts = name.split("/")[:-1][:2]
@@ -61,9 +61,9 @@ def table(now: Counter[str], before: Counter[str] | None) -> str:
 
 
 def main() -> int:
-    """Prints the table, and the files that are longer than they should be."""
+    """Print the table, and the files that are too long."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.size", description=__doc__)
-    parser.add_argument("--against", metavar="REVISION", help="another state to compare with")
+    parser.add_argument("--against", metavar="REVISION", help="the revision to compare with")
     options = parser.parse_args()
     try:
         now = lines_by_file()

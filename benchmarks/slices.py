@@ -1,4 +1,4 @@
-"""Names of slices on the command line."""
+"""Check names of slices on the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xla_fsdp.tpu.topology import resolve
 
 
 def require_slices(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Ends the program with one line and code 2 if one of ``names`` is no slice."""
+    """Exit with one line and code 2 if one of ``names`` is not a slice."""
     try:
         for name in names:
             resolve(name)

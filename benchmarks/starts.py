@@ -1,8 +1,8 @@
-"""What a second start saves, with compiled programs kept: ``python -m benchmarks.starts``.
+"""The time that the compilation cache saves in a second start: ``python -m benchmarks.starts``.
 
-Starts each program twice, in processes of their own, with a new folder for its compiled programs:
+Starts each program twice, in separate processes, with a new folder for the cache. The programs are
 the MNIST example, and 12 transformer blocks of width 256, recomputed in the backward, wrapped
-singly and scanned, each on 4 CPU ranks. Prints a table. Losses must be equal to the last bit.
+singly or scanned. Each runs on 4 CPU ranks. Prints a table. Losses must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROGRAMS = {
 
 
 def start(name: str, folder: Path) -> dict:
-    """Runs a program in a process of its own; its counts, and seconds from begin to end."""
+    """Run a program in a separate process; return its counts and its total seconds."""
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.starts", name, str(folder)],
@@ -47,7 +47,7 @@ def start(name: str, folder: Path) -> dict:
 
 
 def child(name: str, folder: Path) -> None:
-    """Runs the program and prints what it took as a line of JSON."""
+    """Run the program and print its counts and times as a line of JSON."""
     losses = _example(folder) if name == "mnist" else _blocks(name == "scanned", folder)
     compiled, cached = xla_fsdp.compilation_counts()
     taken = {metric: _seconds(metric) for metric in ("CompileTime", "PersistentCacheLoad")}
@@ -102,7 +102,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             first, second = start(name, Path(folder)), start(name, Path(folder))
         if first["losses"] != second["losses"] or second["compiled"]:
-            sys.exit(f"{name}: the second start is another run: {first}, {second}")
+            sys.exit(f"{name}: the second start compiled or has other losses: {first}, {second}")
         print(
             f"| {title} | {RANKS} "
             f"| {first['compiled']} compiled, {first['CompileTime']:.1f} s; "

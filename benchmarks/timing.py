@@ -1,4 +1,4 @@
-"""Times, measured side by side: all lanes live in one launch and take turns, round by round."""
+"""Measure times: all lanes are in one launch and take turns in each round."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WARM_UP_LIMIT = 8  # steps; compiles stop after two or three
 
 
 def measure(rank: int, work: Workload, names: list[str], rounds: int, steps: int, turns) -> dict:
-    """One rank of the launch. Returns, by lane, what :func:`summary` takes."""
+    """Measure on one rank of the launch; return the input of :func:`summary`, by lane."""
     lanes = [Lane(name, work, rank) for name in names]
     found = {lane.name: _warm_up(lane, turns) for lane in lanes}
     compiled = _compiles()[0]
     for number in range(rounds):
-        # Whoever goes second inherits the caches, the clock rate and the neighbours of the first.
+        # Alternate the order: caches and clock rate of the first lane affect the second.
         for lane in lanes if number % 2 == 0 else reversed(lanes):
             one = found[lane.name]
             one["step_s"].append(_steps(lane, steps, turns if work.checkpoint else None))
@@ -50,7 +50,7 @@ def summary(by_rank: list[dict], name: str) -> dict:
 
 
 def _warm_up(lane: Lane, turns: threading.Lock) -> dict:
-    """Steps until nothing compiles any more."""
+    """Run steps until nothing compiles."""
     losses, compiles, seconds = [], None, 0.0
     count, total = _compiles()
     while compiles != count and len(losses) < WARM_UP_LIMIT:
@@ -73,16 +73,16 @@ def _compiles() -> tuple[int, float]:
 
 
 def _steps(lane: Lane, steps: int, turns: threading.Lock | None) -> float:
-    """Mean seconds a step, until the devices of all ranks are done."""
+    """Mean seconds of a step, until the devices of all ranks have finished."""
     _all_done()
     start = time.perf_counter()
     for _ in range(steps):
-        # The loss is kept over the sync: an output less would be another program.
+        # The loss is kept over the sync: with one output less it would be another program.
         if turns is None:
             loss = lane.trace()
         else:
-            # The in-tree checkpoint keeps its state in a global of the process: one rank at a
-            # time, for both lanes alike.
+            # The in-tree checkpoint has its state in a global variable, so only one rank at a time
+            # may trace. For a fair comparison this holds for both lanes.
             with turns:
                 loss = lane.trace()
         torch_xla.sync()
@@ -92,10 +92,10 @@ def _steps(lane: Lane, steps: int, turns: threading.Lock | None) -> float:
 
 
 def _turn(lane: Lane, turns: threading.Lock) -> float:
-    """CPU seconds that tracing a step costs this rank, while every other rank sits still.
+    """CPU seconds of tracing a step on this rank, while all other ranks wait.
 
-    Process time, since the backward is traced on autograd's threads; that no other thread of the
-    process works meanwhile is what the two meetings are for.
+    It is the time of the process, since the backward is traced on autograd's threads. The barriers
+    before and after ensure that no other thread of the process works at the same time.
     """
     _all_done()
     with turns:

@@ -1,13 +1,14 @@
-"""What other versions of torch make of checkpoints that were written here.
+"""Read checkpoints that were written here with other versions of torch.
 
     python -m benchmarks.torch_versions [--python 2.4.0=/usr/bin/python3.10] [VERSION ...]
 
-The scripts of two pages (PAGES) write on ranks here. For each VERSION of torch (default: 2.4.0,
-2.6.0 and the newest that pip finds) an environment is made, without torch_xla, in which the
-consolidation package reads, joins and reshards what was written, and torch's own FSDP2 trains on.
-Then that comes back here. Environments have 5 GB each, and are deleted afterwards.
+The scripts of two pages (PAGES) write checkpoints on ranks in this environment. For each VERSION of
+torch (default: 2.4.0, 2.6.0 and the newest that pip finds) an environment without torch_xla is
+made. In it, the consolidation package reads, joins and reshards the checkpoints, and torch's FSDP2
+continues the training. Then its checkpoint is loaded here. Each environment needs 5 GB and is
+deleted afterwards.
 
-``no`` in a cell is followed by the reason, below the table; the exit code is then 1.
+The reasons for each ``no`` in the table are below the table; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ BACK = "and back here"
 
 
 def scripts() -> dict[str, str]:
-    """The blocks of PAGES that begin with the name of a file, by that name."""
+    """The code blocks of PAGES that begin with a file name, by that name."""
     text = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
     return dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.M | re.S))
 
 
 def write(folder: Path) -> None:
-    """What is to be read elsewhere: rank files, ours and in-tree, a checkpoint, a DCP directory."""
+    """Write all inputs: rank files (ours and in-tree), a checkpoint, and a DCP directory."""
     for name, text in scripts().items():
         (folder / name).write_text(text.replace("runs/", f"{folder}/"))
     (folder / "before").mkdir()
@@ -53,11 +54,11 @@ def write(folder: Path) -> None:
 
 
 def environment(folder: Path, version: str, python: str) -> str:
-    """The interpreter of a new one."""
+    """Make a virtual environment; return the path of its interpreter."""
     subprocess.run([python, "-m", "venv", folder], check=True)
     made = str(folder / "bin" / "python")
     torch = "torch" if version == NEWEST else f"torch=={version}"
-    # What people have beside torch 2.4.
+    # torch 2.4 is usually installed with this version of numpy.
     numpy = ["numpy<2"] if version.startswith("2.4") else ["numpy"]
     tool = ["uv", "pip", "install", "-q", "--compile-bytecode", "--python", made]
     if subprocess.run([sys.executable, "-m", "uv", "--version"], capture_output=True).returncode:
@@ -69,7 +70,7 @@ def environment(folder: Path, version: str, python: str) -> str:
 
 
 def look(python: str, written: Path, own: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """What it says in that environment: versions, and by check "yes" or what went wrong."""
+    """Run the checks in an environment. Returns versions, and for each check "yes" or an error."""
     own.mkdir()
     done = subprocess.run(
         [python, ROOT / "benchmarks" / "elsewhere.py", written, own],
@@ -88,7 +89,7 @@ def look(python: str, written: Path, own: Path) -> tuple[dict[str, str], dict[st
 
 
 def table(found: list[tuple[dict[str, str], dict[str, str]]]) -> str:
-    """A column for each version, and below what stands behind each ``no``."""
+    """A table with a column for each version, followed by the reason of each ``no``."""
     lines, reasons = [], []
     for name in found[0][0]:
         lines.append([name, *(versions[name] for versions, _ in found)])

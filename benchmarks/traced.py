@@ -1,9 +1,9 @@
-"""The programs that steps trace, a digest each: the same after a change that only moves code.
+"""Digests of traced programs: a change that only moves code must not change them.
 
-``python -m benchmarks.traced`` prints a line a workload and slice. A change of structure shows the
-same lines on the commit before it: ``git worktree add ../before HEAD~1``, and there
-``PYTHONPATH=../before python benchmarks/traced.py`` with this very file. Digests are of the HLO as
-it goes to the compiler, without names of modules, files and lines.
+``python -m benchmarks.traced`` prints a line for each workload and slice. To check a change,
+compare with the lines of the commit before it: ``git worktree add ../before HEAD~1``, then
+``PYTHONPATH=../before python benchmarks/traced.py`` with this same file. The digests are of the HLO
+that the compiler receives, without names of modules, files and lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xla_fsdp import checkpoint_module, scan_blocks
 from xla_fsdp.planning.tracing.step import trace_step
 
 SLICES = ("v3-8", "v5litepod-8", "v5litepod-64", "v6e-8", "v4-128")
-# Where the module that knows slices was before it moved.
+# The present and a former name of the module that resolves slices.
 _TOPOLOGY = ("xla_fsdp.tpu.topology", "xla_fsdp.planning.slices.topology")
 
 bfloat16 = functools.partial(FSDP, compute_dtype=torch.bfloat16)
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Digits(nn.Module):
-    """The network of the MNIST example, each of its four layers a unit."""
+    """The network of the MNIST example; each of its four layers is a unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def workload_s(checkpoint: bool) -> None:
 
 
 def vit_scanned() -> None:
-    """Six blocks in one loop behind a patch embedding, clipped."""
+    """Six blocks in one loop after a patch embedding, with gradient clipping."""
     blocks = scan_blocks((Block(512, 8) for _ in range(6)), compute_dtype=torch.bfloat16)
     embed = nn.Conv2d(3, 512, 16, 16)
     model = bfloat16(nn.Sequential(embed, nn.Flatten(2), Transposed(), blocks, nn.Linear(512, 10)))
@@ -133,7 +133,7 @@ def _resolve(name: str):
             return importlib.import_module(module).resolve(name)
         except ModuleNotFoundError:
             continue
-    raise ModuleNotFoundError(f"none of {', '.join(_TOPOLOGY)} is there")
+    raise ModuleNotFoundError(f"found none of the modules {', '.join(_TOPOLOGY)}")
 
 
 if __name__ == "__main__":

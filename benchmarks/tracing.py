@@ -1,11 +1,11 @@
-"""Host time a step as on a TPU: no launch, no ranks as threads, nothing compiled or run.
+"""Host time of a step as on a TPU: no launch, no ranks as threads, nothing compiled or run.
 
-``python -m benchmarks.tracing WORKLOAD STEPS`` pretends to be rank 0 of the workload's ranks: one
-device, the true sharding groups, and torch_xla's own collectives, as in a process on a pod. Steps
-are traced one on top of the other and never synced, so they need no other rank; the lanes take
-turns, a step each. Inside a launch on CPU every torch call also goes through the launch's function
-mode, and ``xm``'s collectives through its replacements; neither exists on a TPU, and they cost a
-class more the more Python it runs.
+``python -m benchmarks.tracing WORKLOAD STEPS`` simulates rank 0 of the workload's ranks: one
+device, the real sharding groups, and the collectives of torch_xla, as in a process on a pod. Steps
+are traced but never synced, so no other rank is needed; the lanes take turns, one step each. Inside
+a launch on CPU, every torch call also goes through the launch's function mode, and the collectives
+of ``xm`` through replacements. Neither exists on a TPU, and they slow down a class that runs more
+Python more.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import statistics
 import sys
 import time
 
-UNCOUNTED = 2  # the first steps create optimizer state and pay for first uses
+UNCOUNTED = 2  # the first steps create optimizer state and have one-time costs
 
 
 def main() -> None:
     os.environ["PJRT_DEVICE"] = "CPU"
-    # Otherwise torch_xla leaves collectives out, there being one device.
+    # Otherwise torch_xla omits collectives, since there is only one device.
     os.environ["XLA_ALWAYS_ALLREDUCE"] = "1"
     from .lanes import IN_TREE, OURS, UNWRAPPED, Lane, Workload
 
@@ -43,7 +43,7 @@ def main() -> None:
         for name, pairs in samples.items()
     }
     print(json.dumps(figures), flush=True)
-    os._exit(0)  # what was traced is never to run, nor worth taking apart
+    os._exit(0)  # the traced graph must not run, and freeing it takes time
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What ``xla_fsdp.tune`` finds: ``python -m benchmarks.tuned v5litepod-64 --model 13B``.
+"""Run ``xla_fsdp.tune`` on large models: ``python -m benchmarks.tuned v5litepod-64 --model 13B``.
 
-No TPU is needed. GPT-3 of 13 billion parameters (or another of the family in ``examples/gpt.py``),
-as in ``examples/train_gpt.py``; LLaMA (``--model "LLaMA 8B"``), as in ``benchmarks.llama``, both
-with the kernel for attention and the fused cross entropy; or workload S (``--model S``). By hand
-blocks of the first two are a loop, sharded over all ranks, and docs/design/benchmarks.md has what
-else was chosen for LLaMA; of workload S each is a unit.
+No TPU is needed. The model is GPT-3 of 13 billion parameters (or another size in
+``examples/gpt.py``), as in ``examples/train_gpt.py``; LLaMA (``--model "LLaMA 8B"``), as in
+``benchmarks.llama``; or workload S (``--model S``). The first two use the attention kernel and the
+fused cross entropy. docs/design/benchmarks.md compares the results with manual choices: for the
+first two models the blocks in one loop, sharded over all ranks; for workload S each block a unit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NARROW: dict[str, Any] = {"compute_dtype": torch.bfloat16}
 
 
 def gpt_step(name: str) -> Callable[[ShardingSettings], None]:
-    """A model of the examples, sequences of 2048."""
+    """A step of a model of ``examples/gpt.py``, with sequences of 2048."""
     sys.path.insert(0, str(EXAMPLES))
     import gpt
 
@@ -50,7 +50,7 @@ def gpt_step(name: str) -> Callable[[ShardingSettings], None]:
 
 
 def llama_step(name: str) -> Callable[[ShardingSettings], None]:
-    """A model of ``benchmarks.llama``, sequences as there."""
+    """A step of a model of ``benchmarks.llama``, with the same length of sequences."""
     sizes = replace(llama.MODELS[name], **llama.WAYS["kernel, fused cross entropy"])
 
     def step(settings: ShardingSettings) -> None:
@@ -60,7 +60,7 @@ def llama_step(name: str) -> Callable[[ShardingSettings], None]:
 
 
 def step_s(settings: ShardingSettings) -> None:
-    """Workload S."""
+    """A step of workload S."""
     model: Any = settings.wrap(Network(lambda block: block), **NARROW)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     inputs = torch.randn(settings.batch or 32, 256, 1024).to("xla")
@@ -83,10 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuned", description=__doc__)
     parser.add_argument("slice")
     parser.add_argument("--model", default="13B", help='default: %(default)s; "LLaMA 8B", S')
-    parser.add_argument("--batch", type=int, nargs="+", default=[8], help="sequences a device")
-    parser.add_argument("--budget", type=int, default=4, help="compilations at most")
+    parser.add_argument("--batch", type=int, nargs="+", default=[8], help="sequences per device")
+    parser.add_argument("--budget", type=int, default=4, help="largest number of compilations")
     parser.add_argument("--fix", action="append", default=[], metavar="NAME=VALUE",
-                        help="a number of a setting")  # fmt: skip
+                        help="fix a setting to a number")  # fmt: skip
     parser.add_argument("--save", type=Path, help="file for all figures, JSON")
     flags = parser.parse_args(arguments)
     name = flags.model

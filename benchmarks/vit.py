@@ -1,12 +1,11 @@
 """The 10-billion-parameter vision transformer on several slices: ``python -m benchmarks.vit``.
 
 Plans ``examples/train_vit.py`` with its defaults (1024 images a step, blocks recomputed) on each
-slice, with blocks in one loop, and prints a table. ``--ways ahead``: a loop that gathers each
-block's parameters while the one before computes; ``--reshard 16``: a 16th of them is kept by each
-of 16 ranks. ``--ways singly`` wraps them one by one, which for v4 and v5e takes more than 15 GB of
-memory to compile. With one slice and one way it prints the
-whole report, and the memory that planning took on this machine: this process and its children
-together.
+slice, with blocks in one loop, and prints a table. ``--ways ahead`` sets ``scan_prefetch=True``;
+``--reshard 16`` sets ``reshard_after_forward=16``. ``--ways singly`` wraps the blocks one by one,
+which takes more than 15 GB of memory to compile for v4 and v5e. With one slice and one way it
+prints the complete report, and the memory of planning on this machine: that of this process and its
+children together.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ HEAD = (
 def plan(
     slice_: str, way: str, reshard: bool | int, routes: str, flags: list[str]
 ) -> tuple[Report, str]:
-    """The report of one plan, and as text."""
+    """The report of one plan, and its text."""
     with tempfile.TemporaryDirectory() as folder:
         path, how = Path(folder, "plan.json"), "--noscan_blocks"
         if way == "scanned" and reshard is True and routes == "auto":
@@ -90,8 +89,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vit", description=__doc__)
     parser.add_argument("slices", nargs="*", default=SLICES, help=f"default: {' '.join(SLICES)}")
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: scanned")
-    parser.add_argument("--reshard", type=int, default=True, help="reshard_after_forward of loops")
-    parser.add_argument("--routes", default="auto", choices=HOWS, help="collective_routes of loops")
+    parser.add_argument(
+        "--reshard", type=int, default=True, help="reshard_after_forward, with loops"
+    )
+    parser.add_argument(
+        "--routes", default="auto", choices=HOWS, help="collective_routes, with loops"
+    )
     parser.add_argument("--batch_size", type=int, default=1024, help="images a step, of all ranks")
     arguments, flags = parser.parse_known_args()
     require_slices(parser, arguments.slices)

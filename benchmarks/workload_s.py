@@ -1,8 +1,7 @@
 """Workload S: four pre-norm transformer blocks of width 1024 between two linear layers.
 
-16 heads, MLP ratio 4, no mask; each block an inner FSDP unit, the whole another; a batch of 32
-sequences of 256 a device, bfloat16 compute, AdamW: what the project's first figures were read
-off.
+16 heads, MLP ratio 4, no mask. Each block is an FSDP unit, and the rest of the network is another.
+A batch of 32 sequences of 256 per device, bfloat16 compute, AdamW.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ def step_of(
 ) -> Callable[[], torch.Tensor]:
     """A function that builds workload S, wrapped by class ``name``, and trains a step.
 
-    ``prepare``: called with the wrapped model. ``parts``: queries, keys and values by parts of the
-    weight, as JAX's row makes them. ``options``: further ones of that class.
+    ``prepare``: called with the wrapped model. ``parts``: compute queries, keys and values with
+    parts of the weight, as the JAX version does. ``options``: other options of the class.
     """
 
     def step() -> torch.Tensor:
@@ -66,7 +65,7 @@ def step_of(
         def wrap_block(block: nn.Module) -> nn.Module:
             if not checkpoint:
                 return wrap(block)
-            # Each in the order its documentation recommends.
+            # Each class in the order that its documentation recommends.
             if name == OURS:
                 return wrap(checkpoint_module(block))
             return checkpoint_module(wrap(block))
@@ -86,7 +85,7 @@ def step_of(
 
 
 def scanned_step(blocks: int = 4, width: int = 1024, batch: int = 32) -> Callable[[], torch.Tensor]:
-    """The same as :func:`step_of` makes of this package's class, with blocks in one loop."""
+    """As :func:`step_of` for the class of this package, with the blocks in ``scan_blocks``."""
 
     def step() -> torch.Tensor:
         model = Network(lambda block: block, 0, width)
@@ -111,5 +110,5 @@ def _classes(name: str):
     elif name == IN_TREE:
         from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
     else:
-        raise ValueError(f"no class is called {name!r}; there are {OURS!r} and {IN_TREE!r}")
+        raise ValueError(f"no class has the name {name!r}; allowed are {OURS!r} and {IN_TREE!r}")
     return XlaFullyShardedDataParallel, checkpoint_module

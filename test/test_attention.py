@@ -223,7 +223,7 @@ def planned():
     # is 2 x 4 x 512 x 512 x 128 FLOPs: two in the forward, three for queries, four for keys and
     # values. The second forward also writes 512 bytes a query, and is limited by its 3 MiB.
     assert sorted(op.cycles for op in kernels) == [4088, 5761, 6132, 8176]
-    assert any("4 Pallas kernel(s) take, in the model" in note for note in report.schedule.notes)
+    assert any("4 Pallas kernel(s): the modelled time" in note for note in report.schedule.notes)
     # Model FLOPs: products with what is visible, 6 a block; and of linear layers.
     pairs = 512 * 513 // 2
     attention = 6 * 2 * pairs * 64 * 2 * 2 * 3

@@ -126,7 +126,7 @@ def test_a_trace_stands_beside_a_plan(run_ranks, tmp_path, capsys):
     shares = [row["share"] for row in unit.values() if row["share"] != "–"]
     assert sum(float(share.removesuffix(" %")) for share in shares) == pytest.approx(100, abs=1)
     text = str(beside)
-    assert "say nothing of a TPU" in text and "Only in the plan: blocks.2." in text
+    assert "are not those of a TPU" in text and "Only in the plan: blocks.2." in text
     assert "Only in the trace: blocks.0.bias, blocks.0.weight" in text
 
     # The command: both timelines on one page, which needs nothing else.
@@ -146,7 +146,7 @@ def test_a_trace_stands_beside_a_plan(run_ranks, tmp_path, capsys):
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
     other = type(report).from_json(report.to_json().replace("blocks.", "layers."))
-    with pytest.raises(ValueError, match="is of another model than the plan: it names blocks.0, "):
+    with pytest.raises(ValueError, match="another model than the plan: its modules are blocks.0, "):
         other.compare_trace(file)
 
 

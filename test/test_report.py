@@ -66,7 +66,7 @@ def test_a_program_without_names():
     written = str(make(schedule=noted, warnings=()))
     assert "by module" in str(make()) and "by module" not in written
     assert "\nNotes\n  * A trip count was assumed.\n" in written
-    assert "the program names no modules" in page(report)
+    assert "the program has no module names" in page(report)
 
 
 def test_text_of_what_the_compiler_refused():

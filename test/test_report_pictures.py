@@ -113,7 +113,7 @@ def test_no_timeline_without_estimates():
 def test_nothing_to_draw():
     written = Page(report_html(given_up()))
     words = "".join(written.words)
-    assert "svg" not in written.tags and "Nothing to draw: the compiler gave up" in words
+    assert "svg" not in written.tags and "Nothing to draw: the compiler stopped" in words
     pixels = image(picture(given_up()))
     assert pixels.shape[0] < 250 and pixels.min() < 0.5
 

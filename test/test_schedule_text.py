@@ -200,7 +200,7 @@ def test_trip_counts(start, step, order, config, times):
         )
     )
     assert [one.times for one in schedule.collectives] == [1 if times is None else times]
-    unknown = ("trip count of w unknown, taken as 1",)
+    unknown = ("trip count of w is unknown, assumed 1",)
     assert schedule.notes == (unknown if times is None else ())
 
 

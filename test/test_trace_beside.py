@@ -194,22 +194,22 @@ def test_a_trace_of_a_tpu(tmp_path):
         "modelled": "2.000 ms", "measured": "4.000 ms", "ratio": "2.00"
     }  # fmt: skip
     assert table(beside, "By kind")["forward compute"]["ratio"] == "0.24"  # 4.4 of 18
-    assert "say nothing of a TPU" not in str(beside)
+    assert "are not those of a TPU" not in str(beside)
 
 
 def test_programs_without_names_and_steps_that_were_cut_off(tmp_path, monkeypatch):
     path = tmp_path / "host.xplane.pb"
     proto = hlo_proto()
     path.write_bytes(tpu_trace(proto).replace(b"ward[", b"ward_"))
-    with pytest.raises(ValueError, match="host.xplane.pb: no program in it has names of modules"):
+    with pytest.raises(ValueError, match="host.xplane.pb: no program in this trace has modu"):
         read_trace(path)
     path.write_bytes(tpu_trace(proto, begins=()))
-    with pytest.raises(ValueError, match="no program in it has names"):
+    with pytest.raises(ValueError, match="no program in this trace has module names"):
         read_trace(path)
     # Another program of that name, as CPU ranks have them: if it ran, nobody knows which did what.
     for also, told in (("", False), ("copy.7", True)):
         path.write_bytes(tpu_trace(proto, also=also, names=2))
-        with pytest.raises(ValueError, match="cannot be told apart") if told else nullcontext():
+        with pytest.raises(ValueError, match="cannot be assigned") if told else nullcontext():
             assert read_trace(path).steps == 3
     # XLA ends the process that reads what it cannot: this one goes on.
     path.write_bytes(tpu_trace(proto))

@@ -38,10 +38,10 @@ def test_settings_go_through_json_and_a_file(tmp_path):
     assert ShardingSettings.from_json(settings.to_json()) == settings
     by_number = ShardingSettings(blocks_per_unit=2, kept_blocks=(0, 1, 6, 7))
     assert ShardingSettings.from_json(by_number.to_json()) == by_number
-    assert str(by_number) == "a unit for 2 blocks, ZeRO-2 for blocks 0 to 1, 6 to 7"
+    assert str(by_number) == "blocks_per_unit=2, kept_blocks=(0 to 1, 6 to 7)"
     by_name = ShardingSettings(units=1000, kept_blocks=("layer4", "fc"))
     assert ShardingSettings.from_json(by_name.to_json()) == by_name
-    assert str(by_name) == "units from 1,000 parameters, ZeRO-2 for layer4, fc"
+    assert str(by_name) == 'units=1000, kept_blocks=("layer4", "fc")'
     settings.save(tmp_path / "settings.json")
     assert ShardingSettings.load(tmp_path / "settings.json") == settings
     assert ShardingSettings.from_json(ShardingSettings().to_json()) == ShardingSettings()
@@ -167,7 +167,7 @@ def test_the_fastest_that_fits_is_found_and_nothing_that_does_not():
             assert "would not fit: " in trial.rejected
     kept = next(trial for trial in trials if trial.settings == ShardingSettings())
     assert "does not fit: " in kept.rejected or "would not fit: " in kept.rejected
-    assert "of 14.0 GiB; recomputing every block would give " in kept.rejected
+    assert 'of 14.0 GiB; with recompute="all" it would need ' in kept.rejected
 
 
 def test_where_a_script_does_not_fit_what_is_next_at_hand_is_compiled_next():
@@ -379,7 +379,7 @@ def a_small_model_is_tuned_and_the_search_is_resumed(cache):
     assert len(asked) == 2 and found.best is asked[0] and asked[0].measured.fits
     assert asked[0].measured.seconds <= asked[1].measured.seconds
     text = str(found)
-    assert text.startswith("BEST: batch 512, ") and "2 of 2 compilations, 0 of them" in text
+    assert text.startswith("BEST: batch=512") and "2 of 2 compilations, 0 of them" in text
     assert json.loads(found.to_json())["settings"]["batch"] == ROWS
     with mock.patch.object(compiler, "_run", side_effect=AssertionError("compiled again")):
         again = tune(small_step(), "v3-8", **how)

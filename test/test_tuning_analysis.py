@@ -30,7 +30,7 @@ def facts_of_a_small_model():
 
     step = small_step()
     found = facts_of(trace, V3.chip, V3.devices, ROWS)
-    with pytest.raises(ValueError, match="nothing in the step is sharded by xla_fsdp"):
+    with pytest.raises(ValueError, match="the step shards nothing with xla_fsdp"):
 
         def unsharded(settings):
             model = Network(1).to("xla")

@@ -37,7 +37,7 @@ def names_are_those_of_blocks_wrapped_singly(rank, folder):
     assert {name for name, _ in grouped.named_modules()} == modules
     assert grouped.get_submodule("blocks.2.up") is grouped.blocks[-1].up
     assert len(grouped.blocks) == 3
-    with pytest.raises(TypeError, match="run as a whole: call x = blocks"):
+    with pytest.raises(TypeError, match="cannot run one by one: call x = blocks"):
         list(grouped.blocks)
     with pytest.raises(AttributeError):
         grouped.get_submodule("blocks.3")

@@ -1,6 +1,6 @@
-"""Other ways to train the network of workload S, to be planned beside ours.
+"""Other ways to train the network of workload S, to compare their plans with ours.
 
-Each is lowered in a process of its own (``child.py``), then planned like everything else.
+Each is lowered in a separate process (``child.py``), then planned like everything else.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 SPMD, JAX = "SPMD", "JAX"
 _MODULES = {SPMD: "spmd", JAX: "jax_fsdp"}
 
-# What MaxText sets: configs/tpu/v5e/16b.sh and its like (the first two are for slices joined by a
-# network), benchmarks/xla_flags_library.py; on v4 configs/tpu/v4/22b.sh, whose megacore_dense plans
-# have anyway.
+# The options that MaxText sets in configs/tpu/v5e/16b.sh and similar files (the first two are for
+# slices joined by a network), and in benchmarks/xla_flags_library.py. On v4 they are those of
+# configs/tpu/v4/22b.sh; its megacore_dense is already the default of plans.
 _GATHERS_BESIDE_COMPUTE = dict.fromkeys(
     (
         "xla_tpu_enable_data_parallel_all_reduce_opt",
@@ -42,20 +42,20 @@ _MAXTEXT = {
 
 
 def maxtext_options(family: str) -> Mapping[str, str]:
-    """Options of the compiler that MaxText's configurations for a chip have; none before v4."""
+    """The compiler options in MaxText's configurations for a chip; none before v4."""
     return _MAXTEXT.get(family, {})
 
 
 def plan_peer(
     name: str, where: str, sizes: Sizes | None = None, way: str = KEPT, **options: Any
 ) -> Report:
-    """Workload S (or another size of it) as a peer trains it, on a slice.
+    """Plan workload S (or another size of it) on a slice, as a peer trains it.
 
-    ``way``: what waits for the backward, see ``jax_fsdp.py``. ``options`` are those of
+    ``way``: what is saved for the backward, see ``jax_fsdp.py``. ``options``: as for
     ``plan_partitioned``.
 
     Raises:
-        ValueError: no such peer or way, or another way than the first with SPMD.
+        ValueError: no such peer or way, or another way than ``kept`` with SPMD.
         RuntimeError: the peer's step could not be lowered.
     """
     from xla_fsdp.planning.foreign import plan_partitioned
@@ -65,7 +65,7 @@ def plan_peer(
     from .sizes import WAYS, Sizes
 
     if name not in _MODULES:
-        raise ValueError(f"no peer is called {name!r}; there are {', '.join(_MODULES)}")
+        raise ValueError(f"no peer has the name {name!r}; allowed are {', '.join(_MODULES)}")
     if way not in WAYS:
         raise ValueError(f"way must be one of {', '.join(WAYS)}, got {way!r}")
     if way != KEPT and name == SPMD:

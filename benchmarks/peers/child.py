@@ -1,8 +1,8 @@
-"""Lowers a peer's step in a process of its own: ``python -m benchmarks.peers.PEER FOLDER``.
+"""Lower a peer's step in a separate process: ``python -m benchmarks.peers.PEER FOLDER``.
 
-jax must be told its platform, and torch_xla SPMD mode and the number of devices, before anything
-is imported; both hold for a process until it ends. ``FOLDER/request.json`` says what to lower; the
-child leaves ``FOLDER/step.stablehlo`` (bytecode) and ``FOLDER/step.json`` (the rest).
+The platform of jax, and SPMD mode and the number of devices of torch_xla, must be set before these
+are imported, and cannot be changed afterwards. ``FOLDER/request.json`` is the input; the child
+writes ``FOLDER/step.stablehlo`` (bytecode) and ``FOLDER/step.json`` (everything else).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BFLOAT16_BYTES = 2
 
 @dataclass(frozen=True)
 class Request:
-    """What to lower; ``way``: what waits for the backward, see ``jax_fsdp.py``."""
+    """What to lower. ``way``: what is saved for the backward, see ``jax_fsdp.py``."""
 
     devices: int
     sizes: Sizes
@@ -41,11 +41,13 @@ class Request:
 def write_answer(
     folder: Path, module: Any, shardy: bool, arguments: list[str], donated: Mapping[int, int]
 ) -> None:
-    """Leaves an MLIR ``module`` and what belongs to it, in the words of PartitionedProgram."""
+    """Write an MLIR ``module`` and the other fields of PartitionedProgram to ``folder``."""
     from jax._src.interpreters import mlir
 
     (folder / "step.stablehlo").write_bytes(mlir.module_to_bytecode(module))
-    plain = module.operation.get_asm(enable_debug_info=False)  # without files and lines
+    plain = module.operation.get_asm(
+        enable_debug_info=False
+    )  # without names of files and line numbers
     answer = {
         "fingerprint": hashlib.sha256(plain.encode()).hexdigest(),
         "shardy": shardy,
@@ -59,7 +61,7 @@ def lower(peer: str, request: Request):
     """The step of ``peer``, a module of this package, as a ``PartitionedProgram``.
 
     Raises:
-        RuntimeError: the child failed; the message ends with its last words.
+        RuntimeError: the child failed; the message ends with its error.
     """
     from xla_fsdp.planning.foreign import PartitionedProgram
 

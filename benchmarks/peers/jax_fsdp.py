@@ -1,25 +1,25 @@
-"""Workload S in plain JAX, fully sharded the way a JAX user would: ``jit`` and ``NamedSharding``.
+"""Workload S in plain JAX, fully sharded with ``jit`` and ``NamedSharding`` as usual in JAX.
 
 ``python -m benchmarks.peers.jax_fsdp FOLDER``: see ``child.py``.
 
 Every parameter (float32) and both moments of AdamW are sharded on their first dimension over the
-one axis of the mesh, and so is the batch. A parameter is cast, then gathered, so that bfloat16 goes
-over the wire, gradients too, which are cotangents of the cast. Parameters and state are donated.
-Names are those of the torch model; a ``weight`` of two dimensions is (in, out), as in JAX.
+one axis of the mesh, and so is the batch. A parameter is cast, then gathered, so bfloat16 is sent,
+also for gradients, which are cotangents of the cast. Parameters and state are donated. Names are
+those of the torch model; a ``weight`` of two dimensions is (in, out), as in JAX.
 
-Queries, keys and values are projected one by one, into (b, h, s, d), in which both products of
-attention have their batch in front: on v5e:2x4 37.2 million cycles, all three at once 39.2, and
-43.2 where one product makes (b, s, 3 w) and its result is transposed.
+Queries, keys and values are projected separately, into (b, h, s, d), where both matmuls of
+attention have their batch dimensions first. On v5e:2x4 this takes 37.2 million cycles; one matmul
+for all three takes 39.2, and one matmul to (b, s, 3 w) with a transposed result takes 43.2.
 
-``way`` of a request. ``kept``: gathered weights wait for the backward, as ``jit`` does by itself.
-``again`` (ZeRO-3): they are gathered once more, and nothing else is made again.
-``rematerialised``: every block is computed again, its gathers as well. ``scanned``: the same with
+``way`` of a request. ``kept``: gathered weights are kept for the backward, as ``jit`` does by
+default. ``again`` (ZeRO-3): weights are gathered again, and nothing else is recomputed.
+``rematerialised``: every block is recomputed, including its gathers. ``scanned``: the same with
 ``lax.scan`` over the stacked blocks.
 
-Without the constraint that gathers, the compiler makes rings of permutes and products instead: on
+Without the constraint that gathers, the compiler makes rings of permutes and matmuls instead: on
 v5e:2x4 with libtpu 0.0.21, 271 MiB sent instead of 175, 54.9 million cycles instead of 43.1, and
-1788 MiB of temporaries instead of 1341. Without the barrier it gathers first and casts then on
-v3-128: 625 MB instead of 417. The barrier costs 0.3 % of the cycles on v5e:2x4.
+1788 MiB of temporaries instead of 1341. Without the barrier it gathers before the cast on v3-128:
+625 MB instead of 417. The barrier costs 0.3 % of the cycles on v5e:2x4.
 
 Shapes: b batch, s sequence, w width, h heads, d = w / h.
 """
@@ -41,8 +41,9 @@ from .sizes import AGAIN, HEADS, KEPT, REMATERIALISED, SCANNED
 Parameters = Mapping[str, jax.Array]  # by dotted name
 Gather = Callable[[jax.Array], jax.Array]
 AXIS = "fsdp"
-# Primitives that make a whole array of a sharded one, and parts of a whole one: what may not wait
-# for the backward. A name for the whole would not do: what bears it is kept without its name.
+# Primitives that gather an array, and that take parts of a full one. Their results are not saved
+# for the backward. A name for the full array is not enough: the same value is saved without its
+# name.
 _GATHERING = ("optimization_barrier", "sharding_constraint", "slice", "reshape")
 RATE, DECAY, BETA1, BETA2, EPSILON = 1e-3, 1e-2, 0.9, 0.999, 1e-8  # torch.optim.AdamW's own
 
@@ -65,7 +66,7 @@ def shapes(blocks: int, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def forward(parameters: Parameters, x, dtype, way: str, gather: Gather):
-    """The network in ``dtype`` on x (b, s, w); parameters are cast and gathered where used."""
+    """The network in ``dtype`` on x (b, s, w); parameters are cast and gathered at each use."""
 
     def gathered(own: Parameters) -> Parameters:
         return {name: gather(value.astype(dtype)) for name, value in own.items()}
@@ -79,7 +80,7 @@ def forward(parameters: Parameters, x, dtype, way: str, gather: Gather):
 
     if way == AGAIN:
         linear, block = (jax.checkpoint(f, policy=_all_but_gathered) for f in (linear, block))
-    elif way == REMATERIALISED:  # the gathers as well
+    elif way == REMATERIALISED:  # recompute the gathers as well
         block = jax.checkpoint(block)
     x = linear(_under(parameters, "first."), x.astype(dtype))
     if way == SCANNED:
@@ -128,7 +129,7 @@ def _norm(x, p: Parameters, name: str):
 
 
 def loss_of(parameters: Parameters, x, dtype, way: str, gather: Gather):
-    """Mean of the squares of the network's output, in float32."""
+    """The mean of the squares of the network's output, in float32."""
     output = forward(parameters, x, dtype, way, gather)
     return jnp.square(output.astype(jnp.float32)).mean()
 
@@ -154,13 +155,13 @@ def _as_is(value: jax.Array) -> jax.Array:
 def train_step(
     parameters: Parameters, state: Mapping, x, dtype=jnp.bfloat16, way=KEPT, gather=_as_is
 ):
-    """New parameters, new state and the loss. ``gather`` makes a sharded array whole."""
+    """New parameters, new state and the loss. ``gather`` gathers a sharded array."""
     loss, gradients = jax.value_and_grad(loss_of)(parameters, x, dtype, way, gather)
     return *adamw(parameters, gradients, state), loss
 
 
 def lowered(request: Request) -> tuple[jax.stages.Lowered, list[str], dict[int, int]]:
-    """The step over ``request.devices``, what its arguments are, and which of them it overwrites.
+    """The lowered step over ``request.devices``, names of its arguments, and the donated ones.
 
     No device is needed.
     """
@@ -201,7 +202,7 @@ def lowered(request: Request) -> tuple[jax.stages.Lowered, list[str], dict[int, 
 
 
 def _name(path: tuple) -> str:
-    """What the argument at ``path`` of (parameters, state) is, as plans call it."""
+    """The name that plans use for the argument at ``path`` of (parameters, state)."""
     keys = [key.key for key in path[1:]]
     return f"{keys[0]} of {keys[1]}" if len(keys) > 1 else keys[0]
 

@@ -1,17 +1,17 @@
-"""How large workload S is, for those who build it without torch, and what follows from that."""
+"""The sizes of workload S, without importing torch, and figures computed from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 HEADS = 16
-# What a step does about gathered weights and activations until the backward: jax_fsdp.py.
+# What is saved for the backward and what is gathered or computed again: see jax_fsdp.py.
 WAYS = KEPT, AGAIN, REMATERIALISED, SCANNED = "kept", "again", "rematerialised", "scanned"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """``batch`` sequences of ``sequence`` positions a device; ``width`` is a multiple of HEADS."""
+    """``batch`` sequences of ``sequence`` positions per device; HEADS must divide ``width``."""
 
     blocks: int = 4
     width: int = 1024
@@ -20,14 +20,16 @@ class Sizes:
 
     @property
     def elements(self) -> int:
-        """Of all parameters: weights, biases and two norms a block, and the two linear layers."""
+        """Elements of all parameters: each block with its norms, and the two linear layers."""
         block = 12 * self.width**2 + (3 + 1 + 4 + 1) * self.width + 4 * self.width
         return self.blocks * block + 2 * (self.width**2 + self.width)
 
     @property
     def model_flops(self) -> float:
-        """Of a step on one device: three times the matrix products of the forward."""
+        """FLOPs of a step on one device: three times the matmuls of the forward."""
         tokens = self.batch * self.sequence
-        attention = 4 * tokens * self.sequence * self.width  # scores, and what is mixed by them
+        attention = (
+            4 * tokens * self.sequence * self.width
+        )  # scores, and the weighted sum of the values
         block = 2 * tokens * 12 * self.width**2 + attention
         return 3.0 * (self.blocks * block + 2 * 2 * tokens * self.width**2)

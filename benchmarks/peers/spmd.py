@@ -1,13 +1,14 @@
 """Workload S with torch_xla's SPMD variant of FSDP ("FSDPv2"), lowered for a slice's devices.
 
-``python -m benchmarks.peers.spmd FOLDER``: see ``child.py``. Nothing runs. Linear layers are those
-that torch_xla has for SPMD, products of whole tensors: on v3-8 with libtpu 0.0.21, 68.3 million
-cycles and 1086 MiB of temporaries instead of 74.9 and 1227.
+``python -m benchmarks.peers.spmd FOLDER``: see ``child.py``. Nothing runs. Linear layers use
+torch_xla's patch for SPMD, which does not flatten the input of the matmul: on v3-8 with libtpu
+0.0.21, 68.3 million cycles and 1086 MiB of temporaries instead of 74.9 and 1227.
 
-The mesh is traced over ``STAND_IN`` CPU devices, and its size in the shardings is then replaced by
-that of the slice; the batch has its full size from the start. Only shardings name devices, so the
-program is the one that a mesh of the slice gives (test_peers.py compares them for 8), which cannot
-be had for 128: autograd counts devices in a signed byte.
+The step is traced on a mesh of ``STAND_IN`` CPU devices, and then the size of the mesh in the
+shardings is replaced by that of the slice; the batch has its full size from the start. Only
+shardings contain devices, so the program is the one of a mesh with all devices of the slice
+(test_peers.py compares the two for 8 devices). A mesh of 128 devices cannot be traced directly:
+autograd stores the number of devices in a signed byte.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from .child import Request, write_answer
 if TYPE_CHECKING:
     from xla_fsdp.planning.tracing.traced import TracedProgram
 
-STAND_IN = 2  # devices; with one, nothing is sharded
+STAND_IN = 2  # devices of the traced mesh; with one, nothing is sharded
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHARDING = re.compile(r'(mhlo\.sharding = "\{devices=\[)([\d,]+)\](?:<=\[\d+\]|[\d,]+)\}"')
 
 
 def traced_step(request: Request, mesh_size: int) -> TracedProgram:
-    """The step over ``mesh_size`` devices, in HLO.
+    """Trace the step over ``mesh_size`` devices, as HLO.
 
     The state of AdamW exists already, sharded like the parameters, as in every step but the first.
     """
@@ -65,7 +66,7 @@ def traced_step(request: Request, mesh_size: int) -> TracedProgram:
             spmd.mark_sharding(state[moment], mesh, _like(parameter.shape))
             named[f"{moment} of {name}"] = state[moment]
     boundary = StepBoundary(named.values())
-    # A placeholder: the batch of a pod would not fit here.
+    # A placeholder: the batch of a pod does not fit in this machine's memory.
     x = create_placeholder_tensor(
         (sizes.batch * request.devices, sizes.sequence, sizes.width), torch.float32
     )
@@ -80,13 +81,13 @@ def traced_step(request: Request, mesh_size: int) -> TracedProgram:
 
 
 def _like(shape: tuple[int, ...]) -> tuple[str | None, ...]:
-    """How the wrapper shards a parameter: along its longest dimension, the first of such."""
+    """The sharding of a parameter by the wrapper: along its longest dimension (the first one)."""
     longest = shape.index(max(shape))
     return tuple("fsdp" if axis == longest else None for axis in range(len(shape)))
 
 
 def resized(text: str, old: int, new: int) -> str:
-    """StableHLO ``text`` whose shardings over ``old`` devices on one dimension are over ``new``.
+    """Replace shardings of one dimension over ``old`` devices by ``new`` in StableHLO ``text``.
 
     Raises ValueError for a sharding of another kind.
     """
@@ -102,7 +103,7 @@ def resized(text: str, old: int, new: int) -> str:
 
 
 def _with_sharded_batch(ir: Any, module: Any, request: Request) -> None:
-    """Shards the one argument of the batch's shape, a placeholder, on its first dimension."""
+    """Shard the batch, the only argument with its shape, on the first dimension."""
     main = ir.SymbolTable(module.operation)["main"]
     sizes = request.sizes
     shape = [sizes.batch * request.devices, sizes.sequence, sizes.width]
@@ -136,4 +137,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    os._exit(0)  # what was traced is never to run, nor worth taking apart
+    os._exit(0)  # the traced graph must not run, and freeing it takes time

@@ -1,8 +1,8 @@
-"""What a training step needs on a TPU slice, found out without one: ``xla_fsdp.plan``.
+"""``xla_fsdp.plan``: memory and time of a training step on a TPU slice, without a TPU.
 
-In the order of the data: ``tracing`` (a step becomes a program) → ``compiling`` (on the TPU
-compiler, in a process of its own) → ``program`` (reads what came out) → ``timing`` (on the chips
-and links of ``tpu``) → ``reporting``. ``records`` is what they hand to each other; ``make_report``
-leads from the compiler's answer to the report, for both doors, ``api`` and ``foreign``.
-``recorded`` reads what ran, for a report to stand beside it.
+In the order of the data: ``tracing`` (records the program of a step) → ``compiling`` (runs the TPU
+compiler in a separate process) → ``program`` (parses the compiled program) → ``timing`` (models the
+time on the chips and links of ``tpu``) → ``reporting``. ``records`` has the data classes that these
+share. ``make_report`` builds the report from the compiler's result, for both entry points: ``api``
+and ``foreign``. ``recorded`` reads recorded traces, to compare them with a plan.
 """

@@ -1,7 +1,7 @@
-"""Command line: ``python -m xla_fsdp.planning plan.json``, what can be done with a saved plan.
+"""Command line: ``python -m xla_fsdp.planning plan.json`` prints a saved plan to stdout.
 
-It goes to stdout; with ``--trace`` beside a recorded trace. Exit codes: 0; 2 wrong usage, or a file
-that is not what it should be.
+With ``--trace`` it compares the plan with a recorded trace. Exit codes: 0 success; 2 wrong usage,
+or a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .reporting.report import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints, and draws if asked to; the exit code."""
+    """Print the plan, draw it if ``--plot`` is given, and return the exit code."""
     flags = _parser().parse_args(argv)
     try:
         report = Report.load(flags.plan)
@@ -32,13 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m xla_fsdp.planning",
-        description="Prints a plan that Report.save() or --plan_report wrote; with --trace beside "
-        "what xla_fsdp.profile or --profile_steps recorded of the same model.",
+        description="Prints a plan that Report.save() or --plan_report wrote. With --trace, "
+        "compares it with what xla_fsdp.profile or --profile_steps recorded of the same model.",
         allow_abbrev=False,
     )
     parser.add_argument("plan", metavar="PLAN.json")
     parser.add_argument(
-        "--trace", metavar="FOLDER", help="with plugins/profile/*/*.xplane.pb: the newest is taken"
+        "--trace", metavar="FOLDER", help="with plugins/profile/*/*.xplane.pb; reads the newest"
     )
     parser.add_argument(
         "--plot",

@@ -1,4 +1,4 @@
-"""``xla_fsdp.plan``: what a training step needs on a TPU slice, found out without one."""
+"""``xla_fsdp.plan``: memory and time of a training step on a TPU slice, without a TPU."""
 
 from __future__ import annotations
 
@@ -32,47 +32,48 @@ def plan(
 ) -> Report:
     """Compiles one training step for a TPU slice, on the real TPU compiler, without a TPU.
 
-    ``step()`` is called once for each traced rank. It builds model and optimizer and runs a
-    training step, or a whole training loop: tracing stops where the first program with an optimizer
-    step would run (``torch_xla.sync()``, ``.item()``, the end of ``step``). Inside it
-    ``xr.world_size()`` and ``xr.global_ordinal()`` are those of the slice. Nothing is executed, and
-    large parameters get no values, so a model that is far larger than this machine's memory can be
-    planned as long as it is sharded while it is built, or its parts fit. Optimizer state is taken
-    to exist already, as in every step but the first.
+    ``step()`` is called once for each traced rank. It builds model and optimizer and runs one
+    training step or an entire training loop: tracing stops where the first program with an
+    optimizer step would run (``torch_xla.sync()``, ``.item()``, the end of ``step``). Inside
+    ``step``, ``xr.world_size()`` and ``xr.global_ordinal()`` are those of the slice. Nothing is
+    executed, and large parameters get no values. So a model that is far larger than this machine's
+    memory can be planned if it is sharded while it is built, or if each of its parts fits.
+    Optimizer state is assumed to exist already, as in every step but the first.
 
     Args:
-        step: takes no arguments. Works with any wrapper; :class:`XlaFullyShardedDataParallel` and
-            the class of ``torch_xla.distributed.fsdp`` are also compared with the ZeRO bound.
+        step: a function without arguments. The model may use any wrapper. For
+            :class:`XlaFullyShardedDataParallel` and the class of ``torch_xla.distributed.fsdp`` the
+            bytes sent are also compared with the ZeRO bound.
         topology: a slice, such as ``v3-8``, ``v4-128``, ``v5litepod-8``, ``v5p-8``, ``v6e-256``, or
             a raw topology in chips, such as ``v5e:2x4``.
-        ranks: which ranks to trace, to see whether all share one executable; the first one is
-            compiled. Default: 0, 1 and the last.
-        compiler_options: flags of the TPU compiler, e.g.
-            ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``, over those that the run
-            itself would have: torch_xla's own on such a host, ``LIBTPU_INIT_ARGS`` of this
+        ranks: which ranks to trace, to check whether all share one executable; the program of the
+            first one is compiled. Default: 0, 1 and the last.
+        compiler_options: options of the TPU compiler, e.g.
+            ``{"xla_tpu_enable_latency_hiding_scheduler": "true"}``. They override the options that
+            a run would use: those of torch_xla on such a host, ``LIBTPU_INIT_ARGS`` of this
             process, and those that ``launcher`` adds. The report lists all.
-        launcher: what starts the ranks: ``xla_fsdp`` (``xla_fsdp.launch``, which adds those of
-            :mod:`xla_fsdp.compiler_options`) or ``torch_xla`` (``torch_xla.launch``,
+        launcher: what starts the ranks: ``xla_fsdp`` (``xla_fsdp.launch``, which adds the options
+            of :mod:`xla_fsdp.compiler_options`) or ``torch_xla`` (``torch_xla.launch``,
             ``xmp.spawn``), which adds none.
-        cache: results are kept by digest of the program in this folder; ``True`` means
-            ``~/.cache/xla_fsdp/plans``, ``False`` none.
-        progress: say on standard error what is going on.
-        title: heads the report and its pictures.
-        calibration: figures that were measured on such chips, or the file of them that ``python -m
-            xla_fsdp.preflight --measure`` wrote. Only times depend on it: what is traced and
-            compiled stays what a run would have.
+        cache: the folder in which results are cached by a digest of the program; ``True`` means
+            ``~/.cache/xla_fsdp/plans``, ``False`` no cache.
+        progress: report progress on standard error.
+        title: the title of the report and its pictures.
+        calibration: figures that were measured on such chips, or a file of them that ``python -m
+            xla_fsdp.preflight --measure`` wrote. They change only the modelled times, not what is
+            traced and compiled.
 
     Returns:
         The report: ``print`` it, ``.plot("x.png")``, ``.plot("x.html")``, ``.save("x.json")``,
         ``.compare(other)``, ``.fits``.
 
     Raises:
-        UnknownTopologyError: (a ValueError) no such slice; the message lists what there is.
+        UnknownTopologyError: (a ValueError) no such slice; the message lists those that exist.
         MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
-        CompileError: the compiler refused the program for another reason than memory.
-        ValueError: the step traces nothing; ``ranks`` that the slice does not have; libtpu refuses
-            the value of an option.
-        CalibrationError: (a ValueError) ``calibration`` is of other chips, or damaged.
+        CompileError: the compiler failed for another reason than memory.
+        ValueError: the step traces nothing; ``ranks`` has a rank that is not in the slice; libtpu
+            does not accept the value of an option.
+        CalibrationError: (a ValueError) ``calibration`` is for other chips, or damaged.
         TypeError: ``step`` is not callable.
         RuntimeError: called inside a rank of a launch.
     """
@@ -83,7 +84,7 @@ def plan(
     where = resolve(topology)
     measured = None if calibration is None else read(calibration)
     if measured is not None:
-        measured.apply(where.chip)  # refused before minutes of compiling
+        measured.apply(where.chip)  # raises before minutes of compilation
     require_extra()
     host = host_options(where.chip, launcher, compiler_options)
     numbers = _ranks(ranks, where)
@@ -109,7 +110,7 @@ def plan(
 
 
 def _unequal(programs: Iterable[TracedProgram]) -> list[TracedProgram]:
-    """Each once; of a streamed step, equal ones are the same object."""
+    """Each program once. In a streamed step, equal programs are the same object."""
     return list({id(one): one for one in programs}.values())
 
 
@@ -120,10 +121,10 @@ def _executables(
     key: str,
     kept: PlanCache,
 ) -> int:
-    """How many different programs the ranks have.
+    """Count the different programs of the traced ranks.
 
-    The last rank is traced every time; if its program is the one known from before, the others'
-    are taken to be, too.
+    The last rank is traced every time. If its program is the cached one, the programs of the other
+    ranks are also taken from the cache.
     """
 
     def program_of(rank: int) -> str:

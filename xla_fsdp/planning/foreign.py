@@ -1,8 +1,8 @@
-"""Plans a step that this package did not trace: one program for all devices, partitioned by XLA.
+"""Plan a step that this package did not trace: one program for all devices, partitioned by XLA.
 
-``jax.jit`` with shardings and torch_xla's SPMD mode lower one program that computes on whole
-arrays; the compiler splits it over the devices. Whoever lowers it hands over StableHLO and what a
-plan cannot read off it.
+``jax.jit`` with shardings and torch_xla's SPMD mode lower one program that computes on full
+arrays, and the compiler splits it over the devices. The caller passes its StableHLO, and what the
+StableHLO does not contain.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def plan_partitioned(
     progress: bool = True,
     title: str = "",
 ) -> Report:
-    """What ``program`` needs on a slice: :func:`xla_fsdp.plan` for what others lowered.
+    """Plan ``program`` on a slice: :func:`xla_fsdp.plan` for a program that others lowered.
 
-    ``launcher``: as there, or ``other`` for programs that do not import torch_xla; jax 0.7.1 sets
-    no option of the compiler.
+    ``launcher``: as in ``plan``, or ``other`` for programs that do not import torch_xla; jax 0.7.1
+    sets no compiler option.
 
     Raises:
         UnknownTopologyError, MissingExtraError, CompileError: as ``plan`` does.
@@ -45,7 +45,7 @@ def plan_partitioned(
     if program.devices != where.devices:
         raise ValueError(
             f"the program is sharded over {program.devices} devices and {where.name} has "
-            f"{where.devices}: lower it for a mesh of that many"
+            f"{where.devices}: lower it for a mesh of {where.devices} devices"
         )
     shown = Progress() if progress else Progress(None)
     kept = PlanCache.at(cache)

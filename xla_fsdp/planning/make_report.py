@@ -1,8 +1,8 @@
-"""From what the compiler said of a step to the report on it.
+"""Build the report from the compiler's result.
 
 A step is one program, or several: ``CPUOffload(stream=True)`` has one for each unit's forward and
-backward (docs/how-to/cpu-offload.md). Equal ones are compiled once. The report is then that on the
-part that needs most memory, with the times, bytes and floating-point operations of all.
+backward (docs/how-to/cpu-offload.md). Equal programs are compiled once. The report then has the
+memory of the program that needs most, and the times, bytes and floating-point operations of all.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _BACKWARD = "backward["
 _STATE = re.compile(r"^\w+ of ")
 
 _NOTE = (
-    "The step is {runs} programs, {kinds} different ones, one for each forward and backward of a "
-    "streamed wrapper. Memory, schedule and tables are those of the part that needs most HBM, "
-    "with all else that is on the device meanwhile; times, bytes sent and MFU are of all parts. "
-    "A part takes as long as the longest of its program, the shards that are sent meanwhile for "
-    "the next and the gradients of the one before; the optimizer's step on the host is NOT in it."
+    "The step consists of {runs} programs ({kinds} of them different), one for each forward and "
+    "backward of a wrapper with CPUOffload(stream=True). Memory, schedule and tables are those of "
+    "the program that needs most HBM, including all other data on the device at that time. Times, "
+    "bytes sent and MFU are those of all programs. The time of a program is the longest of: its "
+    "execution, sending the shards for the next program, and fetching the gradients of the "
+    "previous one. The optimizer's step on the host is NOT included."
 )
 
 
@@ -54,12 +55,12 @@ def make_report(
     """The report on ``compiled``, the program of ``step``.
 
     Args:
-        ranks: those whose programs were compared.
-        executables: how many different ones they have.
-        title: heads the report and its pictures.
-        host: what libtpu was told.
-        measured: figures for the times instead of published ones.
-        beside: bytes on the device that the program knows nothing of.
+        ranks: the ranks whose programs were compared.
+        executables: the number of different programs among them.
+        title: the title of the report and its pictures.
+        host: the options that libtpu was given.
+        measured: figures for the times, instead of published ones.
+        beside: bytes on the device that do not belong to this program.
     """
     published = where.chip
     where = calibrated(where, measured)
@@ -70,15 +71,16 @@ def make_report(
     notes = list(odd_groups(schedule.collectives, where))
     if compiled.refusal and compiled.scheduled:
         notes.append(
-            "The compiler laid the program out, found that it does not fit, and stopped: it gave "
-            "no cycle estimates and no size of code. What it counts against its limit (see its "
-            "message) are temporaries and what it reserves for itself; required here counts "
-            "arguments and outputs as well."
+            "The compiler assigned the buffers, found that the program does not fit, and stopped. "
+            "It reported no cycle estimates and no code size. The size in its message counts only "
+            "temporaries and memory that the compiler reserves; 'required' here also counts "
+            "arguments and outputs."
         )
     if schedule.to_host or schedule.to_device:
         notes.append(
-            "Copies between HBM and the host's memory take no time here: no figures of the links "
-            "between them are published. They run beside compute, as far as they are fast enough."
+            "Copies between HBM and host memory take no time in this model, because the speed of "
+            "the links between them is not published. They overlap with compute if the links are "
+            "fast enough."
         )
         notes += _copies(schedule, measured)
     if measured is not None:
@@ -94,8 +96,8 @@ def make_report(
             link_source=chip.sources["pcie_bandwidth"],
         )
         notes.append(
-            "The optimizer steps on the host, after this program: neither its time nor that of the "
-            "transfers is in the modelled step."
+            "The optimizer steps on the host after this program. The modelled step does not "
+            "include its time, nor that of the transfers."
         )
     capacity = chip.device_usable_hbm_bytes(host.chip_config)
     return Report(
@@ -132,20 +134,21 @@ def make_report(
 
 
 def _copies(schedule: Schedule, measured: Calibration | None) -> list[str]:
-    """What the copies to and from the host would take alone, if that is known."""
+    """A note on the time of the copies to and from the host; empty without measured rates."""
     if measured is None or not measured.to_host or not measured.to_device:
         return []
     out, back = schedule.to_host / measured.to_host, schedule.to_device / measured.to_device
     return [
-        f"At the rates that {measured.source} has, copies to the host take {1e3 * out:.2f} ms and "
-        f"those back {1e3 * back:.2f} ms of a step, if nothing else uses the host's link."
+        f"At the rates in {measured.source}, the copies of a step to the host take "
+        f"{1e3 * out:.2f} ms and the copies back {1e3 * back:.2f} ms, if nothing else uses the "
+        "host's link."
     ]
 
 
 def _laid_out(
     compiled: CompiledStep, step: TracedStep, chip: Chip
 ) -> tuple[Schedule, CompilerMemory]:
-    """The schedule and the memory it needs, as far as the compiler got with them."""
+    """The schedule and its memory, as far as the compiler computed them before it stopped."""
     if not compiled.scheduled:
         nothing = Schedule(0, (), (), (), (), 0, {})
         return nothing, CompilerMemory(0, 0, 0, 0, 0, 0)
@@ -159,7 +162,7 @@ def _laid_out(
         return schedule, memory
     return schedule, CompilerMemory(
         arguments=assignment.held("argument"),
-        outputs=assignment.held("output"),  # those that take no argument's buffer
+        outputs=assignment.held("output"),  # outputs that do not reuse the buffer of an argument
         aliased=0,
         temporaries=assignment.held("temporary"),
         code=0,
@@ -174,12 +177,13 @@ def report_on_parts(
     report_on: Callable[[TracedStep, CompiledStep, int], Report],
     peak: float,
 ) -> Report:
-    """The report on ``step``, a streamed one.
+    """The report on ``step``, a step of several programs (``CPUOffload(stream=True)``).
 
     Args:
-        compiled: what the compiler made of each of ``step.parts``.
-        report_on: makes the report on one of them, beside so many bytes of other tensors.
-        peak: floating-point operations a second of a device.
+        compiled: the compiled program of each of ``step.parts``.
+        report_on: makes the report on one part; its last argument is the number of bytes of other
+            tensors on the device.
+        peak: floating-point operations per second of a device.
     """
     found: dict[str, Report] = {}
     beside: Counter[str] = Counter()
@@ -188,7 +192,7 @@ def report_on_parts(
     codes = {one.key: one.memory.code if one.memory else 0 for one in compiled}
     for part, one in zip(step.parts, compiled, strict=True):
         if one.key not in found:
-            others = sum(codes.values()) - codes[one.key]  # executables stay on the device
+            others = sum(codes.values()) - codes[one.key]  # all executables stay on the device
             alone = replace(step, program=part.program, parts=())
             found[one.key] = report_on(alone, one, beside[one.key] + others)
     order = [found[one.key] for one in compiled]
@@ -220,7 +224,7 @@ def _timing(
 ) -> Timing:
     timings = [report.timing for report in reports]
     compute = sum(one.compute for one in timings)
-    # Behind the last part only its gradients travel, and before the first its shards.
+    # Before the first part only its shards are sent; after the last, only its gradients.
     sent = [part.to_device for part in step.parts] + [0]
     back = [0] + [part.to_host for part in step.parts]
     link = host.link if host is not None and host.link else float("inf")
@@ -261,7 +265,7 @@ def _parts(
 
 
 def _named(arguments: Sequence[str], backward: bool) -> str:
-    """Of which modules' parameters a program makes use."""
+    """The name of a program: its phase and the module whose parameters it uses."""
     owners = [_STATE.sub("", name).rpartition(".")[0].split(".") for name in arguments if name]
     common = ".".join(os.path.commonprefix(owners)) if owners else ""
     return f"{'backward' if backward else 'forward'} of {common or 'several modules'}"

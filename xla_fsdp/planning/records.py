@@ -1,8 +1,8 @@
-"""What a plan knows about one compiled step, as plain data.
+"""Data classes for one compiled step.
 
-Read off the scheduled program by ``program/``, timed by ``timing``, printed and drawn by
-``reporting/``, stored as JSON. All bytes are bytes of one device (one rank), all
-places are positions in the schedule of the entry computation, with the bodies of loops in line.
+``program/`` fills them from the scheduled program, ``timing`` adds times, and ``reporting/`` prints
+and plots them and stores them as JSON. All bytes are bytes of one device (one rank). All places are
+positions in the schedule of the entry computation, in which loop bodies are inlined.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ PHASES = ("forward", "backward", "optimizer", "")
 
 @dataclass(frozen=True)
 class Op:
-    """An instruction that takes time, other than a collective.
+    """An instruction that takes time and is not a collective.
 
-    ``cycles`` is the compiler's estimate for one execution (0 where it gives none); ``times`` how
-    often the instruction runs (the trip counts of the loops around it).
+    ``cycles`` is the compiler's estimate for one execution (0 if there is none). ``times`` is the
+    number of executions in a step (trip counts of the enclosing loops, multiplied).
     """
 
     index: int  # place in the schedule
@@ -33,42 +33,42 @@ class Op:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective. An asynchronous one is counted once, whatever pieces it was cut into.
+    """One collective. An asynchronous one counts once, even if the compiler split it into pieces.
 
-    ``kind`` is what the compiler made of it (a reduce-scatter that became an all-reduce and a slice
-    is an all-reduce), ``asked`` what was traced, as far as the program still says so, else "".
-    ``wire_bytes`` is what a device sends in one execution: all-gather B(n-1)/n of its output,
-    reduce-scatter B(n-1)/n of its input, all-reduce twice that, all-to-all B(n-1)/n,
-    collective-permute B.
+    ``kind`` is the kind after compilation: a reduce-scatter that the compiler replaced by an
+    all-reduce and a slice is an all-reduce. ``asked`` is the kind that was traced, or "" if the
+    program does not contain it. ``wire_bytes`` is what a device sends in one execution: all-gather
+    B(n-1)/n of its output, reduce-scatter B(n-1)/n of its input, all-reduce twice that, all-to-all
+    B(n-1)/n, collective-permute B.
     """
 
     index: int  # where it starts in the schedule
-    done: int  # where its result is waited for; equal to index if synchronous
+    done: int  # where compute waits for its result; equal to index if synchronous
     name: str
     kind: str  # one of KINDS
     asked: str
     dtype: str  # as HLO writes it: "bf16", "f32"
     bytes: int  # B: the larger of operand and result, without layout padding
-    groups: tuple[tuple[int, ...], ...]  # ordinals that take part together; () means all
+    groups: tuple[tuple[int, ...], ...]  # the ordinals of each group; () means one group of all
     group_size: int
     wire_bytes: int
     asynchronous: bool
     fused: bool = False  # inside a fusion with compute (the compiler's AllReduceScatterFusion)
     overlap_cycles: int = 0  # estimated cycles of compute scheduled between index and done
     times: int = 1
-    emitter: str = ""  # the algorithm the compiler chose, as it calls it
+    emitter: str = ""  # the compiler's name for the algorithm it chose
     module: str = ""
     phase: str = ""
-    source: str = ""  # file:line that traced it, "" if unknown
-    across_slices: bool = False  # over the data-centre network, through the hosts
+    source: str = ""  # file:line that traced it; "" if unknown
+    across_slices: bool = False  # over the data-center network, through the hosts
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A piece of HBM over the places of the schedule where it is live, both ends included."""
+    """A piece of HBM that is live from place ``born`` to place ``dies`` (included)."""
 
     name: str
-    bytes: int  # with the padding of its tiled layout
+    bytes: int  # including the padding of its tiled layout
     born: int
     dies: int
     category: str  # "argument", "output" or "temporary"
@@ -86,12 +86,12 @@ class Schedule:
     ops: tuple[Op, ...]
     collectives: tuple[Collective, ...]
     buffers: tuple[Buffer, ...]  # in HBM only
-    curve: tuple[int, ...]  # bytes of HBM in use at every place, by adding up live buffers
+    curve: tuple[int, ...]  # bytes of HBM in use at every place: the sum of live buffers
     peak_index: int  # where the curve is highest
-    aliased: Mapping[int, int]  # output number to the argument number whose buffer it takes
-    notes: tuple[str, ...] = ()  # what the text did not say and had to be assumed
-    to_host: int = 0  # bytes copied from HBM to the host's memory in a step, without padding
-    to_device: int = 0  # and back
+    aliased: Mapping[int, int]  # output number to the number of the argument whose buffer it reuses
+    notes: tuple[str, ...] = ()  # assumptions where the program text has no information
+    to_host: int = 0  # bytes copied from HBM to host memory in a step, without padding
+    to_device: int = 0  # bytes copied from host memory to HBM in a step
 
     def live_at_peak(self) -> list[Buffer]:
         """The buffers that are live at the peak, largest first."""
@@ -102,74 +102,74 @@ class Schedule:
 
 @dataclass(frozen=True)
 class CompilerMemory:
-    """HBM of one device in bytes, as the compiler itself states it (CompiledMemoryStats)."""
+    """HBM of one device in bytes, as reported by the compiler (CompiledMemoryStats)."""
 
     arguments: int
     outputs: int
-    aliased: int  # part of outputs that takes the buffers of donated arguments
-    temporaries: int  # with what fragmentation costs
+    aliased: int  # part of outputs that reuses the buffers of donated arguments
+    temporaries: int  # including fragmentation
     code: int  # the executable itself
-    # Most live at one time, without code and fragmentation. With host_temporaries, of which the
-    # compiler's figure counts some, that of the schedule's curve.
+    # The largest sum of live buffers, without code and fragmentation. With host_temporaries it is
+    # computed from the schedule, because the compiler's figure counts some of them.
     peak: int
-    # In the host's memory, by the buffer assignment: inputs that wait for the backward.
+    # Offloaded inputs in host memory until the backward, by the buffer assignment.
     host_temporaries: int = 0
-    # On the device meanwhile, and nothing of the program's: other parts of a streamed step.
+    # On the device at that time, but not of this program: other parts of a streamed step.
     beside: int = 0
 
     @property
     def required(self) -> int:
-        """What must be free before the step can be loaded and run."""
+        """Bytes that must be free before the step can be loaded and run."""
         own = self.arguments + self.outputs - self.aliased + self.temporaries + self.code
         return own + self.beside
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the programs that a streamed step is cut into, and all that are equal to it."""
+    """One program of a streamed step, and all programs that are equal to it."""
 
     name: str  # "backward of blocks.3"
     times: int  # how often it runs in a step
     required: int  # bytes of HBM while it runs
-    seconds: float  # modelled, of one execution, without transfers to and from the host
-    wire_bytes: int  # that a device sends to others in one execution
-    to_device: int  # bytes of shards that the host sends for one
-    to_host: int  # bytes of gradients that one makes for the host
+    seconds: float  # modelled time of one execution, without transfers to and from the host
+    wire_bytes: int  # bytes that a device sends to others in one execution
+    to_device: int  # bytes of shards that the host sends for one execution
+    to_host: int  # bytes of gradients that one execution sends to the host
 
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """What one rank needs of its host where its optimizer steps there, in bytes, and of the host.
+    """Host memory that one rank needs if the optimizer steps on the host, and that of the host.
 
-    The transfers are not part of the compiled program.
+    All sizes are in bytes. The transfers are not part of the compiled program.
     """
 
     shards: int
     gradients: int
-    state: int  # the optimizer's
-    buffers: int  # what is on its way, at most
-    to_host: int  # gradients, in a step
-    to_device: int  # shards in the dtype they are gathered in, in a step
-    ranks: int = 1  # of a host
+    state: int  # optimizer state
+    buffers: int  # transfer buffers, at most
+    to_host: int  # gradients sent in a step
+    to_device: int  # shards sent in a step, in the dtype of the gather
+    ranks: int = 1  # ranks on a host
     capacity: int = 0  # memory of the host
-    source: str = ""  # of the capacity
-    link: float = 0.0  # bytes a second between a rank's device and the host, one way
+    source: str = ""  # where the capacity is published
+    link: float = 0.0  # bytes per second between a rank's device and the host, one way
     link_source: str = ""
 
     @property
     def required(self) -> int:
-        """Of all ranks of a host."""
+        """Bytes that all ranks of a host need together."""
         return self.ranks * (self.shards + self.gradients + self.state + self.buffers)
 
     @property
     def seconds(self) -> float:
-        """A step's transfers, one after the other."""
+        """The time of the transfers of a step, one after the other."""
         return (self.to_host + self.to_device) / self.link if self.link else 0.0
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A stretch of modelled time in one lane of the timeline, in seconds from the start."""
+    """An interval of modelled time in one lane of the timeline, in seconds from the start."""
 
     lane: str  # "compute" or "collective"
     begin: float
@@ -183,13 +183,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Timing:
-    """Modelled times of one step, in seconds. A model, not a measurement."""
+    """Modelled times of one step, in seconds. Nothing of this was measured."""
 
     compute: float  # the compiler's estimated cycles at the chip's clock
-    collective: float  # by the interconnect model, as if nothing overlapped
-    overlapped: float  # collective time that compute hides in this schedule
-    exposed: float  # the rest of it
+    collective: float  # by the interconnect model, without any overlap
+    overlapped: float  # collective time that overlaps with compute in this schedule
+    exposed: float  # the other collective time
     step: float  # compute + exposed
-    model_flops: float  # floating-point operations of the model, this device's part
+    model_flops: float  # floating-point operations of the model on this device
     mfu: float  # model_flops / (step * peak of the device)
     slots: Sequence[Slot] = ()

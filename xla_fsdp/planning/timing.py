@@ -1,14 +1,14 @@
-"""From a scheduled program to modelled times: what a step takes, and what its collectives hide.
+"""Model the time of a scheduled program: compute, collectives, and how much of them overlaps.
 
-Two lanes. The compute lane executes the schedule in order, each operation for the compiler's
-``estimated_cycles`` at the TensorCore's clock (``Chip.clock_hz``), a Pallas kernel for what
-``program/kernels.py`` makes of its own statement; operations without an estimate take no time. The
-links are one lane too: collectives run one after the other, in the order of their starts, for what
-``links.py`` says; only permutes that share no link run at once. Compute waits for a synchronous
-collective at its place and for an asynchronous one where it is done; one inside a fusion runs
-beside the computation of the fusion, which takes as long as the longer of them. What crosses from
-slice to slice has a lane of its own, the data-centre network. docs/design/time-model.md holds the
-figures against published ones.
+There are two lanes. The compute lane executes the schedule in order. Each operation takes the
+compiler's ``estimated_cycles`` at the TensorCore's clock (``Chip.clock_hz``); a Pallas kernel takes
+what ``program/kernels.py`` computes from its cost estimate; operations without an estimate take no
+time. The other lane is the links: collectives run one after the other, in the order of their
+starts, and each takes the time that ``links.py`` computes. Only permutes that share no link run
+simultaneously. Compute waits for a synchronous collective where it starts, and for an asynchronous
+one where it is done. A collective inside a fusion overlaps with the computation of the fusion,
+which takes the longer of the two times. Transfers between slices have a third lane, the data-center
+network. docs/design/time-model.md compares the model with published figures.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..tpu.links import Links
 from ..tpu.topology import Slice
 from .records import Collective, Op, Schedule, Slot, Timing
 
-# What happens at one place of the schedule, in this order.
+# The kinds of events at one place of the schedule, in the order in which they happen.
 _WAIT, _START, _BLOCK, _COMPUTE, _JOIN = range(5)
-# Iterations of a loop that are played; the others are like the last of them.
+# Simulated iterations of a loop; all others take as long as the last of them.
 _PLAYED = 2
 
 
 def time_step(schedule: Schedule, slice: Slice, model_flops: float) -> Timing:
     """Model the time of one step of ``schedule`` on ``slice``, in seconds.
 
-    ``model_flops``: floating-point operations of the model in a step, this device's part, for the
-    model FLOPs utilisation; recomputation does not count (Chowdhery et al., "PaLM",
-    arXiv 2204.02311, appendix B). Peak: bfloat16, ``Chip.device_flops``.
+    ``model_flops``: floating-point operations of the model in a step on this device, for the model
+    FLOPs utilisation (MFU). Recomputation does not count (Chowdhery et al., "PaLM",
+    arXiv 2204.02311, appendix B). The peak is that of bfloat16, ``Chip.device_flops``.
 
-    A loop body is a run of places that execute equally often: it starts when the one before ended.
-    Its first iterations are played; in ``Timing.slots`` the others are one slot a lane.
+    A loop body is a sequence of places that execute equally often. Its first iterations are
+    simulated; in ``Timing.slots`` the others are one slot in each lane.
 
     Raises ValueError for a collective of ranks that the slice does not have.
     """
@@ -44,7 +44,7 @@ def time_step(schedule: Schedule, slice: Slice, model_flops: float) -> Timing:
         lanes.play(list(body), times)
     compute = sum(op.cycles * op.times for op in schedule.ops) / slice.chip.clock_hz
     collective = sum(lanes.seconds(c) * c.times for c in schedule.collectives) - lanes.at_once
-    # The compute lane only ever waits while the links are busy.
+    # The compute lane waits only while the links are busy.
     exposed = min(max(0.0, lanes.clock - compute), collective)
     step = compute + exposed
     return Timing(
@@ -82,10 +82,11 @@ def _unsorted(schedule: Schedule) -> Iterator[_Event]:
 
 
 class _Lanes:
-    """How far compute (``clock``) and the links are, in seconds from the start.
+    """The current times of compute (``clock``) and of the links, in seconds from the start.
 
-    A link that a permute used since all were in use is free at its ``_link_free``, every other at
-    ``_free``. ``at_once``: seconds by which the times of collectives overlap.
+    ``_link_free`` has, for each link that a permute used after the last collective over all links,
+    when it becomes free. All other links become free at ``_free``. ``at_once``: seconds by which
+    collectives overlap with each other.
     """
 
     def __init__(self, schedule: Schedule, slice: Slice) -> None:
@@ -105,7 +106,7 @@ class _Lanes:
         return self._seconds[id(collective)]
 
     def play(self, body: Sequence[_Event], times: int) -> None:
-        """Execute a stretch of the schedule ``times`` over."""
+        """Simulate ``times`` executions of a part of the schedule."""
         clock = free = 0.0
         for _ in range(min(times, _PLAYED)):
             clock, free, at_once = self.clock, self._all_free(), self.at_once
@@ -116,14 +117,14 @@ class _Lanes:
             self.at_once += (times - _PLAYED) * (self.at_once - at_once)
 
     def _skip(self, body: Sequence[_Event], count: int, clock: float, free: float) -> None:
-        """Let ``count`` more iterations pass, which take as long as the last one."""
+        """Add ``count`` more iterations, each as long as the last one."""
         label, index = f"{count} more iterations", body[0].index
         begin, begin_free = self.clock, self._all_free()
         self.clock += count * clock
         self._free += count * free
         self._between_free += count * free
         self._link_free = {link: at + count * free for link, at in self._link_free.items()}
-        for event in body:  # what is waited for only after the loop
+        for event in body:  # collectives that end after the loop
             if event.order == _START:
                 self._ends[id(event.what)] += count * free
         phases = {event.what.phase for event in body}

@@ -1,1 +1,1 @@
-"""Reading a compiled program."""
+"""Parse a compiled program."""

@@ -1,8 +1,8 @@
-"""The compiler's own account of memory: every buffer, its size, place, and when it is live.
+"""Parse XLA's buffer assignment: the size, offset and live range of every buffer.
 
-Reads the text that XLA writes as ``*-buffer-assignment.txt`` while it compiles. An *allocation* is
-a piece of memory that a program asks for as a whole; the temporaries of a program are one, in which
-*values* lie at offsets, and share bytes where they are not live at the same time.
+XLA writes this text as ``*-buffer-assignment.txt`` while it compiles. An *allocation* is one
+contiguous piece of memory. All temporaries of a program are in one allocation, in which *values*
+have offsets; values that are not live at the same time share bytes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Allocation:
 
     bytes: int
     category: str
-    parameter: int | None  # number of the argument that is in it
+    parameter: int | None  # number of the argument that it contains
     values: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
 class Value:
-    """What one instruction writes. ``born`` and ``dies`` are places in the sequence, inclusive."""
+    """The result of one instruction, live in the sequence from ``born`` to ``dies`` (included)."""
 
     name: str  # of the instruction
     bytes: int
@@ -49,18 +49,18 @@ class Assignment:
 
     allocations: tuple[Allocation, ...]
     sequence: tuple[str, ...]  # names of instructions
-    on_host: int = 0  # bytes of temporaries in the host's memory
+    on_host: int = 0  # bytes of temporaries in host memory
 
     def held(self, category: str) -> int:
-        """Bytes of all allocations of a category, with what lies idle in them."""
+        """Bytes of all allocations of a category, unused parts included."""
         return sum(a.bytes for a in self.allocations if a.category == category)
 
 
 def read_assignment(text: str) -> Assignment:
-    """Parses a buffer assignment.
+    """Parse a buffer assignment.
 
     Raises:
-        ValueError: ``text`` is none, or has no live ranges.
+        ValueError: ``text`` is not a buffer assignment, or has no live ranges.
     """
     if not text.startswith("BufferAssignment:"):
         raise ValueError(f"not a buffer assignment of XLA: it begins with {text[:40]!r}")
@@ -107,12 +107,12 @@ def _allocations(
                 born, dies = ranges.get((name, index or "{}"), (0, last))
                 values.append(Value(name, int(size), int(offset), shape, born, dies))
             elif not line.startswith(" "):
-                break  # the allocations are over
+                break  # the end of the allocations
     yield from finished()
 
 
 def _kind(size: int, said: str) -> tuple[int, str, int | None] | None:
-    """Size, category and parameter number, or ``None`` for what is not in HBM."""
+    """Size, category and parameter number; ``None`` if the allocation is not in HBM."""
     if _color(said) != _HBM or "thread-local" in said:
         return None
     parameter = _PARAMETER.search(said)
@@ -130,11 +130,11 @@ def _color(said: str) -> int:
 
 
 def without_overlap(values: Sequence[Value]) -> list[Value]:
-    """The values of an allocation, such that no byte counts twice at any place.
+    """The values of an allocation, changed so that no byte counts twice at any place.
 
-    A value that is written over another (an update in place) is live together with it at the place
-    of the update, and may even state that it lives longer; the first then ends where the second
-    begins.
+    A value that overwrites another one (an update in place) is live together with it at the place
+    of the update, and the live range of the first may even be longer. Here the first value ends
+    where the second begins.
     """
     by_bytes: dict[tuple[int, int], list[Value]] = defaultdict(list)
     for value in values:

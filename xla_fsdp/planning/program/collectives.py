@@ -1,9 +1,9 @@
-"""The collectives of a schedule, each once, among which devices, and what they send.
+"""Find the collectives of a schedule, each once, with their groups of devices and bytes sent.
 
-An asynchronous collective has a start and a done. The TPU compiler also cuts one into pieces: a
-fusion that starts it, fusions that carry a piece of it beside their own computation, and a fusion
-that waits for it, each naming the whole collective. Which pieces belong together is followed
-through the values they hand on.
+An asynchronous collective has a start and a done instruction. The TPU compiler may also split it: a
+fusion starts it, other fusions do a part of it together with their own computation, and a last one
+waits for it. Each of these contains the full collective. The parts that belong together are found
+by following the values that they pass to each other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .places import Line, Place
 from .scopes import asked, scope
 from .shapes import Shape, Tuple, leaves, numbers, span
 
-# Rare relatives, counted as what sends about as much.
+# Opcodes of collectives. A rare kind counts as the one that sends about the same bytes.
 _KINDS = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
-# What crosses from slice to slice goes through the hosts: a send and a receive under one name, by
-# the kind that the runtime ("megascale") calls it.
+# A collective between slices goes through the hosts: a send and a receive with the same name. These
+# are the runtime's ("megascale") names of the kinds.
 _BETWEEN = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
@@ -43,19 +43,19 @@ _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 def _read_groups(instruction: Instruction) -> Groups:
-    """The groups of a collective, the (source, target) pairs of a collective-permute.
+    """The groups of a collective, or the (source, target) pairs of a collective-permute.
 
-    Empty if all devices form one group. Raises ValueError for a notation it does not know.
+    Empty if all devices form one group. Raises ValueError for an unknown notation.
     """
     pairs = instruction.attribute("source_target_pairs")
     return parse_groups(instruction.attribute("replica_groups") or "" if pairs is None else pairs)
 
 
 def parse_groups(text: str) -> Groups:
-    """Groups from either notation, ``{{0,1},{2,3}}`` or ``[2,2]<=[2,2]T(1,0)``.
+    """Parse groups in either notation, ``{{0,1},{2,3}}`` or ``[2,2]<=[2,2]T(1,0)``.
 
-    The second: count from 0, shape the numbers like the list after ``<=``, transpose, and cut
-    the result into rows.
+    The second means: count from 0, reshape the numbers to the list after ``<=``, transpose, and
+    split the result into rows.
     """
     text = text.strip()
     iota = _IOTA.fullmatch(text)
@@ -64,7 +64,7 @@ def parse_groups(text: str) -> Groups:
         dims = numbers(iota[2])
         order = numbers(iota[3]) if iota[3] else tuple(range(len(dims)))
         if sorted(order) != list(range(len(dims))) or math.prod(dims) != rows * width:
-            raise ValueError(f"replica groups {text!r} do not fit together")
+            raise ValueError(f"replica groups {text!r} have inconsistent sizes")
         flat = _transposed(dims, order)
         return tuple(tuple(flat[r * width : (r + 1) * width]) for r in range(rows))
     if text and not re.fullmatch(r"\{(\s*\{[\d,\s]*\}\s*,?)*\s*\}", text):
@@ -74,7 +74,7 @@ def parse_groups(text: str) -> Groups:
 
 
 def _split(text: str) -> tuple[int, int]:
-    """Number of groups and their size; one number alone is one group."""
+    """Number of groups and their size; a single number means one group."""
     *most, last = numbers(text)
     return math.prod(most), last
 
@@ -90,7 +90,7 @@ def _transposed(dims: Sequence[int], order: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Found:
-    """All collectives in the order of their starts, and the places that are theirs alone."""
+    """All collectives in the order of their starts, and the places that only they use."""
 
     collectives: list[Collective]
     places: set[int]
@@ -99,10 +99,10 @@ class Found:
 
 @dataclass
 class _Open:
-    """A collective whose place of completion is not known yet."""
+    """A collective that was found; ``done`` is not known yet."""
 
     place: Place
-    core: Instruction  # the collective itself, maybe inside a fusion
+    core: Instruction  # the collective itself, possibly inside a fusion
     operands: tuple[Shape, ...]
     results: tuple[Shape, ...]
     fused: bool
@@ -118,7 +118,9 @@ def find_collectives(line: Line) -> Found:
     notes = []
     for one in search.found:
         if one.asynchronous and one.done is None:
-            notes.append(f"{one.place.instruction.name} is started and not waited for in sight")
+            notes.append(
+                f"{one.place.instruction.name} is started, but no instruction waits for it"
+            )
     collectives = [_record(line.module, one, len(line.places) - 1) for one in search.found]
     return Found(collectives, search.own, notes)
 
@@ -128,7 +130,7 @@ class _Search:
         self._line = line
         self._module = line.module
         self._shapes: dict[tuple[int, str], Shape | Tuple] = {}
-        # (scope, name) to the started collective that each leaf of the value belongs to
+        # (scope, name) of a value to the number of the started collective of each of its leaves
         self._carried: dict[tuple[int, str], list[int | None]] = {}
         self._inside: dict[str, list[tuple[Computation, Instruction]]] = {}
         self._between: dict[str, int] = {}  # number in found, by name
@@ -156,7 +158,7 @@ class _Search:
             self._hand_on(place)
 
     def _transfer(self, place: Place) -> None:
-        """A send starts a collective between slices; a receive tells what comes of it."""
+        """A send starts a collective between slices; a receive has the shape of its result."""
         instruction = place.instruction
         rendezvous = _RENDEZVOUS.search(instruction.attributes)
         name = rendezvous[1] if rendezvous else instruction.name
@@ -184,7 +186,7 @@ class _Search:
             return
         started = instruction.opcode == "async-start" or any(_START in t for t in ends)
         if not started and any(n is not None for n in self._chains(place)):
-            return  # carries a piece of one that is under way
+            return  # does a part of a collective that was started before
         for computation, core in inside:
             operands = tuple(
                 leaf for n in core.operands for leaf in leaves(computation.by_name[n].shape)
@@ -213,7 +215,7 @@ class _Search:
             one.results = one.results or results
             self.own.add(place.index)
 
-    # Which values belong to a collective that is under way.
+    # Which values belong to a collective that has started.
 
     def _operands(self, place: Place) -> tuple[Shape, ...]:
         known = (self._shapes.get(o) for o in self._line.operands(place))
@@ -256,7 +258,7 @@ class _Search:
         self._carried[key] = carried
 
     def _enter(self, place: Place) -> None:
-        """Hand the state of a loop, or the arguments of a call, to the computations in line."""
+        """Pass the state of a loop, or the arguments of a call, to the inlined computations."""
         for number, inline in enumerate(place.inline):
             operands = list(self._line.operands(place))
             if place.instruction.opcode == "conditional":
@@ -332,7 +334,7 @@ def _record(module: Module, one: _Open, last: int) -> Collective:
 
 
 def _over_slices(module: Module, core: Instruction) -> tuple[tuple[int, ...], ...]:
-    """The same device of every slice; the program counts the devices of one slice."""
+    """Groups of the same device in every slice; the program numbers the devices of one slice."""
     found = _SLICES.search(core.attributes)
     slices = len(found[1].split(",")) if found else 1
     devices = module.devices
@@ -344,7 +346,7 @@ def _bytes(shapes: tuple[Shape, ...]) -> int:
 
 
 def _emitter(instruction: Instruction) -> str:
-    """What the compiler calls its algorithm, such as "RotatedPincer StrategyND"."""
+    """The compiler's name for the algorithm, such as "RotatedPincer StrategyND"."""
     config = instruction.backend_config.get("collective_algorithm_config", {})
     if not isinstance(config, dict):
         return ""
@@ -352,7 +354,7 @@ def _emitter(instruction: Instruction) -> str:
 
 
 def _scatters(module: Module, one: _Open, emitter: str) -> bool:
-    """Whether a fused all-reduce only ever produces this device's part of the sum."""
+    """Whether a fused all-reduce produces only this device's part of the sum."""
     if "AllReduceScatter" in emitter:
         return True
     for computation in module.computations.values():
@@ -363,7 +365,7 @@ def _scatters(module: Module, one: _Open, emitter: str) -> bool:
 
 
 def _names_of_reducer(module: Module, core: Instruction) -> list[str]:
-    """Names on the computation that adds. Collectives that were merged have no other."""
+    """Names in the computation that adds. Merged collectives have no other names."""
     reducer = (core.attribute("to_apply") or "").lstrip("%")
     if reducer not in module.computations:
         return []

@@ -1,10 +1,10 @@
-"""Floating-point operations of a model, counted in the program as it was traced.
+"""Count the floating-point operations of a model in the traced program.
 
-A matrix product of (m, k) and (k, n) counts 2mkn, a convolution likewise for each of its outputs, a
-Pallas kernel what it says (``kernels.py``); nothing else counts. The backward of a product is two
-products of the same size (one for the gradient of each factor), so training counts three times the
-forward: for a transformer this is the 6 N per token of Kaplan et al., "Scaling Laws for Neural
-Language Models" (section 2.1), plus attention. What is computed again in the backward does not
+A matmul of (m, k) and (k, n) counts 2mkn, a convolution likewise for each of its outputs, and a
+Pallas kernel counts its cost estimate (``kernels.py``). Nothing else counts. The backward of a
+matmul is two matmuls of the same size (one for the gradient of each factor), so training counts
+three times the forward. For a transformer this is the 6 N per token of Kaplan et al., "Scaling Laws
+for Neural Language Models" (section 2.1), plus attention. Recomputation in the backward does not
 count, by the definition of model FLOPs utilisation in Chowdhery et al., "PaLM" (appendix B).
 """
 
@@ -29,10 +29,10 @@ _DILATED = re.compile(r"lhs_dilate=([\dx]+)")
 def model_flops(traced: str) -> float:
     """Model FLOPs of one step on one device.
 
-    By the convention above a frozen layer, and the first one, count three times as well.
+    By the convention above, a frozen layer and the first layer also count three times.
 
     Args:
-        traced: text of the traced program, with the names that ``tracing/naming.py`` gave.
+        traced: text of the traced program, with the names that ``tracing/naming.py`` sets.
 
     Raises:
         ValueError: ``traced`` is not HLO.
@@ -52,24 +52,26 @@ def model_flops(traced: str) -> float:
 def _named_flops(
     module: Module, computation: Computation, name: str, times: int
 ) -> Iterator[tuple[str, float]]:
-    """Products in ``computation``, which runs ``times`` over: what it is called from and called,
-    and FLOPs."""
+    """Yield name and FLOPs of the matmuls in ``computation``, which runs ``times`` times.
+
+    ``name``: the name of the calling instruction; it is prepended to the names.
+    """
     for instruction in computation.instructions:
-        whole = f"{name}/{instruction.op_name}"
+        path = f"{name}/{instruction.op_name}"
         flops = flops_of(computation, instruction)
         if flops:
-            yield whole, times * flops
+            yield path, times * flops
         for key in ("body", "to_apply"):
             inner = instruction.attribute(key)
             if inner is None or instruction.opcode not in ("while", "call"):
                 continue
             often = trip_count(module, computation, instruction) if key == "body" else 1
             body = module.named(inner.lstrip("%"), instruction)
-            yield from _named_flops(module, body, whole, times * (often or 1))
+            yield from _named_flops(module, body, path, times * (often or 1))
 
 
 def flops_of(computation: Computation, instruction: Instruction) -> float:
-    """FLOPs of one execution of an instruction of ``computation``, without what it calls."""
+    """FLOPs of one execution of an instruction, without those of computations that it calls."""
     if instruction.opcode == "dot":
         left = _dims(computation, instruction, 0)
         contracting = _CONTRACTING.search(instruction.attributes)
@@ -79,7 +81,7 @@ def flops_of(computation: Computation, instruction: Instruction) -> float:
         kernel = _dims(computation, instruction, 1)
         labels = _LABELS.search(instruction.attributes)
         outputs = kernel[labels[2].index("o")] if labels else 1
-        # A transposed convolution spreads its input, with zeros between.
+        # A transposed convolution inserts zeros between its inputs; they do not count.
         spread = _DILATED.search(instruction.attributes)
         zeros = math.prod(map(int, spread[1].split("x"))) if spread else 1
         return 2.0 * _elements(instruction) * math.prod(kernel) / outputs / zeros

@@ -1,7 +1,7 @@
-"""The text of an HLO module as data.
+"""Parse the text of an HLO module.
 
-Reads what ``HloModule.to_string()`` prints; understands structure, not operations. Most of an
-instruction's text is never looked at, so attributes are taken apart only when asked for.
+Reads what ``HloModule.to_string()`` prints: the structure, not the meaning of operations. Most
+attributes are never used, so an attribute is parsed only on access.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _METADATA = re.compile(r'\bmetadata=\{((?:[^{}"]|"(?:[^"\\]|\\.)*"|\{[^{}]*\})*)
 _STRING_FIELD = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 _NUMBER_FIELD = re.compile(r"\b(\w+)=(-?\d+)")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
-# What matters to nesting: a string as a whole, or one bracket.
+# Tokens that matter for nesting: an entire string, or one bracket.
 _NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
 
 
 @dataclass(eq=False)
 class Instruction:
-    """One instruction. ``operands`` are names, in order; of a parameter or constant, its text.
+    """One instruction. ``operands`` are names, in order; a parameter or constant has its text.
 
     ``attributes`` is everything after the operands, as written.
     """
@@ -66,19 +66,19 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """What the tracing framework called the operation, with the scopes around it."""
+        """The name that the tracing framework gave the operation, with its scopes."""
         return self.metadata.get("op_name", "")
 
     @property
     def source(self) -> str:
-        """``file:line`` that traced the operation, or ""."""
+        """The ``file:line`` that traced the operation, or ""."""
         file = self.metadata.get("source_file", "")
         line = self.metadata.get("source_line", "")
         return f"{file}:{line}" if file and line else file
 
     @cached_property
     def backend_config(self) -> Mapping:
-        """What the compiler's back end noted; empty if nothing, or nothing that is JSON."""
+        """The back end's configuration; empty if there is none, or if it is not JSON."""
         text = self.attribute("backend_config") or ""
         if text.startswith('"'):  # older printers quote it
             text = _unescape(text[1:-1])
@@ -89,7 +89,7 @@ class Instruction:
         return value if isinstance(value, dict) else {}
 
     def attribute(self, key: str) -> str | None:
-        """The text of one attribute, e.g. ``attribute("replica_groups")``; None if not there."""
+        """The text of one attribute, e.g. ``attribute("replica_groups")``; None if missing."""
         text = self.attributes
         at = -1
         while (at := text.find(key + "=", at + 1)) >= 0:
@@ -100,7 +100,7 @@ class Instruction:
 
     @cached_property
     def aliases(self) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
-        """``output_to_operand_aliasing``: (place in the output, operand, place in the operand)."""
+        """``output_to_operand_aliasing``: (index in the output, operand, index in the operand)."""
         return _aliases(self.attribute("output_to_operand_aliasing") or "")
 
 
@@ -122,17 +122,17 @@ class Computation:
 
     @cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        """Its parameters by number."""
+        """The parameters in the order of their numbers."""
         found = [i for i in self.instructions if i.opcode == "parameter"]
         return tuple(sorted(found, key=lambda i: int(i.operands[0])))
 
 
 @dataclass(eq=False)
 class Module:
-    """A whole program.
+    """An entire program.
 
-    ``aliases`` holds (place in the output, argument number, place in the argument) for every
-    output that takes a donated argument's buffer. ``devices`` is how many take part.
+    ``aliases`` has (index in the output, argument number, index in the argument) for every output
+    that reuses the buffer of a donated argument. ``devices``: the number of devices that run it.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Module:
         return self.named(name, instruction)
 
     def named(self, name: str | None, user: Instruction) -> Computation:
-        """The computation of a name that ``user`` gives; ValueError if there is none."""
+        """The computation ``name`` that ``user`` calls; ValueError if there is none."""
         if name is None or name not in self.computations:
             raise ValueError(f"{user.opcode} {user.name} calls {name!r}, which is not defined")
         return self.computations[name]
@@ -157,7 +157,7 @@ class Module:
 def parse_module(text: str) -> Module:
     """Parse the text of an HLO module.
 
-    Raises ValueError, with the line, where the text is not HLO.
+    Raises ValueError, with the line, if the text is not HLO.
     """
     lines = text.splitlines()
     header = next((line for line in lines if line.startswith("HloModule ")), None)
@@ -192,7 +192,7 @@ def parse_module(text: str) -> Module:
 
 
 def _joined(lines: list[str]) -> Iterator[str]:
-    """Lines, with those that continue an instruction (a constant, a string) put back in one."""
+    """Yield lines; lines that continue an instruction (a constant, a string) are joined to it."""
     pending = ""
     for line in lines:
         if line[:1] == " " and _INSTRUCTION.match(line):
@@ -228,7 +228,7 @@ def _instruction(line: str, shapes: ShapeReader) -> Instruction:
     else:
         if "/*" in inside:
             inside = re.sub(r"/\*.*?\*/", "", inside)
-        # Some printers put the shape before the name. Only the name is wanted.
+        # Some printers put the shape before the name. Only the name is used.
         items = _split(inside) if "[" in inside else inside.split(",")
         operands = tuple(i.split()[-1].lstrip("%") for i in items if i.strip())
     rest = line[stop + 1 :].lstrip(", ")
@@ -236,7 +236,7 @@ def _instruction(line: str, shapes: ShapeReader) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the bracket that was opened just before ``start`` closes."""
+    """The position of the bracket that closes the one before ``start``."""
     stop = text.find(")", start)
     if stop >= 0 and "(" not in (inside := text[start:stop]) and '"' not in inside:
         return stop
@@ -247,8 +247,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _end_of_item(text: str, start: int, ends: str = ",") -> int:
-    """Where the item of a list in ``text`` ends that begins at ``start``: at ``ends``, or where
-    the list does."""
+    """The end of the list item that begins at ``start``: at ``ends``, or at the end of the list."""
     depth = 0
     for token in _NESTING.finditer(text, start):
         if token[0] in "({[":
@@ -263,7 +262,7 @@ def _end_of_item(text: str, start: int, ends: str = ",") -> int:
 
 
 def _split(text: str) -> list[str]:
-    """The items of a comma-separated list, whose items may hold brackets and strings."""
+    """The items of a comma-separated list; items may contain brackets and strings."""
     items = []
     start = 0
     while start < len(text):

@@ -1,9 +1,9 @@
-"""What Pallas kernels take, of which the compiler knows nothing but what they say themselves.
+"""Model the time of Pallas kernels from their cost estimates; the compiler has no others.
 
-A kernel's custom call carries Pallas' ``CostEstimate``: floating-point operations and bytes between
-HBM and the core. Its time in the model is the longer of the two at the chip's peak rates, the
-roofline of Williams et al., "Roofline: an insightful visual performance model" (CACM 2009): less
-than it will take, since neither the vector unit nor the start of a kernel is in it.
+A kernel's custom call has Pallas' ``CostEstimate``: floating-point operations, and bytes between
+HBM and the core. Its time in the model is the longer of the two at the chip's peak rates (the
+roofline of Williams et al., "Roofline: an insightful visual performance model", CACM 2009). The
+real time is longer, since neither the vector unit nor the start of a kernel is included.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from ...tpu.chips import Chip
 from .hlo import Instruction
 
 _TARGET = "tpu_custom_call"
-# Of xla_fsdp.layers.jax_call: FLOPs of the model, where they are fewer than those of the kernel.
+# An attribute that xla_fsdp.layers.jax_call sets: FLOPs of the model, if fewer than the kernel's.
 _MODEL_FLOPS = "xla_fsdp_model_flops"
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether it is a call of a Pallas kernel."""
+    """Whether ``instruction`` calls a Pallas kernel."""
     return (
         instruction.opcode == "custom-call"
         and f'custom_call_target="{_TARGET}"' in instruction.attributes
@@ -25,7 +25,7 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def kernel_cycles(instruction: Instruction, chip: Chip) -> int | None:
-    """Cycles of one execution at peak rates; ``None`` if the kernel does not say what it takes."""
+    """Cycles of one execution at peak rates; ``None`` if the kernel has no cost estimate."""
     cost = _cost(instruction)
     if not cost:
         return None
@@ -35,7 +35,7 @@ def kernel_cycles(instruction: Instruction, chip: Chip) -> int | None:
 
 
 def kernel_flops(instruction: Instruction) -> float:
-    """Its part of the model's FLOPs, 0 if it does not say what it takes."""
+    """The kernel's part of the model FLOPs; 0 if the kernel has no cost estimate."""
     for pair in (instruction.attribute("frontend_attributes") or "").strip("{}").split(","):
         name, _, value = pair.partition("=")
         if name.strip() == _MODEL_FLOPS:

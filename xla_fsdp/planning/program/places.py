@@ -1,4 +1,4 @@
-"""The schedule as one line: the entry computation, with loops, branches and calls in line."""
+"""The schedule as one list: the entry computation, with loops, branches and calls inlined."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from .hlo import Computation, Instruction, Module
 from .trips import trip_count
 
-_WITHOUT_OPERANDS = ("parameter", "constant")  # a number or a literal in their place
+_WITHOUT_OPERANDS = ("parameter", "constant")  # they have a number or a literal instead
 
 
 @dataclass(frozen=True)
 class Inline:
     """A computation that runs at a place.
 
-    ``scope`` tells apart the instances of a computation that is called more than once.
+    ``scope`` distinguishes the instances of a computation that is called more than once.
     """
 
     computation: Computation
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(eq=False)
 class Line:
-    """All places in order, the entry's scope being 0; ``notes`` says what was guessed."""
+    """All places in order. The entry has scope 0. ``notes``: assumptions that were made."""
 
     module: Module
     places: list[Place]
@@ -48,11 +48,11 @@ class Line:
 
 
 def line_up(module: Module) -> Line:
-    """Put the instructions of a scheduled module in one line.
+    """List the instructions of a scheduled module in one sequence.
 
-    A loop stands before its condition and body, which count for every iteration; where the trip
-    count cannot be told it is taken as 1, and noted. All branches of a conditional are in line.
-    Raises ValueError where an operand or a computation is not defined.
+    A loop comes before its condition and body, which run once for each iteration. If the trip count
+    is unknown, it is assumed to be 1, with a note. All branches of a conditional are included.
+    Raises ValueError if an operand or a computation is not defined.
     """
     line = Line(module, [], [])
     scopes = iter(range(1, 1 << 60))
@@ -68,10 +68,10 @@ def line_up(module: Module) -> Line:
             if instruction.opcode == "while":
                 trips = trip_count(module, computation, instruction)
                 if trips is None:
-                    line.notes.append(f"trip count of {instruction.name} unknown, taken as 1")
+                    line.notes.append(f"trip count of {instruction.name} is unknown, assumed 1")
                 inner = times * (1 if trips is None else trips)
             elif instruction.opcode == "conditional":
-                line.notes.append(f"all branches of {instruction.name} counted")
+                line.notes.append(f"all branches of {instruction.name} are counted")
             for name in _in_order(instruction):
                 called = module.named(name, instruction)
                 place.inline.append(Inline(called, next(scopes)))
@@ -89,7 +89,7 @@ def _check(computation: Computation, instruction: Instruction) -> None:
 
 
 def _in_order(instruction: Instruction) -> list[str]:
-    """The computations an instruction calls, a loop's condition first."""
+    """The computations that an instruction calls, the condition of a loop first."""
     if instruction.opcode == "while":
         return [(instruction.attribute(k) or "").lstrip("%") for k in ("condition", "body")]
     return list(instruction.called)

@@ -1,5 +1,5 @@
-"""From the text of a scheduled program to what a plan knows about it: what runs when, which buffers
-are live where (by the compiler's own assignment), and what is copied to and from the host.
+"""Read a scheduled program: its operations in order, its live buffers (by the compiler's buffer
+assignment), and the bytes copied to and from the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .places import Line, Place, line_up
 from .scopes import Labels
 from .shapes import Shape, leaves
 
-# Nothing runs for these; of a loop or a call it is the instructions inside that run.
+# These take no time. For a loop or a call, the instructions inside take the time.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all"
     " optimization-barrier opt-barrier add-dependency domain".split()
@@ -40,11 +40,10 @@ def read_schedule(
     Args:
         text: the scheduled, optimized HLO module (``HloModule.to_string()``).
         assignment: XLA's buffer assignment of that module.
-        arguments: names of the arguments by number, where they have any.
-        chip: gives Pallas kernels cycles, which are none without it.
+        arguments: names of the arguments by number, if they have names.
+        chip: used to model the cycles of Pallas kernels; without it they have none.
 
-    Raises ValueError if ``text`` is not HLO or not scheduled (without the order of the instructions
-    nothing here has a meaning).
+    Raises ValueError if ``text`` is not HLO, or if it is not scheduled.
     """
     module = parse_module(text)
     if not module.scheduled:
@@ -71,11 +70,11 @@ def read_schedule(
 
 
 def _estimated_cycles(instruction: Instruction) -> int:
-    """The compiler's estimate for one execution, 0 if it gives none.
+    """The compiler's estimate for one execution; 0 if there is none.
 
-    It stands in ``window_config`` wherever it was seen, and never twice for one instruction, so
-    the text is searched without reading the JSON. What is inside a fusion is part of the fusion's
-    own estimate. The largest number there is means that the compiler could not tell.
+    In all programs seen it is in ``window_config``, at most once for each instruction, so the text
+    is searched without parsing the JSON. The estimate of a fusion includes the instructions inside.
+    The largest 64-bit integer means that the compiler could not estimate it.
     """
     found = _ESTIMATE.search(instruction.attributes)
     cycles = int(found[1]) if found else 0
@@ -83,7 +82,7 @@ def _estimated_cycles(instruction: Instruction) -> int:
 
 
 def _untimed(line: Line) -> list[str]:
-    """What takes time, and has none in the model."""
+    """Notes on operations that take time but have none in the model."""
     attributes = [place.instruction.attributes for place in line.places]
     unable = sum(f'"{_CANNOT_TELL}"' in text for text in attributes)
     random = [p for p in line.places if p.instruction.opcode == "rng-bit-generator"]
@@ -99,19 +98,19 @@ def _untimed(line: Line) -> list[str]:
 
 
 def _kernels(line: Line, chip: Chip | None) -> list[str]:
-    """How Pallas kernels are timed, or that they are not."""
+    """Notes on the modelled time of Pallas kernels."""
     kernels = [place.instruction for place in line.places if is_kernel(place.instruction)]
     unknown = sum(chip is None or kernel_cycles(one, chip) is None for one in kernels)
     notes = []
     if len(kernels) > unknown:
         notes.append(
-            f"{len(kernels) - unknown} Pallas kernel(s) take, in the model, what their stated "
-            "FLOPs or bytes take at the chip's peak rates: less than on the chip"
+            f"{len(kernels) - unknown} Pallas kernel(s): the modelled time is that of their stated "
+            "FLOPs or bytes at the chip's peak rates, which is less than on the chip"
         )
     if unknown:
         notes.append(
-            f"{unknown} Pallas kernel(s) do not say what they take (cost_estimate= of "
-            "pallas_call): no time and no FLOPs for them here"
+            f"{unknown} Pallas kernel(s) have no cost estimate (cost_estimate= of pallas_call): no "
+            "time and no FLOPs for them here"
         )
     return notes
 
@@ -123,7 +122,7 @@ def _cycles(instruction: Instruction, chip: Chip | None) -> int:
 
 
 def computing(line: Line, taken: Collection[int]) -> Iterator[Place]:
-    """Where something is computed; ``taken``: the places of collectives."""
+    """Yield the places that compute something; ``taken``: the places of collectives."""
     for place in line.places:
         if place.index not in taken and place.instruction.opcode not in _FREE:
             yield place
@@ -145,7 +144,7 @@ def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iter
 
 
 def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[Collective]:
-    """The collectives with the cycles of what runs beside one execution of each."""
+    """Yield the collectives with the cycles of compute that overlap with one execution."""
     places = [op.index for op in ops]
     totals = [0, *accumulate(op.cycles * op.times for op in ops)]
     for one in collectives:
@@ -157,12 +156,12 @@ def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[
 
 
 def _aliased(module: Module) -> dict[int, int]:
-    # A program with one output has no tuple of outputs, and its place is ().
+    # A program with one output has no tuple of outputs; the index of its output is ().
     return {output[0] if output else 0: argument for output, argument, _ in module.aliases}
 
 
 def _host_transfers(line: Line) -> tuple[int, int]:
-    """Bytes to the host and from it in a step, without padding; loops as often as they run."""
+    """Bytes copied to and from the host in a step, without padding; loops count per iteration."""
     to_host = to_device = 0
     shapes = {
         (place.scope, place.instruction.name): place.instruction.shape for place in line.places
@@ -174,7 +173,7 @@ def _host_transfers(line: Line) -> tuple[int, int]:
         given = [leaves(shapes[operand])[0] for operand in line.operands(place)]
         source, target = _ends(kind, place.instruction, given)
         if (source.space == _HOST) != (target.space == _HOST):
-            # Of an update in place moves what is written, of a slice what is read.
+            # An update in place moves the update, a slice moves its result.
             size = (source if kind == "dynamic-update-slice" else target).bytes * place.times
             to_host += size if target.space == _HOST else 0
             to_device += size if source.space == _HOST else 0
@@ -182,8 +181,8 @@ def _host_transfers(line: Line) -> tuple[int, int]:
 
 
 def _ends(kind: str, instruction: Instruction, given: list[Shape]) -> tuple[Shape, Shape]:
-    """What is copied from and to. Of an asynchronous copy the shape is that of its result, of its
-    operand and of its context; of a slice and an update of operands, result and context."""
+    """The shapes that are copied from and to. The shape of an asynchronous copy is a tuple of
+    result, operand and context; that of a slice or an update has operands, result and context."""
     if kind == "dynamic-update-slice":
         return given[1], given[0]
     found = leaves(instruction.shape)
@@ -196,10 +195,10 @@ class _Memory:
     """HBM over the places of ``line``.
 
     Args:
-        arguments: names of the arguments, by number; "" or too few where nobody knows.
+        arguments: names of the arguments by number; "" or missing if unknown.
 
     Attributes:
-        buffers: everything in HBM but the program itself, largest first.
+        buffers: everything in HBM except the program itself, largest first.
         curve: bytes in use at every place.
     """
 
@@ -220,10 +219,10 @@ class _Memory:
         self.curve = tuple(accumulate(change[:-1]))
 
     def _positions(self, assignment: Assignment) -> list[int]:
-        """The place in the line for every place of the compiler's sequence.
+        """The place in the line for every entry of the compiler's sequence.
 
-        The sequence also has what is inside of fusions and asynchronous operations; that belongs
-        to the last place before it.
+        The sequence also has the instructions inside fusions and asynchronous operations; these get
+        the place of the last instruction before them.
         """
         at, places = 0, []
         for name in assignment.sequence:

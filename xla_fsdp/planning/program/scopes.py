@@ -1,6 +1,6 @@
-"""What the names of operations tell: the phase and module they were traced in.
+"""Find the phase and the module of operations by their names.
 
-While a step is traced, scopes are pushed that end up in the ``op_name`` of the metadata::
+While a step is traced, scopes are pushed; they appear in the ``op_name`` of the metadata::
 
     backward[blocks.3].2/all_gather[blocks.3.f1.weight].1/xla__all_gather
 """
@@ -25,7 +25,7 @@ _MOVES = frozenset(
     "copy copy-start copy-done slice slice-start slice-done bitcast reshape transpose convert"
     " get-tuple-element".split()
 )
-# Names of operations as torch_xla and jax give them. The order matters: psum_scatter has psum.
+# Names of operations in torch_xla and jax. The order matters: psum_scatter contains psum.
 _ASKED = (
     ("all-gather", ("all_gather", "allgather")),
     ("reduce-scatter", ("reduce_scatter", "psum_scatter")),
@@ -38,8 +38,8 @@ _ASKED = (
 def scope(op_name: str) -> tuple[str, str]:
     """(phase, module) of an operation; ("", "") if it was traced outside of any scope.
 
-    A forward inside a backward is the backward's. The innermost module counts, except that a
-    collective's own label, a parameter, goes before it.
+    A forward inside a backward belongs to the backward. The module is the innermost one; for a
+    collective it is the name of its parameter.
     """
     phases: list[str] = []
     module = parameter = ""
@@ -55,7 +55,7 @@ def scope(op_name: str) -> tuple[str, str]:
 
 
 def asked(op_name: str) -> str:
-    """The kind of collective that an operation's name says was traced, else ""."""
+    """The kind of collective that was traced, by the name of the operation; else ""."""
     for segment in reversed(op_name.replace("-", "_").split("/")):
         for kind, names in _ASKED:
             if any(name in segment for name in names):
@@ -66,9 +66,9 @@ def asked(op_name: str) -> str:
 class Labels:
     """The (phase, module) of every instruction of a schedule.
 
-    What only moves data, such as the copies that the compiler adds, goes by what it moves; a
-    fusion without a name by what it computes. ``known`` has those of instructions that lost their
-    own name, by instruction.
+    An instruction that only moves data, such as a copy that the compiler adds, has those of its
+    operand. A fusion without a name has those of the instructions inside. ``known``: those of
+    instructions that lost their name, by the name of the instruction.
     """
 
     def __init__(self, line: Line, known: Mapping[str, tuple[str, str]]):

@@ -1,4 +1,4 @@
-"""Shapes as HLO writes them, and how much memory an array takes in its tiled layout."""
+"""Parse shapes in HLO text, and compute the bytes of an array in its tiled layout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-HBM = 0  # memory space of arrays whose layout names none; see Shape.space
+HBM = 0  # the memory space of arrays whose layout has none; see Shape.space
 
 _ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?")
 _TOKEN = re.compile(r"/\*.*?\*/|[()]|\w+\[[^\]]*\](?:\{[^}]*\})?")
@@ -20,11 +20,11 @@ _COMBINE = -1  # "*" in a tile: this dimension is merged into the next minor one
 
 @dataclass(frozen=True)
 class Shape:
-    """An array.
+    """The shape and layout of an array.
 
-    ``minor_to_major`` orders its dimensions in memory, ``tiles`` are applied one after the other.
-    ``space`` is the memory: 0 HBM, 1 VMEM, 2 synchronisation flags, 4 and 6 scalar memories,
-    5 the host. ``bits`` is the size of an element, 0 for tokens and opaque values.
+    ``minor_to_major`` is the order of its dimensions in memory; ``tiles`` are applied one after the
+    other. ``space`` is the memory space: 0 HBM, 1 VMEM, 2 synchronisation flags, 4 and 6 scalar
+    memories, 5 the host. ``bits`` is the size of an element, 0 for tokens and opaque values.
     """
 
     dtype: str
@@ -71,9 +71,9 @@ def leaves(shape: Shape | Tuple) -> tuple[Shape, ...]:
 
 
 def span(shape: Shape | Tuple, place: tuple[int, ...]) -> tuple[int, int]:
-    """Which leaves lie under a place such as ``(2, 0)``: first, and one past the last.
+    """The range of leaves below an index such as ``(2, 0)``: first, and one past the last.
 
-    Raises ValueError where the shape has no such place.
+    Raises ValueError if the shape has no such index.
     """
     start = 0
     for number in place:
@@ -85,18 +85,18 @@ def span(shape: Shape | Tuple, place: tuple[int, ...]) -> tuple[int, int]:
 
 
 def padded_bytes(shape: Shape | Tuple) -> int:
-    """Bytes of HBM of the arrays of a shape, with the padding of their tiled layouts."""
+    """Bytes of HBM of the arrays of a shape, including the padding of their tiled layouts."""
     return sum(leaf.padded for leaf in leaves(shape) if leaf.space == HBM)
 
 
 class ShapeReader:
-    """Turns text into shapes. Programs repeat few shapes often, so it remembers them."""
+    """Parses shapes. Programs repeat few shapes often, so it caches them."""
 
     def __init__(self) -> None:
         self._known: dict[str, Shape | Tuple] = {}
 
     def read(self, text: str) -> Shape | Tuple:
-        """The shape of ``text``; raises ValueError if it is none."""
+        """The shape of ``text``; raises ValueError if ``text`` is not a shape."""
         known = self._known.get(text)
         if known is None:
             known = self._known[text] = self._tuple(text) if text[:1] == "(" else _array(text)
@@ -127,7 +127,7 @@ def _array(text: str) -> Shape:
     if found is None:
         raise ValueError(f"not a shape: {text[:120]!r}")
     dtype, dims_text, layout = found[1], found[2], found[3] or ""
-    # "<=8" is a bounded dimension; memory is taken for the bound.
+    # "<=8" is a bounded dimension; its memory is that of the bound.
     dims = tuple(int(d.strip().lstrip("<=").replace("?", "0")) for d in dims_text.split(",") if d)
     order, _, rest = layout.partition(":")
     bits = _ELEMENT_BITS.search(rest)
@@ -155,7 +155,7 @@ def _bits(dtype: str) -> int:
 
 
 def _tiled(sizes: list[int], tile: tuple[int, ...]) -> list[int]:
-    """Sizes, major first, after tiling the most minor ones: whole tiles, then the tile itself."""
+    """Sizes, major first, after tiling the minor ones: the numbers of tiles, then the tile."""
     sizes = [1] * (len(tile) - len(sizes)) + sizes
     outer, inner = sizes[: len(sizes) - len(tile)], sizes[len(sizes) - len(tile) :]
     merged: list[int] = []

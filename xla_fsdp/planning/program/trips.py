@@ -1,8 +1,8 @@
-"""How often a loop runs, by running its counter.
+"""Find the trip count of a loop by executing its counter.
 
-The counter of a loop is a few integers: the compiler splits one of 64 bits in two of 32, moves
-constants in and out of the loop's state, and fuses the comparison. So no pattern is looked for:
-the integers that the condition asks for are computed, iteration by iteration.
+The counter of a loop consists of a few integers: the compiler splits one of 64 bits into two of 32,
+moves constants into and out of the loop's state, and fuses the comparison. So this module does not
+match patterns. It computes the integers that the condition needs, iteration by iteration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import MappingProxyType
 from .hlo import Computation, Instruction, Module
 from .shapes import Shape
 
-# Give up on counters that run longer. No training step has a loop that long.
+# Give up after this number of iterations. No training step has a loop that long.
 _LIMIT = 100_000
 
 _SAME = frozenset("copy bitcast reshape broadcast optimization-barrier opt-barrier".split())
@@ -43,9 +43,9 @@ _BINARY: Mapping[str, Callable[[int, int], int]] = MappingProxyType(
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a while loop of ``computation`` runs; None if the text does not tell.
+    """The trip count of a while loop in ``computation``; None if it is unknown.
 
-    Raises ValueError where the loop's computations are not defined.
+    Raises ValueError if the loop's computations are not defined.
     """
     known = loop.backend_config.get("known_trip_count", {})
     if isinstance(known, dict) and str(known.get("n", "")).isdigit():
@@ -63,7 +63,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 class _Needed(Exception):
-    """An element of the state turned out to matter."""
+    """The condition needs an element of the state that was not tracked yet."""
 
     def __init__(self, place: int):
         super().__init__(place)
@@ -98,10 +98,10 @@ def _run(
 
 @dataclass
 class _Frame:
-    """One run of a computation, whose integers are computed when asked for.
+    """One execution of a computation, in which integers are computed on demand.
 
     ``given(number, place)`` is a parameter's value, or an element of it if ``place`` is not None.
-    Values are None where they cannot be told.
+    Unknown values are None.
     """
 
     module: Module
@@ -169,7 +169,7 @@ class _Frame:
         left, right = (self.value(o) for o in operands)
         decides = {"and": 0, "or": 1}.get(opcode)
         if dtype == "pred" and decides is not None and decides in (left, right):
-            return decides  # whatever the other one is
+            return decides  # the other value does not matter
         return None if left is None or right is None else int(how(left, right))
 
 
@@ -181,7 +181,7 @@ def _literal(text: str) -> int | None:
 
 
 def _wrapped(value: int, dtype: str) -> int | None:
-    """As much of a number as fits its type; None for types that are no integers."""
+    """The number modulo the range of its type; None for types that are not integers."""
     if dtype == "pred":
         return value & 1
     found = re.fullmatch(r"([su])(\d+)", dtype)

@@ -1,5 +1,5 @@
-"""Traces that ``xla_fsdp.profile`` recorded, in terms of a plan.
+"""Read traces that ``xla_fsdp.profile`` recorded, to compare them with a plan.
 
-``xspace`` reads the file, ``trace`` what it says of the programs that ran, and finds the
-step in it: which instruction ran when, of which module, phase and kind.
+``xspace`` reads the file. ``trace`` reads the programs in it and finds one step: when each
+instruction ran, and its module, phase and kind.
 """

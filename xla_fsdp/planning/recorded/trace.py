@@ -1,12 +1,12 @@
-"""From a recorded trace to one step in terms of a plan: slots of a timeline, and totals.
+"""Read one step from a recorded trace, as a plan has it: slots of a timeline, and totals.
 
-Which module and phase an instruction is of, the trace's own copy of each program says. It is read
-with the very code that reads the program of a plan, so that both use the same names.
+The trace contains a copy of each program, which has the module and the phase of each instruction.
+It is parsed with the same code as the program of a plan, so both use the same names.
 
-On a TPU a step is what one chip did (its plane's line "XLA Ops"). On CPU ranks, which are threads
-of one process, the trace does not say whose an instruction is: totals are then the mean of all
-ranks, and the timeline has all of them. Ranks keep in step, since programs have collectives: the
-occurrences of an instruction in order of time belong to steps in order.
+On a TPU, a step is what one chip did (the line "XLA Ops" of its plane). CPU ranks are threads of
+one process, and the trace does not record the rank of an instruction. There, totals are the mean
+over all ranks, and the timeline shows all of them. Ranks run in lockstep, since programs have
+collectives, so the executions of an instruction in order of time belong to the steps in order.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _HOST = "/host:CPU"
 _OPS = "XLA Ops"
 _NAME = re.compile(r"%?([\w.\-]+)")
 _STEP = "train"  # what xla_fsdp.profile calls a step
-_KNOWN = 0.9  # of the instructions that ran, in the program that they are taken to be of
-_LOST = 1e-9  # seconds: events of no length are still seen
+_KNOWN = 0.9  # the share of the instructions that ran which must be in the program
+_LOST = 1e-9  # seconds: the length of events that have none
 
 _HLO_PLANE = "/host:metadata"
 _SECONDS_TO_READ = 120.0
@@ -43,11 +43,11 @@ _SECONDS_TO_READ = 120.0
 
 @dataclass(frozen=True)
 class Program:
-    """One compiled program, by the names of its instructions.
+    """One compiled program. All mappings are by the name of the instruction.
 
-    ``compute``: (phase, module) of what computes. ``starts``: the collective that begins with an
-    instruction; ``ends``: the one that is waited for by it. ``times``: how often it runs in one
-    execution of the program.
+    ``compute``: (phase, module) of instructions that compute. ``starts``: the collective that an
+    instruction starts. ``ends``: the collective that it waits for. ``times``: how often it runs in
+    one execution of the program.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Program:
 
 
 def texts_of(planes: list[Plane]) -> dict[str, list[bytes]]:
-    """The HLO modules of the programs in a trace, serialised, by what the trace calls them."""
+    """The serialized HLO modules of the programs in a trace, by their names in the trace."""
     found: dict[str, list[bytes]] = {}
     for plane in planes:
         if plane.name == _HLO_PLANE:
@@ -75,10 +75,10 @@ def texts_of(planes: list[Plane]) -> dict[str, list[bytes]]:
 
 
 def read_program(name: str, proto: bytes) -> Program:
-    """The program in an HloProto.
+    """Parse the program in an HloProto.
 
     Raises:
-        ValueError: it is none that this XLA knows, or is not scheduled.
+        ValueError: this XLA cannot read it, or it is not scheduled.
     """
     try:
         text = _text(hlo_module(proto))
@@ -104,22 +104,22 @@ def read_program(name: str, proto: bytes) -> Program:
 
 
 def _text(module: bytes) -> str:
-    """The module as text. By XLA in a process of its own, which damaged bytes may end."""
+    """The module as text. XLA runs in a separate process, because damaged bytes may crash it."""
     done = subprocess.run(
         [sys.executable, "-m", f"{__package__}.hlo_child"],
         input=module, capture_output=True, timeout=_SECONDS_TO_READ, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise ValueError("XLA cannot read a program of it")
+        raise ValueError("XLA cannot read a program in this trace")
     return done.stdout.decode()
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one instruction takes in a step, in seconds of one rank.
+    """The time of one instruction in a step, in seconds of one rank.
 
-    ``kind``: "compute", or what was traced of a collective, such as "all-gather"; ``waited``: the
-    part of it that nothing else can be done in.
+    ``kind``: "compute", or the kind of the traced collective, such as "all-gather". ``waited``: the
+    part of ``seconds`` in which compute waits.
     """
 
     kind: str
@@ -135,15 +135,15 @@ class RecordedStep:
 
     Attributes:
         source: the file.
-        device: whose it is, for people.
-        on_cpu: whether it is of CPU ranks, whose times say nothing of a TPU.
-        ranks: how many of them the timeline shows.
-        steps: how many there are in the trace; ``number`` is the one that ``slots`` are of.
-        seconds: of a step from its first instruction to its last, the median of all.
-        period: from one step to the next, the median; ``None`` of one alone.
-        slots: of one step, in seconds from its begin.
-        shares: means of all steps and ranks.
-        modules: that the program names, whether or not they took time.
+        device: the name of the device, to be printed.
+        on_cpu: whether CPU ranks ran it; their times are not those of a TPU.
+        ranks: the number of ranks in the timeline.
+        steps: the number of steps in the trace; ``number`` is the step of ``slots``.
+        seconds: the median time of a step from its first instruction to its last.
+        period: the median time from one step to the next; ``None`` if there is only one step.
+        slots: the timeline of one step, in seconds from its begin.
+        shares: means over all steps and ranks.
+        modules: all modules in the program, whether or not they took time.
     """
 
     source: str
@@ -160,11 +160,11 @@ class RecordedStep:
 
 
 def read_trace(folder: str | os.PathLike[str]) -> RecordedStep:
-    """The step in the newest trace of a folder that ``xla_fsdp.profile`` was given.
+    """Read a step from the newest trace in a folder that ``xla_fsdp.profile`` wrote.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged, or has no program with names of modules in it.
+        FileNotFoundError: there is no trace.
+        ValueError: the trace is damaged, or has no program with module names.
     """
     path = trace_in(folder)
     planes = read(path)
@@ -182,7 +182,9 @@ def _step(source: str, planes: list[Plane]) -> RecordedStep:
     once = [len(found) for name, found in mine.items() if program.times[name] == 1]
     executions = statistics.mode(once) if once else 1
     steps = len(marks) or 1
-    if executions % steps:  # the first or the last was cut off, or a step runs the program often
+    if (
+        executions % steps
+    ):  # the first or last step is incomplete, or a step runs the program several times
         steps = 1
     on_cpu = device == _HOST
     ranks = max(executions // steps, 1) if on_cpu else 1
@@ -208,7 +210,8 @@ def _step(source: str, planes: list[Plane]) -> RecordedStep:
 
 
 def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, Event]]]:
-    """A chip that ran something, or the host with its CPU ranks; instructions by program."""
+    """The name of a chip that ran something, or the host, and its events: (instruction, program,
+    event)."""
     for plane in sorted(planes, key=lambda plane: plane.name):
         if _DEVICE.fullmatch(plane.name):
             found = [
@@ -223,31 +226,31 @@ def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, Event]]]:
             found = [(str(e.stats["hlo_op"]), str(e.stats["hlo_module"]), e) for e in on_cpu]
             if found:
                 return _HOST, found
-    raise ValueError("no device ran anything while it was recorded: record later steps")
+    raise ValueError("no device ran anything during the recording: record later steps")
 
 
 def _of(event: Event) -> str:
-    """The instruction's name; on a TPU an event is called by its whole text."""
+    """The name of the instruction. On a TPU the event has the full text of the instruction."""
     shown = event.shown or str(event.stats.get("hlo_op", ""))
     match = _NAME.match(shown or event.name)
     return match[1] if match else ""
 
 
 def _number(text: str) -> str:
-    """Of a program: 64 bits, which one writes with a sign and another without."""
+    """The number of a program as unsigned; it has 64 bits and may be written as signed."""
     return str(int(text) % (1 << 64)) if re.fullmatch(r"-?\d{1,20}", text) else text
 
 
 def _main_program(
     planes: list[Plane], events: list[tuple[str, str, Event]]
 ) -> tuple[Program, dict[str, list[Event]]]:
-    """The program with names of modules in which most time was spent, and what ran of it."""
+    """The program with module names that took most time, and the events of its instructions."""
     spent: dict[str, float] = {}
     for _, key, event in events:
         spent[key] = spent.get(key, 0.0) + event.end - event.begin
     protos: dict[str, list[tuple[str, bytes]]] = {}
     for name, some in texts_of(planes).items():
-        # "jit_step(81)": the program's name and its number.
+        # In "jit_step(81)", jit_step is the program's name and 81 its number.
         base, _, number = name.rpartition("(")
         for key in {base, _number(number.removesuffix(")"))} & spent.keys():
             protos.setdefault(key, []).extend((base, proto) for proto in some)
@@ -265,27 +268,29 @@ def _main_program(
                 if program.modules and len(known) >= _KNOWN * len(ran):
                     return program, known
     raise ValueError(
-        "no program in it has names of modules: enter xla_fsdp.profile before the first step, and "
-        "start without enable_compilation_cache"
+        "no program in this trace has module names: enter xla_fsdp.profile before the first step, "
+        "and do not use enable_compilation_cache"
     )
 
 
 def _require_alone(program: Program, ran: dict[str, list[Event]]) -> None:
-    """CPU ranks' programs have no numbers, and several may have one name, of which only one ran.
+    """Check that of several programs with one name only ``program`` ran.
+
+    Programs of CPU ranks have no numbers that would distinguish them.
 
     Raises:
-        ValueError: others ran, too.
+        ValueError: others ran as well.
     """
     counts = {len(some) for op, some in ran.items() if program.times.get(op) == 1}
     if not ran.keys() <= program.times.keys() or len(counts) > 1:
         raise ValueError(
-            f"several programs in it are called {program.name}, and cannot be told apart: record "
-            "one model in a process"
+            f"several programs in this trace have the name {program.name}, so their instructions "
+            "cannot be assigned: record only one model in a process"
         )
 
 
 def _window(mine: dict[str, list[Event]], number: int, steps: int) -> list[tuple[str, Event]]:
-    """What ran in one of the steps."""
+    """The events of one of the steps."""
     return [
         (op, event)
         for op, some in mine.items()
@@ -294,7 +299,7 @@ def _window(mine: dict[str, list[Event]], number: int, steps: int) -> list[tuple
 
 
 def _slots(program: Program, window: Sequence[tuple[str, Event]], begin: float) -> list[Slot]:
-    """The timeline: what computes, and collectives up to where they are waited for."""
+    """The timeline: compute, and collectives until the instruction that waits for them."""
     slots, open_ = [], dict[str, list[Slot]]()
     for op, event in sorted(window, key=lambda one: one[1].begin):
         start, end = event.begin - begin, max(event.end, event.begin + _LOST) - begin
@@ -320,7 +325,7 @@ def _slots(program: Program, window: Sequence[tuple[str, Event]], begin: float) 
 
 
 def _shares(program: Program, mine: dict[str, list[Event]], executions: int) -> list[Share]:
-    """What each instruction takes, once for each collective."""
+    """The time of each instruction that computes, and of each collective."""
 
     def seconds(op: str) -> float:
         return sum(event.end - event.begin for event in mine.get(op, ())) / executions
@@ -337,7 +342,7 @@ def _shares(program: Program, mine: dict[str, list[Event]], executions: int) -> 
         done = waits.get(c.name) if c.asynchronous else None
         took, waited = seconds(op), seconds(op)
         if done is not None and done in mine:
-            # From each start to the next done, in order: a collective is not started twice at once.
+            # From each start to the next done: executions of one collective do not overlap.
             pairs = zip(mine[op], mine[done], strict=False)
             took = sum(max(end.end - start.begin, 0.0) for start, end in pairs) / executions
             waited = seconds(done)

@@ -1,7 +1,7 @@
-"""The file of a profile: planes of lines of events, as XLA's profiler writes them.
+"""Read the file of a profile: planes that contain lines of events, as XLA's profiler writes them.
 
-Its messages are stated here as far as they are read (xplane.proto of XLA, and of hlo.proto where
-the module lies); protobuf's own parser reads them.
+This module defines only the fields that it reads of XLA's xplane.proto and hlo.proto; protobuf
+parses them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-_MOST_BYTES = 2 << 30  # protobuf reads no larger message
+_MOST_BYTES = 2 << 30  # the limit of protobuf for a message
 _PACKAGE = "xla_fsdp.recorded"
-# Texts are read as bytes: a name that is no UTF-8 is no reason to refuse the file.
+# Strings are read as bytes, so that a name that is not UTF-8 does not make the file unreadable.
 _KINDS = {"int64": 3, "uint64": 4, "double": 1, "string": 12, "bytes": 12}
-# name: ((field, number, type, repeated), ...); another type is a message of this table.
+# name: ((field, number, type, repeated), ...). A type that is not in _KINDS is a message here.
 _MESSAGES = {
     "XSpace": (("planes", 1, "XPlane", True),),
     "XPlane": (
         ("name", 2, "string", False),
         ("lines", 3, "XLine", True),
-        # Maps, which are lists of these on the wire.
+        # Maps, which protobuf encodes as lists of entries.
         ("event_metadata", 4, "EventEntry", True),
         ("stat_metadata", 5, "StatEntry", True),
     ),
@@ -64,7 +64,7 @@ _VALUES = tuple(name for name, _, _, _ in _MESSAGES["XStat"][1:])
 
 @dataclass(frozen=True)
 class Event:
-    """Something that ran: seconds of the trace's clock. ``stats``: what else is known of it."""
+    """Something that ran, in seconds of the trace's clock. ``stats``: its other properties."""
 
     name: str
     shown: str  # a shorter name, or ""
@@ -74,7 +74,7 @@ class Event:
 
 
 class Plane:
-    """What one device, or the host, did."""
+    """The events of one device, or of the host."""
 
     def __init__(self, message: Any) -> None:
         self.name = _text(message.name)
@@ -90,11 +90,11 @@ class Plane:
         }
 
     def kinds(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Name and stats of each kind of event that it knows, whether or not there was one."""
+        """Name and stats of each defined kind of event, whether or not there are such events."""
         return ((name, stats) for name, _, stats in self._kinds.values())
 
     def events(self, line: str = "") -> Iterator[Event]:
-        """Those of the lines of that name, or of all."""
+        """Yield the events of the lines with this name, or of all lines."""
         for one in self._lines:
             if line in ("", _text(one.name)):
                 for event in one.events:
@@ -112,7 +112,7 @@ class Plane:
                 value = getattr(stat, given[-1])
                 if given[-1] == "str_value":
                     value = _text(value)
-                elif given[-1] == "ref_value":  # texts that come often stand among the names
+                elif given[-1] == "ref_value":  # frequent strings are stored in the table of names
                     value = self._stats.get(value, "")
                 found[self._stats.get(stat.metadata_id, "")] = value
         return found
@@ -123,10 +123,10 @@ def _text(data: bytes) -> str:
 
 
 def trace_in(folder: str | os.PathLike[str]) -> Path:
-    """The newest trace in a folder of TensorBoard; or the file itself, if ``folder`` is one.
+    """The newest trace in a TensorBoard folder; or the file itself, if ``folder`` is a file.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no trace.
     """
     path = Path(folder)
     if path.is_file():
@@ -135,38 +135,40 @@ def trace_in(folder: str | os.PathLike[str]) -> Path:
     if not found:
         raise FileNotFoundError(
             f"{path}: has no trace (plugins/profile/*/*.xplane.pb): record one with "
-            "xla_fsdp.profile or --profile_steps, and give that folder"
+            "xla_fsdp.profile or --profile_steps, and give the folder of the recording"
         )
     return max(found, key=lambda each: (each.parent.name, each.stat().st_mtime))
 
 
 def read(path: Path) -> list[Plane]:
-    """The planes of a trace.
+    """Read the planes of a trace.
 
     Raises:
-        ValueError: the file is no trace, or is damaged.
+        ValueError: the file is not a trace, or is damaged.
     """
     size = path.stat().st_size
     if size >= _MOST_BYTES:
-        raise ValueError(f"{path}: has {size} bytes, at most {_MOST_BYTES} are read: record less")
+        raise ValueError(
+            f"{path}: has {size} bytes, the limit is {_MOST_BYTES}: record fewer steps"
+        )
     try:
         space = messages()["XSpace"].FromString(path.read_bytes())
     except DecodeError as error:
-        raise ValueError(f"{path}: is no trace, or a damaged one: record it again") from error
+        raise ValueError(f"{path}: is not a trace, or is damaged: record it again") from error
     planes = [Plane(plane) for plane in space.planes]
     if not planes:
-        raise ValueError(f"{path}: holds nothing: the recording was cut short; record it again")
+        raise ValueError(f"{path}: is empty: the recording was interrupted; record it again")
     return planes
 
 
 def hlo_module(data: bytes) -> bytes:
-    """The module in an HloProto; raises DecodeError."""
+    """The module in an HloProto. Raises DecodeError if ``data`` is damaged."""
     module: bytes = messages()["HloProto"].FromString(data).hlo_module
     return module
 
 
 def messages() -> Mapping[str, Any]:
-    """Classes of the messages by name."""
+    """The protobuf classes of the messages, by name."""
     file = descriptor_pb2.FileDescriptorProto(name="recorded.proto", package=_PACKAGE)
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)

@@ -1,1 +1,1 @@
-"""What is told of a plan: text, tables, pictures, JSON."""
+"""Reports on a plan: text, tables, pictures, JSON."""

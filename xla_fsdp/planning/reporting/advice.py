@@ -1,4 +1,4 @@
-"""What is wrong with a plan, in plain words."""
+"""Warnings on a plan: what costs memory, bytes or time and can be avoided."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ def warnings(
     ranks: Sequence[int],
     headroom: float,
 ) -> Iterator[str]:
-    """One sentence for each thing that costs memory, bytes or time and need not."""
+    """Yield one sentence for each avoidable cost in memory, bytes or time."""
     if 0 <= headroom < _LITTLE_HEADROOM:
         yield (
-            f"only {100 * headroom:.1f} % of HBM stays free; other programs (evaluation) and "
-            "fragmentation need some"
+            f"only {100 * headroom:.1f} % of HBM is free; other programs (evaluation) and "
+            "fragmentation need some of it"
         )
     if executables > 1:
         yield (
-            f"{executables} different programs on the {len(ranks)} ranks traced: every rank "
-            "compiles its own, and the compilation cache helps nobody"
+            f"{executables} different programs on the {len(ranks)} traced ranks: each rank has to "
+            "compile, and ranks cannot share the compilation cache"
         )
     for place in dict.fromkeys(step.reads):
         yield (
-            f"a value is read on the host in mid-step ({place}): what it depends on runs once "
-            "more, in a program of its own that is not planned, and the host waits for it"
+            f"a value is read on the host during the step ({place}): everything it depends on runs "
+            "again in a separate program that is not planned, and the host waits for it"
         )
     for place in dict.fromkeys(step.sized_by_data):
         yield (
-            f"how many elements a tensor has depends on values ({place}): on a TPU every number is "
-            "another program, compiled when it first occurs. Planned with as many as there can be"
+            f"the number of elements of a tensor depends on values ({place}): a TPU compiles "
+            "another program for every new number. The plan uses the largest possible number"
         )
     if step.untrained:
         names = ", ".join(step.untrained[:4]) + (" …" if len(step.untrained) > 4 else "")
         yield (
             f"{len(step.untrained)} of {step.trained} parameters that the optimizer trains got no "
-            f"gradient, and what computes with them is not planned: {names}"
+            f"gradient; computations with them are not in the plan: {names}"
         )
     if not step.has_optimizer and any(c.phase == "backward" for c in schedule.collectives):
         yield (
-            "there is a backward, but nothing updates the parameters; a condition on a value that "
-            "was read may have left the optimizer's step out (reads give zeros)"
+            "there is a backward, but nothing updates the parameters; perhaps a condition on a "
+            "value that was read skipped the optimizer's step (in a plan every read gives zeros)"
         )
     if step.with_closure:
         yield (
-            "the optimizer is called with a closure: its state is planned as in the first step, "
-            "where it does not exist yet"
+            "the optimizer is called with a closure: the plan is of the first step, in which the "
+            "optimizer state does not exist yet"
         )
     if step.programs_before:
         yield (
@@ -73,7 +73,7 @@ def warnings(
 
 
 def _not_donated(step: TracedStep) -> list[str]:
-    """Optimizer state that is read and not overwritten."""
+    """Optimizer state that the step reads but does not update in place."""
     program = step.program
     return [
         name
@@ -94,8 +94,8 @@ def _about_collectives(collectives: Sequence[Collective], timed: bool) -> Iterat
             padded[_unit(one)] += one.wire_bytes * one.times
     if doubled:
         yield (
-            f"gradients of {_listed(doubled)} are reduced by a full all-reduce: twice the bytes of "
-            "a reduce-scatter"
+            f"gradients of {_listed(doubled)} are reduced by a full all-reduce, which sends twice "
+            "the bytes of a reduce-scatter"
         )
     if padded:
         yield (
@@ -105,10 +105,10 @@ def _about_collectives(collectives: Sequence[Collective], timed: bool) -> Iterat
         )
     tiny = count([c for c in collectives if c.bytes < TINY and not c.asynchronous])
     if tiny > _MANY:
-        yield f"{tiny} synchronous collectives move less than 64 KiB each: they cost latency only"
+        yield f"{tiny} synchronous collectives send less than 64 KiB each: their cost is latency"
     beside = [c for c in collectives if c.asynchronous or c.fused]
     if wire(collectives) and not wire(beside) and timed:
-        yield "no collective runs beside compute: all of its time adds to the step"
+        yield "no collective overlaps with compute: the step contains all of their time"
 
 
 def _unit(one: Collective) -> str:

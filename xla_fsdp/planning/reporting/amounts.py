@@ -1,16 +1,16 @@
-"""How reports write figures, and name the parts of a model."""
+"""Format figures for reports, and group modules into units."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 GIB, MIB, GB, MB = 2**30, 2**20, 10**9, 10**6
-MB_MEANS = "10^6 bytes"  # as bandwidths are rated; MiB and GiB are binary
+MB_MEANS = "10^6 bytes"  # the unit of bandwidths; MiB and GiB are binary
 UNKNOWN = "unknown"
 
 
 def figure(value: float | None, digits: int = 0, unit: str = "") -> str:
-    """The figure with its unit; ``None`` is unknown."""
+    """The figure with its unit; "unknown" for ``None``."""
     if value is None:
         return UNKNOWN
     return f"{value:,.{digits}f} {unit}".rstrip()
@@ -26,20 +26,21 @@ def milliseconds(seconds: float | None, digits: int = 2) -> str:
 
 
 def share(part: float, whole: float) -> float:
-    """``part / whole``, 0 where there is nothing."""
+    """``part / whole``; 0 if ``whole`` is 0."""
     return part / whole if whole else 0.0
 
 
 def short(text: str, most: int) -> str:
-    """``text`` in at most that many characters, cut in the middle."""
+    """``text``, shortened in the middle to at most ``most`` characters."""
     if len(text) <= most:
         return text
     return text[: most // 2 - 1] + "…" + text[len(text) - (most - most // 2) :]
 
 
 def units(modules: Iterable[str]) -> dict[str, str]:
-    """The top-level unit of every module, by which reports group what they show: its first path
-    components, such that what repeats is kept apart.
+    """The top-level unit of every module, by which reports group their figures.
+
+    A unit is the shortest beginning of the path that is not a parent of numbered blocks.
 
     ``blocks.3.attn.qkv`` and ``blocks.3.norm`` belong to ``blocks.3``, ``embed.proj`` to ``embed``,
     and next to ``model.layers.0.mlp``, ``model.norm`` is ``model.norm`` and not ``model``.

@@ -1,5 +1,5 @@
-"""A plan beside a recorded trace of the same step: what was modelled and what was measured, as text
-and as a page with both timelines that needs nothing else.
+"""Compare a plan with a recorded trace of the same step: modelled and measured times, as text and
+as a self-contained page with both timelines.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from .storage import target_of_page
 from .tables import Section, aligned
 
 _CPU_NOTE = (
-    "Recorded on CPU ranks: what there is, in which order, and how it is divided can be compared; "
-    "milliseconds and ratios say nothing of a TPU. Each parameter travels by itself there, and on "
-    "a TPU the small ones of a unit do together: compare collectives by unit."
+    "Recorded on CPU ranks: compare only which operations there are, their order and their shares. "
+    "Milliseconds and ratios are not those of a TPU. On CPU ranks each parameter has a separate "
+    "collective; on a TPU the small parameters of a unit share one: compare collectives by unit."
 )
 _COLUMNS = ("modelled", "share", "measured", "share", "ratio")
 _MOST = 24  # collectives in the table
 _SHOWN = 6  # names in a sentence
 Total = tuple[float | None, float | None]  # seconds modelled and measured
 
-_WIDTH, _HEIGHT = 12.5, 3.4  # inches, of each
+_WIDTH, _HEIGHT = 12.5, 3.4  # inches of each timeline
 
 
 @dataclass(frozen=True)
 class Beside:
-    """A plan and a recorded step: ``print`` it, or ``plot`` it as a page.
+    """A plan compared with a recorded step: ``print`` it, or ``plot`` it as a page.
 
-    Parts are matched by the names that both have: units, and what a collective moves.
+    Both are matched by the names of modules and parameters.
 
     Raises:
-        ValueError: they have no name in common: the trace is of another model.
+        ValueError: they have no name in common, so the trace is of another model.
     """
 
     report: Findings
@@ -52,13 +52,13 @@ class Beside:
         ours, theirs = {s.module for s in self.planned} - {""}, self.recorded.modules
         if not ours & theirs:
             raise ValueError(
-                f"{self.recorded.source}: is of another model than the plan: it names "
-                f"{_some(theirs)}, the plan {_some(ours) or 'nothing'}"
+                f"{self.recorded.source}: is of another model than the plan: its modules are "
+                f"{_some(theirs)}; those of the plan are {_some(ours) or 'unknown'}"
             )
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The result in one line."""
         step, found = self.report.timing.step, self.recorded.seconds
         return (
             f"A step on {self.recorded.device} took {milliseconds(found)}; modelled for "
@@ -66,30 +66,30 @@ class Beside:
         )
 
     def notes(self) -> list[str]:
-        """What a reader should know of the figures."""
+        """Remarks on the figures."""
         recorded = self.recorded
         notes = [_CPU_NOTE] if recorded.on_cpu else []
         where = f"{recorded.source}: {recorded.steps} step{'s' * (recorded.steps > 1)}"
         notes += [f"{where}; the timeline is of the median one, times in tables are means."]
         if recorded.on_cpu and recorded.ranks > 1:
-            notes += [f"The timeline shows all {recorded.ranks} ranks of the process at once."]
+            notes += [f"The timeline shows all {recorded.ranks} ranks of the process together."]
         ours, theirs = {s.module for s in self.planned} - {""}, set(recorded.modules)
         for whose, names in (("plan", ours - theirs), ("trace", theirs - ours)):
             if names:
                 notes += [f"Only in the {whose}: {_some(names)}."]
         notes += [
-            "A collective is timed from its start to the instruction that waits for it, and "
-            "modelled as if nothing else used its links."
+            "The measured time of a collective is from its start to the end of the instruction "
+            "that waits for it. The modelled time assumes that nothing else uses its links."
         ]
         return notes
 
     def sections(self) -> list[Section]:
-        """The tables that have something to show."""
+        """All tables that are not empty."""
         tables = [self._step(), self._by_kind(), self._by_unit(), self._collectives()]
         return [table for table in tables if table.rows]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Writes one HTML page that needs nothing else: both timelines, and the tables.
+        """Write one self-contained HTML page with both timelines and the tables.
 
         Raises:
             ValueError: the path does not end in .html.
@@ -148,7 +148,7 @@ class Beside:
             lambda s: f"{s.kind}, {s.phase or 'other'}: {s.module or '(no module)'}",
             moved(self.planned), moved(self.recorded.shares),
         )  # fmt: skip
-        # Those that both have, then the others, by what part of their own step they take.
+        # Those that both have first, then by their share of the step.
         ranked = sorted(found.items(), key=lambda one: (None in one[1], -max(self._parts(one[1]))))
         rows = [(short(name, 60), *self._cells(total)) for name, total in ranked[:_MOST]]
         rest = [total for _, total in ranked[_MOST:]]
@@ -160,7 +160,7 @@ class Beside:
     def _totals(
         self, name: Callable[[Share], str], planned: Iterable[Share], measured: Iterable[Share]
     ) -> dict[str, Total]:
-        """Seconds by name, in the order of the plan; ``None`` for what one side does not have."""
+        """Seconds by name, in the order of the plan; ``None`` if one side has no such name."""
         sides: list[dict[str, float]] = []
         for shares in (planned, measured):
             sums: dict[str, float] = {}
@@ -171,7 +171,7 @@ class Beside:
         return {n: (ours.get(n), theirs.get(n)) for n in dict.fromkeys([*ours, *theirs])}
 
     def _parts(self, total: Total) -> tuple[float, float]:
-        """What part of all that is modelled, and measured, that is."""
+        """The shares of ``total`` in all modelled and in all measured seconds."""
         sides = [sum(s.seconds for s in side) for side in (self.planned, self.recorded.shares)]
         return share(total[0] or 0.0, sides[0]), share(total[1] or 0.0, sides[1])
 
@@ -182,7 +182,7 @@ class Beside:
 
 
 def _planned_shares(report: Findings) -> list[Share]:
-    """What each instruction of a plan takes in a step, by the model."""
+    """The modelled time of each instruction of a plan in a step."""
     once: dict[tuple[int, str], float] = {}
     for slot in report.timing.slots:
         once.setdefault((slot.index, slot.label), slot.end - slot.begin)
@@ -216,17 +216,17 @@ def _ratio(modelled: float | None, measured: float | None) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first of some names, and how many more there are."""
+    """The first names, and the number of the others."""
     return some_of([short(name, 40) for name in sorted(names)], _SHOWN)
 
 
 def _page(both: Beside) -> str:
-    """The whole page. Every text is escaped."""
+    """The complete page. Every text is escaped."""
     report, recorded = both.report, both.recorded
     parts = [f"<h1>{escape(both.verdict)}</h1>"]
     parts += [f"<p>{escape(note)}</p>" for note in both.notes()]
     modelled, measured = 1e3 * duration(report), _end(recorded.slots)
-    # Of the same kind of device a millisecond is as long in both.
+    # Both timelines have the same scale, unless the trace is of CPU ranks.
     common = max(modelled, measured) if not recorded.on_cpu else 0.0
     for heading, slots, end in (
         ("Modelled", report.timing.slots, modelled),
@@ -245,7 +245,7 @@ def _end(slots: Sequence[Slot]) -> float:
 
 
 def _timeline(slots: Sequence[Slot], end: float) -> str:
-    from .drawing import canvas, svg  # imports matplotlib, which printing does without
+    from .drawing import canvas, svg  # imports matplotlib, which printing does not need
     from .pictures import SIDES, draw_lanes
 
     figure = canvas(_WIDTH, _HEIGHT)

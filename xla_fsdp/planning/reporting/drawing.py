@@ -1,6 +1,6 @@
-"""Drawing with matplotlib: figures as PNG and as SVG, and what the pictures have in common.
+"""Draw with matplotlib: figures as PNG and as SVG, and elements that all pictures use.
 
-Without the global state of pyplot and of rcParams: several threads may draw at once.
+It does not use the global state of pyplot and rcParams, so several threads may draw concurrently.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .findings import Findings
 from .series import COLORS, ceiling
 from .spans import Span, captions
 
-AREA = "area"  # what the page reads the curve off
+AREA = "area"  # the class of the elements over which a page shows the values of the curve
 MODULE_COLOR = "#DDE3EA"
 _BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.0}
 _ANCHORS = {"left": (0.0, "start"), "center": (0.5, "middle"), "right": (1.0, "end")}
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty figure of that many inches."""
+    """An empty figure with this size in inches."""
     figure = Figure(figsize=(width, height), dpi=110, facecolor="white")
     FigureCanvasAgg(figure)
     return figure
@@ -42,7 +42,7 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure) -> str:
-    """An element to be put into a page. It refers to nothing, not even within itself."""
+    """The figure as an SVG element for a page; it contains no references."""
     figure.set_dpi(72)  # a unit of SVG is a point
     stream = io.StringIO()
     nobody = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -55,10 +55,12 @@ def svg(figure: Figure) -> str:
 
 
 class _Renderer(RendererSVG):
-    """Writes words as text, and what a page looks for: the url of an artist as the tip for the
-    pointer (``data-t``), its gid as a class."""
+    """Writes words as text, and what the script of a page uses: the url of an artist as the text at
+    the pointer (``data-t``), and its gid as a class."""
 
-    draw_markers = RendererBase.draw_markers  # each one drawn, instead of referred to
+    draw_markers = (
+        RendererBase.draw_markers
+    )  # draws each marker instead of referring to a definition
 
     def open_group(self, s: str, gid: str | None = None) -> None:
         self.writer.start("g", {"class": gid} if gid else {})
@@ -66,7 +68,7 @@ class _Renderer(RendererSVG):
     def draw_path(self, gc: Any, path: Any, transform: Any, rgbFace: Any = None) -> None:
         tip = gc.get_url()
         gc.set_url(None)
-        gc.set_clip_rectangle(None)  # nothing lies outside of its axes
+        gc.set_clip_rectangle(None)  # nothing is outside of its axes
         gc.set_clip_path(None)
         if tip is None:
             super().draw_path(gc, path, transform, rgbFace)
@@ -79,8 +81,8 @@ class _Renderer(RendererSVG):
         self, gc: Any, x: float, y: float, s: str, prop: Any, angle: float, ismath: Any = False,
         mtext: Any = None,
     ) -> None:  # fmt: skip
-        # matplotlib laid the line out in its own font. Where a browser has another, the end that
-        # is aligned with something stays where it is.
+        # matplotlib positioned the line for its own font. If a browser uses another font, the
+        # aligned end of the line keeps its position.
         part, anchor = _ANCHORS[mtext.get_horizontalalignment() if mtext else "center"]
         along = part * self.get_text_width_height_descent(s, prop, False)[0]
         x += along * math.cos(math.radians(angle))
@@ -95,12 +97,12 @@ class _Renderer(RendererSVG):
 
 
 def plain(text: str) -> dict[str, Any]:
-    """Text of others in matplotlib's terms: no formulas, no characters its font lacks."""
+    """Arguments for text from users: no formulas, no characters that the font lacks."""
     return {"s": known(text), "parse_math": False}
 
 
 def known(text: str) -> str:
-    """``text`` in one line, in characters that matplotlib's font has."""
+    """``text`` in one line; characters that matplotlib's font lacks are escaped."""
     text = text.replace("\n", " ")
     return "".join(
         c if c in "…×–" or (c < "\u0250" and c.isprintable()) else ascii(c)[1:-1] for c in text
@@ -114,12 +116,12 @@ def clean(axes: Axes) -> None:
 
 
 def held(values: numpy.ndarray) -> numpy.ndarray:
-    """The values with the last one again, for the right end of a curve of steps."""
+    """The values with the last one repeated, for the right end of a step curve."""
     return numpy.append(values, values[-1])
 
 
 def limits(axes: Axes, report: Findings, x: float, at: float) -> None:
-    """The capacity and the peak: ``x`` is the right end of the axis, ``at`` the peak's place."""
+    """Draw capacity and peak. ``x``: the right end of the axis; ``at``: the place of the peak."""
     top, shown = ceiling(report)
     axes.set_xlim(0, x)
     axes.set_ylim(0, top / GIB)
@@ -143,12 +145,12 @@ def limits(axes: Axes, report: Findings, x: float, at: float) -> None:
 
 
 def room(axes: Axes, end: float) -> float:
-    """How many characters of a caption find room in a unit of an axis from 0 to ``end``."""
+    """The number of characters that fit in one unit of an axis from 0 to ``end``."""
     return 14 * axes.bbox.width / axes.figure.dpi / end
 
 
 def named_row(axes: Axes, spans: list[Span], y: float, end: float, ink: str) -> None:
-    """A row of named blocks at ``y``: grey where the ink is black, else in their kinds' colours."""
+    """Draw a row of named blocks at ``y``: grey if ``ink`` is black, else in their colours."""
     colors = [MODULE_COLOR if ink == "black" else COLORS[span.kind] for span in spans]
     tips = [s.label if s.kind == s.label else f"{s.label}\n{s.kind}" for s in spans]
     bars = [(span.begin, span.end - span.begin) for span in spans]

@@ -1,4 +1,4 @@
-"""What was found out about one compiled step: the figures that a report prints and draws."""
+"""The figures of one compiled step that a report prints and plots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .amounts import GIB, MIB
 
 @dataclass(frozen=True, repr=False)
 class Findings:
-    """What a compiled step needs on a slice. All bytes are of one device and one step.
+    """The results for a compiled step on a slice. All bytes are of one device and one step.
 
     Raises:
         ValueError: no devices, or no memory.
@@ -25,29 +25,29 @@ class Findings:
     memory: CompilerMemory
     schedule: Schedule
     timing: Timing
-    bound_wire_bytes: int | None  # of ZeRO; None where it is not known
+    bound_wire_bytes: int | None  # the bytes of ZeRO; None if unknown
     bound_label: str
-    link_model: str  # one sentence: what the interconnect model assumes, and whence
+    link_model: str  # one sentence: assumptions of the interconnect model, and their sources
     compile_seconds: float
     program_bytes: int
     ranks_traced: tuple[int, ...]
-    executables: int  # distinct programs among them
+    executables: int  # distinct programs of the traced ranks
     from_cache: bool = False
     title: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    # Value of each option that somebody set, as libtpu states it, and in brackets who set it.
+    # The value of each option that was set, as reported by libtpu, and who set it, in brackets.
     compiler_options: Mapping[str, str] = field(default_factory=dict)
-    chip_config: str = ""  # how the cores of a chip make one device, "" where there is no choice
+    chip_config: str = ""  # how the cores of a chip form devices; "" if there is only one way
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     refusal: str = ""  # the compiler's message, if the step did not fit while it compiled
-    host: HostNeeds | None = None  # where the optimizer steps there
-    parts: tuple[Part, ...] = ()  # where the step is cut into programs
+    host: HostNeeds | None = None  # if the optimizer steps on the host
+    parts: tuple[Part, ...] = ()  # if the step consists of several programs
 
     def __post_init__(self) -> None:
         for name in ("devices", "hbm_capacity"):
             if getattr(self, name) < 1:
-                message = f"{name} is {getattr(self, name)!r}: a report needs at least 1 of it"
+                message = f"{name} is {getattr(self, name)!r}: a report needs at least 1"
                 raise ValueError(message)
 
     @property
@@ -57,52 +57,52 @@ class Findings:
 
     @property
     def fits_device(self) -> bool:
-        """Whether HBM suffices."""
+        """Whether the step fits in HBM."""
         return not self.refusal and self.memory.required <= self.hbm_capacity
 
     @property
     def host_required(self) -> int:
-        """Bytes of a host's memory: of offloaded state, and of inputs that wait there."""
+        """Bytes of host memory: offloaded state, and offloaded inputs of layers."""
         if self.host is None:
             return 0
         return self.host.required + self.host.ranks * self.memory.host_temporaries
 
     @property
     def fits_host(self) -> bool:
-        """Whether the memory of a host suffices, where that is looked at."""
+        """Whether host memory is large enough; True if nothing is offloaded."""
         return self.host is None or self.host_required <= self.host.capacity
 
     @property
     def headroom(self) -> float:
-        """The share of HBM that stays free; below 0 where the step does not fit."""
+        """The share of HBM that stays free; negative if the step does not fit."""
         return 1 - self.memory.required / self.hbm_capacity
 
     @property
     def sized(self) -> bool:
-        """Whether it is known what the step needs: not if the compiler gave up early."""
+        """Whether the required memory is known; it is not if the compiler stopped early."""
         return self.memory.required > 0 or not self.refusal
 
     @property
     def placed(self) -> bool:
-        """Whether the compiler got as far as a schedule."""
+        """Whether the compiler made a schedule."""
         return self.schedule.length > 0
 
     @property
     def timed(self) -> bool:
-        """Whether the compiler estimated the compute, as it does for steps that fit."""
-        # What is refused has no estimates but those of Pallas kernels, which are the model's.
+        """Whether the compiler estimated cycles, as it does for steps that fit."""
+        # If the step does not fit, only Pallas kernels have times, and those are modelled.
         return not self.refusal and self.timing.compute > 0
 
     @property
     def wire_bytes(self) -> int:
-        """What a device sends in a step, loops counted as often as they run."""
+        """Bytes that a device sends in a step; loops count per iteration."""
         if self.parts:
             return sum(part.wire_bytes * part.times for part in self.parts)
         return sum(c.wire_bytes * c.times for c in self.schedule.collectives)
 
     @property
     def wire_ratio(self) -> float | None:
-        """``wire_bytes`` over the bound; None where one of them is unknown."""
+        """``wire_bytes`` over the bound; None if one of them is unknown."""
         if not self.bound_wire_bytes or not self.placed:
             return None
         return self.wire_bytes / self.bound_wire_bytes

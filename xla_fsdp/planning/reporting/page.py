@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: no network, no library, no other file."""
+"""The report as one self-contained HTML page: without network, libraries or other files."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ for (const picture of document.querySelectorAll("[data-axis]")) {
 
 
 def page(report: Findings) -> str:
-    """The whole page. Every text of the report is escaped."""
-    from .pictures import SIDES, memory_svg, timeline_svg  # with matplotlib
+    """The complete page. Every text of the report is escaped."""
+    from .pictures import SIDES, memory_svg, timeline_svg  # imports matplotlib
 
     curve = hbm(report) if report.schedule.curve else None
     verdict = f'<h1 class="{"fits" if report.fits else "not"}">{escape(report.verdict)}</h1>'
@@ -92,7 +92,7 @@ def page(report: Findings) -> str:
 
 
 def document(title: str, parts: Sequence[str], data: Mapping[str, object]) -> str:
-    """The page of some elements; ``data`` is what the pointer reads off pictures."""
+    """A page with the elements ``parts``; ``data``: the values that the pointer shows."""
     read = json.dumps(data).replace("<", "\\u003c")
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     known = f'<script type="application/json" id="curve">{read}</script>'
@@ -133,7 +133,7 @@ def _list(texts: Sequence[str]) -> str:
 
 
 def table(section: Section) -> str:
-    """A table; bytes in the last column of figures are drawn as bars next to it."""
+    """A table; it also shows the column ``section.bars`` as bars."""
     bars = section.columns.index(section.bars) + 1 if section.bars else None
     numeric = section.numeric()
     sizes = [float(row[bars].replace(",", "")) for row in section.rows] if bars else []
@@ -161,7 +161,7 @@ def table(section: Section) -> str:
 def _readout(
     report: Findings, curve: Curve | None, sides: tuple[float, float]
 ) -> dict[str, object]:
-    """What the pointer reads off the pictures."""
+    """The values that are shown when the pointer is over the pictures."""
     if curve is None:
         return {}
     stack = {n: [round(float(v) / GIB, 3) for v in values] for n, values in curve.stack.items()}

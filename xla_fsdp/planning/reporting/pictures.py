@@ -1,4 +1,4 @@
-"""The pictures of a report: HBM over the schedule, and the timeline of a step below it."""
+"""The pictures of a report: HBM over the schedule, and the timeline of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .series import (
 from .spans import Span
 from .text import missing, reason
 
-SIDES = (0.1, 0.99)  # of the axes in the pictures of a page, as parts of its width
+SIDES = (0.1, 0.99)  # left and right ends of the axes on a page, as parts of its width
 _PNG, _PAGE = 15, 12.5  # inches wide
 _TIMELINE = 6.1  # inches high
 _LINE = 0.27  # inches, of the text above the axes
@@ -38,14 +38,14 @@ _GREEN, _RED, _GREY, _CURVE = "#00694F", "#B03A00", "#444444", "#9DB4C8"
 _CALLED = {
     "": "other compute",
     SYNCHRONOUS: "synchronous collective: compute waits",
-    ASYNCHRONOUS: "asynchronous: compute goes on",
+    ASYNCHRONOUS: "asynchronous: compute continues",
 }
 
 
 def picture(report: Findings) -> bytes:
     """PNG, 1650 pixels wide: HBM over the schedule, and below it the timeline of the step.
 
-    What the compiler did not get to is left out, and the picture says so.
+    A part that the compiler did not compute is left out, with a message in the picture.
     """
     if missing(report):
         return memory_picture(report)
@@ -88,18 +88,18 @@ def timeline_svg(report: Findings) -> str:
 
 
 def _memory_height(report: Findings) -> float:
-    """Inches that the picture of memory needs."""
+    """The height of the picture of memory, in inches."""
     return (5.1 if report.schedule.curve else 0.6) + _LINE * len(_lines(report))
 
 
 def _lines(report: Findings) -> list[tuple[str, str]]:
-    """What stands below the verdict, with the colour it has."""
+    """The lines of text below the verdict, with their colours."""
     lines = [(explained(report), _GREY), (reason(report), _RED), (missing(report), _GREY)]
     return [(text, color) for text, color in lines if text]
 
 
 def _draw_memory(report: Findings, figure: FigureBase, height: float) -> None:
-    """Draws on a figure of that many inches."""
+    """Draw on a figure that is ``height`` inches high."""
     _heading(figure, 1 - 0.19 / height, report.verdict, _GREEN if report.fits else _RED)
     below = 0.53
     for text, color in _lines(report):
@@ -140,7 +140,7 @@ def _draw_curve(report: Findings, axes: Axes) -> None:
 
 
 def _draw_largest(report: Findings, axes: Axes) -> None:
-    """The ten largest buffers, as bars that carry their own names."""
+    """Draw the ten largest buffers as bars with their names."""
     live = report.schedule.live_at_peak()[:10]
     colors = {b: COLORS[name] for name, some in purposes(report.schedule).items() for b in some}
     axes.set_title("Ten largest buffers live at the peak", loc="left", fontsize=11, weight="bold")
@@ -157,7 +157,7 @@ def _draw_largest(report: Findings, axes: Axes) -> None:
 
 
 def _named(buffer: Buffer, most: int) -> str:
-    """The name of an argument; of another buffer, what made it and in which module."""
+    """The name of an argument; for another buffer, its operation and module."""
     if buffer.category == "argument":
         return short(f"argument {buffer.name}", most)
     module = short(buffer.module, max(most - len(buffer.opcode) - 2, 8))
@@ -179,7 +179,7 @@ def _draw_timeline(report: Findings, figure: FigureBase) -> None:
 
 
 def _draw_lanes_and_curve(report: Findings, figure: FigureBase, left: float, top: float) -> None:
-    """Draws on the part of a figure from ``left`` to the right side, from the bottom to ``top``."""
+    """Draw on the part of a figure right of ``left`` and below ``top``."""
     width = SIDES[1] - left
     axes = figure.add_axes((left, 0.43, width, top - 0.43))
     below = figure.add_axes((left, 0.1, width, 0.29), sharex=axes)
@@ -197,10 +197,10 @@ def _draw_lanes_and_curve(report: Findings, figure: FigureBase, left: float, top
 
 
 def draw_lanes(axes: Axes, found: dict[str, list[Span]], end: float) -> None:
-    """The lanes of a timeline that is ``end`` milliseconds long."""
+    """Draw the lanes of a timeline that is ``end`` milliseconds long."""
     named_row(axes, found[MODULE], 3.1, end, "black")
     if not found[MODULE]:
-        axes.text(0, 3.5, "  the program names no modules", va="center", color="#666666")
+        axes.text(0, 3.5, "  the program has no module names", va="center", color="#666666")
     rows = LANES[::-1]
     for row, lane in enumerate(rows[:-1]):
         _draw_bars(axes, row, found[lane])

@@ -1,4 +1,4 @@
-"""The report on one compiled step, with all that can be done with it; two reports side by side."""
+"""``Report``: print, plot, save, load and compare the report on one compiled step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of both reports; None where a report has none."""
+    """One figure of two reports; None if a report does not have it."""
 
     name: str
     unit: str
@@ -29,7 +29,7 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """Left over right; None where that means nothing."""
+        """Left over right; None if it is not defined."""
         if self.left is None or not self.right or self.left / self.right < 0:
             return None
         return self.left / self.right
@@ -37,18 +37,18 @@ class Figure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two reports, figure by figure. Ratios are the left one over the right one."""
+    """Two reports, figure by figure. Ratios are left over right."""
 
     names: tuple[str, str]
     verdicts: tuple[str, str]
     figures: tuple[Figure, ...]
-    remark: str = ""  # why the two are not quite comparable
+    remark: str = ""  # why the two are not directly comparable
 
     def __getitem__(self, name: str) -> Figure:
-        """The figure of that name.
+        """The figure with this name.
 
         Raises:
-            KeyError: there is none; the message lists all names.
+            KeyError: there is no such figure; the message lists all names.
         """
         for one in self.figures:
             if one.name == name:
@@ -62,7 +62,7 @@ class Comparison:
         return "\n".join([*lines, *aligned(self._table(), [False, True, True, True])])
 
     def markdown(self) -> str:
-        """The table in Markdown, verdicts included."""
+        """The table in Markdown, including the verdicts."""
         rows = [[cell.replace("|", "\\|").replace("\n", " ") for cell in r] for r in self._table()]
         verdicts = ["verdict", *(v.replace("|", "\\|").split(":")[0] for v in self.verdicts), ""]
         lines = [rows[0], ["---", "---:", "---:", "---:"], verdicts, *rows[1:]]
@@ -80,14 +80,14 @@ class Comparison:
 
 
 def _compare(left: Findings, right: Findings) -> Comparison:
-    """All main figures of two reports.
+    """Compare the main figures of two reports.
 
     Raises:
-        TypeError: one of them is no report.
+        TypeError: one of them is not a report.
     """
     for report in (left, right):
         if not isinstance(report, Findings):
-            message = f"cannot compare {type(report).__name__}: allowed is Report; plan or load it"
+            message = f"cannot compare {type(report).__name__}: give a Report (of plan or load)"
             raise TypeError(message)
     one, two = _figures(left), _figures(right)
     figures = tuple(
@@ -148,7 +148,7 @@ def _figures(report: Findings) -> list[tuple[str, str, float | None]]:
 def _where(
     known: object, figures: list[tuple[str, str, float]]
 ) -> list[tuple[str, str, float | None]]:
-    """The figures, without values where they are not known."""
+    """The figures; with None for each value if they are not ``known``."""
     return [(name, unit, value if known else None) for name, unit, value in figures]
 
 
@@ -167,20 +167,22 @@ class Report(Findings):
         return text.text(self)
 
     def to_json(self) -> str:
-        """The report as JSON, in full; ``from_json`` reads it."""
+        """The complete report as JSON; ``from_json`` reads it."""
         return storage.encode(self)
 
     @classmethod
     def from_json(cls, text: str, source: str = "this text") -> Report:
-        """The report that ``to_json`` wrote; sequences come back as tuples.
+        """Read the report that ``to_json`` wrote; sequences become tuples.
 
         Raises:
-            ValueError: the text is something else. ``source`` says in the message where it is from.
+            ValueError: the text is not such a report. The message names ``source``, where the text
+                comes from.
         """
         return storage.decode(cls, text, source)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report, with the schedule, as JSON. The file appears whole or not at all.
+        """Write the report, including the schedule, as JSON. The file is written completely or not
+        at all.
 
         Raises:
             FileNotFoundError: there is no such folder.
@@ -198,41 +200,41 @@ class Report(Findings):
         return cls.from_json(storage.read(path), str(path))
 
     def compare(self, other: Report) -> Comparison:
-        """This report side by side with another; ratios are this one over the other.
+        """Compare this report with another one; ratios are this one over the other.
 
         Raises:
-            TypeError: ``other`` is no report.
+            TypeError: ``other`` is not a report.
         """
         return _compare(self, other)
 
     def compare_trace(self, trace: str | os.PathLike[str]) -> Beside:
-        """This plan beside a recorded trace: ``print`` it, or ``.plot("both.html")``.
+        """Compare this plan with a recorded trace: ``print`` the result, or ``.plot("both.html")``.
 
-        ``trace``: the folder that :class:`xla_fsdp.profile` was given, of which the newest trace is
-        taken, or a file in it.
+        ``trace``: the folder that was given to :class:`xla_fsdp.profile` (its newest trace is
+        read), or a file in it.
 
         Raises:
             FileNotFoundError: there is no trace.
-            ValueError: it is damaged, without names, or of another model; or this plan has no
-                timeline.
+            ValueError: the trace is damaged, has no module names, or is of another model; or this
+                plan has no timeline.
             MissingExtraError: (an ImportError) protobuf or jax is not installed.
         """
         extras.require_extra("plan", "a recorded trace", ("google.protobuf", "jaxlib"))
         if text.missing(self):
             raise ValueError(f"nothing to compare a trace with. {text.missing(self)}")
-        from ..recorded.trace import read_trace  # with protobuf, which plans do without
+        from ..recorded.trace import read_trace  # imports protobuf, which plans do not need
         from .beside import Beside
 
         return Beside(self, read_trace(trace))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw HBM over the schedule, and the timeline of the step, with matplotlib.
+        """Plot HBM over the schedule and the timeline of the step, with matplotlib.
 
-        ``.png`` is a picture, ``.html`` one page that needs nothing else, with figures to hover
-        over and the tables as well.
+        ``.png`` is a picture. ``.html`` is one self-contained page with the tables as well; its
+        pictures show figures when the pointer is over them.
 
         Raises:
-            ValueError: another suffix.
+            ValueError: ``path`` has another suffix.
             FileNotFoundError: there is no such folder.
             MissingExtraError: (an ImportError) matplotlib is not installed.
         """
@@ -244,6 +246,8 @@ class Report(Findings):
         if target.suffix.lower() == ".html":
             write_whole(target, page.page(self).encode())
         else:
-            from .pictures import picture  # with matplotlib, which printing and saving do without
+            from .pictures import (
+                picture,
+            )  # imports matplotlib, which printing and saving do not need
 
             write_whole(target, picture(self))

@@ -1,4 +1,4 @@
-"""The data of the pictures: HBM over the schedule, and the timeline of a step as lanes."""
+"""The data of the pictures: HBM over the schedule, and the lanes of a timeline."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .spans import DETAIL, Span, blocks, by_unit, merge, numbered, thinned
 
 MODULE, COMPUTE = "module", "compute"
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
-LANES = (MODULE, COMPUTE, SYNCHRONOUS, ASYNCHRONOUS)  # from the top down
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+LANES = (MODULE, COMPUTE, SYNCHRONOUS, ASYNCHRONOUS)  # from top to bottom
+# Okabe and Ito's colours, which colour-blind people can distinguish.
 COLORS: Mapping[str, str] = MappingProxyType(
     {
         "forward": "#0072B2",
@@ -35,23 +35,23 @@ COLORS: Mapping[str, str] = MappingProxyType(
         "capacity": "#D55E00",
     }
 )
-KINDS = tuple(COLORS)[:6]  # of what the timeline shows
-PURPOSES = tuple(COLORS)[6:13]  # of memory, from the bottom up
-_OFF_AXIS = 4.0  # a capacity this many times the peak would flatten the curve
+KINDS = tuple(COLORS)[:6]  # the kinds of spans in the timeline
+PURPOSES = tuple(COLORS)[6:13]  # the uses of memory, from bottom to top
+_OFF_AXIS = 4.0  # a capacity above this multiple of the peak is not on the axis
 
 
 @dataclass(frozen=True)
 class Curve:
-    """HBM in use, in bytes, thinned out: ``places`` of the schedule with the peak among them."""
+    """HBM in use, in bytes, at some ``places`` of the schedule, including the peak."""
 
     places: numpy.ndarray
     seconds: numpy.ndarray  # modelled time at those places
     total: numpy.ndarray
-    stack: Mapping[str, numpy.ndarray]  # total, by what the bytes are for
+    stack: Mapping[str, numpy.ndarray]  # the total divided by purpose
 
 
 def hbm(report: Findings) -> Curve:
-    """HBM in use over the schedule, the highest place of every stretch too short to be drawn."""
+    """HBM in use over the schedule: the highest place of each interval of about one pixel."""
     schedule = report.schedule
     total = numpy.asarray(schedule.curve, dtype=float)
     edges = numpy.linspace(0, len(total), min(len(total), DETAIL) + 1).astype(int)
@@ -74,7 +74,7 @@ def hbm(report: Findings) -> Curve:
 
 
 def purposes(schedule: Schedule) -> dict[str, list[Buffer]]:
-    """The buffers by what they hold, as pictures call it."""
+    """The buffers by purpose, with the names that pictures use."""
     gathers = {c.name for c in schedule.collectives if "all-gather" in (c.kind, c.asked)}
     found: dict[str, list[Buffer]] = {name: [] for name in PURPOSES}
     for buffer in schedule.buffers:
@@ -89,14 +89,14 @@ def purposes(schedule: Schedule) -> dict[str, list[Buffer]]:
 
 
 def ceiling(report: Findings) -> tuple[float, bool]:
-    """Where the axis of HBM ends, in bytes, and whether the capacity is on it."""
+    """The end of the axis of HBM in bytes, and whether the axis includes the capacity."""
     peak = max(max(report.schedule.curve, default=0), 1)
     shown = report.hbm_capacity < _OFF_AXIS * peak
     return (1.18 * max(peak, report.hbm_capacity) if shown else 1.35 * peak), shown
 
 
 def explained(report: Findings) -> str:
-    """What was planned, and why more is required than what is live at the peak."""
+    """The title, and why the required memory is more than the live peak."""
     what = ", ".join(x for x in (report.title, report.topology, report.chip) if x)
     peak = max(report.schedule.curve, default=0)
     more = (report.memory.required - peak) / GIB
@@ -138,7 +138,7 @@ def timeline(slots: Sequence[Slot], total: float) -> dict[str, list[Span]]:
 
 
 def phases(report: Findings) -> list[Span]:
-    """Where forward, backward and optimizer lie in the schedule, in places."""
+    """The spans of forward, backward and optimizer in the schedule, in places."""
     spans = [
         Span(op.index, op.index + 1, op.phase, op.phase, 1.0)
         for op in report.schedule.ops
@@ -148,12 +148,12 @@ def phases(report: Findings) -> list[Span]:
 
 
 def duration(report: Findings) -> float:
-    """Modelled seconds the timeline spans."""
+    """The modelled length of the timeline in seconds."""
     return max((s.end for s in report.timing.slots), default=report.timing.step)
 
 
 def lane_name(lane: str, spans: list[Span], room: float) -> list[str]:
-    """What stands next to a lane, in lines; ``room`` is that of ``captions``."""
+    """The name of a lane, in lines; ``room``: as in ``captions``."""
     if lane == MODULE:
         inside = numbered(spans, room).rpartition(".")[2]
         return [f"{lane},", f"{short(inside, 12)}.N"] if inside else [lane]
@@ -164,7 +164,7 @@ def lane_name(lane: str, spans: list[Span], room: float) -> list[str]:
 
 
 def _seconds(report: Findings, places: numpy.ndarray) -> numpy.ndarray:
-    """Modelled time at places of the schedule, by what runs there (not what is in flight)."""
+    """Modelled time at places of the schedule; asynchronous collectives do not count."""
     begins: dict[int, float] = {report.schedule.length: duration(report)}
     for slot in report.timing.slots:
         if not slot.asynchronous:

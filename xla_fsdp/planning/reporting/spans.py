@@ -1,4 +1,4 @@
-"""Stretches of an axis, of time or of places, as few and as wide as a picture can show."""
+"""Intervals of an axis (of time or of places), merged so that a picture can show them."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-DETAIL = 1500  # pieces a picture, about one a pixel
-_SHARES = 300  # bins of an axis for spans more than can be drawn
-_WINNERS = 750  # bins in each of which what is busiest counts
-_LEGIBLE = 1.3 / 190  # of the axis: room for a number
+DETAIL = 1500  # intervals in a picture, about one per pixel
+_SHARES = 300  # bins of an axis with too many spans to draw each
+_WINNERS = 750  # bins; each shows only its busiest label
+_LEGIBLE = 1.3 / 190  # the share of the axis that a number needs
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something drawn from ``begin`` to ``end`` (seconds, or places): one slot or several."""
+    """One slot or several, plotted from ``begin`` to ``end`` (seconds or places)."""
 
     begin: float
     end: float
     kind: str
     label: str
-    busy: float = 0.0  # without the gaps inside
+    busy: float = 0.0  # its length without gaps
     count: int = 1
     height: float = 1.0  # of the lane
 
 
 def merge(spans: Iterable[Span], least: float) -> list[Span]:
-    """Join neighbours that touch and are alike, and whatever is too short or near to be drawn.
+    """Join adjacent spans with the same label, and spans that are too short or too close to draw.
 
-    What is shorter than ``least`` takes in its successor; the busier of the two names the result.
+    A span shorter than ``least`` is joined with its successor; the result has the label of the
+    busier one.
     """
     merged: list[Span] = []
     for span in sorted(spans, key=lambda s: s.begin):
@@ -53,8 +54,8 @@ def _joins(last: Span, span: Span, least: float) -> bool:
 
 
 def thinned(spans: list[Span], total: float) -> list[Span]:
-    """The spans of one kind, each to be seen; or which share of the time they take, if too many."""
-    # Each is drawn at least a pixel wide: hundreds would look like a lane that is always busy.
+    """The spans of one kind; if there are too many, their share of the time in bins."""
+    # Each span is at least one pixel wide, so hundreds would look like a lane that is always busy.
     drawn = sum(max(s.end - s.begin, total / DETAIL) for s in spans)
     if drawn <= 0.2 * total or drawn <= 3 * sum(s.busy for s in spans):
         return merge(spans, total / DETAIL)
@@ -74,18 +75,20 @@ def thinned(spans: list[Span], total: float) -> list[Span]:
 
 
 def blocks(spans: list[Span], total: float, speck: float = _LEGIBLE) -> list[Span]:
-    """What is busiest, stretch by stretch: the odd operation of another unit does not show.
+    """The busiest label of each bin, so that single operations of another unit do not show.
 
-    Gaps between neighbours of one unit (collectives) are bridged. What is busy for less than
-    ``speck`` of ``total`` is left out.
+    Gaps (collectives) between spans of one unit are filled. Spans that are busy for less than
+    ``speck`` of ``total`` are left out.
     """
     runs = _joined(_winners(spans, total))
     return _joined(r for r in runs if r.busy >= speck * total)
 
 
 def by_unit(spans: list[Span], total: float) -> list[Span]:
-    """Blocks of spans labelled by unit; by what holds the units (``blocks`` for ``blocks.300``) if
-    most of the time is in units too narrow for a number.
+    """Blocks of spans labelled by unit.
+
+    If most units are too narrow for a number, the label is that of their parent (``blocks`` for
+    ``blocks.300``).
     """
     found = blocks(spans, total)
     if 2 * sum(s.busy for s in found) >= sum(s.busy for s in spans):
@@ -94,10 +97,10 @@ def by_unit(spans: list[Span], total: float) -> list[Span]:
 
 
 def captions(spans: list[Span], room: float) -> list[tuple[Span, str]]:
-    """Names for a row of spans, ``room`` characters in a unit of their axis.
+    """Names for a row of spans; ``room``: characters that fit in one unit of their axis.
 
-    A name wider than its span is cut to its last component. A number may stick out by half, as
-    long as it keeps away from the one before; else there is no name.
+    A name wider than its span is shortened to its last component. A number may be wider than its
+    span by half if it does not touch the one before. Otherwise there is no name.
     """
     found, last = [], -1.0
     for span in spans:
@@ -114,7 +117,7 @@ def captions(spans: list[Span], room: float) -> list[tuple[Span, str]]:
 
 
 def numbered(spans: list[Span], room: float) -> str:
-    """What holds the units that ``captions`` cuts to their number; "" if it cuts less than half."""
+    """The parent of the units that ``captions`` shortens to numbers; "" if fewer than half."""
     named = [(span.label, text) for span, text in captions(spans, room) if text]
     cut = Counter(_holder(label) for label, text in named if text.isdigit() and text != label)
     (inside, _), *_ = cut.most_common(1) or [("", 0)]
@@ -122,7 +125,7 @@ def numbered(spans: list[Span], room: float) -> str:
 
 
 def _holder(unit: str) -> str:
-    """``blocks`` of ``blocks.3``; "" of a unit at the top."""
+    """The parent of a unit: ``blocks`` for ``blocks.3``, "" at the top level."""
     return unit.rpartition(".")[0]
 
 
@@ -144,7 +147,7 @@ def _winners(spans: Iterable[Span], total: float) -> list[Span]:
 
 
 def _parts(span: Span, width: float, bins: int) -> Iterator[tuple[int, float]]:
-    """The bins of a width that a span touches, each with how much of it lies in there."""
+    """Yield the bins that a span touches, with the length of the span inside each."""
     for i in range(
         min(int(span.begin / width), bins - 1), min(int(span.end / width), bins - 1) + 1
     ):
@@ -152,7 +155,7 @@ def _parts(span: Span, width: float, bins: int) -> Iterator[tuple[int, float]]:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Neighbours of one label as one, whatever gap is between them."""
+    """Join adjacent spans of one label, including the gap between them."""
     runs: list[Span] = []
     for span in spans:
         if runs and (runs[-1].kind, runs[-1].label) == (span.kind, span.label):

@@ -1,4 +1,4 @@
-"""Reports as JSON, and where they are kept."""
+"""Write reports as JSON and read them; check paths of files to write."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _FORMAT, _VERSION = "xla_fsdp plan", 1
 
 
 def encode(report: Findings) -> str:
-    """The report as JSON, in full."""
+    """The complete report as JSON."""
     data = {"format": _FORMAT, "version": _VERSION, "report": report}
     return json.dumps(data, default=_plain)
 
 
 def decode(kind: type[_Kind], text: str, source: str) -> _Kind:
-    """The report that ``encode`` wrote; sequences come back as tuples.
+    """Read the report that ``encode`` wrote; sequences become tuples.
 
     Raises:
-        ValueError: the text is something else. ``source`` says in the message where it is from.
+        ValueError: the text is not such a report. The message names ``source``, where the text
+            comes from.
     """
     wanted = f"expected a report of Report.save(), JSON with format {_FORMAT!r}"
     try:
@@ -51,7 +52,7 @@ def decode(kind: type[_Kind], text: str, source: str) -> _Kind:
 
 
 def read(path: str | os.PathLike[str]) -> str:
-    """The text of a stored report.
+    """Read the text of a stored report.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -65,7 +66,7 @@ def read(path: str | os.PathLike[str]) -> str:
 
 
 def target(path: str | os.PathLike[str]) -> Path:
-    """Where to write.
+    """The path to write to, after checking that its folder exists.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -77,7 +78,7 @@ def target(path: str | os.PathLike[str]) -> Path:
 
 
 def target_of_page(path: str | os.PathLike[str]) -> Path:
-    """Where to write an HTML page with pictures.
+    """The path of an HTML page to write, after checking it.
 
     Raises:
         ValueError: the path does not end in .html.
@@ -92,18 +93,18 @@ def target_of_page(path: str | os.PathLike[str]) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """A record, a mapping or a number of numpy in terms of JSON."""
+    """Convert a data class, a mapping or a numpy number to a type that JSON has."""
     if is_dataclass(value):
         return vars(value)
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, numpy.generic):
         return value.item()
-    raise TypeError(f"{value!r:.60} in a report: allowed are records and what JSON has")
+    raise TypeError(f"{value!r:.60} in a report: allowed are data classes and types of JSON")
 
 
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """What turns a value as JSON has it into the type that an annotation asks for."""
+    """A function that converts a value from JSON to the type of an annotation."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and is_dataclass(kind):
         readers = {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}

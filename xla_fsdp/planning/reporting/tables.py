@@ -1,4 +1,4 @@
-"""The tables of a report, cell by cell, for text and page alike."""
+"""The tables of a report as cells, for text and page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..records import KINDS, Collective, HostNeeds
 from .amounts import GB, GIB, MB, MIB, UNKNOWN, figure, milliseconds, percent, share, short, units
 from .findings import Findings
 
-TINY = 64 * 1024  # bytes: a collective smaller than this costs its latency
+TINY = 64 * 1024  # bytes: the time of a smaller collective is its latency
 SENT = "MB sent"
 _COUNTED = ("count", "sync", "async", "< 64 KiB", SENT)
 _NO_CYCLES = "the compiler stopped before it estimated cycles"
@@ -17,8 +17,8 @@ _NO_CYCLES = "the compiler stopped before it estimated cycles"
 
 @dataclass(frozen=True)
 class Section:
-    """A table of the report. ``columns`` names the columns after the first, ``bars`` the one that
-    may be drawn as bars."""
+    """A table of the report. ``columns``: the names of the columns after the first. ``bars``: the
+    column that a page also draws as bars."""
 
     title: str
     columns: tuple[str, ...]
@@ -26,12 +26,12 @@ class Section:
     bars: str = ""
 
     def numeric(self) -> list[bool]:
-        """Which columns hold figures, which belong to the right."""
+        """Which columns have only figures; these are aligned to the right."""
         return [all(_is_number(cell) for cell in column) for column in zip(*self.rows, strict=True)]
 
 
 def sections(report: Findings) -> list[Section]:
-    """The tables that have something to show."""
+    """All tables that are not empty."""
     tables = [
         _memory(report),
         _host(report),
@@ -46,7 +46,7 @@ def sections(report: Findings) -> list[Section]:
 
 
 def aligned(table: Sequence[Sequence[str]], numeric: Sequence[bool]) -> list[str]:
-    """Rows as lines: figures to the right, words to the left."""
+    """Rows as lines; figures are aligned to the right, words to the left."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for row in table:
@@ -57,7 +57,7 @@ def aligned(table: Sequence[Sequence[str]], numeric: Sequence[bool]) -> list[str
 
 
 def of_kinds(collectives: Sequence[Collective]) -> dict[str, list[Collective]]:
-    """The collectives by kind; those the compiler turned into another kind are on their own."""
+    """The collectives by kind; those whose kind the compiler changed are listed separately."""
     found: dict[str, list[Collective]] = {}
     for kind in KINDS:
         for c in (c for c in collectives if c.kind == kind):
@@ -67,35 +67,39 @@ def of_kinds(collectives: Sequence[Collective]) -> dict[str, list[Collective]]:
 
 
 def count(collectives: Sequence[Collective]) -> int:
-    """How many run in a step."""
+    """The number of collectives that run in a step."""
     return sum(c.times for c in collectives)
 
 
 def wire(collectives: Sequence[Collective]) -> int:
-    """Bytes a device sends for them in a step."""
+    """Bytes that a device sends for the collectives in a step."""
     return sum(c.wire_bytes * c.times for c in collectives)
 
 
 def _memory(report: Findings) -> Section:
     m, summed = report.memory, max(report.schedule.curve, default=0)
-    by = "the compiler's buffer assignment" if report.refusal else "the compiler's statement"
+    by = f"the compiler's {'buffer assignment' if report.refusal else 'memory statistics'}"
     donated, code = (None if report.refusal and not size else size for size in (m.aliased, m.code))
     rows: list[tuple[str, float | None, str]] = []
     if report.sized:
-        known = "sum of the above" if not report.refusal else "sum of what is known above"
+        known = "sum of the above" if not report.refusal else "sum of the known values above"
         rows = [
             ("arguments", m.arguments, f"{by}: parameters, optimizer state, batch"),
             ("outputs", m.outputs, by),
-            ("donated", donated and -donated, f"{by}: outputs that take arguments' buffers"),
-            ("temporaries", m.temporaries, f"{by}, with fragmentation"),
+            ("donated", donated and -donated, f"{by}: outputs that reuse buffers of arguments"),
+            ("temporaries", m.temporaries, f"{by}, including fragmentation"),
             ("code", code, "the executable itself" if code is None else f"{by}: the executable"),
-            *([("beside it", m.beside, "tensors of the other parts")] if m.beside else []),
+            *(
+                [("other parts", m.beside, "tensors of the other programs of the step")]
+                if m.beside
+                else []
+            ),
             ("required", m.required, known),
         ]
         if not report.refusal:
             said = "the schedule" if m.host_temporaries else by
             rows += [("live peak", m.peak, f"{said}, without code and fragmentation")]
-        rows += [("live peak, read off", summed, "live buffers of the schedule, added up")]
+        rows += [("live peak, computed", summed, "sum of the live buffers in the schedule")]
     rows += [("capacity", report.hbm_capacity, report.hbm_source)]
     small = 0 < m.required < GIB
     scale, digits, unit = (MIB, 1, "MiB") if small else (GIB, 3, "GiB")
@@ -110,13 +114,14 @@ def _host(report: Findings) -> Section:
     held, schedule = report.memory.host_temporaries, report.schedule
     rows: list[tuple[str, ...]] = []
     if held or schedule.to_host or schedule.to_device:
-        rows = [("held", figure(held / MIB, 1, "MiB"), "the compiler's buffer assignment")]
-        for name, size in (("copied there", schedule.to_host), ("and back", schedule.to_device)):
-            rows.append((name, figure(size / MB, 1, "MB"), "a step, scheduled program"))
+        rows = [("offloaded", figure(held / MIB, 1, "MiB"), "the compiler's buffer assignment")]
+        for name, size in (("copied to it", schedule.to_host), ("copied back", schedule.to_device)):
+            rows.append((name, figure(size / MB, 1, "MB"), "per step, from the scheduled program"))
         moved = schedule.to_host + schedule.to_device
         if report.timed:
             speed = figure(moved / report.timing.step / 1e9, 1, "GB/s")
-            rows.append(("needs", speed, "to hide in the modelled step; their time is NOT in it"))
+            how = "rate that hides the copies in the modelled step; their time is NOT in it"
+            rows.append(("rate needed", speed, how))
     if report.host is not None:
         rows += _offloaded(report, report.host)
     return Section("Host memory for a device", ("", "how obtained"), tuple(rows))
@@ -125,22 +130,30 @@ def _host(report: Findings) -> Section:
 def _offloaded(report: Findings, host: HostNeeds) -> list[tuple[str, str, str]]:
     read, said = "tensors of the traced step", "on the links to the host"
     said += (
-        ", of which the modelled step has what waits"
+        "; the modelled step includes the part that does not overlap"
         if report.parts
-        else ("; NOT in the modelled step")
+        else "; NOT in the modelled step"
     )
     rows = [
         ("shards", figure(host.shards / GB, 2, "GB"), read),
         ("gradients", figure(host.gradients / GB, 2, "GB"), read),
-        ("optimizer", figure(host.state / GB, 2, "GB"), "what its first step makes"),
-        ("buffers", figure(host.buffers / GB, 2, "GB"), "for what is on its way, at most"),
-        ("gradients sent", figure(host.to_host / MB, 1, "MB"), "a step, when the program is over"),
-        ("shards sent", figure(host.to_device / MB, 1, "MB"), "a step, in the dtype of the gather"),
-        ("takes", milliseconds(host.seconds), f"{said}: {host.link_source}"),
+        ("optimizer", figure(host.state / GB, 2, "GB"), "state that its first step creates"),
+        ("buffers", figure(host.buffers / GB, 2, "GB"), "buffers for transfers, at most"),
+        (
+            "gradients sent",
+            figure(host.to_host / MB, 1, "MB"),
+            "per step, when the program has ended",
+        ),
+        (
+            "shards sent",
+            figure(host.to_device / MB, 1, "MB"),
+            "per step, in the dtype of the gather",
+        ),
+        ("transfer time", milliseconds(host.seconds), f"{said}: {host.link_source}"),
         ("a host needs", figure(report.host_required / GB, 1, "GB"), f"{host.ranks} rank(s)"),
         ("a host has", figure(host.capacity / GB, 1, "GB"), host.source),
     ]
-    rows.append(("fits", "yes" if report.fits_host else "NO", "with nothing else on the host"))
+    rows.append(("fits", "yes" if report.fits_host else "NO", "if nothing else uses host memory"))
     return rows
 
 
@@ -156,7 +169,7 @@ def _parts(report: Findings) -> Section:
         )
         for part in report.parts
     ]
-    columns = ("times", "HBM, GiB", "ms (MODEL)", "MB sent for it", "MB of gradients")
+    columns = ("runs", "HBM, GiB", "ms (MODEL)", "MB of shards", "MB of gradients")
     return Section("Parts of the step", columns, tuple(rows))
 
 
@@ -189,7 +202,7 @@ def _counts(some: Sequence[Collective]) -> tuple[str, ...]:
 
 
 def _by_unit(report: Findings, most: int = 5) -> Section:
-    """Bytes by top-level unit, the busiest first."""
+    """Bytes by top-level unit, the largest first."""
     collectives = report.schedule.collectives
     unit = units(c.module for c in collectives)
     found: dict[str, list[Collective]] = {}
@@ -210,10 +223,16 @@ def _traffic(report: Findings) -> Section:
     ready = [c for c in collectives if c.asynchronous]
     inside = [c for c in ready if c.overlap_cycles]
     bound, ratio = report.bound_wire_bytes, report.wire_ratio
-    rows = [("sent", figure(report.wire_bytes / MB, 1, "MB"), "scheduled program, loops unrolled")]
+    rows = [
+        (
+            "sent",
+            figure(report.wire_bytes / MB, 1, "MB"),
+            "scheduled program, loops count per iteration",
+        )
+    ]
     if bound and ratio is not None:
         rows += [("bound", figure(bound / MB, 1, "MB"), report.bound_label)]
-        rows += [("sent / bound", f"{ratio:.2f} ×", "1.00 is ZeRO-3 with nothing sent in vain")]
+        rows += [("sent / bound", f"{ratio:.2f} ×", "1.00: ZeRO-3 without unnecessary bytes")]
     else:
         rows += [("bound", UNKNOWN, report.bound_label)]
     across = [c for c in collectives if c.across_slices]
@@ -223,7 +242,7 @@ def _traffic(report: Findings) -> Section:
         parts = [share(wire(some), report.wire_bytes) for some in (ready, inside)]
         how = "of the bytes: sent while the device could compute"
         rows += [("asynchronous", percent(parts[0]), how)]
-        how = "of the bytes: compute is scheduled meanwhile" if report.timed else _NO_CYCLES
+        how = "of the bytes: compute is scheduled during them" if report.timed else _NO_CYCLES
         rows += [("with compute inside", percent(parts[1] if report.timed else None), how)]
         hidden = share(timing.overlapped, timing.collective) if report.timed else None
         how = "of the collectives' time, MODEL" if report.timed else _NO_CYCLES
@@ -233,12 +252,12 @@ def _traffic(report: Findings) -> Section:
 
 def _time(report: Findings) -> Section:
     t, known = report.timing, report.timed
-    flops = f"{t.model_flops / 1e12:,.2f} TFLOP a device, of its peak"
-    waits = "the rest: the device waits (none of this was measured)"
+    flops = f"{t.model_flops / 1e12:,.2f} TFLOP a device, over its peak"
+    waits = "the rest, in which compute waits (modelled, not measured)"
     figures = [
-        ("compute", t.compute, "compiler's cycle estimates at the chip's clock"),
+        ("compute", t.compute, "the compiler's cycle estimates at the chip's clock"),
         ("collectives", t.collective, "interconnect model, see Notes"),
-        ("overlapped", t.overlapped, "hidden behind compute in this schedule"),
+        ("overlapped", t.overlapped, "collectives that overlap with compute in this schedule"),
         ("exposed", t.exposed, waits),
         ("step", t.step, "compute + exposed"),
     ]
@@ -253,7 +272,7 @@ def _time(report: Findings) -> Section:
 
 def _program(report: Findings) -> Section:
     ranks, code = report.ranks_traced, report.program_bytes
-    cached = "from the cache; it took this when compiled" if report.from_cache else "measured here"
+    cached = "from the cache: time of the compilation" if report.from_cache else "measured here"
     listed = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
     same = "all run one program" if report.executables == 1 else "RANKS DIFFER"
     size = code / MIB if code or not report.refusal else None

@@ -15,7 +15,7 @@ _PREFIX = re.compile(r"^[A-Z_]+: (XLA:TPU compile permanent error\. )?")
 
 
 def text(report: Findings) -> str:
-    """The whole report, in lines of about 100 characters."""
+    """The complete report, in lines of about 100 characters."""
     lines = [report.verdict]
     lines += textwrap.wrap(reason(report), 100)
     lines += [subtitle(report)]
@@ -27,31 +27,31 @@ def text(report: Findings) -> str:
 
 
 def subtitle(report: Findings) -> str:
-    """What was planned, and for what."""
+    """The title, and the slice of the plan."""
     what = f"{report.title}: " if report.title else ""
     return f"{what}{report.topology}, {report.devices} devices ({report.chip})"
 
 
 def reason(report: Findings) -> str:
-    """Why the compiler refused the step, in its own words but not at its own length; "" if not."""
+    """The beginning of the compiler's message if the step does not fit; else ""."""
     first = report.refusal.strip().partition("\n\n")[0]
     return short(" ".join(_PREFIX.sub("", first).split()), 300)
 
 
 def missing(report: Findings) -> str:
-    """Why there is no timeline, or nothing at all to draw; "" if there is."""
+    """Why there is no timeline or no picture at all; "" if there are both."""
     if not report.schedule.curve:
-        refused = "the compiler gave up before it laid anything out" if report.refusal else ""
+        refused = "the compiler stopped before it assigned buffers" if report.refusal else ""
         return f"Nothing to draw: {refused or 'the schedule is empty'}."
     if not report.timed and report.refusal:
-        return "No timeline: the compiler stopped before it estimated how long anything takes."
+        return "No timeline: the compiler stopped before it estimated any times."
     if not report.timed or not report.timing.slots:
-        return "No timeline: there are no estimates of how long anything takes."
+        return "No timeline: the compiler estimated no times."
     return ""
 
 
 def remarks(report: Findings) -> list[str]:
-    """All notes: what was assumed, and what a reader should know of the figures."""
+    """All notes: assumptions, and remarks on the figures."""
     notes = [*report.notes, *report.schedule.notes]
     if report.schedule.collectives:
         notes.append(f"Interconnect model: {report.link_model.removeprefix('Model: ')}")
@@ -60,7 +60,7 @@ def remarks(report: Findings) -> list[str]:
 
 
 def _lines(section: Section) -> list[str]:
-    """The table as lines; what its last column says is wrapped."""
+    """The table as lines; the text of the last column is wrapped."""
     table = [(section.title, *section.columns)]
     for row in section.rows:
         first, *more = textwrap.wrap(row[-1], _COLUMN) or [""]

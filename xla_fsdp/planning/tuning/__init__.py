@@ -1,8 +1,8 @@
-"""The settings that train a model fastest on a slice, found without one: ``xla_fsdp.tune``.
+"""``xla_fsdp.tune``: the fastest settings for a training step on a TPU slice, without a TPU.
 
-In the order of the data: ``settings`` (what is searched, and applied to a model, whose repeated
-``blocks`` it finds) → ``facts`` (of a step that was traced, not compiled) → ``estimate``
-(what a step with other settings takes and needs) → ``space`` (what is worth a look) → ``search``
-(which of it the compiler is asked) → ``tuning`` (the answer, with its table; ``remedies``: what
-would make fit what does not).
+In the order of the data: ``settings`` (the settings and how they are applied to a model and its
+repeated ``blocks``) → ``facts`` (sizes and times measured on a traced step) → ``estimate`` (time
+and memory of a step with other settings) → ``space`` (the candidates) → ``search`` (chooses the
+candidates to compile) → ``tuning`` (the result and its table). ``remedies`` finds changes with
+which a candidate would fit.
 """

@@ -1,4 +1,4 @@
-"""``xla_fsdp.tune``: the settings that train a model fastest on a TPU slice, found without one."""
+"""``xla_fsdp.tune``: the fastest settings for a training step on a TPU slice, without a TPU."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def tune(
     title: str = "",
     calibration: Calibration | str | os.PathLike[str] | None = None,
 ) -> Tuning:
-    """Finds the settings with which a training step is fastest on a TPU slice, without a TPU.
+    """Find the settings with which a training step is fastest on a TPU slice, without a TPU.
 
-    ``step(settings)`` is what :func:`xla_fsdp.plan` takes, but for its argument: it builds model
-    and optimizer and runs a training step, and shards the model as ``settings`` say::
+    ``step(settings)`` is a step as for :func:`xla_fsdp.plan`, with one argument. It builds model
+    and optimizer, shards the model with ``settings`` and runs a training step::
 
         def step(settings):
             model = settings.wrap(Model(), compute_dtype=torch.bfloat16)
@@ -61,27 +61,28 @@ def tune(
         print(found)
         found.settings.save("settings.json")
 
-    It is traced a few times for what it computes, holds and sends; from that all candidates are
-    estimated, and the most promising are compiled as ``plan`` does, ``budget`` of them at most. The
-    answer is the fastest of those that were compiled and fit: by modelled time a sample where
-    ``batch`` says how many there are, else a step. The results are kept where those of plans are,
-    under a digest of program, slice, options and releases, so that a search that was ended goes on
-    where it was.
+    The step is traced a few times to measure what it computes, stores and sends. From this, time
+    and memory of all candidates are estimated. The most promising ones, at most ``budget``, are
+    compiled as ``plan`` does. The result is the fastest compiled candidate that fits: by modelled
+    time per sample if ``batch`` is given, else per step. Results are cached with those of plans,
+    by a digest of program, slice, options and versions, so an interrupted search continues from
+    where it stopped.
 
     Args:
         step: see above. ``settings.batch`` is None unless ``batch`` is given.
         topology: a slice, as for ``plan``.
-        batch: samples a device: one number, which fixes the global batch, or several to choose
+        batch: samples per device: one number, which fixes the global batch, or several to choose
             from.
-        search: by the name of a setting (of :class:`ShardingSettings`), values to try instead of
-            the usual ones; a single one fixes it: ``{"scan": [True], "recompute": ["all"]}``.
-        budget: the most compilations; results from an earlier time count.
-        compiler_options, launcher, cache, progress, title, calibration: those of ``plan``.
+        search: values to try instead of the default ones, by the name of a setting of
+            :class:`ShardingSettings`. One value fixes the setting:
+            ``{"scan": [True], "recompute": ["all"]}``.
+        budget: the largest number of compilations; cached results count as compilations.
+        compiler_options, launcher, cache, progress, title, calibration: as for ``plan``.
 
     Raises:
         ValueError: ``batch``, ``search`` or ``budget`` has a value that is not allowed; the step
-            shards nothing by this package, or streams (``CPUOffload(stream=True)``); the slice is
-            unknown (UnknownTopologyError); ``calibration`` is of other chips, or damaged
+            does not shard its model with this package, or it uses ``CPUOffload(stream=True)``; the
+            slice is unknown (UnknownTopologyError); ``calibration`` is for other chips, or damaged
             (CalibrationError).
         TypeError: ``step`` is not callable.
         MissingExtraError: (an ImportError) the ``plan`` extra is not installed.
@@ -141,7 +142,7 @@ def tune(
 
 
 class _Asking:
-    """Traces and compiles a step with settings."""
+    """Traces and compiles a step with given settings."""
 
     def __init__(
         self,
@@ -160,7 +161,7 @@ class _Asking:
         self.from_cache = 0
 
     def host(self, options: Mapping[str, str]) -> HostOptions:
-        """What libtpu gets there with ``options`` of some settings."""
+        """The options of libtpu on such a host, with the compiler ``options`` of settings added."""
         all_options = {**options, **self._further}
         key = tuple(sorted(all_options.items()))
         if key not in self._hosts:
@@ -173,8 +174,8 @@ class _Asking:
         traced = trace_step(step, 0, where.devices, where, host.arguments)
         if traced.parts:
             raise ValueError(
-                "tune looks at steps of one program, and CPUOffload(stream=True) makes several: "
-                "tune without stream, and plan the settings with it"
+                "tune supports only steps of one program, and CPUOffload(stream=True) makes "
+                "several: call tune without stream=True, then plan the settings with it"
             )
         return traced
 
@@ -188,7 +189,7 @@ class _Asking:
 
 
 def measured(report: Report) -> Measured:
-    """What counts of a plan's report."""
+    """The figures of a plan's report that the search uses."""
     timing = report.timing
     return Measured(
         seconds=timing.step if report.fits else 0.0,
@@ -215,17 +216,17 @@ def _scans(
     facts: StepFacts,
     batch: int | None,
 ) -> tuple[bool, str]:
-    """Whether blocks can be one loop, and what is to be said of that."""
+    """Whether the blocks can run in one loop, and a note on it (empty if there is none)."""
     if True not in wanted.get("scan", (True,)) or len(facts.blocks) < 2:
         return False, ""
     try:
         asking.trace(ShardingSettings(batch=batch, scan=True, recompute="all"))
     except (ValueError, TypeError, RuntimeError) as error:
-        return False, f"Blocks can not be scanned: {in_a_line(error, 200)}"
+        return False, f"Blocks cannot be scanned: {in_a_line(error, 200)}"
     if len(facts.blocks) > MANY_BLOCKS and "scan" not in wanted:
         return True, (
-            f"{len(facts.blocks)} blocks were tried as one loop only, which compiles in a fraction "
-            'of the time and memory; search={"scan": [False, True]} tries them singly as well.'
+            f"{len(facts.blocks)} blocks were tried only with scan=True, which compiles in a "
+            'fraction of the time and memory; search={"scan": [False, True]} tries both.'
         )
     return True, ""
 
@@ -236,13 +237,13 @@ def _groups(
     facts: StepFacts,
     batch: int | None,
 ) -> bool:
-    """Whether several blocks can be one unit, as those can that can be one loop."""
+    """Whether several blocks can share a unit. The conditions are those of one loop."""
     if "blocks_per_unit" in wanted or len(facts.blocks) < 2 * min(GROUPS):
         return False
     try:
         asking.trace(ShardingSettings(batch=batch, blocks_per_unit=min(GROUPS)))
     except (ValueError, TypeError, RuntimeError):
-        return False  # as _scans says, of the same list
+        return False  # _scans notes the same reason
     return True
 
 
@@ -251,10 +252,11 @@ def _batches(batch: int | Collection[int] | None) -> tuple[int | None, ...]:
     for one in given:
         if one is not None and (isinstance(one, bool) or not isinstance(one, int) or one < 1):
             raise ValueError(
-                f"batch must be samples a device, a number from 1 on or several; got {batch!r}"
+                "batch must be the samples per device, one integer from 1 on or several; got "
+                f"{batch!r}"
             )
     if not given or (len(given) > 1 and None in given):
-        raise ValueError(f"batch must be a number, several, or None; got {batch!r}")
+        raise ValueError(f"batch must be one integer, several, or None; got {batch!r}")
     return tuple(dict.fromkeys(given))
 
 
@@ -267,16 +269,16 @@ def training_step(
     clip_grad_norm: float | None = None,
     **options: Any,
 ) -> Step:
-    """A step for :func:`tune`: the usual one.
+    """Make a usual training step for :func:`tune`.
 
     Args:
-        model: builds the model, in plain torch; on the meta device, if it has
+        model: builds the model, in plain torch; may be on the meta device if its modules have
             ``reset_parameters``.
         loss: ``loss(wrapped, settings)`` makes a batch of ``settings.batch`` samples on the XLA
             device, calls the wrapped model and returns the loss.
-        optimizer: ``optimizer(parameters)``.
-        blocks, options: those of ``ShardingSettings.wrap``.
-        clip_grad_norm: the largest norm of the gradient, None for any.
+        optimizer: ``optimizer(parameters)`` builds the optimizer.
+        blocks, options: as for ``ShardingSettings.wrap``.
+        clip_grad_norm: the largest gradient norm; None: no clipping.
     """
 
     def step(settings: ShardingSettings) -> torch.Tensor:

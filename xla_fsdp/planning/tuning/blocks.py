@@ -1,7 +1,7 @@
-"""The repeated blocks of a model: where they are, and whether one loop can run them all.
+"""Find the repeated blocks of a model, and whether one ``nn.Sequential`` runs all of them.
 
-Also modules that run them one after the other, several of them in one unit, under the names that
-the blocks had.
+Also modules that run blocks one after the other, several of them in one unit. Parameters keep the
+names that they have in an ``nn.Sequential``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-# How a caller may name them: the list's dotted name, their classes, or not at all.
+# How a caller gives the blocks: the dotted name of their list, their classes, or None to find them.
 Blocks = str | Collection[type[nn.Module]] | None
 
-# What a unit is called among the children of its parent: in no name that anybody sees.
+# The prefix of the attribute names of units. It is removed from all names that users see.
 _UNIT = "_unit_"
 _IN_NAMES = re.compile(rf"(^|\.){_UNIT}\d+\.")
 
@@ -24,8 +24,8 @@ def find_blocks(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
     """The blocks of ``model``, in its order; see ``ShardingSettings.wrap`` for ``blocks``.
 
     Raises:
-        ValueError: what ``blocks`` names is not there, or is no list.
-        TypeError: ``blocks`` is neither a name nor classes.
+        ValueError: ``blocks`` names modules that do not exist, or no list of modules.
+        TypeError: ``blocks`` is neither a name nor a collection of classes.
     """
     if isinstance(blocks, str):
         return _in_list(model, blocks)
@@ -46,8 +46,8 @@ def find_blocks(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
 
 
 def list_of(model: nn.Module, blocks: Collection[nn.Module]) -> str | None:
-    """The dotted name of the ``nn.Sequential`` that runs just these ``blocks`` one after the other;
-    ``None`` if there is none."""
+    """The dotted name of the ``nn.Sequential`` that consists of exactly these ``blocks``; ``None``
+    if there is none."""
     wanted = list(blocks)
     for name, module in model.named_modules():
         if type(module) is nn.Sequential and name and list(module) == wanted:
@@ -56,7 +56,7 @@ def list_of(model: nn.Module, blocks: Collection[nn.Module]) -> str | None:
 
 
 def replace_modules(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> None:
-    """Puts in place of modules in ``model``, wherever they are used, what ``others`` has."""
+    """Replace the modules of ``model`` that are keys of ``others`` by the values."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is not None and child in others and parent is not others[child]:
@@ -84,7 +84,7 @@ def _in_list(model: nn.Module, name: str) -> list[nn.Module]:
 
 
 def _repeated(model: nn.Module) -> type[nn.Module] | None:
-    """The class of neighbours in lists that holds the most parameters: of equals the outermost."""
+    """Among lists whose modules have one class, the class with the most parameters."""
     sizes: dict[type[nn.Module], int] = {}
     for parent in model.modules():
         if not isinstance(parent, (nn.Sequential, nn.ModuleList)):
@@ -116,7 +116,7 @@ def _outermost(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[n
 
 
 class BlockRow(nn.Sequential):
-    """Blocks one after the other; further arguments go to each, as with ``scan_blocks``."""
+    """Runs blocks one after the other and passes further arguments to each, as ``scan_blocks``."""
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         for block in self:
@@ -125,7 +125,7 @@ class BlockRow(nn.Sequential):
 
 
 def named_row(blocks: Mapping[int, nn.Module]) -> BlockRow:
-    """The row of some blocks, under their numbers among all: what one unit is around."""
+    """A row of blocks by their numbers in the model: the module that one unit wraps."""
     row = BlockRow()
     for number, block in blocks.items():
         row.add_module(str(number), block)
@@ -133,13 +133,13 @@ def named_row(blocks: Mapping[int, nn.Module]) -> BlockRow:
 
 
 class GroupedBlocks(nn.Module):
-    """All blocks of a model, which runs them as a whole, ``x = blocks(x)``.
+    """All blocks of a model, in units of several blocks. The model calls it: ``x = blocks(x)``.
 
-    Parameters, modules and state dicts have the names that they have in an ``nn.Sequential`` of the
-    blocks: checkpoints go from one to the other.
+    Parameters, modules and state dicts have the same names as in an ``nn.Sequential`` of the
+    blocks, so the two can load each other's checkpoints.
 
     Args:
-        units: wrappers, each around a :func:`named_row`. Taken one by one.
+        units: wrappers, each around a :func:`named_row`; built one at a time.
     """
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
@@ -161,7 +161,7 @@ class GroupedBlocks(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As those of wrappers: units have the name of what is around them."""
+        """As in wrappers, a unit has the same name as this module."""
         memo = set() if memo is None else memo
         if self in memo:
             return
@@ -187,7 +187,7 @@ class GroupedBlocks(nn.Module):
 
     def __iter__(self) -> NoReturn:
         raise TypeError(
-            "blocks that are gathered several at a time run as a whole: call x = blocks(x) instead "
+            "with blocks_per_unit > 1 the blocks cannot run one by one: call x = blocks(x) instead "
             "of looping over them"
         )
 
@@ -201,7 +201,7 @@ def _row(unit: nn.Module) -> BlockRow:
 def _without_units(
     module: GroupedBlocks, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """State-dict hook. Every key is taken out and put back, so that the order stays."""
+    """State-dict hook. It removes and re-inserts every key, which preserves the order."""
     for key in list(state_dict):
         value, inside = state_dict.pop(key), key[len(prefix) :]
         state_dict[prefix + _cleaned(inside) if key.startswith(prefix) else key] = value
@@ -217,7 +217,7 @@ def _with_units(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Load hook: the reverse."""
+    """Load hook: adds the names of units to the keys."""
     units = {block: name for name, unit in module.named_children() for block in _row(unit)._modules}
     for key in [key for key in state_dict if key.startswith(prefix)]:
         inside = key[len(prefix) :]

@@ -1,20 +1,20 @@
-"""What a step takes and needs with given settings, by analysis: nothing is traced or compiled.
+"""Estimate time and memory of a step with given settings, without tracing or compiling it.
 
-Time is compute and what of the collectives nothing hides.
+Time is compute plus the exposed collectives, which do not overlap with compute.
 
 * Compute of a unit: its forward once, its backward twice that (``program/flops.py`` has the
   source), and its forward again if it is recomputed. The optimizer reads and writes its state once
   at the bandwidth of HBM.
-* Parameters are gathered for the forward, again for the backward unless they are kept, and
-  gradients are reduced. Where the compiler gathers beside compute, the gather of a unit is hidden
-  by the compute of the unit before it, as far as that is longer; all else waits.
-* The tensors of a unit travel in several collectives, see ``sharding/comm_plan.py``. Each large one
-  has a collective of its own, whose route over the links depends on its bytes.
+* Parameters are gathered for the forward, and again for the backward unless they are kept;
+  gradients are reduced. If the compiler overlaps gathers with compute, the gather of a unit
+  overlaps with the compute of the unit before it. Everything else is exposed.
+* The tensors of a unit are sent in several collectives, see ``sharding/comm_plan.py``. Each large
+  one has a separate collective, whose route over the links depends on its bytes.
 
-Memory is the state of the optimizer and gradients, cut by the ranks that share; what the forward
-leaves for the backward; full parameters and gradients of the units that have any at a time; and
-what one unit works with. All figures are of one device. They rank candidates: the compiler has the
-last word, and :class:`Correction` learns from what it said.
+Memory is the sum of: sharded parameters, optimizer state and gradients; what the forward saves for
+the backward; full parameters and gradients of the units that have them at the same time; and the
+working memory of one unit. All figures are of one device. Estimates only rank candidates:
+:class:`Correction` adjusts them with the results of compiled candidates.
 """
 
 from __future__ import annotations
@@ -35,18 +35,22 @@ from .facts import StepFacts, UnitFacts
 from .kept import keeps
 from .settings import ShardingSettings
 
-# Of the executable, for every block that is compiled by itself: 50 MiB for four blocks of workload
-# S on v3-8, 393 for 32 (docs/how-to/scan-layers.md).
+# Code size for every block that is compiled separately: 50 MiB for four blocks of workload S on
+# v3-8, 393 MiB for 32 (docs/how-to/scan-layers.md).
 CODE_BYTES = 12 << 20
-# Of compute, that a loop takes longer which gathers ahead. The mean of two plans that differ in
-# nothing else, and far apart: 10 % more of GPT-3 13B on v5litepod-64, 5 % less of ViT-10B on
-# v5litepod-256 (docs/design/benchmarks.md).
+# The share by which scan_prefetch=True increases compute. It is the mean of two plans with very
+# different results: 10 % more for GPT-3 13B on v5litepod-64, 5 % less for ViT-10B on v5litepod-256
+# (docs/design/benchmarks.md).
 AHEAD = 0.03
 
 
 class Reducing(NamedTuple):
-    """Seconds of the reductions of a unit: ``waited`` for, ``beside`` compute, around rings, and
-    ``adding`` up there what came, which a chip does itself: it reads two values and writes one."""
+    """Seconds of the reductions of a unit.
+
+    ``waited``: reductions for which compute waits. ``beside``: ring reductions, which overlap with
+    compute. ``adding``: the additions of ring reductions, which the chip computes itself: it reads
+    two values and writes one.
+    """
 
     waited: float
     beside: float
@@ -54,10 +58,10 @@ class Reducing(NamedTuple):
 
 
 def collectives(tensors: Iterable[OnWire]) -> tuple[OnWire, ...]:
-    """What of ``tensors`` travels together: the small ones, and each other by itself."""
+    """The collectives for ``tensors``: one for all small ones, and one for each large one."""
     tensors = tuple(tensors)
     size = sum(one.bytes for one in small(tensors))
-    together = (OnWire(size, max(size // (2 * LANES), 1)),) if size else ()  # of 16 bits
+    together = (OnWire(size, max(size // (2 * LANES), 1)),) if size else ()  # elements of 16 bits
     return together + large(tensors)
 
 
@@ -77,17 +81,17 @@ class Wire:
         self._links = Links(where)
         self._routes = Routes(where)
         self.seconds = lru_cache(maxsize=None)(self._seconds)
-        # Asked for every block of every candidate, and blocks are alike.
+        # Cached, because blocks are alike and every candidate needs these.
         self.gathering = lru_cache(maxsize=None)(self._gathering)
         self.reducing = lru_cache(maxsize=None)(self._reducing)
 
     @property
     def gathers_beside(self) -> bool:
-        """Whether gathers run beside compute."""
+        """Whether gathers overlap with compute."""
         return self._where.chip.overlaps_gathers
 
     def _gathering(self, tensors: tuple[OnWire, ...], ranks: int, routes: str) -> float:
-        """Seconds of the gathers of ``tensors`` among each ``ranks`` consecutive ranks."""
+        """Seconds of the gathers of ``tensors`` over groups of ``ranks`` consecutive ranks."""
         sent = collectives(tensors)
         return sum(self.seconds("all-gather", one.bytes, ranks, routes) for one in sent)
 
@@ -103,8 +107,8 @@ class Wire:
         return Reducing(waited, beside, adding)
 
     def differs(self, gathered: Iterable[OnWire], reduced: Iterable[OnWire]) -> bool:
-        """Whether a collective over the whole slice, of those that gather or reduce these tensors,
-        goes another way with ``"auto"`` than with ``"default"``."""
+        """Whether a collective of these tensors over the entire slice takes another route with
+        ``"auto"`` than with ``"default"``."""
         return self._where.count == 1 and (
             any(
                 not self._is_default(self._routes.gather(one.bytes))
@@ -120,12 +124,15 @@ class Wire:
         return routes != "default" and self._where.count == 1 and self._reduction(one).overlaps
 
     def _is_default(self, route: Route) -> bool:
-        """Whether the compiler does all of it with one set of ranks."""
+        """Whether it is one collective of the compiler over all ranks."""
         return route.stages == ((tuple(range(self._where.devices)),),) and not route.overlaps
 
     def _seconds(self, kind: str, size: int, ranks: int, routes: str = "auto") -> float:
-        """Of one collective of ``size`` bytes, the larger of its ends, among each ``ranks``
-        consecutive ranks; ``kind``: "all-gather", "reduce-scatter" or "all-reduce"."""
+        """Seconds of one collective over groups of ``ranks`` consecutive ranks.
+
+        ``kind``: "all-gather", "reduce-scatter" or "all-reduce"; ``size``: bytes of the larger of
+        operand and result.
+        """
         devices = self._where.devices
         if ranks <= 1 or not size:
             return 0.0
@@ -141,8 +148,8 @@ class Wire:
         return self._links.seconds(OneCollective(kind, size, groups))
 
     def replicas(self, size: int, ranks: int) -> float:
-        """Of the sum of ``size`` bytes over the copies that each ``ranks`` consecutive ranks make
-        one of."""
+        """Seconds of an all-reduce of ``size`` bytes over the copies of the parameters, each of
+        which is sharded over ``ranks`` consecutive ranks."""
         devices, count = self._where.devices, self._where.count
         one = devices // count
         if ranks >= devices:
@@ -154,7 +161,8 @@ class Wire:
         return between + self._links.seconds(OneCollective("all-reduce", size, groups))
 
     def _between(self, kind: str, size: int, slices: int) -> float:
-        """Over the data-centre network: each device its part, as in docs/design/time-model.md."""
+        """Seconds over the data-center network, where each device sends its part of the data
+        (docs/design/time-model.md)."""
         one = self._where.devices // self._where.count
         part = size if kind == "all-reduce" else size // one
         group = tuple(range(slices))
@@ -163,9 +171,10 @@ class Wire:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one step on one device. ``seconds`` = ``compute`` + ``exposed``; ``hbm``, ``host``: bytes.
+    """Estimate of one step on one device.
 
-    ``state``: of ``hbm``, what does not depend on how the model is computed.
+    ``seconds`` = ``compute`` + ``exposed``; ``hbm``, ``host``: bytes. ``state``: the part of
+    ``hbm`` that does not depend on how the model is computed.
     """
 
     compute: float
@@ -183,7 +192,7 @@ class Estimates:
     """Estimates of one model on one slice.
 
     Args:
-        facts: by ``ShardingSettings.units``; that of ``"blocks"`` serves for ``"model"`` too.
+        facts: by ``ShardingSettings.units``; those of ``"blocks"`` are also used for ``"model"``.
     """
 
     def __init__(self, facts: dict[str | int, StepFacts], where: Slice) -> None:
@@ -196,7 +205,7 @@ class Estimates:
         return Wire(self._where)
 
     def facts(self, settings: ShardingSettings) -> StepFacts:
-        """Of the model with these settings' units and batch."""
+        """The facts of the model with the units and batch of ``settings``."""
         key = "blocks" if settings.units == "model" else settings.units
         found = self._facts[key]
         return found if settings.batch is None else found.scaled(settings.batch)
@@ -211,14 +220,14 @@ class Estimates:
         return replace(self.memory(settings), compute=compute, exposed=exposed)
 
     def goes_otherwise(self, settings: ShardingSettings) -> bool:
-        """Whether any collective takes another way with another ``collective_routes``."""
+        """Whether another ``collective_routes`` changes the route of any collective."""
         if settings.shard_group_size not in (None, self._where.devices):
-            return False  # only collectives over a whole slice have a choice
+            return False  # only collectives over an entire slice have several routes
         units = _travelling(_units(self.facts(settings), settings), settings)
         return any(self.wire.differs(unit.gathered, unit.reduced) for unit in units)
 
     def memory(self, settings: ShardingSettings) -> Estimate:
-        """The memory alone; its times are 0."""
+        """The estimate of memory only; its times are 0."""
         facts, shared = self.facts(settings), settings.shard_group_size or self._where.devices
         units = _units(facts, settings)
         gathered = _gathered(units, settings)
@@ -233,7 +242,7 @@ class Estimates:
     def _waited(
         self, units: Sequence[_Unit], settings: ShardingSettings, shared: int
     ) -> tuple[float, float]:
-        """Seconds that collectives make a chip compute, and wait."""
+        """Seconds of compute for collectives, and seconds that compute waits for them."""
         routes = settings.collective_routes
         beside = self.wire.gathers_beside and (settings.scan_prefetch or not settings.scan)
 
@@ -241,7 +250,7 @@ class Estimates:
             return self.wire.gathering(unit.gathered, ranks, routes)
 
         adding, exposed, before = 0.0, 0.0, 0.0
-        for unit in units:  # what computes while it is gathered: the unit before
+        for unit in units:  # a gather overlaps with the compute of the unit before
             early = settings.forward_prefetch or settings.scan
             exposed += max(0.0, gather(unit) - (before if beside and early else 0.0))
             before = unit.forward
@@ -263,7 +272,7 @@ class Estimates:
 
 @dataclass
 class _Unit:
-    """One unit as settings have it. Bytes and seconds."""
+    """One unit with given settings, in bytes and seconds."""
 
     facts: UnitFacts
     step: StepFacts
@@ -285,7 +294,7 @@ class _Unit:
         self.backward -= sum(one.seconds for one in spared)
         self.spared = sum(one.bytes for one in spared)
         reshard = settings.reshard_after_forward
-        # The root keeps its own parameters: its backward follows at once.
+        # The root always keeps its parameters: its backward follows immediately.
         chosen = keeps(settings.kept_blocks, number, facts.name)
         root = settings.units == "model" or not facts.is_block
         self.kept = reshard is False or root or chosen
@@ -303,7 +312,7 @@ def _units(facts: StepFacts, settings: ShardingSettings) -> list[_Unit]:
 
 
 def _gathered(units: list[_Unit], settings: ShardingSettings) -> list[list[_Unit]]:
-    """What is gathered together."""
+    """The units that are gathered together."""
     if settings.units == "model":
         return [units]
     size = settings.blocks_per_unit
@@ -313,8 +322,11 @@ def _gathered(units: list[_Unit], settings: ShardingSettings) -> list[list[_Unit
 
 
 def _travelling(units: list[_Unit], settings: ShardingSettings) -> list[_Unit]:
-    """As tensors are on their way: large ones each by itself, and hidden by what computes before
-    they are used, be it of the same unit; the small ones of a unit together, before all others."""
+    """Assign tensors to the collectives that send them.
+
+    The small tensors of an FSDP unit are sent in one collective, before all others. Each large one
+    is sent separately and overlaps with what computes before its use, even in the same FSDP unit.
+    """
     for first, *others in _gathered(units, settings):
         for unit in others:
             first.gathered += small(unit.gathered)
@@ -324,10 +336,10 @@ def _travelling(units: list[_Unit], settings: ShardingSettings) -> list[_Unit]:
 
 
 def _activations(units: Sequence[_Unit]) -> float:
-    """Most bytes of activations at a time, at the turn from forward to backward."""
+    """The largest bytes of activations, at the end of the forward."""
     on_device = [unit.held for unit in units if not unit.on_host]
     on_device += [unit.spared for unit in units]
-    # One waits for the backward of the block that runs, one for that of the next.
+    # On the device at the same time: the input of the running block and that of the next.
     on_host = sorted((unit.on_host for unit in units if unit.on_host), reverse=True)[:2]
     again = max((unit.facts.held for unit in units if unit.recomputed), default=0.0)
     working = 2 * max(unit.facts.largest for unit in units)
@@ -335,7 +347,7 @@ def _activations(units: Sequence[_Unit]) -> float:
 
 
 def _full(gathered: Sequence[Sequence[_Unit]], settings: ShardingSettings) -> float:
-    """Most bytes of full parameters and full gradients at a time."""
+    """The largest bytes of full parameters and full gradients at the same time."""
     early = settings.scan_prefetch if settings.scan else settings.forward_prefetch
     at_a_time = 2 if early else 1
     full = [(sum(unit.full for unit in one), one[0]) for one in gathered]
@@ -352,18 +364,18 @@ def _code(units: Sequence[object], settings: ShardingSettings) -> float:
 
 
 class Correction:
-    """What the compiler said so far, over what was estimated.
+    """Ratios of the compiler's results to the estimates so far.
 
-    Ratios by how blocks are computed (recomputed or not, in a loop or not), since in that they
-    differ; one that nothing is known of yet goes by the mean of the others. Memory: of what is not
-    ``Estimate.state``.
+    There is a ratio for each way to compute blocks (recomputed or not, in a loop or not), because
+    the ratios of these differ. A way without results uses the mean of the others. The ratio of
+    memory is that of the part that is not ``Estimate.state``.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, dict[tuple[str, bool], list[float]]] = {}
 
     def learn(self, settings: ShardingSettings, found: Estimate, measured: Estimate) -> None:
-        """``measured``: by the compiler, of what ``found`` was estimated."""
+        """Record the compiler's result ``measured`` for the estimate ``found``."""
         pairs = {
             "compute": (measured.compute, found.compute),
             "exposed": (measured.exposed, found.exposed),
@@ -375,14 +387,14 @@ class Correction:
                 ratios.setdefault(_kind(settings), []).append(said / guessed)
 
     def learn_memory(self, settings: ShardingSettings, found: Estimate, hbm: float) -> None:
-        """``hbm``: bytes that the compiler said it would take, of a step that does not fit."""
+        """Record the bytes ``hbm`` that a step needs which does not fit."""
         if hbm > found.state and found.hbm > found.state:
             ratios = self._known.setdefault("hbm", {})
             ratio = (hbm - found.state) / (found.hbm - found.state)
             ratios.setdefault(_kind(settings), []).append(ratio)
 
     def applied(self, settings: ShardingSettings, found: Estimate) -> Estimate:
-        """``found`` with the ratios that are known."""
+        """Return ``found`` multiplied by the known ratios."""
         working = found.hbm - found.state
         return replace(
             found,
@@ -392,7 +404,7 @@ class Correction:
         )
 
     def knows(self, settings: ShardingSettings) -> bool:
-        """Whether the compiler has seen blocks computed like these."""
+        """Whether a candidate that computes blocks in the same way was compiled."""
         return _kind(settings) in self._known.get("hbm", {})
 
     def _ratio(self, name: str, settings: ShardingSettings) -> float:

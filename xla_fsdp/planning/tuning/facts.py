@@ -1,11 +1,12 @@
-"""What is known of a model after tracing two of its steps: all that an estimate starts from.
+"""Sizes and times of a model, from two traced steps: the input of all estimates.
 
-What a forward leaves for its backward, and what it moves, is read off a program not yet compiled.
-The compiler fuses element-wise operations into what uses them, and computes them there again from
-what they are made of. So what stays in memory between forward and backward are not the tensors
-that autograd saved but their *sources*: results of products, convolutions, reductions and the
-like, found by going back through what can be fused. Bytes are those of the elements, without the
-padding of layouts; a collective's result does not count, since full parameters are gathered again.
+What a forward saves for its backward, and the bytes it moves, are computed from the traced program,
+which is not compiled yet. The compiler fuses element-wise operations into the operations that use
+them and recomputes them there from their inputs. So the tensors that stay in memory between forward
+and backward are not those that autograd saved, but their *sources*: results of matmuls,
+convolutions, reductions and so on, found by following the operands through everything that can be
+fused. Bytes are those of the elements, without the padding of layouts. The result of a collective
+does not count, since full parameters are gathered again.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from ..tracing.traced import TracedProgram
 from ..tracing.units import OnWire
 from .settings import ShardingSettings
 
-# How a step is traced for facts: whole and recomputed, each block a unit.
+# The two settings with which a step is traced: nothing recomputed, and all blocks recomputed.
 KEPT = ShardingSettings()
 RECOMPUTED = KEPT.changed(recompute="all")
-# What modules that a backward runs again are called.
+# The scope of modules that a backward recomputes.
 _RECOMPUTED = re.compile(r"recompute\[([^\]]*)\]")
 
-# What the compiler computes again wherever it is used, or what only moves.
+# Operations that the compiler recomputes at each use, or that only move values.
 _FUSED = frozenset(
     "abs add and atan2 bitcast bitcast-convert broadcast cbrt ceil clamp compare complex"
     " concatenate convert copy cosine divide dynamic-slice erf exponential exponential-minus-one"
@@ -45,11 +46,11 @@ _FUSED = frozenset(
     " transpose xor".split()
 )
 _MOVED = frozenset("bitcast copy reshape transpose".split())
-# Nothing of the forward's own: parameters and inputs are there anyway.
+# Values that do not count as saved: parameters, inputs, constants and results of collectives.
 _GIVEN = frozenset(
     [*KINDS, *(f"{kind}-start" for kind in KINDS), "parameter", "constant", "after-all", "token"]
 )
-# They take what goes in as it is.
+# Operations whose operands must exist in memory as they are.
 _WHOLE = frozenset(["tuple", "opt-barrier", "optimization-barrier"])
 
 _Key = tuple[int, str]  # scope and name of an instruction
@@ -57,20 +58,19 @@ _Key = tuple[int, str]  # scope and name of an instruction
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """One unit of a model, a block or the rest around the blocks.
+    """One unit of a model: a block, or the rest of the model.
 
-    Bytes and seconds are of one device with the batch that was traced.
+    Bytes and seconds are those of one device with the traced batch.
 
     Attributes:
-        name: dotted; "" for the rest.
-        elements, trainable, itemsize, gathered, reduced: of its parameters, as ``TracedUnit`` has
-            them.
+        name: the dotted name; "" for the rest.
+        elements, trainable, itemsize, gathered, reduced: of its parameters, as in ``TracedUnit``.
         forward: seconds of compute of a forward, by a roofline.
-        held: bytes that its forward leaves for its backward.
+        held: bytes that its forward saves for its backward.
         held_recomputed: the same if it recomputes its activations.
         largest: bytes of its largest activation.
         is_block: whether it can be recomputed.
-        again: what of it a backward computes again, if so, and could keep.
+        again: the values that a recomputing backward computes again and could save instead.
     """
 
     name: str
@@ -93,11 +93,11 @@ class StepFacts:
 
     Attributes:
         units: the rest of the model and then the blocks, in the order of the model.
-        state: bytes of parameters and optimizer state that are sharded, over all ranks that share.
+        state: bytes of sharded parameters and optimizer state, summed over the sharding ranks.
         inputs: bytes of other arguments, which grow with the batch.
-        flops: of matrix products in a forward, this device's part.
-        batch: samples a device in what was traced; 1 where nobody said.
-        ranks: that shared the parameters in what was traced.
+        flops: floating-point operations of the matmuls of a forward on this device.
+        batch: samples per device in the traced step; 1 if it was not given.
+        ranks: the number of ranks that share the parameters in the traced step.
     """
 
     units: tuple[UnitFacts, ...]
@@ -116,7 +116,7 @@ class StepFacts:
         return sum(unit.elements for unit in self.units)
 
     def scaled(self, batch: int) -> StepFacts:
-        """The same with another batch a device: what is computed and held grows in proportion."""
+        """The facts for another batch per device: compute and activations grow in proportion."""
         factor = batch / self.batch
         units = tuple(
             replace(
@@ -143,22 +143,22 @@ def facts_of(
     batch: int | None = None,
     units: str | int = "blocks",
 ) -> StepFacts:
-    """Traces a step twice, and takes it apart.
+    """Trace a step twice and compute its facts.
 
     Args:
-        trace: gives the step of a rank with settings.
-        ranks: of the slice, all of which share the parameters.
-        batch: samples a device to trace with.
-        units: as ``ShardingSettings`` has them, but not ``"model"``.
+        trace: traces the step of a rank with given settings.
+        ranks: the number of ranks of the slice, which all share the parameters.
+        batch: samples per device to trace with.
+        units: as in ``ShardingSettings``, but not ``"model"``.
 
     Raises:
-        ValueError: nothing in the step is wrapped by this package; or what ``trace`` raises.
+        ValueError: nothing in the step is wrapped by this package; or as ``trace`` raises.
     """
     kept = trace(KEPT.changed(batch=batch, units=units))
     if not kept.units:
         raise ValueError(
-            "nothing in the step is sharded by xla_fsdp: wrap the model by the settings that step "
-            "is called with, model = settings.wrap(Model())"
+            "the step shards nothing with xla_fsdp: wrap the model with the settings that step "
+            "receives, model = settings.wrap(Model())"
         )
     module = parse_module(hlo_text(kept.program.hlo))
     found = read_activations(module, chip)
@@ -204,7 +204,7 @@ def facts_of(
 def _arguments(program: TracedProgram, module: Module) -> tuple[float, float]:
     """Bytes of parameters and optimizer state on a device, and of all other arguments.
 
-    What a step updates is its state: an argument whose buffer is taken over.
+    An argument that the step updates, and whose buffer it therefore donates, counts as state.
     """
     state = inputs = 0
     for number, one in enumerate(module.entry.parameters):
@@ -218,7 +218,7 @@ def _arguments(program: TracedProgram, module: Module) -> tuple[float, float]:
 
 def hlo_text(hlo: bytes) -> str:
     """A serialized ``HloModuleProto`` as text."""
-    import jaxlib._jax as jaxlib  # of the extra
+    import jaxlib._jax as jaxlib  # from the plan extra
 
     module: Any = jaxlib.HloModule.from_serialized_hlo_module_proto(hlo)
     return module.to_string()
@@ -226,8 +226,8 @@ def hlo_text(hlo: bytes) -> str:
 
 @dataclass(frozen=True)
 class Again:
-    """What a backward computes again and could take from the forward: the result of one product or
-    kernel, by the name that ``scan_blocks(keep=...)`` has for it."""
+    """A value that a backward recomputes and the forward could save: the result of one matmul or
+    kernel, by its name in ``scan_blocks(keep=...)``."""
 
     name: str
     seconds: float
@@ -236,13 +236,13 @@ class Again:
 
 @dataclass
 class Activations:
-    """Of the modules that call themselves so, in a forward on one device.
+    """Figures of a forward on one device, by the name of the module.
 
-    ``held``: bytes of each tensor that its backward needs, by module; ``largest``: bytes of the
-    largest tensor that a module makes; ``seconds``: of compute, by the roofline of ``chip``: the
-    longer of operations at the peak rate and bytes at the bandwidth of HBM, for each operation that
-    is not fused; ``flops``: of products and convolutions; ``again``: of each module, what the
-    backward in this step computes again of products and kernels, without names.
+    ``held``: bytes of all tensors that the backward needs. ``largest``: bytes of the largest tensor
+    that the module computes. ``seconds``: compute by the roofline of ``chip``: for each operation
+    that is not fused, the longer of its FLOPs at the peak rate and its bytes at the HBM bandwidth.
+    ``flops``: of matmuls and convolutions. ``again``: the matmuls and kernels that the backward of
+    this step recomputes, matmuls without names.
     """
 
     held: dict[str, int] = field(default_factory=dict)
@@ -253,9 +253,9 @@ class Activations:
 
 
 def read_activations(module: Module, chip: Chip) -> Activations:
-    """What the forward in ``module``, a traced step with names, leaves and takes.
+    """Compute the figures of the forward in ``module``, a traced step with module names.
 
-    Raises ValueError where ``module`` refers to what it does not define.
+    Raises ValueError if ``module`` refers to something that it does not define.
     """
     return _Reader(line_up(module), chip).read()
 
@@ -288,15 +288,15 @@ class _Reader:
         return found
 
     def _phase(self, place: Place) -> tuple[str, str]:
-        """Phase and module. What JAX traced (kernels) bears JAX's names only: it is called where
-        the call is."""
+        """Phase and module. What JAX traced (kernels) has only JAX's names, so those of the calling
+        instruction are used."""
         own, caller = scope(place.instruction.op_name), self._callers.get(place.scope)
         return own if any(own) or caller is None else scope(caller.op_name)
 
     def _add_time(self, found: Activations, place: Place, name: str) -> None:
         instruction = place.instruction
         if instruction.opcode in ("while", "call", "conditional"):
-            return  # what they call stands in line
+            return  # the instructions that they call are inlined
         made = _bytes(instruction)
         seconds, flops = self._time(place, instruction)
         found.seconds[name] = found.seconds.get(name, 0.0) + place.times * seconds
@@ -307,7 +307,7 @@ class _Reader:
         seconds, flops = self._time(place, place.instruction)
         kernel = is_kernel(place.instruction)
         if kernel or flops:
-            # A kernel writes a row's number many times over; its function returns it once.
+            # A kernel writes each value of a row several times; its function returns it once.
             result = (
                 self._callers.get(place.scope, place.instruction) if kernel else place.instruction
             )
@@ -324,13 +324,13 @@ class _Reader:
         return max(flops / self._chip.device_flops, moved / self._chip.device_hbm_bandwidth), flops
 
     def _read_bytes(self, key: _Key) -> int:
-        """What one operand makes its user read: itself, or what it is made of if that is less."""
+        """Bytes that an operand makes its user read: its own, or those of its sources if fewer."""
         own = _bytes(self._places[key].instruction)
         made_of = sum(_bytes(self._places[one].instruction) for one in self._sources_of(key))
         return min(own, made_of) if made_of else own
 
     def _held(self) -> set[_Key]:
-        """Tensors of the forward that something after it uses."""
+        """Tensors of the forward that the backward or the optimizer uses."""
         held: set[_Key] = set()
         for key, place in self._places.items():
             if self._phases[key][0] not in ("backward", "optimizer"):
@@ -354,7 +354,7 @@ class _Reader:
         return key
 
     def _sources_of(self, key: _Key) -> frozenset[_Key]:
-        """What ``key`` is computed from, through all that can be fused; itself if it can not be."""
+        """The sources of ``key`` through all fusible operations; ``key`` itself if not fusible."""
         waiting = [key]
         while waiting:
             now = waiting[-1]
@@ -376,23 +376,25 @@ class _Reader:
         return self._sources[key]
 
     def _smaller(self, key: _Key, sources: frozenset[_Key]) -> frozenset[_Key]:
-        """``key`` itself where many tensors are added up to it: no chain is computed again from
-        its beginning, however cheap each link is."""
+        """``key`` itself if its sources are much larger, as in a long sum of tensors: the compiler
+        does not recompute such a chain from its beginning."""
         large = [s for s in sources if self._places[s].instruction.opcode not in _GIVEN]
         many = sum(_bytes(self._places[s].instruction) for s in large)
         return frozenset([key]) if many > 2 * _bytes(self._places[key].instruction) else sources
 
 
 def _again(phase: str, instruction: Instruction) -> bool:
-    """Whether this is computed again, by a submodule that a backward calls; or a kernel, which is
-    if its block is: there it has the name of what the gradient reached last."""
+    """Whether a backward recomputes this instruction, by the name of its scope.
+
+    Kernels of the forward count: their recomputed copies do not have the name of their module.
+    """
     if is_kernel(instruction):
         return phase == "forward"
     return "/recompute[" in instruction.op_name
 
 
 def _callers(line: Line) -> dict[int, Instruction]:
-    """By scope, the call that it is part of, the outermost."""
+    """By scope: the outermost call instruction that contains it."""
     found: dict[int, Instruction] = {}
     for place in line.places:
         if place.instruction.opcode == "call":
@@ -406,16 +408,17 @@ def _bytes(instruction: Instruction) -> int:
 
 
 def unit_of(module: str, units: Iterable[str]) -> str:
-    """The innermost of ``units`` that ``module`` is in; of none of them, the shortest."""
+    """The innermost of ``units`` that contains ``module``; the shortest name if none does."""
     names = sorted(units, key=len, reverse=True)
     inside = (u for u in names if not u or module == u or module.startswith(f"{u}."))
     return next(inside, names[-1])
 
 
 def again_in(unit: str, found: Mapping[str, list[Again]]) -> tuple[Again, ...]:
-    """Of what is computed again in ``unit``, a block, what can be kept by its name.
+    """The recomputed values of the block ``unit`` that ``scan_blocks(keep=...)`` can save.
 
-    Of a submodule its only product, which is what it returns; a kernel by the name of attention.
+    These are the matmul of a submodule that has only one, by the name of the submodule, and a
+    kernel, by the name of attention.
     """
     several = []
     for module, every in found.items():
@@ -431,7 +434,7 @@ def again_in(unit: str, found: Mapping[str, list[Again]]) -> tuple[Again, ...]:
 
 
 def by_unit(figures: Mapping[str, float], units: Collection[str]) -> dict[str, float]:
-    """Figures of modules added up by the unit that they are in."""
+    """Sum the figures of modules by unit."""
     found = dict.fromkeys(units, 0.0)
     for module, value in figures.items():
         found[unit_of(module, units)] += value
@@ -439,7 +442,7 @@ def by_unit(figures: Mapping[str, float], units: Collection[str]) -> dict[str, f
 
 
 def largest_by_unit(figures: Mapping[str, int], units: Collection[str]) -> dict[str, int]:
-    """The same, the largest of each."""
+    """The largest figure of the modules of each unit."""
     found = dict.fromkeys(units, 0)
     for module, value in figures.items():
         unit = unit_of(module, units)

@@ -1,4 +1,4 @@
-"""What would make a step fit that does not, by the same estimates."""
+"""Changes with which a step that does not fit would fit, by the same estimates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ...tpu.topology import Slice, names, resolve
 from .estimate import Correction, Estimates
 from .facts import StepFacts
-from .settings import ShardingSettings
+from .settings import ShardingSettings, differences
 
 GIB = 2**30
 
@@ -15,48 +15,49 @@ GIB = 2**30
 def would_give(
     settings: ShardingSettings, estimates: Estimates, correction: Correction, capacity: float
 ) -> str:
-    """The one change that would make ``settings`` fit, and what it would give; "" if none would."""
+    """The one change with which ``settings`` would fit, and the memory it needs; "" if none."""
     found = _fitting(settings, estimates, correction, capacity)
-    return f"{found[0]} would give {found[2] / GIB:.1f}" if found else ""
+    if found is None:
+        return ""
+    other, hbm = found
+    return f"with {differences(other, settings)} it would need {hbm / GIB:.1f} GiB"
 
 
 def remedied(
     settings: ShardingSettings, estimates: Estimates, correction: Correction, capacity: float
 ) -> ShardingSettings | None:
-    """``settings`` with the one change that would make them fit, if one would."""
+    """``settings`` with the one change with which they would fit; ``None`` if there is none."""
     found = _fitting(settings, estimates, correction, capacity)
-    return found[1] if found else None
+    return found[0] if found else None
 
 
 def _fitting(
     settings: ShardingSettings, estimates: Estimates, correction: Correction, capacity: float
-) -> tuple[str, ShardingSettings, float] | None:
-    for what, other in _changes(settings, bool(estimates.facts(settings).blocks)):
+) -> tuple[ShardingSettings, float] | None:
+    for other in _changes(settings, bool(estimates.facts(settings).blocks)):
         hbm = correction.applied(other, estimates.memory(other)).hbm
         if hbm <= capacity:
-            return what, other, hbm
+            return other, hbm
     return None
 
 
-def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[tuple[str, ShardingSettings]]:
+def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[ShardingSettings]:
     if blocks and (settings.units == "model" or settings.blocks_per_unit > 1):
-        yield "a unit a block", settings.changed(units="blocks", blocks_per_unit=1)
+        yield settings.changed(units="blocks", blocks_per_unit=1)
     if blocks and settings.recompute != "all":
-        yield "recomputing every block", settings.changed(recompute="all")
+        yield settings.changed(recompute="all")
     if settings.reshard_after_forward is not True or settings.kept_blocks:
-        other = settings.changed(reshard_after_forward=True, kept_blocks=0)
-        yield "gathering again for the backward", other
+        yield settings.changed(reshard_after_forward=True, kept_blocks=0)
     if settings.keep:
-        yield "computing again what is kept", settings.changed(keep=())
+        yield settings.changed(keep=())
     if settings.shard_group_size is not None:
-        yield "sharding over all ranks", settings.changed(shard_group_size=None)
+        yield settings.changed(shard_group_size=None)
     if blocks and not settings.offload:
-        other = settings.changed(recompute="all", offload=True, units="blocks", kept_blocks=0)
-        yield "inputs of recomputed blocks on the host", other
+        yield settings.changed(recompute="all", offload=True, units="blocks", kept_blocks=0)
 
 
 def leanest(settings: ShardingSettings, facts: StepFacts) -> ShardingSettings:
-    """``settings`` with all that saves memory."""
+    """``settings`` with every change that saves memory."""
     lean = settings.changed(
         reshard_after_forward=True, kept_blocks=0, keep=(), shard_group_size=None
     )
@@ -68,24 +69,24 @@ def leanest(settings: ShardingSettings, facts: StepFacts) -> ShardingSettings:
 def what_would_fit(
     settings: ShardingSettings, estimates: Estimates, correction: Correction, where: Slice
 ) -> list[str]:
-    """For a model of which nothing fits: a smaller batch, a larger slice, or that none would do.
+    """Advice where no candidate fits: a smaller batch or a larger slice, if one is enough.
 
-    ``settings``: of which the batch is taken, and all that the caller fixed.
+    ``settings``: the batch, and the values that the caller fixed.
     """
     facts = estimates.facts(settings)
     lean = leanest(settings, facts)
     capacity = where.chip.device_usable_hbm_bytes()
     needed = correction.applied(lean, estimates.memory(lean)).hbm
     advice = [
-        f"The least by the model is {needed / GIB:.1f} of {capacity / GIB:.1f} GiB a device "
-        f"({lean})."
+        f"The least estimated memory is {needed / GIB:.1f} of {capacity / GIB:.1f} GiB a device "
+        f"(with {lean})."
     ]
     smaller = (settings.batch or facts.batch) // 2
     while smaller >= 1 and settings.batch is not None:
         other = lean.changed(batch=smaller)
         hbm = correction.applied(other, estimates.memory(other)).hbm
         if hbm <= capacity:
-            advice.append(f"A batch of {smaller} a device would need {hbm / GIB:.1f} GiB.")
+            advice.append(f"A batch of {smaller} samples a device would need {hbm / GIB:.1f} GiB.")
             break
         smaller //= 2
     for slice_ in larger(where):
@@ -94,7 +95,7 @@ def what_would_fit(
         if hbm <= slice_.chip.device_usable_hbm_bytes():
             advice.append(
                 f"{slice_.name}, with the same batch a device, would need {hbm / GIB:.1f} GiB: the "
-                f"smallest {slice_.chip.family} slice that would do."
+                f"smallest {slice_.chip.family} slice that is large enough."
             )
             break
     else:
@@ -103,7 +104,7 @@ def what_would_fit(
 
 
 def larger(where: Slice) -> Iterator[Slice]:
-    """Named slices of the same chips with more of them, the smallest first."""
+    """Named slices with more chips of the same kind, the smallest first."""
     for name in names():
         slice_ = resolve(name)
         if slice_.chip == where.chip and slice_.devices > where.devices:

@@ -1,13 +1,15 @@
-"""Which candidates the compiler is asked about, one after the other, and what it made of them.
+"""Choose the candidates to compile, one after the other, and rank the results.
 
-A candidate keeps things for the backward, one by one, as long as there is room:
+A candidate saves values for the backward (``kept_blocks``, ``keep``) while the estimate has room:
 
-* Units, their full parameters: ZeRO-2 or ZeRO-3 unit by unit. One that is kept saves its second
-  gather, or what of that nothing hides. Where gathers run beside compute that may be the last unit
-  alone: before its backward there is none of another to hide its gather behind.
-* Values of blocks in a loop, which else are computed again.
+* Full parameters of units, so that some units use ZeRO-2 and the others ZeRO-3. A saved unit needs
+  no second gather; that saves the part of the gather's time that does not overlap with compute.
+  Where gathers overlap with compute, this may help only for the last unit: no other backward runs
+  before its own, so nothing overlaps with its gather.
+* Values of blocks in a loop that would otherwise be recomputed.
 
-What saves most for a byte comes first; of equals the last, whose backward comes first.
+The value that saves most time per byte comes first. Among equals the last one does, because its
+backward runs first.
 """
 
 from __future__ import annotations
@@ -23,23 +25,23 @@ from .remedies import GIB, remedied, would_give
 from .settings import ShardingSettings
 from .space import Space, main_of, plainness
 
-# A candidate is not worth a compilation whose estimate is so much slower than the best; the first
-# of a kind of computing blocks, of which an estimate is less sure.
+# A candidate is not compiled if its estimate is slower than the best by more than this share. The
+# second value is for kinds of candidates that were not compiled yet; their estimates are less sure.
 _SLACK, _SLACK_OF_NEW = 0.05, 0.1
-# Of HBM, by an estimate: more than that the compiler is not asked about.
+# A candidate is not compiled if its estimate needs more than this multiple of HBM.
 _OVER, _OVER_OF_NEW = 1.1, 1.5
-# Times that differ by less are equal: the model is not that good.
+# Times that differ by less count as equal: the model is not more exact.
 _EQUAL = 1e-3
-# Of candidates whose estimates differ by less, the plainest is first.
+# Of candidates whose estimates differ by less, the one closest to the defaults is compiled first.
 _CLOSE = 1e-2
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the compiler and the time model say of a step on one device.
+    """Time and memory of a compiled step on one device.
 
-    ``seconds`` = ``compute`` + ``exposed``, 0 where it does not fit; ``hbm``: bytes that must be
-    free, 0 if the compiler gave up before it knew; ``mfu``: model FLOPs utilisation.
+    ``seconds`` = ``compute`` + ``exposed``, 0 if it does not fit; ``hbm``: bytes that must be free,
+    0 if the compiler stopped before it knew them; ``mfu``: model FLOPs utilisation.
     """
 
     seconds: float
@@ -54,8 +56,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate. ``estimate``: as corrected by what was known at the end; ``measured``: None if
-    the compiler was not asked. ``rejected``: why it is not the answer, "" for the answer."""
+    """One candidate. ``estimate``: corrected by all results of the search. ``measured``: None if it
+    was not compiled. ``rejected``: why it is not the result; "" for the result."""
 
     settings: ShardingSettings
     estimate: Estimate
@@ -64,21 +66,21 @@ class Trial:
 
     @property
     def per_sample(self) -> float:
-        """Seconds a sample of one device's batch, or a step where no batch was searched."""
+        """Seconds per sample of a device's batch; per step if no batch was searched."""
         seconds = self.measured.seconds if self.measured else self.estimate.seconds
         return seconds / (self.settings.batch or 1)
 
 
 @dataclass
 class Search:
-    """Asks the compiler about the most promising candidates, best first.
+    """Compiles the most promising candidates, best first.
 
     Args:
-        measure: compiles a step with settings. Raises ValueError or RuntimeError where these are
-            not possible, CompileError where the compiler fails.
-        capacity: bytes of HBM that a step may take.
-        budget: how many compilations, those of which the results were kept included.
-        say: is told of each.
+        measure: compiles a step with settings. Raises ValueError or RuntimeError if the settings
+            are not possible, CompileError if the compiler fails.
+        capacity: bytes of HBM that a step may use.
+        budget: the largest number of compilations, cached results included.
+        say: is called with one line on each compilation.
     """
 
     space: Space
@@ -93,8 +95,8 @@ class Search:
     _impossible: dict[ShardingSettings, str] = field(default_factory=dict)
 
     def run(self) -> list[Trial]:
-        """All candidates, the answer first, if there is one; then those that fit, the fastest
-        first; then the others."""
+        """Return all candidates: first the result, if there is one, then those that fit, the
+        fastest first, then the others."""
         candidates = self.space.main()
         while self.compilations < self.budget and (one := self._next(candidates)):
             self._ask(one)
@@ -105,8 +107,10 @@ class Search:
         return [*self._found, *self._impossible]
 
     def best(self) -> ShardingSettings | None:
-        """The fastest a sample of those that fit; of equals the plainest, and of these the one
-        compiled first."""
+        """The compiled candidate that fits and has the least time per sample.
+
+        Of equal ones it is the one closest to the defaults, and of these the one compiled first.
+        """
         fitting = {
             one: self._trial(one).per_sample for one, found in self._found.items() if found.fits
         }
@@ -121,7 +125,7 @@ class Search:
         return Trial(settings, self._estimate(settings), self._found.get(settings))
 
     def _next(self, candidates: Sequence[ShardingSettings]) -> ShardingSettings | None:
-        """Of those not asked about yet, what may be better than the best."""
+        """The next candidate to compile: one that may be better than the best so far."""
         known, best = self._asked, self.best()
         around = self.space.around(best, self.estimates) if best else []
         left = [
@@ -129,8 +133,8 @@ class Search:
             if one not in known and self._may_fit(one)
         ]  # fmt: skip
         if best is None:
-            # What a script does without settings, and then with the one change with which that
-            # would fit: an answer is to be no worse than what is next at hand.
+            # First the defaults of a script, then the defaults with the one change with which they
+            # would fit. So the result is never slower than these.
             first = candidates[0]
             fits = remedied(first, self.estimates, self.correction, self.capacity)
             at_hand = next((one for one in (first, fits) if one in left), None)
@@ -143,7 +147,8 @@ class Search:
         return min(close, key=lambda one: (plainness(one), self._modelled(one)), default=None)
 
     def _modelled(self, settings: ShardingSettings) -> float:
-        """Seconds a sample, by the estimate; of what is tried on the best, against the best's."""
+        """Estimated seconds per sample. For a variant of the best, the time of the best is scaled
+        by the ratio of the two estimates."""
         found, best = self._trial(settings).per_sample, self.best()
         if best is None or main_of(settings) != main_of(best):
             return found
@@ -154,7 +159,7 @@ class Search:
         return self._modelled(settings) * (1 - slack) < self._trial(best).per_sample
 
     def _by_worth(self, candidates: Sequence[ShardingSettings]) -> list[ShardingSettings]:
-        """Candidates with what they would rather keep, by what is known now."""
+        """Candidates with the values of ``kept_blocks`` or ``keep`` that pay, by the estimates."""
         several = (
             worth_keeping(one, self.estimates.facts(one), self._estimate, self.capacity)
             for one in candidates
@@ -221,7 +226,7 @@ class Search:
             return "not compiled: the budget was spent"
         times = self._trial(settings).per_sample / self._trial(best).per_sample
         if found is not None:
-            faster = "as fast, and further from the defaults"
+            faster = "as fast, but with more changes to the defaults"
             return f"{times:.2f} times the time of the best" if times > 1 + _EQUAL else faster
         slack = _SLACK if self.correction.knows(settings) else _SLACK_OF_NEW
         if times * (1 - slack) >= 1:
@@ -234,7 +239,7 @@ class Search:
         said = "does not fit" if found else "would not fit"
         what = f"{said}: {hbm / GIB:.1f} of {self.capacity / GIB:.1f} GiB"
         if found and not found.hbm:
-            what = f"{said}: the compiler gave up before it knew how much it needs"
+            what = f"{said}: the compiler stopped before it knew the required memory"
         remedy = would_give(settings, self.estimates, self.correction, self.capacity)
         return f"{what}; {remedy}" if remedy else what
 
@@ -253,15 +258,17 @@ def worth_keeping(
     estimate: Callable[[ShardingSettings], Estimate],
     capacity: float,
 ) -> ShardingSettings:
-    """``settings``, which keep nothing of it, with what pays; themselves if nothing does.
+    """``settings`` with the values of ``keep`` or ``kept_blocks`` that save time and fit.
 
-    ``facts``: of the model with these settings. ``capacity``: bytes of HBM that there are.
+    Returns ``settings`` if there are none, or if they already have some. ``facts``: of the model
+    with these settings. ``capacity``: bytes of HBM.
     """
     if settings.keep or settings.kept_blocks or settings.units == "model" or not facts.blocks:
         return settings
     if settings.scan_prefetch:
-        # Caution, not known: both loops that were planned with both took longer, but other settings
-        # changed with them (ViT-10B on v5litepod-256, LLaMA 8B on v6e-64: benchmarks/LOG.md).
+        # A precaution without a known reason: both models that were planned with keep and
+        # scan_prefetch together were slower, but other settings differed as well (ViT-10B on
+        # v5litepod-256, LLaMA 8B on v6e-64: benchmarks/LOG.md).
         return settings
     if settings.scan:
         values = [one.name for one in facts.blocks[0].again]
@@ -288,7 +295,7 @@ def _best(
     capacity: float,
     keeping: Callable[[Sequence[int]], ShardingSettings],
 ) -> ShardingSettings:
-    """``keeping`` some of ``count`` things, by their numbers in order."""
+    """Choose which of ``count`` values to save: ``keeping(numbers)`` gives the settings."""
     plain = estimate(settings)
     worth = []
     for number in range(count):
@@ -305,7 +312,7 @@ def _best(
 
 
 def _units(settings: ShardingSettings, facts: StepFacts) -> list[tuple[int | str, ...]]:
-    """What ``kept_blocks`` calls each unit but the outermost, which keeps its parameters anyway."""
+    """The ``kept_blocks`` value of each unit, except the outermost, which is always kept."""
     if settings.units != "blocks":
         return [(unit.name,) for unit in facts.blocks]
     count, size = len(facts.blocks), settings.blocks_per_unit

@@ -1,4 +1,4 @@
-"""How a model is sharded and trained, as one value that is searched, kept and applied."""
+"""``ShardingSettings``: how a model is sharded and trained, as one value to search and store."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PREFETCH = {
     "post": BackwardPrefetch.BACKWARD_POST,
     "none": None,
 }
-# Options of the wrapper and of the loop that settings decide on.
+# Options of the wrapper and of scan_blocks that ShardingSettings determines.
 _DECIDED = frozenset(
     "reshard_after_forward forward_prefetch backward_prefetch limit_all_gathers collective_routes"
     " device_mesh sharding_strategy sharding_groups sharding_rank sharding_world_size"
@@ -56,35 +56,39 @@ _DECIDED = frozenset(
 @accept_old_names
 @dataclass(frozen=True)
 class ShardingSettings:
-    """What :func:`xla_fsdp.tune` finds, and a script applies. The defaults are the wrapper's.
+    """The settings that :func:`xla_fsdp.tune` finds and a script applies.
+
+    The defaults are those of the wrapper.
 
     Attributes:
-        batch: samples a device; ``None`` where that was not searched.
-        units: what is gathered, freed and reduced together: ``"blocks"``, each of the repeated
-            blocks by itself and the rest; ``"model"``, all at once; a number: what a size-based
-            policy wraps that has at least so many parameters.
-        scan: blocks in one loop of the program (:func:`xla_fsdp.scan_blocks`), each recomputed.
+        batch: samples per device; ``None`` if the batch was not searched.
+        units: how parameters are divided into FSDP units. ``"blocks"``: each repeated block is a
+            unit, and the rest of the model is one. ``"model"``: one unit. A number: a size-based
+            policy wraps modules that have at least this number of parameters.
+        scan: run the blocks in one loop of the program (:func:`xla_fsdp.scan_blocks`), which
+            recomputes each block.
         scan_prefetch: the loop gathers the next block's parameters while a block computes.
-        reshard_after_forward: that of the wrapper, for all units.
-        blocks_per_unit: with units of blocks, so many of them are one, the last of fewer if need
-            be. Only where one ``nn.Sequential`` (or :meth:`join`) runs them as a whole.
-        kept_blocks: which units keep their full parameters for the backward (ZeRO-2), whatever
-            ``reshard_after_forward``: the first so many blocks, or a tuple of their numbers from 0
-            on; with units by size, of their dotted names.
-        recompute: ``"none"``, ``"all"``, or a number: the first so many blocks recompute their
-            activations in the backward. With units by size, of units instead of blocks.
-        keep: with ``scan``, what is not computed again, by the names of ``scan_blocks(keep=...)``.
-        offload: the inputs of blocks that are recomputed wait in the host's memory.
+        reshard_after_forward: as in the wrapper, for all units.
+        blocks_per_unit: with ``units="blocks"``, the number of blocks in a unit; the last unit may
+            have fewer. Requires that one ``nn.Sequential`` (or :meth:`join`) runs all blocks.
+        kept_blocks: which units keep their full parameters until the backward (ZeRO-2), whatever
+            ``reshard_after_forward`` is. A number N: the first N blocks. A tuple: block numbers,
+            from 0; with units by size, dotted names of units.
+        recompute: which blocks recompute their activations in the backward: ``"none"``, ``"all"``,
+            or a number N: the first N blocks. With units by size it means units, not blocks.
+        keep: with ``scan``, values that are not recomputed, by the names of
+            ``scan_blocks(keep=...)``.
+        offload: store the inputs of recomputed blocks in host memory until the backward.
         shard_group_size: number of consecutive ranks that share one copy of the parameters (hybrid
             sharding); the copies average their gradients. ``None``: all ranks.
-        forward_prefetch, limit_all_gathers: those of the wrapper.
-        backward_prefetch: that of the wrapper: ``"pre"``, ``"post"`` or ``"none"``.
-        collective_routes: that of the wrapper.
-        scoped_vmem_kib: KiB of VMEM that the compiler may give one operation; ``None``: what it
-            gives by itself.
+        forward_prefetch, limit_all_gathers: as in the wrapper.
+        backward_prefetch: as in the wrapper: ``"pre"``, ``"post"`` or ``"none"``.
+        collective_routes: as in the wrapper.
+        scoped_vmem_kib: KiB of VMEM that the compiler may use for one operation; ``None``: the
+            compiler's default.
 
     Raises:
-        ValueError: a value that is not allowed, or two that exclude each other.
+        ValueError: a value is not allowed, or two values exclude each other.
     """
 
     batch: int | None = None
@@ -146,25 +150,25 @@ class ShardingSettings:
             if self.units != "blocks":
                 exclude("scan", "units", 'a loop gathers block by block, units="blocks"')
             if self.reshard_after_forward is False:
-                exclude("scan", "reshard_after_forward", "a loop can not hand on what it gathered")
+                exclude("scan", "reshard_after_forward", "a loop cannot keep gathered parameters")
             if self.kept_blocks:
-                exclude("scan", "kept_blocks", "a loop can not hand on what it gathered")
+                exclude("scan", "kept_blocks", "a loop cannot keep gathered parameters")
         for option in ("scan_prefetch", "keep"):
             if getattr(self, option) and not self.scan:
-                exclude(option, "scan", "it is an option of the loop")
+                exclude(option, "scan", "it is an option of the loop; set scan=True")
         if self.offload and self.recompute == "none":
-            exclude("offload", "recompute", "only inputs of what is recomputed wait on the host")
+            exclude("offload", "recompute", "only inputs of recomputed blocks are offloaded")
         if self.blocks_per_unit > 1:
             if self.units != "blocks":
-                exclude("blocks_per_unit", "units", 'they are made of blocks with units="blocks"')
+                exclude("blocks_per_unit", "units", 'it needs units="blocks"')
             if self.scan:
                 exclude("scan", "blocks_per_unit", "a loop gathers block by block")
         if self.units == "model" and self.kept_blocks:
             exclude("kept_blocks", "units", "the outermost unit keeps its parameters anyway")
         if self.kept_blocks and by_name(self.kept_blocks) == (self.units == "blocks"):
-            exclude("kept_blocks", "units", "blocks go by their numbers, units by size by names")
+            exclude("kept_blocks", "units", "select blocks by numbers, units by size by names")
         if not isinstance(self.units, str) and not isinstance(self.recompute, str):
-            exclude("recompute", "units", "units by size are recomputed all or none of them")
+            exclude("recompute", "units", 'with units by size it must be "all" or "none"')
 
     # Applying them.
 
@@ -176,18 +180,18 @@ class ShardingSettings:
         ignore: Collection[str] = (),
         **options: Any,
     ) -> nn.Module:
-        """``model``, sharded as these settings say.
+        """Shard ``model`` with these settings and return it.
 
         Args:
             blocks: which submodules are its blocks: the dotted name of the ``nn.Sequential`` or
-                ``nn.ModuleList`` that holds them, or their classes. Default: the class of equal
-                neighbours in such lists that holds the most parameters.
-            ignore: with ``scan``, attributes in which blocks may differ: those of ``scan_blocks``.
-                Without, each block keeps its own.
-            options: further ones of the wrapper, such as ``compute_dtype``, for all units.
+                ``nn.ModuleList`` that holds them, or their classes. Default: among lists whose
+                modules are all of one class, the class with the most parameters.
+            ignore: with ``scan``, the attributes in which blocks may differ, as in
+                ``scan_blocks``. No effect without ``scan``.
+            options: other options of the wrapper, such as ``compute_dtype``, for all units.
 
         Raises:
-            ValueError: an option that these settings decide on; no such blocks; with ``scan``:
+            ValueError: an option that these settings determine; no such blocks; with ``scan``:
                 blocks that are not all of one ``nn.Sequential``, or not equal.
         """
         return _wrap_model(self, model, blocks, ignore, options)
@@ -195,71 +199,40 @@ class ShardingSettings:
     def join(
         self, blocks: Iterable[nn.Module], *, ignore: Collection[str] = (), **options: Any
     ) -> nn.Module:
-        """One module that runs ``blocks`` one after the other, taken one by one and sharded: for
-        models whose blocks never are on the host together. ``ignore``: as with :meth:`wrap`. The
-        rest: :meth:`wrap_root`."""
+        """Shard ``blocks`` and return one module that runs them one after the other.
+
+        It takes and shards one block at a time, for models that do not fit on the host.
+        ``ignore``: as in :meth:`wrap`. Call :meth:`wrap_root` on the model afterwards.
+        """
         return _join_blocks(self, blocks, ignore, options)
 
     def wrap_root(self, model: nn.Module, **options: Any) -> nn.Module:
-        """``model``, whose blocks went through :meth:`join`."""
+        """Shard the rest of a ``model`` whose blocks were built with :meth:`join`; return it."""
         return _wrap_root(self, model, options)
 
     @property
     def compiler_options(self) -> Mapping[str, str]:
-        """What the TPU compiler needs to be told: ``compiler_options.add_to_environment(...)``
-        before ``launch``, or ``plan(compiler_options=...)``."""
+        """The compiler options of these settings: pass them to
+        ``compiler_options.add_to_environment(...)`` before ``launch``, or to
+        ``plan(compiler_options=...)``."""
         return limit_scoped_vmem(self.scoped_vmem_kib) if self.scoped_vmem_kib else {}
 
     # As text.
 
     def __str__(self) -> str:
-        """What differs from the defaults, in a few words."""
-        words = [] if self.batch is None else [f"batch {self.batch}"]
-        named = {"blocks": "a unit a block", "model": "one unit"}
-        if self.blocks_per_unit > 1:
-            named["blocks"] = f"a unit for {self.blocks_per_unit} blocks"
-        words.append(named.get(str(self.units), f"units from {self.units:,} parameters"
-                               if isinstance(self.units, int) else ""))  # fmt: skip
-        if self.scan:
-            words.append("scanned, gathered ahead" if self.scan_prefetch else "scanned")
-        elif self.recompute != "none":
-            how_many = self.recompute if isinstance(self.recompute, int) else "all"
-            words.append(f"{how_many} recomputed")
-        if self.keep:
-            words.append(f"{', '.join(self.keep)} kept")
-        if self.offload:
-            words.append("inputs on the host")
-        reshard = self.reshard_after_forward
-        if reshard is False:
-            words.append("ZeRO-2")
-        elif reshard is not True:
-            words.append(f"kept among {reshard}")
-        if self.kept_blocks:
-            words.append(f"ZeRO-2 for {described(self.kept_blocks)}")
-        if self.shard_group_size is not None:
-            words.append(f"sharded over {self.shard_group_size}")
-        if not self.forward_prefetch:
-            words.append("no prefetch forward")
-        if self.backward_prefetch != "pre":
-            words.append(f"prefetch backward: {self.backward_prefetch}")
-        if not self.limit_all_gathers:
-            words.append("gathers not limited")
-        if self.collective_routes != "auto":
-            words.append(f"routes: {self.collective_routes}")
-        if self.scoped_vmem_kib:
-            words.append(f"{self.scoped_vmem_kib / 1024:g} MiB of VMEM for an operation")
-        return ", ".join(words)
+        """The settings that differ from the defaults, as ``name=value``."""
+        return differences(self, ShardingSettings()) or "the defaults"
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, source: str = "this text") -> ShardingSettings:
-        """The settings that :meth:`to_json` wrote.
+        """Read the settings that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: ``text`` is something else, has a key that is none of the settings, or a
-                value that is not allowed. ``source`` says in the message where it is from.
+            ValueError: ``text`` is not such JSON, has an unknown key, or a value that is not
+                allowed. The message names ``source``, where the text comes from.
         """
         try:
             record = json.loads(text)
@@ -280,7 +253,7 @@ class ShardingSettings:
                 f"{source} has {', '.join(map(repr, unknown))}, which are no settings; allowed "
                 f"are {', '.join(known)}"
             )
-        # JSON has lists for tuples.
+        # JSON stores tuples as lists.
         given: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
         try:
             return cls(**given)
@@ -288,7 +261,7 @@ class ShardingSettings:
             raise ValueError(f"{source}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes them as JSON. The file appears whole or not at all.
+        """Write the settings as JSON. The file is written completely or not at all.
 
         Raises:
             FileNotFoundError: there is no such folder.
@@ -297,7 +270,7 @@ class ShardingSettings:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardingSettings:
-        """Reads what :meth:`save` wrote.
+        """Read what :meth:`save` wrote.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -306,8 +279,16 @@ class ShardingSettings:
         return cls.from_json(Path(path).read_text(encoding="utf-8"), str(path))
 
     def changed(self, **values: Any) -> ShardingSettings:
-        """These settings with other ``values``."""
+        """Return a copy of these settings with other ``values``."""
         return replace(self, **rename_keys("ShardingSettings", values))
+
+
+def differences(settings: ShardingSettings, other: ShardingSettings) -> str:
+    """The settings whose values differ from those of ``other``, as ``name=value``."""
+    pairs = ((one.name, getattr(settings, one.name)) for one in fields(settings))
+    return ", ".join(
+        f"{name}={described(value)}" for name, value in pairs if value != getattr(other, name)
+    )
 
 
 def _counts(value: Any, least: int) -> bool:
@@ -341,8 +322,8 @@ def _wrap_model(
         if name is None:
             what = "scan=True" if settings.scan else f"blocks_per_unit={settings.blocks_per_unit}"
             raise ValueError(
-                f"{what}: the blocks are not all of one nn.Sequential, so nothing calls them as a "
-                "whole. Build them with settings.join(...) and call that, x = self.blocks(x)"
+                f"{what}: the blocks are not all of one nn.Sequential, so no module runs all of "
+                "them. Build them with settings.join(...) and call the result: x = self.blocks(x)"
             )
         path, _, attribute = name.rpartition(".")
         parent = model.get_submodule(path)
@@ -392,7 +373,7 @@ def _wrap_root(
 
 
 class _UnitsBySize:
-    """What wraps the units that a policy chooses."""
+    """Wraps the units that a size-based policy chooses."""
 
     def __init__(self, settings: ShardingSettings, model: nn.Module) -> None:
         self._settings = settings
@@ -409,21 +390,21 @@ class _UnitsBySize:
         return XlaFullyShardedDataParallel(module, **options)
 
     def require_all_named(self) -> None:
-        """Raises ValueError if the settings name a unit that there is not."""
+        """Raise ValueError if ``kept_blocks`` names a unit that does not exist."""
         kept = self._settings.kept_blocks
         names = kept if isinstance(kept, tuple) and by_name(kept) else ()
         wrong = [name for name in names if name not in self._seen]
         if wrong:
             raise ValueError(
                 f"kept_blocks={kept!r}: {wrong[0]!r} is no unit; with units={self._settings.units} "
-                f"they are {', '.join(self._seen) or 'the whole model alone'}"
+                f"the units are {', '.join(self._seen) or 'only the model itself'}"
             )
 
 
 def _each(
     settings: ShardingSettings, blocks: Iterable[nn.Module], options: Mapping[str, Any]
 ) -> Iterator[nn.Module]:
-    """``blocks`` recomputed as the settings say, and each a unit if they are."""
+    """Yield ``blocks``, recomputed and wrapped (each as a unit) as the settings say."""
     for number, block in enumerate(_recomputed(settings, blocks)):
         if settings.units == "blocks":
             how = {**_options(settings, keeps(settings.kept_blocks, number)), **options}
@@ -434,11 +415,11 @@ def _each(
 def _groups(
     settings: ShardingSettings, blocks: Iterable[nn.Module], options: Mapping[str, Any]
 ) -> Iterator[nn.Module]:
-    """``blocks`` recomputed as the settings say, several a unit."""
+    """Yield units of ``blocks_per_unit`` blocks, recomputed as the settings say."""
     if options.get("flatten_parameters"):
         raise ValueError(
-            "flatten_parameters=True and blocks_per_unit exclude each other: units of several "
-            "blocks have no name for a vector of all their parameters. Leave one of them out"
+            "flatten_parameters=True and blocks_per_unit exclude each other: a unit of several "
+            "blocks has no name for its flat vector. Leave one of them out"
         )
     waiting = enumerate(_recomputed(settings, blocks))
     while group := dict(islice(waiting, settings.blocks_per_unit)):
@@ -447,7 +428,7 @@ def _groups(
             together = ", ".join(map(str, group))
             raise ValueError(
                 f"kept_blocks={settings.kept_blocks!r}: blocks {together} are one unit "
-                f"(blocks_per_unit={settings.blocks_per_unit}), which keeps all of them or none"
+                f"(blocks_per_unit={settings.blocks_per_unit}): give all of them or none"
             )
         how = {**_options(settings, kept.pop()), **options}
         yield XlaFullyShardedDataParallel(named_row(group), **how)
@@ -462,7 +443,7 @@ def _recomputed(settings: ShardingSettings, blocks: Iterable[nn.Module]) -> Iter
 
 
 def _options(settings: ShardingSettings, kept: bool) -> dict[str, Any]:
-    """Of the wrapper of a unit that is ``kept`` in full for the backward, or not."""
+    """The wrapper options of a unit; ``kept``: its full parameters are kept until the backward."""
     return {
         "reshard_after_forward": False if kept else settings.reshard_after_forward,
         "forward_prefetch": settings.forward_prefetch,
@@ -476,7 +457,7 @@ def _options(settings: ShardingSettings, kept: bool) -> dict[str, Any]:
 def _mesh(shared: int | None) -> list[int] | list[list[int]] | None:
     ranks = xr.world_size()
     if shared is None or shared == ranks:
-        # On several slices none would mean each by itself.
+        # On several slices None would mean that each slice has its own copy.
         return list(range(ranks)) if slices_of_ranks() else None
     if ranks % shared:
         allowed = [number for number in range(1, ranks + 1) if ranks % number == 0]
@@ -491,18 +472,18 @@ def _require_undecided(options: Mapping[str, Any]) -> None:
     wrong = sorted(_DECIDED.intersection(options))
     if wrong:
         raise ValueError(
-            f"{', '.join(f'{name}={options[name]!r}' for name in wrong)}: the settings decide on "
-            "that; leave it out, or change them with settings.changed(...)"
+            f"{', '.join(f'{name}={options[name]!r}' for name in wrong)}: the settings determine "
+            "this; leave it out, or change the settings with settings.changed(...)"
         )
 
 
 def _require_no_hooks(name: str, blocks: nn.Module) -> None:
-    """Of a list of blocks that something else takes the place of."""
+    """Raise ValueError if a list of blocks that will be replaced has hooks."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     if any(getattr(blocks, kind) for kind in kinds):
         raise ValueError(
             f"{name!r} has hooks, which would be lost with scan or blocks_per_unit: register them "
-            "after wrapping, on what is there then"
+            "after wrapping, on the module that replaces it"
         )
 
 

@@ -1,4 +1,4 @@
-"""Which settings are worth an estimate: values for each, and all that go together."""
+"""The candidates of a search: the values of each setting, and all valid combinations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .facts import StepFacts
 from .kept import by_name
 from .settings import PREFETCHES, ShardingSettings
 
-# Those that an estimate tells apart well. The others are tried one by one on the best of these; of
-# those that are modelled alike, the first here is first.
+# Settings whose effect an estimate models well; all their combinations are candidates. Those in
+# FINE are tried one by one on the best candidate.
 MAIN = (
     "batch", "units", "blocks_per_unit", "scan", "reshard_after_forward", "kept_blocks",
     "recompute", "keep", "offload", "shard_group_size", "scan_prefetch",
@@ -27,21 +27,21 @@ FINE = (
     "limit_all_gathers",
 )  # fmt: skip
 
-# How many blocks are tried as one unit, where there are twice as many.
+# Values to try for blocks_per_unit, if the model has at least twice as many blocks.
 GROUPS = (2, 4)
-# More blocks than that are tried as one loop only, where they can be one: wrapped singly, 32 of the
-# 10-billion-parameter ViT take more than 15 GB of memory to compile (benchmarks/vit.py).
+# More blocks than this are tried only in one loop, if they can be one: wrapped singly, 32 blocks of
+# the 10-billion-parameter ViT take more than 15 GB of memory to compile (benchmarks/vit.py).
 MANY_BLOCKS = 16
 
 Values = Mapping[str, Sequence[Any]]
 
 
 def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tuple[Any, ...]]:
-    """``search`` of ``tune``: values to try by the name of a setting.
+    """Check the ``search`` argument of ``tune``: values to try by the name of a setting.
 
     Raises:
-        ValueError: no such setting, no value, or one that is not allowed.
-        TypeError: values that are no collection.
+        ValueError: no such setting, no value, or a value that is not allowed.
+        TypeError: the values are not a collection.
     """
     checked: dict[str, tuple[Any, ...]] = {}
     names = [one.name for one in fields(ShardingSettings)]
@@ -52,10 +52,11 @@ def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tu
             )
         if isinstance(values, str) or not isinstance(values, Collection):
             raise TypeError(
-                f"search[{name!r}] must be a list of values to try, one to fix it; got {values!r}"
+                f"search[{name!r}] must be a list of values to try (one value fixes the setting); "
+                f"got {values!r}"
             )
         if not values:
-            raise ValueError(f"search[{name!r}] is empty: give one value at least")
+            raise ValueError(f"search[{name!r}] is empty: give at least one value")
         alone: dict[str, Any] = {}
         if name in ("scan", "scan_prefetch", "keep", "offload"):
             alone["recompute"] = "all"
@@ -71,8 +72,8 @@ def checked_search(search: Mapping[str, Collection[Any]] | None) -> dict[str, tu
 
 @dataclass(frozen=True)
 class Space:
-    """``values``: of each setting, those to try, the usual one first. ``by_worth``: settings of
-    which those are tried as well that ``search.py`` chooses by what they save."""
+    """``values``: the values to try of each setting, the default first. ``by_worth``: settings for
+    which ``search.py`` also tries values that it chooses by the time they save."""
 
     values: Values
     by_worth: frozenset[str] = frozenset()
@@ -87,10 +88,10 @@ class Space:
         search: Values,
         groups: bool = False,
     ) -> Space:
-        """All that may pay for a model on ``where``.
+        """All values that may be useful for a model on ``where``.
 
-        ``scans``: whether its blocks can be one loop; ``groups``: or several of them a unit.
-        ``search``: what the caller wants of it.
+        ``scans``: whether its blocks can run in one loop. ``groups``: whether several blocks can
+        share a unit. ``search``: values that the caller gives instead.
         """
         blocks, together = len(facts.blocks), ranks_together(where)
         half = [blocks // 2] if blocks >= 4 else []
@@ -117,7 +118,7 @@ class Space:
         return cls({**values, **search}, frozenset({"kept_blocks", "keep"} - set(search)))
 
     def main(self) -> list[ShardingSettings]:
-        """All combinations of the main settings that are possible, the usual ones first."""
+        """All possible combinations of the main settings, those closest to the defaults first."""
         fixed = {name: self.values[name][0] for name in FINE}
         found = list(self._possible(fixed))
         return sorted(found, key=plainness)  # stable
@@ -133,7 +134,7 @@ class Space:
                 continue  # they exclude each other
 
     def around(self, best: ShardingSettings, estimates: Estimates) -> list[ShardingSettings]:
-        """``best`` with one of the other settings changed, where that makes another program."""
+        """``best`` with one of the FINE settings changed, if that changes the program."""
         found = []
         for name in FINE:
             for value in self.values[name]:
@@ -144,8 +145,8 @@ class Space:
 
 
 def ranks_together(where: Slice) -> tuple[int, ...]:
-    """Numbers of consecutive ranks that lie together: on a host, in a row or plane of chips, on one
-    of several slices."""
+    """Sizes of groups of consecutive ranks that are neighbours: on one host, in a row or a plane of
+    chips, on one of several slices."""
     x, y, _, cores = where.device_shape
     one = where.devices // where.count
     sizes = {prod(where.chips_per_host) * cores, x * cores, x * y * cores, one}
@@ -153,25 +154,25 @@ def ranks_together(where: Slice) -> tuple[int, ...]:
 
 
 def main_of(settings: ShardingSettings) -> ShardingSettings:
-    """``settings`` without those that are tried on the best of the others."""
+    """``settings`` with the defaults for all FINE settings."""
     usual = ShardingSettings()
     return settings.changed(**{name: getattr(usual, name) for name in FINE})
 
 
 def plainness(settings: ShardingSettings) -> int:
-    """How many settings differ from the defaults, the batch apart."""
+    """How many settings differ from the defaults; the batch does not count."""
     usual = ShardingSettings()
     names = (one.name for one in fields(settings) if one.name != "batch")
     return sum(getattr(settings, name) != getattr(usual, name) for name in names)
 
 
 def _pointless(chosen: Mapping[str, Any]) -> bool:
-    """The same program as another combination, or never better than it."""
+    """Whether the combination gives the same program as another one, or is never better."""
     reshard, shared = chosen["reshard_after_forward"], chosen["shard_group_size"]
     if chosen["kept_blocks"] and reshard is not True:
-        return True  # one way to keep parameters at a time
+        return True  # two ways to keep parameters
     if chosen["units"] == "model" and reshard is not True:
-        return True  # the root keeps its own anyway
+        return True  # the root always keeps its parameters
     return not isinstance(reshard, bool) and shared is not None and reshard >= shared
 
 

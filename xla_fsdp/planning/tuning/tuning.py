@@ -1,4 +1,4 @@
-"""What ``xla_fsdp.tune`` found: the settings, and the table of what was tried."""
+"""The result of ``xla_fsdp.tune``: the best settings and the table of all candidates."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from .remedies import GIB
 from .search import Trial
 from .settings import ShardingSettings
 
-_SHOWN = 6  # candidates that were not compiled, in the table
-_HEAD = ("", "ms", "compute", "exposed", "GiB", "modelled ms", "GiB", "")
+_SHOWN = 6  # rows of the table for candidates that were not compiled
+_HEAD = ("settings", "step, ms", "compute", "exposed", "GiB", "estimate, ms", "GiB", "")
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The answer of :func:`xla_fsdp.tune`; ``print`` it.
+    """The result of :func:`xla_fsdp.tune`; ``print`` it.
 
     Attributes:
-        settings: the best that was found, or None if nothing that was compiled fits.
-        trials: every candidate, the best first.
+        settings: the best settings; None if no compiled candidate fits.
+        trials: all candidates, the best first.
         topology, devices: the slice.
-        capacity: bytes of HBM that a step may take on one device of it.
-        budget, compilations: how many compilations were allowed, and how many there were, those
-            with results from an earlier time included; ``from_cache``: these alone.
-        samples: whether batches are known, so that times are compared by the sample.
-        advice: where nothing fits, what would.
-        notes: what a reader should know of the search.
+        capacity: bytes of HBM that a step may use on one device.
+        budget: how many compilations were allowed.
+        compilations: how many there were, cached results included.
+        from_cache: how many of them were cached results.
+        samples: whether the batch is known, so that times per sample are compared.
+        advice: if nothing fits, what would fit.
+        notes: remarks on the search.
     """
 
     settings: ShardingSettings | None
@@ -69,7 +70,7 @@ class Tuning:
             return f"NOTHING FITS in {self.capacity / GIB:.1f} GiB a device on {self.topology}"
         step = f"{1e3 * best.measured.seconds:,.2f} ms a step (model)"
         if self.samples:
-            step += f", {1e6 * best.per_sample:,.1f} us a sample of a device's batch"
+            step += f", {1e6 * best.per_sample:,.1f} us for each sample of the device's batch"
         return f"BEST: {best.settings}: {step}"
 
     def _table(self) -> list[str]:
@@ -84,23 +85,23 @@ class Tuning:
     def _remarks(self) -> list[str]:
         left = sum(not _was_asked(trial) for trial in self.trials)
         remarks = [
-            f"{self.compilations} of {self.budget} compilations, {self.from_cache} of them from an "
-            f"earlier time; {left} more candidates by analysis only"
+            f"{self.compilations} of {self.budget} compilations, {self.from_cache} of them from "
+            f"the cache; {left} more candidates were only estimated"
             + (f", of which {_SHOWN} are shown." if left > _SHOWN else "."),
-            "Columns: by the compiler and the time model of plans; then by analysis, corrected by "
-            "what the compiler said of the others.",
+            "The first four columns of numbers are of the compiled program, with plan's time "
+            "model. The last two are estimates, corrected by the results of compiled candidates.",
         ]
         if self.samples:
-            remarks.append("Compared: time of a step over samples a device.")
+            remarks.append("Candidates are compared by step time per sample of a device's batch.")
         if any(trial.settings.offload for trial in self.trials):
             remarks.append(
-                "Copies to the host's memory and back count as no time: no figures of these links "
-                "are published."
+                "Copies to host memory and back take no time in this model, because the speed of "
+                "these links is not published."
             )
         return [*remarks, *self.notes]
 
     def to_json(self) -> str:
-        """All of it, with the settings as ``ShardingSettings.from_json`` reads them."""
+        """The result as JSON; ``ShardingSettings.from_json`` reads its ``settings``."""
         record: dict[str, Any] = asdict(self)
         record["settings"] = None
         if self.settings is not None:
@@ -108,7 +109,7 @@ class Tuning:
         return json.dumps(record, indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes :meth:`to_json`. The file appears whole or not at all.
+        """Write :meth:`to_json` to a file. The file is written completely or not at all.
 
         Raises:
             FileNotFoundError: there is no such folder.
