@@ -148,9 +148,9 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
         on_hosts([f"10.0.{place}.2", f"10.0.{place}.3"], worker)
         hosts, number = channel._hosts()
         assert (hosts[0], number) == ("10.0.0.2", served)
-    with pytest.raises(ValueError, match="slices=3, but MEGASCALE_NUM_SLICES=2: on a TPU"):
+    with pytest.raises(ValueError, match="slices=3, but MEGASCALE_NUM_SLICES=2. On a TPU"):
         ours.require_slices(3, ours.place())
-    with pytest.raises(ValueError, match="slices=2, but MEGASCALE_NUM_SLICES is not set, or 1: on"):
+    with pytest.raises(ValueError, match="slices=2, but MEGASCALE_NUM_SLICES is not set, or 1. On"):
         ours.require_slices(2, None)
     monkeypatch.setenv("XLA_FSDP_SLICES", "2")  # as the recipes say it
     ours.require_slices(None, ours.place())
