@@ -397,7 +397,7 @@ def outside_in(wrong):
     trains(xla_fsdp.fully_shard(model))
 
 
-@case("pass mp_policy, or wrap")
+@case("Pass mp_policy, or wrap")
 def other_name_in_fully_shard(wrong):
     with wrong():
         xla_fsdp.fully_shard(nn.Linear(4, 4), compute_dtype=torch.bfloat16)
@@ -445,7 +445,7 @@ def moved(wrong):
     nn.Linear(4, 4).load_state_dict(xla_fsdp.full_state_dict(model, rank0_only=False))
 
 
-@case("Call unshard() again")
+@case(r"Call unshard\(\) again")
 def stale_unshard(wrong):
     model = xla_fsdp.fully_shard(Other())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
