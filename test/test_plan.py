@@ -406,5 +406,5 @@ def test_the_example_plans_itself(tmp_path, script_server, refused):
         (["--plan=v3-9"], "Did you mean v3-8"),
         (["--plan=v3-8", "--plan_report=x.txt"], ".json, .png or .html"),
         (["--plan="], "must name a slice"),
-        (["--plan=v3-8", "--plan_report=no/x.png"], "no is no folder"),
+        (["--plan=v3-8", "--plan_report=no/x.png"], "give a file name in a writable folder"),
     )
